@@ -1,0 +1,46 @@
+# The one door: make demo | test | lint | bench | clean. Each installs what it needs into .venv first.
+SHELL := /bin/sh
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint format bench docs clean help
+
+help:
+	@echo "make demo    train the sample through distflow, on this machine"
+	@echo "make test    the whole test suite"
+	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the node runtime"
+	@echo "make bench   start-up times against a bare interpreter"
+	@echo "make docs    write the generated pages of docs/ anew"
+	@echo "make clean   remove .venv and caches"
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/distflow workflow submit workflow_specs/pytorch_dist.yaml --wait
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/vermin --quiet --no-tips --target=3.8- --violations src/distflow/runtime
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/startup.py
+
+docs: $(STAMP)
+	$(BIN)/python scripts/generate_docs.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,89 @@
+"""How long the quick commands take, as a multiple of a bare interpreter's start in the same run.
+
+``distflow --help``, ``workflow query`` and ``workflow list`` over a store of 10 000 workflows: each at most 10 ×
+``python -c pass`` (median of 20 runs, taken in turns so that a drifting machine touches all alike). Prints a table,
+and fails when the bound is missed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from distflow.lifecycle.states import State, WorkflowState
+from distflow.plan.model import Plan
+from distflow.pools.model import Pool
+from distflow.state.directory import StateDirectory
+from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.store import Store
+
+RUNS = 20
+WORKFLOWS = 10_000
+LIMIT = 10.0
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether the bound holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = StateDirectory(Path(folder)).ensure()
+        last = _fill(directory)
+        commands = {
+            "python -c pass": [sys.executable, "-c", "pass"],
+            "distflow --help": [sys.executable, "-m", "distflow", "--help"],
+            f"distflow workflow query {last}": [sys.executable, "-m", "distflow", "workflow", "query", last],
+            "distflow workflow list": [sys.executable, "-m", "distflow", "workflow", "list"],
+        }
+        environment = os.environ | {"DISTFLOW_STATE": folder}
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for turn in range(RUNS + 1):
+            for name, command in commands.items():
+                begin = time.perf_counter()
+                subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+                if turn:
+                    times[name].append(time.perf_counter() - begin)
+    bare = statistics.median(times["python -c pass"])
+    print(
+        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, {WORKFLOWS} workflows, {RUNS} runs"
+    )
+    print(f"{'command':<40} {'median':>9} {'minimum':>9} {'× bare':>7}")
+    missed = False
+    for name, taken in times.items():
+        ratio = statistics.median(taken) / bare
+        missed = missed or ratio > LIMIT
+        print(f"{name:<40} {statistics.median(taken) * 1e3:>6.0f} ms {min(taken) * 1e3:>6.0f} ms {ratio:>7.1f}")
+    return int(missed)
+
+
+def _fill(directory: StateDirectory) -> str:
+    plan, pool = Plan(name="bench", pool="local", groups=()), Pool(name="local", backend="local", nodes=())
+    tasks = tuple(TaskRecord(name=f"t{i}", lead=i == 0, state=State.COMPLETED, log_complete=True) for i in range(4))
+    group = GroupRecord(name="g", tasks=tasks, state=State.COMPLETED)
+    with Store(directory.store) as store:
+        for number in range(WORKFLOWS):
+            at = float(number)
+            record = WorkflowRecord(
+                uuid=f"{number:032x}",
+                id="",
+                name=f"bench{number % 50}",
+                number=0,
+                user="bench",
+                pool="local",
+                pool_key="local-0",
+                submitted_at=at,
+                groups=(group,),
+            )
+            event = Event(at=at, kind="submitted", text="submitted", workflow=record.uuid)
+            stored = store.submit(record, template="", spec="", plan=plan, pool=pool, events=[event])
+            store.save([replace(stored, state=WorkflowState.COMPLETED, ended_at=at)], [])
+    return stored.id
+
+
+if __name__ == "__main__":
+    sys.exit(main())

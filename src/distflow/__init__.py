@@ -1,0 +1,5 @@
+"""distflow: declarative distributed training on machines that you can SSH to."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Where plans run: one package per kind of place."""

@@ -1,0 +1,251 @@
+"""The protocol of a backend: commands go in and return at once, observations come out when something was seen.
+
+An observation is a fact with the time at which it was seen; an answer to a command is an observation too. What
+follows from it is decided elsewhere (``supervisor.decide``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from distflow.plan.model import Binding, BoundLaunch
+from distflow.pools.model import Node
+from distflow.shell import Secret
+
+__all__ = [
+    "Absent",
+    "AttemptKey",
+    "Backend",
+    "Ended",
+    "LeaseRefused",
+    "LeaseRequest",
+    "Leased",
+    "LogComplete",
+    "LogSink",
+    "NodeDown",
+    "NodeUp",
+    "Observation",
+    "PrepareFailed",
+    "Prepared",
+    "Released",
+    "Sink",
+    "Started",
+    "StopAccepted",
+    "Unanswered",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptKey:
+    """One attempt of a task, and where it is."""
+
+    workflow: str
+    """uuid"""
+    group: str
+    task: str
+    attempt: int
+    node: str
+
+    @property
+    def name(self) -> str:
+        """How its node calls it."""
+        return f"{self.workflow}/{self.group}/{self.task}/{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest:
+    """What a gang asks of its nodes: all of it, or nothing."""
+
+    workflow: str
+    group: str
+    attempt: int
+    nodes: Mapping[str, str]
+    """Task → node."""
+    gpus: Mapping[str, int]
+    """Task → number of GPUs."""
+    master: str
+    """The task whose node hosts the rendezvous."""
+    port: int | str | None = None
+    """``any``: a free one; a number: that one; ``None``: the group needs none."""
+    start_timeout_s: float = 120.0
+    """How long the nodes hold the lease for a start that does not come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Something a backend saw."""
+
+    at: float
+    """The submitter's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUp(Observation):
+    """A node answers; what it says of its attempts follows as observations of their own."""
+
+    pool: str
+    node: str
+    gpus: int | None = None
+    """As found there; ``None`` when not known."""
+    cpus: int | None = None
+    memory: int | None = None
+    platform: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDown(Observation):
+    """A node cannot be reached at present; what runs there may still run."""
+
+    pool: str
+    node: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased(Observation):
+    """A gang has its nodes, GPUs and port."""
+
+    workflow: str
+    group: str
+    attempt: int
+    binding: Binding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRefused(Observation):
+    """A gang did not get everything, so it has nothing."""
+
+    workflow: str
+    group: str
+    attempt: int
+    message: str
+    is_final: bool = False
+    """Trying again would not help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfAttempt(Observation):
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared(_OfAttempt):
+    """Everything that the start needs is on the node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareFailed(_OfAttempt):
+    """The node refused, for good."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(_OfAttempt):
+    """The command runs."""
+
+    pid: int | None
+    started_at: float
+    directory: str = ""
+    """The attempt's directory on the node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAccepted(_OfAttempt):
+    """The ladder has begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended(_OfAttempt):
+    """Nothing of the attempt is left on the node."""
+
+    end: Mapping[str, object]
+    """The record of the node (``docs/agent-protocol.md``, ``End``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released(_OfAttempt):
+    """The lease was given back before anything had started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent(_OfAttempt):
+    """The node knows nothing of the attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogComplete(_OfAttempt):
+    """All of the attempt's output has been handed to the log sink."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unanswered(_OfAttempt):
+    """A command (``op``) got no answer, because the connection broke; it may or may not have been carried out."""
+
+    op: str
+
+
+Sink = Callable[[Observation], None]
+"""Takes observations; may be called from any thread."""
+
+
+class LogSink(Protocol):
+    """Takes the output of attempts; may be called from several threads, for one attempt's file never from two at once."""
+
+    def size(self, key: AttemptKey, file: str) -> int:
+        """Return how many bytes of ``output.log`` or ``output.idx`` are here already."""
+        ...
+
+    def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
+        """Take what stands at ``offset``; what is here already may come again."""
+        ...
+
+
+class Backend(Protocol):
+    """Runs plans on one pool.
+
+    Contract, held by ``tests/contract/test_backend.py``:
+
+    1. No method blocks; answers and everything else that is seen go to the sink that the backend was built with.
+    2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``; every other command by an observation of its
+    attempt, or by
+       ``Unanswered`` when the connection broke. All commands may be repeated: they answer what already is.
+    3. A lease is all or nothing.
+    4. ``Ended`` is said only when no process of the attempt is left, and is said again after a reconnection.
+    5. For every watched attempt the log sink gets all of its output in order, then comes ``LogComplete``.
+    6. ``close`` may be called twice, never raises, and stops nothing that runs.
+    """
+
+    def connect(self, nodes: Sequence[Node]) -> None:
+        """Hold connections to these nodes from now on, and say ``NodeUp`` or ``NodeDown``."""
+        ...
+
+    def watch(self, keys: Sequence[AttemptKey]) -> None:
+        """Observe these attempts of an earlier time, and mirror their output."""
+        ...
+
+    def lease(self, request: LeaseRequest) -> None:
+        """Try to get everything that a gang asks for."""
+        ...
+
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
+        """Bring files and launch record to the node."""
+        ...
+
+    def start(self, key: AttemptKey) -> None:
+        """Start a prepared attempt."""
+        ...
+
+    def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
+        """Stop an attempt by the ladder."""
+        ...
+
+    def release(self, key: AttemptKey) -> None:
+        """Give back the lease of an attempt that has not started."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        ...

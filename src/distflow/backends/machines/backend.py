@@ -1,0 +1,252 @@
+"""The backend for plain machines: one agent per node, and the gang's lease across them.
+
+It knows nodes, attempts and the agent protocol (``docs/agent-protocol.md``), and nothing of states or policy. Each node has one
+connection (``connection``), which comes back by itself; this module spreads commands over them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distflow.backends.base import (
+    AttemptKey,
+    Leased,
+    LeaseRefused,
+    LeaseRequest,
+    LogSink,
+    PrepareFailed,
+    Released,
+    Sink,
+    StopAccepted,
+    Unanswered,
+)
+from distflow.backends.machines.connection import Connection, now
+from distflow.errors import AgentError, DistflowError, NodeUnreachable
+from distflow.plan.model import Binding, BoundLaunch, TaskBinding
+from distflow.pools.model import Node, Pool
+from distflow.shell import Secret
+from distflow.transports.base import Transport
+from distflow.transports.local import LocalTransport
+
+__all__ = ["MachinesBackend", "open_backend", "transport_of"]
+
+_PREPARE_THREADS = 32
+_WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable"})
+"""Kinds of refusal that pass by themselves."""
+
+
+def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> MachinesBackend:
+    """Return the backend of a pool of plain machines."""
+    return MachinesBackend(pool, blobs=blobs, sink=sink, logs=logs)
+
+
+class MachinesBackend:
+    """Runs gangs on nodes through their agents; see ``backends.base.Backend`` for the contract."""
+
+    def __init__(self, pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> None:
+        """Connect to nothing yet."""
+        self._pool = pool
+        self._blobs = blobs
+        self._sink = sink
+        self._logs = logs
+        self._connections: dict[str, Connection] = {}
+        self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
+
+    def connect(self, nodes: Sequence[Node]) -> None:
+        """Hold connections to these nodes from now on."""
+        for node in nodes:
+            if node.name not in self._connections:
+                connection = Connection(self._pool, node, transport_of(node), self._sink, self._logs)
+                self._connections[node.name] = connection
+                connection.begin()
+
+    def watch(self, keys: Sequence[AttemptKey]) -> None:
+        """Observe these attempts of an earlier time, and mirror their output."""
+        for key in keys:
+            if key.node in self._connections:
+                self._connections[key.node].watch(key)
+
+    def lease(self, request: LeaseRequest) -> None:
+        """Ask every node for its part; when one refuses, give the others back."""
+        _GangLease(request, self._connections, self._sink).begin()
+
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
+        """Stage blobs, then write the launch record; in a thread, because a blob may be large."""
+        self._workers.submit(self._prepare, key, launch, dict(secrets), stop_grace_s)
+
+    def start(self, key: AttemptKey) -> None:
+        """Start a prepared attempt; that it runs is told by its status."""
+
+        def answered(answer: Mapping[str, Any] | DistflowError) -> None:
+            if isinstance(answer, AgentError):
+                self._sink(PrepareFailed(at=now(), key=key, message=answer.message))
+            elif isinstance(answer, DistflowError):
+                self._sink(Unanswered(at=now(), key=key, op="start"))
+
+        self._send(key, "start", answered)
+
+    def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
+        """Begin the ladder; the end is told by the status."""
+
+        def answered(answer: Mapping[str, Any] | DistflowError) -> None:
+            if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
+                self._sink(Unanswered(at=now(), key=key, op="stop"))
+            elif isinstance(answer, DistflowError):
+                self._connections[key.node].report(key, {"phase": "absent"})
+            else:
+                self._sink(StopAccepted(at=now(), key=key))
+
+        self._send(key, "stop", answered, grace_s=grace_s, why=why)
+
+    def release(self, key: AttemptKey) -> None:
+        """Give back a lease before the start."""
+
+        def answered(answer: Mapping[str, Any] | DistflowError) -> None:
+            if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
+                self._sink(Unanswered(at=now(), key=key, op="release"))
+            else:
+                self._connections[key.node].forget(key)
+                self._sink(Released(at=now(), key=key))
+
+        self._send(key, "release", answered)
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, key: AttemptKey, op: str, answered: Any, **fields: Any) -> None:
+        self._connections[key.node].watch(key)
+        self._connections[key.node].send(op, answered, attempt=key.name, **fields)
+
+    def _prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
+        connection = self._connections[key.node]
+        try:
+            for file in launch.files:
+                if file.blob is not None:
+                    connection.stage(self._blobs / file.blob, file.blob, file.size)
+            record = {
+                "argv": list(launch.argv),
+                "env": dict(launch.environment),
+                "secret_env": {name: secret.reveal() for name, secret in secrets.items()},
+                "path_prepend": connection.path_prepend(),
+                "files": [
+                    {"path": file.path, "mode": file.mode, "is_tar": file.is_tar}
+                    | ({"text": file.text} if file.blob is None else {"blob": file.blob})
+                    for file in launch.files
+                ],
+                "cwd": "work",
+                "stop_grace_s": stop_grace_s,
+                "shell_prelude": launch.setup,
+            }
+            connection.request("prepare", attempt=key.name, launch=record)
+        except NodeUnreachable:
+            self._sink(Unanswered(at=now(), key=key, op="prepare"))
+        except AgentError as error:
+            self._prepare_refused(key, error)
+        except (DistflowError, OSError) as error:
+            self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
+        else:
+            connection.report(key, {"phase": "prepared"})
+
+    def _prepare_refused(self, key: AttemptKey, error: AgentError) -> None:
+        if error.kind == "not_found":
+            # Its pair gave up waiting, or was killed: the lease is lost.
+            self._connections[key.node].report(key, {"phase": "absent"})
+        else:
+            self._sink(PrepareFailed(at=now(), key=key, message=error.message))
+
+
+class _GangLease:
+    """One gang's lease under way: all answers are awaited, then it is granted or undone."""
+
+    def __init__(self, request: LeaseRequest, connections: Mapping[str, Connection], sink: Sink) -> None:
+        self._request = request
+        self._connections = connections
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._answers: dict[str, Mapping[str, Any] | DistflowError] = {}
+
+    def begin(self) -> None:
+        """Ask every node."""
+        request = self._request
+        for task, node in request.nodes.items():
+            self._connections[node].send(
+                "lease",
+                partial(self._answered, task),
+                attempt=self._key(task).name,
+                gpus=request.gpus.get(task, 0),
+                gpu_ids=self._connections[node].gpu_ids,
+                lease_dir=self._connections[node].node.lease_dir,
+                port=request.port if task == request.master else None,
+                start_timeout_s=request.start_timeout_s,
+            )
+
+    def _answered(self, task: str, answer: Mapping[str, Any] | DistflowError) -> None:
+        with self._lock:
+            self._answers[task] = answer
+            if len(self._answers) < len(self._request.nodes):
+                return
+        refusals = {task: answer for task, answer in self._answers.items() if isinstance(answer, DistflowError)}
+        if refusals:
+            self._undo(refusals)
+        else:
+            self._grant()
+
+    def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
+        for task in self._request.nodes:
+            if task not in refusals:
+                key = self._key(task)
+                self._connections[key.node].send("release", lambda _: None, attempt=key.name)
+        task, first = next(iter(refusals.items()))
+        kind = first.kind if isinstance(first, AgentError) else "unreachable"
+        self._sink(
+            LeaseRefused(
+                at=now(),
+                workflow=self._request.workflow,
+                group=self._request.group,
+                attempt=self._request.attempt,
+                message=first.message,
+                is_final=kind not in _WORTH_ANOTHER_TRY,
+            )
+        )
+
+    def _grant(self) -> None:
+        tasks: dict[str, TaskBinding] = {}
+        port: int | None = None
+        for task, node in self._request.nodes.items():
+            answer = self._answers[task]
+            connection = self._connections[node]
+            connection.watch(self._key(task))
+            if isinstance(answer, Mapping):
+                address, interface = connection.address()
+                tasks[task] = TaskBinding(
+                    node=node, address=address, interface=interface, gpu_ids=tuple(answer.get("gpu_ids") or ())
+                )
+                port = answer.get("port") if task == self._request.master else port
+        self._sink(
+            Leased(
+                at=now(),
+                workflow=self._request.workflow,
+                group=self._request.group,
+                attempt=self._request.attempt,
+                binding=Binding(tasks=tasks, port=port),
+            )
+        )
+
+    def _key(self, task: str) -> AttemptKey:
+        request = self._request
+        return AttemptKey(
+            workflow=request.workflow, group=request.group, task=task, attempt=request.attempt, node=request.nodes[task]
+        )
+
+
+def transport_of(node: Node) -> Transport:
+    """Return the way to a node; this machine's own is all there is in this version."""
+    return LocalTransport(node.name)

@@ -1,0 +1,200 @@
+"""Getting an agent to answer on a node: one exec of ``python3``, whose stub asks for the runtime when the node lacks it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import io
+import json
+import secrets
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from typing import Final
+
+from distflow.backends.machines.link import AgentLink, Event
+from distflow.errors import BootstrapFailed, NodeUnreachable
+from distflow.transports.base import Channel, Transport
+
+__all__ = ["STUB", "agent_argv", "connect", "runtime_archive", "runtime_hash"]
+
+# Everything before `import` must parse on any Python there ever was, so that an old one can say that it is old.
+STUB: Final = r"""
+import os,sys
+want,root,nonce=sys.argv[1:4]
+umask=os.umask(0o77)
+def say(text): os.write(1,(nonce+" "+text+"\n").encode())
+try:
+ if sys.version_info<(3,8): raise RuntimeError("Python 3.8 or newer is needed; this is "+sys.version.split()[0])
+ root=os.path.realpath(os.path.expanduser(root))
+ top=os.path.join(root,"runtime")
+ home=os.path.join(top,want)
+ os.makedirs(top,exist_ok=True)
+ if os.path.isdir(home): say("have")
+ else:
+  say("need")
+  import hashlib,io,shutil,tempfile,zipfile
+  line=b""
+  while line[-1:]!=b"\n":
+   line+=os.read(0,1) or sys.exit(1)
+  data=bytearray()
+  while len(data)<int(line):
+   data+=os.read(0,min(1<<20,int(line)-len(data))) or sys.exit(1)
+  if hashlib.sha256(data).hexdigest()!=want: raise RuntimeError("the runtime arrived damaged")
+  new=tempfile.mkdtemp(dir=top)
+  zipfile.ZipFile(io.BytesIO(bytes(data))).extractall(new)
+  try: os.rename(new,home)
+  except OSError:
+   shutil.rmtree(new)
+   if not os.path.isdir(home): raise
+ sys.path.insert(0,home)
+ from distflow.runtime.agent import serve
+ say("ready")
+except Exception as error:
+ import json
+ say("error "+json.dumps(type(error).__name__+": "+str(error)))
+ sys.exit(1)
+serve(root,umask)
+"""
+
+_NOISE: Final = 16 * 1024
+_MOST_NOISE: Final = 4 * 1024 * 1024
+
+
+@functools.cache
+def runtime_archive() -> bytes:
+    """The runtime as a zip archive: the same bytes for the same sources, wherever and whenever it is made."""
+    sources = {"distflow/__init__.py": b""}
+    for file in importlib.resources.files("distflow.runtime").iterdir():
+        if file.name.endswith(".py"):
+            sources[f"distflow/runtime/{file.name}"] = file.read_bytes()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name in sorted(sources):
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.create_system = 3
+            entry.external_attr = 0o600 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, sources[name])
+    return buffer.getvalue()
+
+
+@functools.cache
+def runtime_hash() -> str:
+    """SHA-256 of the archive: the name of the runtime's directory on a node."""
+    return hashlib.sha256(runtime_archive()).hexdigest()
+
+
+def agent_argv(root: str, python: str, nonce: str) -> list[str]:
+    """The one command that is executed on a node."""
+    return [python, "-I", "-S", "-c", STUB, runtime_hash(), root, nonce]
+
+
+def connect(
+    transport: Transport,
+    root: str,
+    python: str = "python3",
+    *,
+    timeout_s: float = 20.0,
+    ping_s: float = 5.0,
+    on_event: Callable[[Event], None] | None = None,
+    on_close: Callable[[NodeUnreachable], None] | None = None,
+) -> AgentLink:
+    """Start an agent on the node, or raise ``NodeUnreachable`` or ``BootstrapFailed`` with what the node said.
+
+    ``~`` in ``root`` is the node's user's home. ``python`` is found in the node's PATH or is a path there.
+    """
+    nonce = f"distflow-{secrets.token_hex(12)}"
+    channel = transport.open(agent_argv(root, python, nonce))
+    try:
+        greeting = _Greeting(transport.name, channel, nonce, timeout_s)
+        with greeting:
+            word, detail = greeting.next_word()
+            if word == "need":
+                archive = runtime_archive()
+                greeting.write(b"%d\n" % len(archive) + archive)
+            if word != "error":
+                word, detail = greeting.next_word()
+        if word == "error":
+            raise BootstrapFailed(transport.name, f"distflow's runtime does not come up: {detail}", hint=greeting.heard())
+    except BaseException:
+        channel.close()
+        raise
+    return AgentLink(
+        channel,
+        transport.name,
+        noise=greeting.noise,
+        received=greeting.rest,
+        ping_s=ping_s,
+        on_event=on_event,
+        on_close=on_close,
+    )
+
+
+class _Greeting:
+    """What comes before the messages: noise, and the stub's words behind the nonce. Bounded by one deadline."""
+
+    def __init__(self, node: str, channel: Channel, nonce: str, timeout_s: float) -> None:
+        self._node = node
+        self._channel = channel
+        self._nonce = nonce.encode()
+        self._timeout_s = timeout_s
+        self._is_late = False
+        self._timer = threading.Timer(timeout_s, self._expire)
+        self._timer.daemon = True
+        self._started = time.monotonic()
+        self.noise = ""
+        self.rest = b""
+
+    def __enter__(self) -> _Greeting:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self._channel.close()
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._channel.write(data)
+        except NodeUnreachable as error:
+            raise self._failure() from error
+
+    def next_word(self) -> tuple[str, str]:
+        """The stub's next word, and what follows it on its line."""
+        while True:
+            line, newline, rest = self.rest.partition(b"\n")
+            if newline:
+                self.rest = rest
+                before, mark, said = line.rpartition(self._nonce + b" ")
+                word, _, detail = said.strip().decode("utf-8", "replace").partition(" ")
+                # A shell that traces its commands prints the nonce as well, but not with one of these words behind it.
+                if mark and word in ("have", "need", "ready", "error"):
+                    self._add_noise(before)
+                    return word, json.loads(detail) if word == "error" else detail
+                self._add_noise(line + newline)
+                continue
+            data = self._channel.read()
+            if not data or len(self.rest) > _MOST_NOISE:
+                self._add_noise(self.rest)
+                raise self._failure()
+            self.rest += data
+
+    def heard(self) -> str:
+        """What the node printed besides, for a message."""
+        said = "\n".join(part.strip() for part in (self.noise, self._channel.stderr_tail()) if part.strip())
+        return f"It printed:\n{said[-2000:]}" if said else ""
+
+    def _add_noise(self, text: bytes) -> None:
+        self.noise = (self.noise + text.decode("utf-8", "replace"))[-_NOISE:]
+
+    def _failure(self) -> NodeUnreachable | BootstrapFailed:
+        if self._is_late:
+            return NodeUnreachable(self._node, f"the agent did not answer within {self._timeout_s:g} s", hint=self.heard())
+        hint = self.heard() or "Is `python3` on the node? The node's `python` may name another one."
+        return BootstrapFailed(self._node, "the agent ended before it answered", hint=hint)

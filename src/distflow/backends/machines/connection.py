@@ -1,0 +1,296 @@
+"""One node's connection: made, kept, made again; statuses become observations, output goes to the mirror.
+
+One thread per node connects and waits; what the agent pushes arrives in the link's reader thread. Attempts that are watched are
+named again at every ``hello``, so that a broken connection loses nothing: the node says how each of them stands.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from distflow.backends.base import (
+    Absent,
+    AttemptKey,
+    Ended,
+    LogComplete,
+    LogSink,
+    NodeDown,
+    NodeUp,
+    Prepared,
+    Sink,
+    Started,
+    StopAccepted,
+)
+from distflow.backends.machines.bootstrap import connect
+from distflow.backends.machines.link import AgentLink
+from distflow.errors import DistflowError, NodeUnreachable
+from distflow.pools.model import Node, Pool
+from distflow.transports.base import Transport
+
+__all__ = ["Answered", "Connection", "now"]
+
+Answered = Callable[[Mapping[str, Any] | DistflowError], None]
+
+_BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_CHUNK = 256 << 10
+_LOG_FILES = ("output.log", "output.idx")
+_STAGE_TIMEOUT_S = 120.0
+
+
+def now() -> float:
+    """Return the submitter's clock, seconds since the epoch."""
+    return time.time()  # noqa: TID251  observations carry the time at which they were seen
+
+
+class Connection:
+    """Everything that passes between us and one node."""
+
+    def __init__(self, pool: Pool, node: Node, transport: Transport, sink: Sink, logs: LogSink) -> None:
+        """Connect to nothing yet."""
+        self.node = node
+        self._pool = pool
+        self._transport = transport
+        self._sink = sink
+        self._logs = logs
+        self._lock = threading.Lock()
+        self._staging = threading.Lock()
+        self._link: AgentLink | None = None
+        self._facts: Mapping[str, Any] = {}
+        self._watched: dict[str, AttemptKey] = {}
+        self._streams: dict[int, tuple[AttemptKey, str]] = {}
+        self._tailed: set[str] = set()
+        self._drained: dict[str, set[str]] = {}
+        self._next_stream = 0
+        self._closing = threading.Event()
+        self._broken = threading.Event()
+        self._error = ""
+
+    # What the backend uses.
+
+    def begin(self) -> None:
+        """Connect, and stay connected, from a thread of its own."""
+        threading.Thread(target=self._keep_connected, name=f"node {self.node.name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Let go; what runs on the node goes on."""
+        self._closing.set()
+        self._broken.set()
+        if self._link is not None:
+            self._link.close()
+        self._transport.close()
+
+    def watch(self, key: AttemptKey) -> None:
+        """Observe an attempt from now on; one that is not known to this connection yet is asked for."""
+        with self._lock:
+            known = key.name in self._watched
+            self._watched[key.name] = key
+            link = self._link
+        if not known and link is not None:
+            self.send("hello", lambda answer: self._greeted(answer, [key]), watch=[key.name])
+
+    def forget(self, key: AttemptKey) -> None:
+        """Observe an attempt no longer."""
+        with self._lock:
+            self._watched.pop(key.name, None)
+            self._tailed.discard(key.name)
+
+    def send(self, op: str, answered: Answered, **fields: Any) -> None:
+        """Ask the agent; ``answered`` is called once, from another thread or at once when there is no connection."""
+        link = self._link
+        if link is None:
+            answered(NodeUnreachable(self.node.name, self._error or "not connected"))
+            return
+        link.send(op, answered, **fields)
+
+    def request(self, op: str, **fields: Any) -> Mapping[str, Any]:
+        """Ask the agent and wait. Raises ``AgentError`` or ``NodeUnreachable``."""
+        link = self._link
+        if link is None:
+            raise NodeUnreachable(self.node.name, self._error or "not connected")
+        return link.request(op, **fields)
+
+    def stage(self, path: Path, digest: str, size: int) -> None:
+        """Bring a blob to the node, unless it is there; one at a time, so that tasks of one node send it once."""
+        with self._staging:
+            if self.request("stage", hash=digest, size=size)["have"]:
+                return
+            sent = 0
+            with path.open("rb") as source:
+                while True:
+                    data = source.read(_CHUNK)
+                    sent += len(data)
+                    self.request("chunk", hash=digest, data=base64.b64encode(data).decode(), last=sent >= size)
+                    if sent >= size or not data:
+                        return
+
+    @property
+    def gpu_ids(self) -> list[int]:
+        """The GPUs that may be leased there."""
+        count = self.node.gpus if self.node.gpus is not None else int(self._facts.get("gpus") or 0)
+        return list(range(count))
+
+    def address(self) -> tuple[str, str]:
+        """Return the node's address on the training network, and the interface that owns it (empty when not found)."""
+        listed = self._facts.get("addresses") or []
+        address = self.node.address or self.node.host
+        for item in listed:
+            if item.get("address") == address:
+                return address, str(item.get("interface", ""))
+        return address, "lo" if address.startswith("127.") else ""
+
+    def path_prepend(self) -> list[str]:
+        """Return what leads the tasks' PATH: the directory of the configured python, where a venv has its tools."""
+        python = self.node.python
+        return (
+            [str(PurePosixPath(python).parent)]
+            if python.startswith("/")
+            else [str(PurePosixPath(str(self._facts.get("python", "/usr/bin/python3"))).parent)]
+        )
+
+    def report(self, key: AttemptKey, status: Mapping[str, Any]) -> None:
+        """Turn an attempt's status on its node into observations."""
+        phase, at = status.get("phase"), now()
+        if phase == "absent":
+            self.forget(key)
+            self._sink(Absent(at=at, key=key))
+        elif phase == "prepared":
+            self._sink(Prepared(at=at, key=key))
+        elif phase in ("running", "stopping"):
+            started = float(status.get("started_at") or at)
+            directory = f"{self._facts.get('root', self.node.root)}/{key.name}"
+            self._tail(key)
+            self._sink(Started(at=at, key=key, pid=status.get("pid"), started_at=started, directory=directory))
+            if phase == "stopping":
+                self._sink(StopAccepted(at=at, key=key))
+        elif phase == "ended":
+            self._tail(key)
+            self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {})))
+
+    # The connection itself.
+
+    def _keep_connected(self) -> None:
+        tries = 0
+        while not self._closing.is_set():
+            self._broken.clear()
+            try:
+                link = connect(
+                    self._transport,
+                    root=self.node.root,
+                    python=self.node.python,
+                    timeout_s=self._pool.connect_timeout_s,
+                    ping_s=self._pool.ping_s,
+                    on_event=self._pushed,
+                    on_close=self._closed,
+                )
+                self._greet(link)
+                tries = 0
+                self._broken.wait()
+            except DistflowError as error:
+                self._error = error.message
+            with self._lock:
+                self._link = None
+                self._streams.clear()
+                self._tailed.clear()
+                self._drained.clear()
+            if self._closing.is_set():
+                return
+            self._sink(NodeDown(at=now(), pool=self._pool.name, node=self.node.name, error=self._error))
+            self._closing.wait(_BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)])
+            tries += 1
+
+    def _greet(self, link: AgentLink) -> None:
+        with self._lock:
+            keys = list(self._watched.values())
+        answer = link.request("hello", watch=[key.name for key in keys])
+        facts = answer["facts"]
+        self._facts = facts
+        with self._lock:
+            self._link = link
+        self._sink(
+            NodeUp(
+                at=now(), pool=self._pool.name, node=self.node.name, gpus=facts.get("gpus"), cpus=facts.get("cpus"),
+                memory=facts.get("memory"), platform=self.node.platform,
+            )
+        )  # fmt: skip
+        self._greeted(answer, keys)
+        with self._lock:
+            late = [key for key in self._watched.values() if key not in keys]
+        if late:
+            self.send("hello", lambda answer: self._greeted(answer, late), watch=[key.name for key in late])
+
+    def _greeted(self, answer: Mapping[str, Any] | DistflowError, keys: list[AttemptKey]) -> None:
+        if isinstance(answer, DistflowError):
+            return
+        for key in keys:
+            self.report(key, answer["attempts"].get(key.name) or {"phase": "absent"})
+
+    def _closed(self, error: DistflowError | None) -> None:
+        self._error = error.message if error is not None else "closed"
+        with self._lock:
+            self._link = None
+        self._broken.set()
+
+    # What the agent pushes.
+
+    def _pushed(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "status":
+            with self._lock:
+                key = self._watched.get(event["attempt"])
+            if key is not None:
+                self.report(key, event["status"])
+        elif kind == "data":
+            self._take_output(event)
+        elif kind == "eof":
+            self._stream_ended(event)
+
+    def _tail(self, key: AttemptKey) -> None:
+        with self._lock:
+            if key.name in self._tailed or self._link is None:
+                return
+            self._tailed.add(key.name)
+            streams = []
+            for file in _LOG_FILES:
+                self._next_stream += 1
+                self._streams[self._next_stream] = (key, file)
+                streams.append((self._next_stream, file))
+        for stream, file in streams:
+            offset = self._logs.size(key, file)
+            self.send("tail", lambda _: None, stream=stream, attempt=key.name, file=file, offset=offset)
+
+    def _take_output(self, event: Mapping[str, Any]) -> None:
+        with self._lock:
+            place = self._streams.get(event["stream"])
+        if place is None:
+            return
+        data = base64.b64decode(event["data"])
+        try:
+            self._logs.write(place[0], place[1], event["offset"], data)
+        except OSError as error:
+            # This machine's disk is full: give no credit, so that the rest stays on the node, and begin again from there.
+            self._error = f"cannot keep its output here: {os.strerror(error.errno or 0)}"
+            self._closing.wait(1.0)
+            if self._link is not None:
+                self._link.close()
+            return
+        link = self._link
+        if link is not None:
+            link.credit(event["stream"], len(data))
+
+    def _stream_ended(self, event: Mapping[str, Any]) -> None:
+        with self._lock:
+            place = self._streams.pop(event["stream"], None)
+            if place is None:
+                return
+            key, file = place
+            drained = self._drained.setdefault(key.name, set())
+            drained.add(file)
+            complete = drained == set(_LOG_FILES)
+        if complete:
+            self._sink(LogComplete(at=now(), key=key))

@@ -1,0 +1,1 @@
+"""The command line: parse, make one call, show. Thin, quick to start, and the only place that prints."""

@@ -1,0 +1,151 @@
+"""The root of the command line, and its one error boundary.
+
+Commands live in modules of their own and are imported when they are called, so that ``distflow --help`` costs little
+more than the interpreter. Data goes to stdout, words go to stderr; exit codes are those of ``errors``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from itertools import pairwise
+
+import typer
+
+from distflow.cli.lazy import LazyGroup, commands
+from distflow.errors import DistflowError, WorkflowEnded
+from distflow.state.directory import find_state_directory
+
+__all__ = ["app", "main", "run", "spread_sets", "wants_json"]
+
+_INTERRUPTED, _BUG = 130, 70
+
+
+class _Root(LazyGroup):
+    table = commands(
+        {
+            "workflow": ("distflow.cli.workflow:app", "Submit, watch and end workflows."),
+            "pool": ("distflow.cli.pool:app", "Show the pools that workflows can run in."),
+            "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
+            "schema": ("distflow.cli.schema:app", "Print the JSON Schema of workflow specs."),
+            "version": ("distflow.cli.version:app", "Print distflow's version."),
+        }
+    )
+
+
+app = typer.Typer(
+    cls=_Root,
+    name="distflow",
+    help="Distributed training on machines that you can SSH to: one YAML file, one command, one gang.",
+    epilog="First steps: distflow workflow submit workflow_specs/hello_world.yaml --wait",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _root() -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; every error ends here."""
+    try:
+        result = app(args=spread_sets(arguments), prog_name="distflow", standalone_mode=False)
+        # Here and not at exit, where a closed pipe could no longer be met.
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except DistflowError as error:
+        _show_error(error, arguments)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # noqa: BLE001  the boundary: what is left is a usage error or a bug
+        return _foreign_error(error)
+
+
+def spread_sets(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with ``--set a=1 b=2`` as ``--set a=1 --set b=2``: OSMO's form, which the parser does not know.
+
+    >>> spread_sets(["spec.yaml", "--set", "a=1", "b=2", "--dry-run"])
+    ['spec.yaml', '--set', 'a=1', '--set', 'b=2', '--dry-run']
+    """
+    spread: list[str] = []
+    flag: str | None = None
+    given = False
+    for argument in arguments:
+        if argument in ("--set", "--set-string", "--set-env"):
+            flag, given = argument, False
+            continue
+        if flag is not None and not argument.startswith("-") and (not given or "=" in argument):
+            spread += [flag, argument]
+            given = True
+            continue
+        if flag is not None and not given:
+            spread.append(flag)
+        flag = None
+        spread.append(argument)
+    if flag is not None and not given:
+        spread.append(flag)
+    return spread
+
+
+def _show_error(error: DistflowError, arguments: Sequence[str]) -> None:
+    if isinstance(error, WorkflowEnded) and not error.message:
+        return
+    if wants_json(arguments):
+        import json
+
+        body = {"message": error.message, "hint": error.hint, "code": error.exit_code}
+        problems = getattr(error, "problems", None)
+        if problems is not None:
+            body["problems"] = [problem.as_json() for problem in problems]
+        print(json.dumps({"error": body}, indent=2))
+    prefix = "" if hasattr(error, "problems") else "error: "
+    print(f"{prefix}{error}", file=sys.stderr)
+
+
+def wants_json(arguments: Sequence[str]) -> bool:
+    """Return whether the caller asked for JSON, so that errors come as JSON too."""
+    flags = ["--format-type", "-t"]
+    if "logs" in arguments[:2] or "events" in arguments[:2]:
+        # There, -t means a task, as OSMO has it.
+        flags.remove("-t")
+    return "--format-type=json" in arguments or any(flag in flags and value == "json" for flag, value in pairwise(arguments))
+
+
+def _foreign_error(error: Exception) -> int:
+    show = getattr(error, "format_message", None)
+    if show is not None:
+        # The parser's own errors: wrong options, missing arguments.
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            print(context.get_usage(), file=sys.stderr)
+        print(f"error: {show()}", file=sys.stderr)
+        return 2
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    path = find_state_directory(os.environ).crash_log
+    text = traceback.format_exc()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(text)
+        print(f"error: a bug in distflow: {error!r}\nthe traceback is in {path}; please report it", file=sys.stderr)
+    except OSError:
+        print(f"error: a bug in distflow:\n{text}", file=sys.stderr)
+    return _BUG

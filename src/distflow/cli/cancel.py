@@ -1,0 +1,93 @@
+"""``distflow workflow cancel``."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from distflow.cli import wiring
+from distflow.cli.command import Format, FormatOption, command_app
+from distflow.errors import DistflowError, InputError
+from distflow.state.directory import StateDirectory
+from distflow.state.record import CancelRequest, Event, WorkflowRecord
+from distflow.state.store import Store
+from distflow.supervisor.process import ensure_supervisor
+
+__all__ = ["app"]
+
+app = command_app()
+
+_POLL_S = 0.1
+
+
+@app.command(epilog="Examples: distflow workflow cancel pytorch-dist-3  ·  distflow workflow cancel a-1 b-2 -m 'wrong data'")
+def cancel(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Workflows to end.")],
+    message: Annotated[str, typer.Option("--message", "-m", help="Why; kept with the workflow.")] = "",
+    force: Annotated[bool, typer.Option("--force", "-f", help="Kill at once, without the grace after TERM.")] = False,
+    wait: Annotated[
+        float | None, typer.Option("--wait", metavar="SECONDS", help="Return when nothing of it is left, or after this time.")
+    ] = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """End workflows: TERM to every task, KILL after the pool's grace, and proof that nothing is left.
+
+    Every id is tried; if one of them cannot be canceled, the exit code says so.
+    """
+    directory = wiring.state_directory()
+    failures: list[DistflowError] = []
+    results: list[dict[str, object]] = []
+    with wiring.open_store(directory) as store:
+        for key in ids:
+            try:
+                record = _request(store, key, message, force)
+            except DistflowError as error:
+                failures.append(error)
+                results.append({"name": key, "error": error.message})
+                continue
+            results.append({"name": record.id})
+            if format_type is Format.TEXT:
+                print(f"{record.id}: asked to stop", flush=True)
+        if len(failures) < len(ids):
+            ensure_supervisor(directory)
+        if wait is not None:
+            _await_end(directory, store, [str(item["name"]) for item in results if "error" not in item], wait)
+    if format_type is Format.JSON:
+        print(json.dumps({"workflows": results}, indent=2))
+    if failures:
+        for failure in failures[:-1]:
+            print(f"error: {failure}", file=sys.stderr)
+        raise failures[-1]
+
+
+def _request(store: Store, key: str, message: str, force: bool) -> WorkflowRecord:
+    record = store.find(key)
+    if record.state.is_final:
+        raise InputError(f"{record.id} has ended already: {record.status}")
+    now, user = time.time(), getpass.getuser()  # noqa: TID251  the moment of the request
+    words = f"{user} asked for its end" + (f": {message}" if message else "")
+    request = CancelRequest(at=now, by=user, message=message, force=force)
+    store.request_cancel(record.uuid, request, Event(at=now, kind="cancel", text=words, workflow=record.uuid))
+    return record
+
+
+def _await_end(directory: StateDirectory, store: Store, ids: list[str], seconds: float) -> None:
+    from threading import Event as Pause
+
+    pause, deadline = Pause(), time.monotonic() + seconds
+    while any(not store.find(key).state.is_final for key in ids):
+        if time.monotonic() >= deadline:
+            late = ", ".join(key for key in ids if not store.find(key).state.is_final)
+            raise _StillThere(
+                f"not ended within {seconds:g} s: {late}", hint=f"the supervisor goes on; its log: {directory.supervisor_log}"
+            )
+        pause.wait(_POLL_S)
+
+
+class _StillThere(DistflowError):
+    exit_code = 3

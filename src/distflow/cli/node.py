@@ -1,0 +1,99 @@
+"""``distflow node``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+import typer
+
+from distflow.backends.machines.cleaning import Cleaned, clean_node
+from distflow.cli import wiring
+from distflow.cli.command import Format, FormatOption
+from distflow.cli.tables import table
+from distflow.documents.quantities import parse_duration
+from distflow.errors import InputError, NodeUnreachable, NotFound
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+_AT_ONCE = 32
+
+
+@app.callback()
+def _node() -> None:
+    """Look after what distflow keeps on the nodes."""
+
+
+@app.command(epilog="Examples: distflow node clean --dry-run  ·  distflow node clean --older-than 2d")
+def clean(
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Only this pool; else all of the configuration.")] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="DURATION", help="Untouched for at least this long; else the pool's retention."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, remove nothing.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Remove from the nodes what workflows left there and nobody needs: logs, outputs, files.
+
+    Workflows that are not over are never touched. Logs that are mirrored on this machine stay.
+    """
+    configuration = wiring.configuration()
+    if pool is not None and pool not in configuration.pools:
+        raise NotFound(f"there is no pool {pool!r}", hint="there is: " + ", ".join(sorted(configuration.pools)))
+    age_s = _seconds(older_than) if older_than is not None else None
+    directory = wiring.state_directory()
+    with wiring.open_store(directory) as store:
+        unfinished = frozenset(record.uuid for record in store.unfinished())
+    pools = [configuration.pools[pool]] if pool is not None else list(configuration.pools.values())
+    places = [(one, node) for one in pools for node in one.nodes]
+    now = time.time()  # noqa: TID251  ages are counted from this moment
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
+        results = list(
+            workers.map(
+                lambda place: clean_node(
+                    place[0],
+                    place[1],
+                    older_than_s=place[0].retention_s if age_s is None else age_s,
+                    unfinished=unfinished,
+                    now=now,
+                    is_dry_run=dry_run,
+                ),
+                places,
+            )
+        )
+    _show(results, dry_run, format_type)
+    failed = [result for result in results if result.error]
+    if failed:
+        raise NodeUnreachable(failed[0].node, failed[0].error)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(parse_duration(text))
+    except ValueError as error:
+        raise InputError(f"--older-than {text!r}: {error}", hint="for example 12h or 14d") from None
+
+
+def _show(results: list[Cleaned], dry_run: bool, format_type: Format) -> None:
+    if format_type is Format.JSON:
+        rows = [
+            {"node": one.node, "removed": list(one.removed), "kept": one.kept, "freed_bytes": one.freed_bytes,
+             "free_bytes": one.free_bytes, "error": one.error or None}
+            for one in results
+        ]  # fmt: skip
+        print(json.dumps({"dry_run": dry_run, "nodes": rows}, indent=2))
+        return
+    text = [
+        (one.node, str(len(one.removed)), str(one.kept), f"{one.freed_bytes / 2**20:.1f} MiB", one.error or "-")
+        for one in results
+    ]
+    print(table(("Node", "Would remove" if dry_run else "Removed", "Kept", "Freed", "Error"), text), end="")
+    if os.isatty(sys.stderr.fileno()) and dry_run:
+        print("nothing was removed: this was a dry run", file=sys.stderr)

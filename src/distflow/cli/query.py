@@ -1,0 +1,75 @@
+"""``distflow workflow query``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from distflow.cli import wiring
+from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.reading import WorkflowArgument, open_workflow
+from distflow.cli.tables import Paint, terminal_width
+from distflow.cli.views import LastLines, workflow_json, workflow_text
+from distflow.lifecycle.states import WorkflowState
+from distflow.state.directory import StateDirectory
+from distflow.state.record import WorkflowRecord
+from distflow.supervisor.clock import SystemClock
+
+__all__ = ["app"]
+
+app = command_app()
+
+_FAILED, _NOT_ENDED = 1, 4
+
+
+@app.command(epilog="Examples: distflow workflow query pytorch-dist-3  ·  distflow workflow query pytorch-dist-3 --watch")
+def query(
+    workflow: WorkflowArgument,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also attempts, process ids, start times, messages.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until it ends.")] = False,
+    exit_status: Annotated[
+        bool, typer.Option("--exit-status", help="Exit with 0 completed, 1 ended otherwise, 4 not ended yet.")
+    ] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Show where a workflow stands: its groups, their first cause, and each task with the last line it printed."""
+    with open_workflow(workflow) as (directory, store, found):
+        record, paint = found, Paint.of(sys.stdout)
+
+        def shown(one: WorkflowRecord) -> str:
+            return workflow_text(
+                one,
+                now=SystemClock().now(),
+                last_lines=_last_lines(directory, one),
+                paint=paint,
+                width=terminal_width(sys.stdout),
+                verbose=verbose,
+            )
+
+        if watch:
+            from distflow.cli.live import watch_workflow
+
+            quiet = format_type is Format.JSON
+            record = watch_workflow(directory, store, record, shown, out=None if quiet else sys.stdout)
+        if format_type is Format.JSON:
+            now, lines = SystemClock().now(), _last_lines(directory, record)
+            print(json.dumps(workflow_json(record, now=now, last_lines=lines), indent=2))
+        else:
+            print(shown(record), end="")
+    if exit_status and record.state is not WorkflowState.COMPLETED:
+        raise typer.Exit(_FAILED if record.state.is_final else _NOT_ENDED)
+
+
+def _last_lines(directory: StateDirectory, record: WorkflowRecord) -> LastLines:
+    mirror = wiring.mirror(directory)
+    return {
+        (group.name, task.name): lines[0]
+        for group in record.groups
+        for task in group.tasks
+        if (lines := mirror.last_lines(record.uuid, group.name, task.name, task.attempt, 1))
+    }

@@ -1,0 +1,28 @@
+"""``distflow workflow spec``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from distflow.cli.command import command_app
+from distflow.cli.reading import WorkflowArgument, open_workflow
+
+__all__ = ["app"]
+
+app = command_app()
+
+
+@app.command(epilog="Example: distflow workflow spec pytorch-dist-3 --template > again.yaml")
+def spec(
+    workflow: WorkflowArgument,
+    template: Annotated[
+        bool, typer.Option("--template", help="As it was submitted, before its values were filled in.")
+    ] = False,
+) -> None:
+    """Print a workflow's spec as it ran. Values of --set-env are never part of it."""
+    with open_workflow(workflow, tell_age=False) as (_, store, record):
+        text = store.document(record.uuid, "template" if template else "spec")
+        sys.stdout.write(text if text.endswith("\n") else f"{text}\n")

@@ -1,0 +1,149 @@
+"""From a spec on disk to a plan that fits its pool: the way that submit, its dry run and validate share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.documents.problems import Problem, ProblemsFound, Severity, errors_of, in_document_order
+from distflow.errors import InputError, NotFound
+from distflow.layout.checks import check_layout
+from distflow.layout.drawing import draw_world
+from distflow.layout.placement import Free, Placement, place
+from distflow.layout.ranks import World
+from distflow.plan.compile import compile_plan, demands
+from distflow.plan.model import Plan
+from distflow.pools.model import Configuration, Pool
+from distflow.shell import Secret
+from distflow.spec.bundles import bundle_files
+from distflow.spec.model import WorkflowSpec
+from distflow.spec.parse import load_spec
+from distflow.state.codec import encode
+
+__all__ = ["Checked", "Overrides", "Ready", "check", "choose_pool", "parse_overrides", "plan_for", "pool_key", "propose"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """What the command line changes of a spec."""
+
+    sets: tuple[tuple[str, str], ...] = ()
+    set_strings: tuple[tuple[str, str], ...] = ()
+    secrets: Mapping[str, Secret]
+    """From ``--set-env``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A spec without errors."""
+
+    spec: WorkflowSpec
+    worlds: Mapping[str, World]
+    warnings: tuple[Problem, ...]
+
+    @property
+    def pictures(self) -> dict[str, str]:
+        """The drawn layout of each group that has one."""
+        return {name: draw_world(world) for name, world in self.worlds.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A plan that fits its pool."""
+
+    checked: Checked
+    plan: Plan
+    pool: Pool
+    placement: Mapping[str, str]
+    """Task → node, as it would be tried first on an idle pool."""
+
+
+def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Sequence[str]) -> Overrides:
+    """Return the values of the three flags. Raises ``InputError`` for one without ``=``, never naming a secret's value."""
+    secrets: dict[str, Secret] = {}
+    for position, item in enumerate(set_env, 1):
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise InputError(f"--set-env number {position} is not of the form NAME=VALUE")
+        secrets[name] = Secret(value)
+    return Overrides(
+        sets=tuple(_pair("--set", item) for item in sets),
+        set_strings=tuple(_pair("--set-string", item) for item in set_strings),
+        secrets=secrets,
+    )
+
+
+def _pair(flag: str, item: str) -> tuple[str, str]:
+    name, equals, value = item.partition("=")
+    if not equals or not name:
+        raise InputError(f"{flag} {item!r} is not of the form NAME=VALUE")
+    return name, value
+
+
+def check(file: str, overrides: Overrides) -> Checked:
+    """Read and check a spec and its rank layout. Raises ``ProblemsFound`` with every finding."""
+    spec, warnings = load_spec(
+        file, sets=overrides.sets, set_strings=overrides.set_strings, environment_names=tuple(overrides.secrets)
+    )
+    worlds, findings = check_layout(spec)
+    problems = in_document_order([*warnings, *findings])
+    if errors_of(problems):
+        raise ProblemsFound(problems)
+    return Checked(spec=spec, worlds=worlds, warnings=problems)
+
+
+def choose_pool(configuration: Configuration, given: str | None, spec: WorkflowSpec) -> Pool:
+    """Return the pool of the flag, else of the spec, else the default one."""
+    name = given or spec.pool or configuration.default_pool
+    pool = configuration.pools.get(name)
+    if pool is None:
+        there = ", ".join(sorted(configuration.pools))
+        where = configuration.file or "the built-in configuration"
+        raise NotFound(f"there is no pool {name!r} in {where}", hint=f"there is: {there}")
+    return pool
+
+
+def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path) -> Ready:
+    """Read the files that a checked spec sends, compile its plan and propose a placement.
+
+    Raises ``ProblemsFound`` when a file cannot be read, or when the pool could not hold a group even if it were idle.
+    """
+    bundles, problems = bundle_files(checked.spec, blobs)
+    if problems:
+        raise ProblemsFound([*problems, *checked.warnings])
+    plan = compile_plan(checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(overrides.secrets))
+    placement, misfits = propose(plan, pool, checked.spec)
+    if misfits:
+        raise ProblemsFound([*misfits, *checked.warnings])
+    return Ready(checked=checked, plan=plan, pool=pool, placement=placement)
+
+
+def propose(
+    plan: Plan, pool: Pool, spec: WorkflowSpec, severity: Severity = Severity.ERROR
+) -> tuple[dict[str, str], tuple[Problem, ...]]:
+    """Return where each task would go on an idle pool, and a problem for each group that cannot fit there."""
+    free = tuple(Free.whole(node) for node in pool.nodes)
+    placement: dict[str, str] = {}
+    problems: list[Problem] = []
+    for group in plan.groups:
+        placed = place(demands(group), free, shared=pool.shares_nodes)
+        if isinstance(placed, Placement):
+            placement.update(placed.nodes)
+            continue
+        mark = next(one.mark for one in spec.groups if one.name == group.name)
+        problems.append(
+            Problem(
+                where=mark,
+                severity=severity,
+                message=f"group {group.name!r} can never run in pool {pool.name!r}",
+                hint="\n".join(f"{one.task}: {reason}" for one in placed for reason in one.reasons),
+            )
+        )
+    return placement, tuple(problems)
+
+
+def pool_key(pool: Pool) -> str:
+    """Return the name that all workflows on exactly these nodes and settings share."""
+    return f"{pool.name}-{hashlib.sha256(encode(pool)).hexdigest()[:8]}"

@@ -1,0 +1,229 @@
+"""``distflow workflow submit`` and ``validate``."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distflow.cli import wiring
+from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.submission import Checked, Overrides, Ready, check, choose_pool, parse_overrides, plan_for, pool_key, propose
+from distflow.documents.problems import Problem, Severity
+from distflow.errors import WorkflowEnded
+from distflow.plan.compile import compile_plan
+from distflow.plan.render import plan_json, plan_text, script
+from distflow.spec.bundles import bundle_files
+from distflow.state.directory import StateDirectory
+from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.secrets import remove_secrets, write_secrets
+from distflow.state.store import Store
+
+__all__ = ["submit_app", "validate_app"]
+
+submit_app = command_app()
+validate_app = command_app()
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Set a template variable; the value is read as YAML (3, true, text)."),
+]
+SetStringOption = Annotated[
+    list[str] | None, typer.Option("--set-string", metavar="NAME=VALUE", help="Set a template variable to a text.")
+]
+PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Run in this pool, whatever the spec says.")]
+FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="The spec, a YAML file.")]
+
+
+@submit_app.command(
+    epilog="Examples: distflow workflow submit workflow_specs/pytorch_dist.yaml --set epochs=3 --wait"
+    "  ·  distflow workflow submit train.yaml --dry-run"
+)
+def submit(
+    file: FileArgument,
+    sets: SetOption = None,
+    set_string: SetStringOption = None,
+    set_env: Annotated[
+        list[str] | None,
+        typer.Option("--set-env", metavar="NAME=VALUE", help="Set a variable in every task; its value is kept secret."),
+    ] = None,
+    pool: PoolOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")] = False,
+    scripts: Annotated[
+        Path | None,
+        typer.Option("--scripts", metavar="DIR", help="With --dry-run: write one shell script per task there."),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the logs and end as the workflow ends.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Check a spec, place it and run it. Prints the workflow's id.
+
+    Everything about its ranks, files and resources is checked before anything starts. The workflow runs on when this
+    terminal closes.
+    """
+    overrides = parse_overrides(sets or [], set_string or [], set_env or [])
+    checked = check(file, overrides)
+    chosen = choose_pool(wiring.configuration(), pool, checked.spec)
+    if dry_run or scripts is not None:
+        with tempfile.TemporaryDirectory() as blobs:
+            _dry_run(plan_for(checked, chosen, overrides, Path(blobs)), scripts, format_type, Path(blobs))
+        return
+    directory = wiring.state_directory()
+    ready = plan_for(checked, chosen, overrides, directory.blobs)
+    _warn(checked.warnings)
+    with wiring.open_store(directory) as store:
+        record = _store(ready, overrides, directory, store, _read_template(file))
+        if not (wait and format_type is Format.JSON):
+            _print_submitted(record, format_type)
+        wiring.wake_if_needed(directory, store, wait=True)
+        if wait:
+            _wait(directory, store, record, format_type)
+
+
+@validate_app.command(epilog="Example: distflow workflow validate workflow_specs/pytorch_dist.yaml --set gpus=8")
+def validate(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Specs; each is checked by itself.")],
+    sets: SetOption = None,
+    set_string: SetStringOption = None,
+    pool: PoolOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Check specs, above all their rank layout. Works offline, reaches no node and starts nothing."""
+    overrides = parse_overrides(sets or [], set_string or [], [])
+    configuration = wiring.configuration()
+    results = []
+    for file in files:
+        checked = check(file, overrides)
+        chosen = choose_pool(configuration, pool, checked.spec)
+        with tempfile.TemporaryDirectory() as blobs:
+            bundles, problems = bundle_files(checked.spec, Path(blobs))
+        if problems:
+            from distflow.documents.problems import ProblemsFound
+
+            raise ProblemsFound([*problems, *checked.warnings])
+        plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
+        # Whether it fits here is no fault of the spec: it may be meant for other machines.
+        _, misfits = propose(plan, chosen, checked.spec, Severity.WARNING)
+        warnings = [*checked.warnings, *misfits]
+        if format_type is Format.TEXT:
+            _warn(warnings)
+            print(_valid_text(file, checked), end="")
+        results.append({"file": file, "valid": True, "warnings": [problem.as_json() for problem in warnings]})
+    if format_type is Format.JSON:
+        print(json.dumps({"specs": results}, indent=2))
+
+
+def _valid_text(file: str, checked: Checked) -> str:
+    groups = len(checked.spec.groups)
+    tasks = sum(len(group.tasks) for group in checked.spec.groups)
+    lines = [f"{file}: valid: {groups} group{'s' * (groups != 1)}, {tasks} task{'s' * (tasks != 1)}"]
+    for name, picture in checked.pictures.items():
+        lines += ["", f"  {name}", *("  " + line for line in picture.splitlines()), ""]
+    return "\n".join(lines) + "\n"
+
+
+def _dry_run(ready: Ready, scripts: Path | None, format_type: Format, blobs: Path) -> None:
+    _warn(ready.checked.warnings)
+    if scripts is not None:
+        _write_scripts(ready, scripts, blobs)
+    if format_type is Format.JSON:
+        print(json.dumps(plan_json(ready.plan, ready.placement), indent=2))
+    else:
+        print(plan_text(ready.plan, ready.placement, ready.checked.pictures), end="")
+
+
+def _write_scripts(ready: Ready, folder: Path, blobs: Path) -> None:
+    (folder / "blobs").mkdir(parents=True, exist_ok=True)
+    for group in ready.plan.groups:
+        for launch in group.launches:
+            path = folder / f"{launch.task}.sh"
+            path.write_text(script(group, launch))
+            path.chmod(0o700)
+            for file in launch.files:
+                if file.blob is not None:
+                    (folder / "blobs" / file.blob).write_bytes((blobs / file.blob).read_bytes())
+            print(f"wrote {path}", file=sys.stderr)
+
+
+def _store(ready: Ready, overrides: Overrides, directory: StateDirectory, store: Store, template: str) -> WorkflowRecord:
+    now, spec = time.time(), ready.checked.spec  # noqa: TID251  the moment of submission
+    record = WorkflowRecord(
+        uuid=uuid.uuid4().hex,
+        id="",
+        name=spec.name,
+        number=0,
+        user=getpass.getuser(),
+        pool=ready.pool.name,
+        pool_key=pool_key(ready.pool),
+        submitted_at=now,
+        groups=tuple(
+            GroupRecord(
+                name=group.name,
+                tasks=tuple(
+                    TaskRecord(
+                        name=launch.task,
+                        lead=launch.lead,
+                        ranks=launch.ranks.text if launch.ranks else "",
+                        outputs=launch.outputs,
+                    )
+                    for launch in group.launches
+                ),
+            )
+            for group in ready.plan.groups
+        ),
+        warnings=tuple(problem.message for problem in ready.checked.warnings),
+    )
+    event = Event(at=now, kind="submitted", text=f"submitted by {record.user} to pool {record.pool}", workflow=record.uuid)
+    write_secrets(directory.secrets, record.uuid, overrides.secrets)
+    try:
+        return store.submit(record, template=template, spec=spec.rendered, plan=ready.plan, pool=ready.pool, events=[event])
+    except BaseException:
+        remove_secrets(directory.secrets, record.uuid)
+        raise
+
+
+def _read_template(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8")
+
+
+def _print_submitted(record: WorkflowRecord, format_type: Format) -> None:
+    if format_type is Format.JSON:
+        print(json.dumps(_submitted_json(record), indent=2), flush=True)
+        return
+    print(record.id, flush=True)
+    if sys.stderr.isatty():
+        print(f"follow it:  distflow workflow logs -f {record.id}", file=sys.stderr)
+        print(f"where it is:  distflow workflow query {record.id}", file=sys.stderr)
+
+
+def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
+    return {"name": record.id, "uuid": record.uuid, "pool": record.pool, "warnings": list(record.warnings)}
+
+
+def _wait(directory: StateDirectory, store: Store, record: WorkflowRecord, format_type: Format) -> None:
+    from distflow.cli.live import follow_workflow
+
+    quiet = format_type is Format.JSON
+    try:
+        final = follow_workflow(directory, store, record, out=sys.stderr if quiet else sys.stdout, err=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
+        raise
+    if quiet:
+        from distflow.cli.views import workflow_json
+
+        print(json.dumps(workflow_json(final), indent=2))
+    if final.state.value != "COMPLETED":
+        raise WorkflowEnded("")
+
+
+def _warn(warnings: tuple[Problem, ...] | list[Problem]) -> None:
+    for problem in warnings:
+        print(problem.as_text(), file=sys.stderr)

@@ -1,0 +1,71 @@
+"""Builds the real objects that commands use. Imports of weight are made where they are needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.state.directory import StateDirectory, find_state_directory
+
+if TYPE_CHECKING:
+    from distflow.pools.model import Configuration
+    from distflow.state.mirror import Mirror
+    from distflow.state.store import Store
+
+__all__ = ["configuration", "mirror", "open_store", "state_directory", "wake_if_needed"]
+
+
+def state_directory() -> StateDirectory:
+    """Return this user's state directory, made when it is not there yet. Raises ``StateError``."""
+    return find_state_directory(os.environ).ensure()
+
+
+@contextmanager
+def open_store(directory: StateDirectory) -> Iterator[Store]:
+    """Open the store for one command."""
+    with _without_typing_extensions():
+        from distflow.state.store import Store  # sqlite3 and msgspec, not needed for --help
+
+    with Store(directory.store) as store:
+        yield store
+
+
+def mirror(directory: StateDirectory) -> Mirror:
+    """Return the mirrored logs."""
+    from distflow.state.mirror import Mirror
+
+    return Mirror(directory.logs)
+
+
+def configuration() -> Configuration:
+    """Read the configuration that holds in this directory. Raises ``ProblemsFound``."""
+    from distflow.pools.load import load_configuration
+
+    return load_configuration(Path.cwd(), os.environ)
+
+
+def wake_if_needed(directory: StateDirectory, store: Store, *, wait: bool = False) -> None:
+    """Start a supervisor if there is unfinished work and none is at it; readers do this in passing."""
+    if store.has_unfinished():
+        from distflow.supervisor.process import ensure_supervisor, is_running
+
+        if wait or not is_running(directory):
+            ensure_supervisor(directory, wait=wait)
+
+
+@contextmanager
+def _without_typing_extensions() -> Iterator[None]:
+    """Keep msgspec from importing ``typing_extensions``, which it does without, and which costs as much as the interpreter."""
+    if "typing_extensions" in sys.modules:
+        yield
+        return
+    # The import system takes this as "there is none".
+    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["typing_extensions"]

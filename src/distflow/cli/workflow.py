@@ -1,0 +1,34 @@
+"""``distflow workflow``: the table of its commands."""
+
+from __future__ import annotations
+
+import typer
+
+from distflow.cli.lazy import LazyGroup, commands
+
+__all__ = ["app"]
+
+
+class _Workflow(LazyGroup):
+    table = commands(
+        {
+            "submit": ("distflow.cli.submit:submit_app", "Check a spec, place it and run it."),
+            "validate": ("distflow.cli.submit:validate_app", "Check a spec, offline, and start nothing."),
+            "query": ("distflow.cli.query:app", "Show where a workflow stands."),
+            "list": ("distflow.cli.list:app", "List workflows, the newest last."),
+            "logs": ("distflow.cli.logs:app", "Show what the tasks print."),
+            "events": ("distflow.cli.events:app", "Tell a workflow's story."),
+            "cancel": ("distflow.cli.cancel:app", "End workflows."),
+            "spec": ("distflow.cli.spec:app", "Print a workflow's spec as it was submitted."),
+        }
+    )
+
+
+app = typer.Typer(
+    cls=_Workflow, no_args_is_help=True, help="Submit, watch and end workflows.", rich_markup_mode=None, add_completion=False
+)
+
+
+@app.callback()
+def _workflow() -> None:
+    pass

@@ -1,0 +1,104 @@
+"""Findings about a document, collected and reported all at once.
+
+A check never raises for what a person wrote: it returns ``Problem`` values, each with its place, what is wrong and what to do.
+Whoever needs a correct document raises them together as one ``ProblemsFound``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from distflow.errors import InputError
+
+__all__ = ["Mark", "Problem", "ProblemsFound", "Severity", "errors_of", "in_document_order", "raise_errors"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """A place in a file."""
+
+    file: str
+    """As the person named it; ``-`` for standard input."""
+    line: int = 0
+    """Counted from 1; 0 means the file as a whole."""
+    column: int = 0
+    """Counted from 1; 0 means the line as a whole."""
+
+    def __str__(self) -> str:
+        """Return ``file:line``, which terminals and editors can open."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+class Severity(str, Enum):
+    """How bad a finding is."""
+
+    ERROR = "error"
+    """The document cannot be used."""
+    WARNING = "warning"
+    """It can be used, but does not do what a reader would expect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One finding about a document."""
+
+    where: Mark
+    """The place to look at, and to change."""
+    message: str
+    """What is wrong, in one sentence."""
+    hint: str = ""
+    """What to do about it; may be empty where the message says it."""
+    path: str = ""
+    """The key's path, such as ``workflow.groups[0].tasks[1].args``; empty for the whole document."""
+    drawing: str = ""
+    """A picture in text (the rank layout), printed below the finding; empty for none."""
+    severity: Severity = Severity.ERROR
+
+    def as_text(self) -> str:
+        """Return the finding as lines for a terminal, without colours."""
+        lines = [f"{self.where}: {self.severity.value}: {self.message}"]
+        if self.hint:
+            lines += [f"    {line}" for line in self.hint.splitlines()]
+        if self.drawing:
+            lines += ["", *(f"    {line}".rstrip() for line in self.drawing.splitlines()), ""]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as a JSON object."""
+        return {
+            "severity": self.severity.value,
+            "file": self.where.file,
+            "line": self.where.line,
+            "column": self.where.column,
+            "path": self.path,
+            "message": self.message,
+            "hint": self.hint,
+        }
+
+
+class ProblemsFound(InputError):
+    """A document has problems; ``problems`` holds every one of them, warnings too."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        """Collect the findings in the order of the document."""
+        self.problems = in_document_order(problems)
+        super().__init__("\n".join(problem.as_text() for problem in self.problems))
+
+
+def in_document_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Return the findings sorted by place, keeping the order of those at one place, without repetitions."""
+    return tuple(sorted(dict.fromkeys(problems), key=lambda problem: problem.where))
+
+
+def errors_of(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Return the findings that make a document unusable."""
+    return tuple(problem for problem in problems if problem.severity is Severity.ERROR)
+
+
+def raise_errors(problems: Sequence[Problem]) -> None:
+    """Raise ``ProblemsFound`` with all findings if at least one of them is an error."""
+    if errors_of(problems):
+        raise ProblemsFound(problems)

@@ -1,0 +1,82 @@
+"""Durations and amounts of memory, as OSMO writes them; strict where OSMO shrugs (signs, booleans, two units)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ["duration_text", "parse_bytes", "parse_duration"]
+
+_SECONDS: Mapping[str, float] = MappingProxyType({"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6})
+_DURATION = re.compile(r"([0-9]+)(d|h|ms|us|m|s)")
+_ISO = re.compile(r"P(?:([0-9]+)D)?(?:T(?:([0-9]+)H)?(?:([0-9]+)M)?(?:([0-9]+(?:\.[0-9]+)?)S)?)?")
+_LONGEST_S = 100 * 365 * 86400.0
+
+_POWERS: Mapping[str, int] = MappingProxyType({"": 0, "B": 0, "m": 0, "K": 1, "M": 2, "G": 3, "T": 4})
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)")
+_UNIT = re.compile(r"([KMGT])(?:i|iB)?")
+
+_EXAMPLES = "write a whole number and one unit, such as `90s`, `10m`, `2h` or `7d`, or a number of seconds"
+
+
+def parse_duration(value: str | float) -> float:
+    """Return seconds; raises ``ValueError`` with what is wrong and what to write instead.
+
+    A bare number is seconds, a text needs a unit: ``90``, ``"90s"``, ``"PT1H30M"``.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"`{str(value).lower()}` is not a duration; {_EXAMPLES}")  # noqa: TRY004  callers report ValueError
+    seconds = float(value) if isinstance(value, int | float) else _duration_of(value)
+    if not 0 <= seconds <= _LONGEST_S:
+        sign = "negative" if seconds < 0 else "longer than 100 years"
+        raise ValueError(f"`{value}` is {sign}; {_EXAMPLES}")
+    return seconds
+
+
+def _duration_of(text: str) -> float:
+    if match := _DURATION.fullmatch(text):
+        return int(match.group(1)) * _SECONDS[match.group(2)]
+    if (match := _ISO.fullmatch(text)) and any(match.groups()) and not text.endswith("T"):
+        parts = [float(part or 0) for part in match.groups()]
+        return sum(part * unit for part, unit in zip(parts, (86400.0, 3600.0, 60.0, 1.0), strict=True))
+    if text.startswith("-"):
+        raise ValueError(f"`{text}` is negative; {_EXAMPLES}")
+    if re.fullmatch(r"[0-9.]+", text):
+        raise ValueError(f'"{text}" in quotes has no unit; write `{text}s`, or the number without quotes')
+    if re.fullmatch(r"(?:[0-9]+(?:d|h|ms|us|m|s)){2,}", text):
+        total = sum(int(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text))
+        raise ValueError(f"`{text}` has several units; write it in one, `{duration_text(total)}`")
+    raise ValueError(f"`{text}` is not a duration; {_EXAMPLES}")
+
+
+def duration_text(seconds: float) -> str:
+    """Return the shortest exact way to write a duration with one unit, such as ``90s`` or ``2h``."""
+    for unit in ("d", "h", "m", "s"):
+        if seconds and seconds % _SECONDS[unit] == 0:
+            return f"{int(seconds // _SECONDS[unit])}{unit}"
+    micros = round(seconds * 1e6)
+    if micros == 0:
+        return "0s"
+    return f"{micros // 1000}ms" if micros % 1000 == 0 else f"{micros}us"
+
+
+def parse_bytes(value: str | float) -> int:
+    """Return a number of bytes; raises ``ValueError`` with what is wrong. All units are powers of 1024, as in OSMO."""
+    text = str(value)
+    example = "write a number and a unit, such as `512Mi` or `30Gi`"
+    match = _BYTES.fullmatch(text)
+    if isinstance(value, bool) or match is None:
+        problem = "is negative" if text.startswith("-") else "is not an amount of memory"
+        reversed_ = re.fullmatch(r"([A-Za-z]+)([0-9.]+)", text)
+        raise ValueError(
+            f"`{text}` {problem}; " + (f"write `{reversed_.group(2)}{reversed_.group(1)}`" if reversed_ else example)
+        )
+    number, unit = match.groups()
+    prefix = _UNIT.fullmatch(unit)
+    if prefix is None and unit not in _POWERS:
+        raise ValueError(f"`{unit}` is not a unit of memory; use one of Ti, Gi, Mi, Ki, B")
+    power = _POWERS[prefix.group(1) if prefix else unit]
+    whole, _, fraction = number.partition(".")
+    # Integers all the way: a float has 53 bits, and 1.1Ti would come out one byte off.
+    return (int(whole + fraction) << (10 * power)) // int(10 ** len(fraction))

@@ -1,0 +1,171 @@
+"""A document against its JSON Schema: every difference as a finding in words for people, never the validator's own.
+
+The schema tells what a value should be in ``x-expects`` ("a list of strings, such as …"); texts whose grammar has a parser
+with better words carry ``x-checked-by-parser`` and are not reported twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import resources
+from typing import Any
+
+from distflow.documents.document import Document, Path, path_text
+from distflow.documents.problems import Mark, Problem
+from distflow.documents.words import did_you_mean
+
+__all__ = ["Explain", "load_schema", "schema_problems", "schema_text"]
+
+Explain = Callable[[str, Path, Any, Mapping[str, Any]], "tuple[str, str] | None"]
+"""Own words for a finding: (keyword, path, value, its schema) → (message, hint), or ``None`` for the usual ones."""
+
+_NAMES: Mapping[str, str] = {
+    "object": "a mapping (`key: value` lines)",
+    "array": "a list",
+    "string": "a text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "null": "empty",
+}
+
+
+def schema_text(package: str, name: str) -> str:
+    """Return a schema that ships with a package of distflow, as it is published."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def load_schema(package: str, name: str) -> dict[str, Any]:
+    """Return a schema that ships with a package of distflow, as values."""
+    schema: dict[str, Any] = json.loads(schema_text(package, name))
+    return schema
+
+
+def schema_problems(document: Document, schema: Mapping[str, Any], explain: Explain | None = None) -> tuple[Problem, ...]:
+    """Return everything in which the document differs from the schema."""
+    import jsonschema  # noqa: PLC0415  takes 0.1 s, and only commands that read a spec need it
+
+    validator = jsonschema.Draft202012Validator(dict(schema))
+    return tuple(
+        problem for error in validator.iter_errors(document.value) for problem in _problems_of(document, schema, error, explain)
+    )
+
+
+def _problems_of(document: Document, root: Mapping[str, Any], error: Any, explain: Explain | None) -> Iterator[Problem]:
+    path: Path = tuple(error.absolute_path)
+    keyword, value, rule = str(error.validator), error.instance, error.schema
+    if rule.get("x-checked-by-parser") and keyword in ("pattern", "minimum", "exclusiveMinimum"):
+        return
+    own = explain(keyword, path, value, rule) if explain is not None else None
+    if own is not None:
+        if own[0]:
+            yield _problem(document.key_mark_at(path), path, *own)
+    elif keyword == "additionalProperties":
+        yield from _unknown_keys(document, root, path, value, rule)
+    elif keyword == "required":
+        # jsonschema reports each missing key by itself; its name is only in the message.
+        missing = [key for key in rule["required"] if key not in value and f"'{key}'" in error.message]
+        for key in missing:
+            expects = _expects(rule.get("properties", {}).get(key, {}), root)
+            shown = f"`{path_text(path)}`" if path else "the document"
+            hint = f"add `{key}:`" + (f", {expects}" if expects else "")
+            yield _problem(document.mark_at(path), (*path, key), f"{shown} has no `{key}`", hint)
+    elif keyword == "propertyNames" or _is_about_a_key(error):
+        yield from _bad_names(document, path, value, error)
+    else:
+        yield _problem(document.key_mark_at(path), path, *_words(document, path, keyword, value, rule, root))
+
+
+def _is_about_a_key(error: Any) -> bool:
+    """Tell whether an error is about a key itself (``propertyNames``), not about a value."""
+    return "propertyNames" in error.absolute_schema_path
+
+
+def _bad_names(document: Document, path: Path, value: Any, error: Any) -> Iterator[Problem]:
+    name = value if isinstance(value, str) else str(error.instance)
+    expects = error.schema.get("x-expects", "another name")
+    at = (*path, name)
+    yield _problem(document.key_mark_at(at), at, f"`{name}` cannot be a name here", f"it must be {expects}")
+
+
+def _unknown_keys(
+    document: Document, root: Mapping[str, Any], path: Path, value: Mapping[str, Any], rule: Mapping[str, Any]
+) -> Iterator[Problem]:
+    known = rule.get("properties", {})
+    for key in value:
+        if key in known:
+            continue
+        at = (*path, key)
+        where = f"in `{path_text(path)}`" if path else "at the top of the document"
+        homes = list(_homes(root, key))
+        hint = did_you_mean(key, known, what="keys here")
+        if homes and not hint.startswith("did you mean"):
+            hint = f"`{key}` is a key of {' and of '.join(homes)}; {hint}"
+        yield _problem(document.key_mark_at(at), at, f"unknown key `{key}` {where}", hint)
+
+
+def _homes(root: Mapping[str, Any], key: str) -> Iterable[str]:
+    """Return in words where a key is at home, by the titles of the schema's mappings."""
+    candidates = [root, *root.get("properties", {}).values(), *root.get("$defs", {}).values()]
+    return [rule["title"] for rule in candidates if "title" in rule and key in rule.get("properties", {})]
+
+
+def _words(
+    document: Document, path: Path, keyword: str, value: Any, rule: Mapping[str, Any], root: Mapping[str, Any]
+) -> tuple[str, str]:
+    name = f"`{path_text(path)}`" if path else "the document"
+    expects = _expects(rule, root)
+    if value is None and not path:
+        return f"{name} is empty", f"it must be {expects}"
+    if value is None:
+        return f"{name} is empty", f"give it {expects}, or remove the key" if expects else "give it a value, or remove the key"
+    if keyword == "minItems" and not value:
+        return f"{name} is an empty list", f"it must be {expects}" if expects else "give it at least one item"
+    shown = _shown(document, path, value)
+    if keyword == "type" and rule.get("type") == "string" and isinstance(value, bool | int | float):
+        kind, raw = "true or false" if isinstance(value, bool) else "a number", document.raw_at(path) or ""
+        quoted = f'put it into quotes: "{raw}"' if re.search(rule.get("pattern", ""), raw) else ""
+        return f"{name} must be {expects}; YAML reads {shown} as {kind}", quoted
+    limit = rule.get(keyword)
+    bounds = {
+        "minimum": f"at least {limit}",
+        "exclusiveMinimum": f"more than {limit}",
+        "maximum": f"at most {limit}",
+        "maxLength": f"at most {limit} characters long",
+        "maxItems": f"at most {limit} items long",
+        "maxProperties": f"at most {limit} entries long",
+        "minItems": f"at least {limit} items long",
+    }
+    if keyword in bounds:
+        return f"{name} must be {bounds[keyword]}, not {shown}", ""
+    if keyword == "enum":
+        return f"{name} must be one of {', '.join(f'`{choice}`' for choice in rule['enum'])}, not {shown}", ""
+    return f"{name} must be {expects or 'something else'}, not {shown}", ""
+
+
+def _expects(rule: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Return in words what a schema wants: what it says itself, or what its reference says, or its type."""
+    if "x-expects" in rule:
+        return str(rule["x-expects"])
+    reference = str(rule.get("$ref", ""))
+    if reference.startswith("#/$defs/"):
+        return _expects(root["$defs"][reference.removeprefix("#/$defs/")], root)
+    kinds = rule.get("type", [])
+    return " or ".join(_NAMES[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds))
+
+
+def _shown(document: Document, path: Path, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    raw = document.raw_at(path)
+    text = str(value) if raw is None else raw
+    line = text.split("\n", 1)[0]
+    return f"`{line[:60]}…`" if len(line) > 60 or line != text else f"`{line}`"
+
+
+def _problem(where: Mark, path: Path, message: str, hint: str = "") -> Problem:
+    return Problem(where=where, message=message, hint=hint, path=path_text(path))

@@ -1,0 +1,99 @@
+"""Reading a file that a person named, safely.
+
+Never more than a bound, never a device, and one clear finding for each way to fail.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from distflow.documents.problems import Mark, Problem, ProblemsFound
+
+__all__ = ["LIMIT", "decode", "read_bytes", "read_text"]
+
+LIMIT = 4 << 20
+"""Bytes that a document may have."""
+
+_WORDS_OF_KIND: Mapping[int, str] = MappingProxyType(
+    {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+    }
+)
+
+
+def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes.
+
+    ``shown`` is how messages name it (default: ``path``). Raises ``ProblemsFound``: one problem for each thing that can be
+    wrong.
+    """
+    shown = path if shown is None else shown
+    try:
+        # O_NONBLOCK: opening a named pipe must not wait for its writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _found(shown, "there is no such file", "check the path; it is relative to the current directory") from None
+    except (OSError, ValueError) as error:
+        raise _found(shown, f"cannot be read: {_reason(error)}") from None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            kind = _WORDS_OF_KIND.get(stat.S_IFMT(status.st_mode), "not a regular file")
+            raise _found(shown, f"this is {kind}, not a file", "name the YAML file itself, or use `-` for standard input")
+        if status.st_size > limit:
+            raise _too_large(shown, status.st_size, limit)
+        # One byte more than allowed: files of /proc say size 0, and a file may grow while it is read.
+        with os.fdopen(handle, "rb", closefd=False) as source:
+            data = source.read(limit + 1)
+    except OSError as error:
+        raise _found(shown, f"cannot be read: {_reason(error)}") from None
+    finally:
+        os.close(handle)
+    if len(data) > limit:
+        raise _too_large(shown, len(data), limit)
+    return data
+
+
+def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT) -> str:
+    """Return the text of a UTF-8 file with line feeds as its only line ends; raises as ``read_bytes`` does."""
+    return decode(read_bytes(path, shown=shown, limit=limit), shown=path if shown is None else shown)
+
+
+def decode(data: bytes, *, shown: str, limit: int = LIMIT) -> str:
+    """Return the text of ``data``, without byte order mark and with line feeds as its only line ends; refuses binary data."""
+    if len(data) > limit:
+        raise _too_large(shown, len(data), limit)
+    if b"\0" in data:
+        line = data.count(b"\n", 0, data.index(b"\0")) + 1
+        raise _found(shown, "this is binary data (it holds a NUL byte), not a text", "name a YAML file in UTF-8", line=line)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        message = f"this is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise _found(shown, message, "save the file as UTF-8", line=line) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _found(shown: str, message: str, hint: str = "", *, line: int = 0) -> ProblemsFound:
+    return ProblemsFound([Problem(where=Mark(shown, line), message=message, hint=hint)])
+
+
+def _too_large(shown: str, size: int, limit: int) -> ProblemsFound:
+    message = f"this file is too large: {_megabytes(size)}, and at most {_megabytes(limit)} are read"
+    return _found(shown, message, "send big files with `localpath`, and name the YAML file itself here")
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / (1 << 20):.4g} MiB"
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

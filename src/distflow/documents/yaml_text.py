@@ -1,0 +1,304 @@
+"""YAML text to a ``Document``: values with their places, bounded in depth and in the nodes that aliases expand to.
+
+Works on the parser's events and builds its own small tree, so that no nesting reaches the interpreter's (or libyaml's) stack,
+the line of everything is known, and aliases cost nothing until they are counted. Refused, each with its line: duplicate keys,
+keys that are not text, custom tags, several documents, aliases that contain themselves or expand without bound.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any
+
+from distflow.documents.document import Document, Path, Place
+from distflow.documents.problems import Mark, Problem, ProblemsFound
+from distflow.documents.scalars import CORE, resolve, scalar_value
+from distflow.documents.text_lines import content_lines
+
+__all__ = ["MAX_DEPTH", "MAX_NODES", "parse_yaml"]
+
+MAX_DEPTH = 100
+"""Levels of nesting, aliases expanded."""
+MAX_NODES = 100_000
+"""Scalars, lists and mappings of a document, aliases expanded."""
+
+_READABLE: tuple[tuple[str, str], ...] = (
+    ("mapping values are not allowed", "a `:` is not allowed here; check the indentation, or put the text into quotes"),
+    ("could not find expected ':'", "a `:` is missing after this key, or the line is indented wrongly"),
+    ("did not find expected key", "this line does not fit the mapping it stands in; check its indentation"),
+    ("did not find expected '-' indicator", "this line does not fit the list it stands in; check its indentation"),
+    ("did not find expected ',' or ']'", "a `,` or a closing `]` is missing"),
+    ("did not find expected ',' or '}'", "a `,` or a closing `}` is missing"),
+    ("unexpected end of stream", "the file ends inside a quoted text; a closing quote is missing"),
+    ("cannot start any token", "this character cannot begin a value; put the text into quotes"),
+    ("undefined alias", "there is no anchor (`&name`) of this name above"),
+    ("special characters are not allowed", "control characters are not allowed in YAML"),
+    ("control characters are not allowed", "control characters are not allowed in YAML"),
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A part of the document while it is built; an alias is the anchor's own node."""
+
+    index: int
+    """Offset of its first character in the text."""
+    kind: str
+    """``scalar``, ``list`` or ``map``."""
+    value: Any = None
+    raw: str | None = None
+    plain: bool = False
+    lines: tuple[int, ...] = ()
+    """Line of the text of each line of a scalar that has several."""
+    items: list[_Node] = field(default_factory=list)
+    keys: list[_Node] = field(default_factory=list)
+    """Of a mapping, beside ``items``."""
+    open: bool = True
+    """Still being read: an alias to it would contain itself."""
+
+
+class _Refused(Exception):
+    """The document cannot be used; carries the place and the words."""
+
+    def __init__(self, index: int, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.index = index
+        self.message = message
+        self.hint = hint
+
+
+def parse_yaml(text: str, file: str, line_map: Sequence[int] = ()) -> Document:
+    """Return what ``text`` says; raises ``ProblemsFound``.
+
+    ``line_map`` gives for each line of ``text`` its line in the file, where a template was rendered in between.
+    """
+    import yaml  # noqa: PLC0415  commands that read no document start without it
+
+    starts = _line_starts(text)
+    try:
+        try:
+            root = _build(_events(text), text, starts)
+        except yaml.MarkedYAMLError as error:
+            unclosed = error.context_mark is not None and "unexpected end of stream" in (error.problem or "")
+            mark = error.context_mark if unclosed else error.problem_mark or error.context_mark
+            # What is missing at the end of the file is missing after its last word, not below it.
+            index = min(mark.index if mark is not None else 0, max(len(text.rstrip()) - 1, 0))
+            raise _Refused(
+                index, _in_words(f"{error.context or ''} {error.problem or ''}".strip(), text[index : index + 1])
+            ) from None
+        except yaml.reader.ReaderError as error:
+            raise _Refused(_first_forbidden(text), _in_words(str(error.reason), "")) from None
+        places: dict[Path, Place] = {}
+        marker = _Marker(file, starts, line_map)
+        if root is None:
+            return Document(file=file, value=None, places={(): Place(mark=Mark(file), key=Mark(file))})
+        value = _Flattener(marker, places).flatten(root)
+    except _Refused as refused:
+        where = _Marker(file, starts, line_map)(refused.index)
+        raise ProblemsFound(
+            [Problem(where=where, message=refused.message, hint=refused.hint, drawing=_drawn(text, starts, refused.index))]
+        ) from None
+    return Document(file=file, value=value, places=MappingProxyType(places))
+
+
+class _Marker:
+    """From an offset in the text to a place in the file."""
+
+    def __init__(self, file: str, starts: Sequence[int], line_map: Sequence[int]) -> None:
+        self._file, self._starts, self._map = file, starts, line_map
+
+    def __call__(self, index: int) -> Mark:
+        line = bisect.bisect_right(self._starts, index)
+        return Mark(self._file, self.source(line), index - self._starts[line - 1] + 1)
+
+    def line(self, line: int) -> Mark:
+        return Mark(self._file, self.source(line))
+
+    def source(self, line: int) -> int:
+        """Return the line of the file for a line of the text."""
+        return self._map[min(line, len(self._map)) - 1] if self._map else line
+
+
+def _line_starts(text: str) -> list[int]:
+    # Editors count lines by "\n" alone; YAML would count U+0085 and U+2028 too.
+    return [0, *accumulate(len(line) + 1 for line in text.split("\n")[:-1])]
+
+
+def _events(text: str) -> Iterator[Any]:
+    import yaml  # noqa: PLC0415  see parse_yaml
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return iter(yaml.parse(text, Loader=loader))
+
+
+def _build(events: Iterable[Any], text: str, starts: Sequence[int]) -> _Node | None:
+    import yaml  # noqa: PLC0415  see parse_yaml
+
+    root: _Node | None = None
+    stack: list[_Node] = []
+    anchors: dict[str, _Node] = {}
+    documents = count = 0
+    for event in events:
+        index: int = event.start_mark.index
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise _Refused(
+                    index, "a second document begins here", "keep one document in the file: remove `---` and what follows"
+                )
+        elif isinstance(event, yaml.AliasEvent):
+            root = _attach(stack, _anchored(anchors, str(event.anchor), index), index) or root
+        elif isinstance(event, yaml.ScalarEvent | yaml.SequenceStartEvent | yaml.MappingStartEvent):
+            node = _node_of(event, text, starts)
+            count += 1
+            if count > MAX_NODES:
+                raise _Refused(index, f"the document has more than {MAX_NODES} parts")
+            if event.anchor is not None:
+                anchors[event.anchor] = node
+            root = _attach(stack, node, index) or root
+            if node.kind != "scalar":
+                stack.append(node)
+                if len(stack) > MAX_DEPTH:
+                    raise _Refused(index, f"the document is nested more than {MAX_DEPTH} levels deep")
+        elif isinstance(event, yaml.SequenceEndEvent | yaml.MappingEndEvent):
+            stack.pop().open = False
+    return root
+
+
+def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
+    target = anchors.get(name)
+    if target is None:
+        raise _Refused(index, f"there is no anchor `&{name}` above")
+    if target.open:
+        raise _Refused(index, f"the alias `*{name}` stands inside its own anchor", "an alias cannot contain itself")
+    return target
+
+
+def _attach(stack: list[_Node], node: _Node, index: int) -> _Node | None:
+    """Put ``node`` into the list or mapping being read; return it when there is none, because it is the whole document then."""
+    if not stack:
+        return node
+    parent = stack[-1]
+    if parent.kind == "map" and len(parent.keys) == len(parent.items):
+        if node.kind != "scalar" or node.raw is None:
+            raise _Refused(index, "a key must be a text", "lists, mappings and null cannot be keys")
+        parent.keys.append(node)
+    else:
+        parent.items.append(node)
+    return None
+
+
+def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
+    import yaml  # noqa: PLC0415  see parse_yaml
+
+    index: int = event.start_mark.index
+    tag: str | None = None if event.tag in (None, "!") else event.tag
+    if tag is not None and tag not in CORE:
+        short = tag.replace("tag:yaml.org,2002:", "!!")
+        raise _Refused(index, f"the tag `{short}` is not supported", "remove it; put a text into quotes to keep it a text")
+    if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
+        kind = "list" if isinstance(event, yaml.SequenceStartEvent) else "map"
+        if tag is not None and CORE[tag] != kind:
+            raise _Refused(index, f"the tag `!!{tag.rpartition(':')[2]}` does not fit a {kind}")
+        return _Node(index, kind)
+    raw: str = event.value
+    plain = event.style in (None, "") and event.tag is None
+    kind_of_scalar = CORE[tag] if tag is not None else (resolve(raw) if plain else "str")
+    try:
+        value = scalar_value(kind_of_scalar, raw)
+    except ValueError:
+        raise _Refused(index, f"`{raw[:40]}` is not a value of the tag `!!{kind_of_scalar}`") from None
+    is_block = event.style in ("|", ">")
+    lines: tuple[int, ...] = ()
+    if is_block or "\n" in raw:
+        first = bisect.bisect_right(starts, index)
+        lines = content_lines(text, index, event.end_mark.index, event.style or "", raw, first)
+        lines = lines or ((first + 1,) if is_block else ())
+    none = value is None and not raw
+    return _Node(index, "scalar", value, None if none else raw, plain, lines, open=False)
+
+
+class _Flattener:
+    """Turns the tree into values and places, expanding aliases and merge keys, and counting what they expand to."""
+
+    def __init__(self, marker: _Marker, places: dict[Path, Place]) -> None:
+        self._marker, self._places, self._count = marker, places, 0
+
+    def flatten(self, root: _Node) -> Any:
+        return self._value(root, (), None)
+
+    def _value(self, node: _Node, path: Path, key: _Node | None) -> Any:
+        self._expand(node, len(path))
+        self._places[path] = self._place(node, key)
+        if node.kind == "list":
+            return [self._value(item, (*path, position), None) for position, item in enumerate(node.items)]
+        if node.kind == "map":
+            return {name: self._value(item, (*path, name), at) for name, (at, item) in self._entries(node, len(path)).items()}
+        return node.value
+
+    def _expand(self, node: _Node, depth: int) -> None:
+        """Count one more part. The text itself is bounded already, but aliases nest deeper and wider than it does."""
+        self._count += 1
+        if self._count > MAX_NODES or depth > MAX_DEPTH:
+            what = f"more than {MAX_NODES} parts" if self._count > MAX_NODES else f"more than {MAX_DEPTH} levels"
+            raise _Refused(
+                node.index, f"the aliases of this document expand to {what}", "write it with fewer aliases (`*name`)"
+            )
+
+    def _place(self, node: _Node, key: _Node | None) -> Place:
+        lines = tuple(self._marker.line(line) for line in node.lines)
+        mark = lines[0] if lines else self._marker(node.index)
+        at = self._marker(key.index) if key is not None else self._marker(node.index)
+        return Place(mark=mark, key=at, raw=node.raw, plain=node.plain, lines=lines if len(lines) > 1 else ())
+
+    def _entries(self, node: _Node, depth: int) -> dict[str, tuple[_Node, _Node]]:
+        """Return key and value of each entry by name.
+
+        An own key wins over a merged one (``<<``), an earlier merge over a later one.
+        """
+        own: dict[str, tuple[_Node, _Node]] = {}
+        merged: dict[str, tuple[_Node, _Node]] = {}
+        for key, item in zip(node.keys, node.items, strict=True):
+            name = key.raw or ""
+            if name == "<<" and key.plain:
+                for source in item.items if item.kind == "list" else [item]:
+                    if source.kind != "map":
+                        raise _Refused(key.index, "`<<` merges a mapping or a list of mappings, not this", "write `<<: *name`")
+                    self._expand(source, depth + 1)
+                    self._count += len(source.keys)
+                    merged = {**self._entries(source, depth + 1), **merged}
+            elif name in own:
+                first = self._marker(own[name][0].index).line
+                raise _Refused(
+                    key.index, f"the key `{name}` stands here twice", f"it was given in line {first} already; keep one of them"
+                )
+            else:
+                own[name] = (key, item)
+        return {**merged, **own}
+
+
+def _in_words(said: str, character: str) -> str:
+    """Return what is wrong in words for people; ``said`` are the parser's, ``character`` is the one it stopped at."""
+    if character == "\t":
+        return "this is not valid YAML: a tab cannot indent a line; use spaces"
+    words = next((words for pattern, words in _READABLE if pattern in said), said)
+    return f"this is not valid YAML: {words}"
+
+
+def _first_forbidden(text: str) -> int:
+    from yaml.reader import Reader  # noqa: PLC0415  see parse_yaml
+
+    match = Reader.NON_PRINTABLE.search(text)
+    return match.start() if match else 0
+
+
+def _drawn(text: str, starts: Sequence[int], index: int) -> str:
+    """Return the line of the text with a caret below the place; nothing for lines too long to look at."""
+    line = bisect.bisect_right(starts, index)
+    content = text[starts[line - 1] :].split("\n", 1)[0].replace("\t", " ")
+    column = index - starts[line - 1]
+    return f"{content}\n{' ' * column}^" if content.strip() and len(content) <= 200 else ""

@@ -1,0 +1,119 @@
+"""The whole error tree, and the exit code of each family.
+
+::
+
+    DistflowError                      exit  what happened
+    ├── InputError                      2    a document or the command line is wrong
+    │   ├── ProblemsFound               2    findings with file:line (documents.problems)
+    │   └── NotFound                    2    a workflow, task, pool or node of that name does not exist
+    ├── NodeError                       3    something between us and a node
+    │   ├── TransportError              3    carrying a command or bytes there
+    │   │   ├── NodeUnreachable         3    no connection, or it broke
+    │   │   └── BootstrapFailed         3    connected, but our runtime does not come up
+    │   └── AgentError                  3    the node's agent refused a request
+    ├── SupervisorError                 3    the background process did not start
+    ├── StateError                      5    this machine's state directory cannot be used
+    │   └── StoreTooNew                 5    written by a newer distflow
+    └── WorkflowEnded                   1    the workflow ended and did not complete
+
+Errors say what happened, where, and what to do; the command line prints them as they are (``cli.app``). Anything that is not a
+``DistflowError`` is a bug in distflow and ends with exit code 70.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AgentError",
+    "BootstrapFailed",
+    "DistflowError",
+    "InputError",
+    "NodeError",
+    "NodeUnreachable",
+    "NotFound",
+    "StateError",
+    "StoreTooNew",
+    "SupervisorError",
+    "TransportError",
+    "WorkflowEnded",
+]
+
+
+class DistflowError(Exception):
+    """Root of everything distflow raises on purpose."""
+
+    exit_code: int = 70
+    """What the process ends with when this reaches the command line."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        """Say what happened in ``message`` and what to do about it in ``hint``."""
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """Return message and hint, as a person should read them."""
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class InputError(DistflowError):
+    """A document, the configuration or the command line is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class NotFound(InputError):
+    """There is no such workflow, task, pool or node."""
+
+
+class NodeError(DistflowError):
+    """Something between us and a node, or on it, failed."""
+
+    exit_code = 3
+
+    def __init__(self, node: str, message: str, *, hint: str = "") -> None:
+        """Name the ``node`` in front of the message."""
+        super().__init__(f"{node}: {message}", hint=hint)
+        self.node = node
+
+
+class TransportError(NodeError):
+    """A command or bytes could not be carried to a node."""
+
+
+class NodeUnreachable(TransportError):
+    """No connection to the node could be made, or it broke."""
+
+
+class BootstrapFailed(TransportError):
+    """The node was reached, but distflow's runtime did not come up there."""
+
+
+class AgentError(NodeError):
+    """The node's agent refused a request; ``kind`` is one of the words of the agent protocol."""
+
+    def __init__(self, node: str, kind: str, message: str, *, hint: str = "") -> None:
+        """Keep ``kind`` beside the message, because callers decide by it."""
+        super().__init__(node, message, hint=hint)
+        self.kind = kind
+
+
+class SupervisorError(DistflowError):
+    """The background process that supervises workflows did not start."""
+
+    exit_code = 3
+
+
+class StateError(DistflowError):
+    """This machine's state directory cannot be used."""
+
+    exit_code = 5
+
+
+class StoreTooNew(StateError):
+    """The store was written by a newer distflow than this one."""
+
+
+class WorkflowEnded(DistflowError):
+    """The workflow ended and did not complete; raised by commands that were asked to say so."""
+
+    exit_code = 1

@@ -1,0 +1,194 @@
+"""Intervals of ranks: do they tile 0 … world_size-1, and if not, which single change would make them? Integers only.
+
+The reason for single changes: one wrong number has many consequences (a gap, an overlap, a sum that is off). The number
+whose change alone makes everything right is the one to report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+__all__ = ["Edit", "Row", "Segment", "filled", "fits", "gaps_of", "overlaps_of", "segments", "single_edits", "tiles"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one task claims, in ranks."""
+
+    offset: int | None
+    """First rank; ``None``: right after the task before it."""
+    size: int
+    world_size: int | None
+    """``None``: says nothing of it."""
+    most: int | None = None
+    """The largest size that its GPUs allow; ``None``: any."""
+    editable: frozenset[str] = frozenset({"offset", "size", "world_size"})
+    """Which of its numbers a person wrote, and could change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Change ``key`` of row number ``index`` to ``value``."""
+
+    index: int
+    key: str
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Ranks ``start`` up to but not including ``stop``, and which rows claim them."""
+
+    start: int
+    stop: int
+    rows: tuple[int, ...]
+
+
+def filled(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Return ``(offset, end)`` of each row, with missing offsets computed in the order of the rows."""
+    intervals, cursor = [], 0
+    for row in rows:
+        offset = cursor if row.offset is None else row.offset
+        cursor = offset + row.size
+        intervals.append((offset, cursor))
+    return intervals
+
+
+def tiles(rows: Sequence[Row]) -> bool:
+    """Return whether the rows follow each other from rank 0 without gap or overlap."""
+    cursor = 0
+    for start, stop in sorted(filled(rows)):
+        if start != cursor:
+            return False
+        cursor = stop
+    return True
+
+
+def fits(rows: Sequence[Row]) -> bool:
+    """Return whether the rows tile and every world size that is said is their sum."""
+    total = sum(row.size for row in rows)
+    return all(row.world_size in (None, total) for row in rows) and tiles(rows)
+
+
+def segments(rows: Sequence[Row], world_size: int | None = None) -> list[Segment]:
+    """Return the ranks from the lowest claimed to the highest (or ``world_size``) as parts with the same holders."""
+    intervals = filled(rows)
+    edges = sorted({0, world_size or 0, *(edge for interval in intervals for edge in interval)})
+    opening: dict[int, list[int]] = {}
+    closing: dict[int, list[int]] = {}
+    for index, (start, stop) in enumerate(intervals):
+        opening.setdefault(start, []).append(index)
+        closing.setdefault(stop, []).append(index)
+    parts: list[Segment] = []
+    holders: set[int] = set()
+    for start, stop in pairwise(edges):
+        holders |= set(opening.get(start, ()))
+        holders -= set(closing.get(start, ()))
+        rows_here = tuple(sorted(holders))
+        if parts and parts[-1].rows == rows_here:
+            parts[-1] = Segment(parts[-1].start, stop, rows_here)
+        else:
+            parts.append(Segment(start, stop, rows_here))
+    return parts
+
+
+def gaps_of(parts: Sequence[Segment]) -> list[Segment]:
+    """Return the parts that no row claims."""
+    return [part for part in parts if not part.rows and part.start >= 0]
+
+
+def overlaps_of(parts: Sequence[Segment]) -> list[Segment]:
+    """Return the parts that more than one row claims."""
+    return [part for part in parts if len(part.rows) > 1]
+
+
+def single_edits(rows: Sequence[Row]) -> list[Edit]:
+    """Return each change of one number that makes the rows fit: world sizes, offsets, then sizes; later rows first."""
+    order = sorted(_suspects(rows), reverse=True)
+    edits: list[Edit] = []
+    for key, values in (("world_size", _world_sizes), ("offset", _offsets), ("size", _sizes)):
+        for index in order:
+            if key in rows[index].editable and _others_agree(rows, index, key):
+                edits += [
+                    Edit(index, key, value)
+                    for value in dict.fromkeys(values(rows, index))
+                    if _allowed(rows[index], key, value) and fits(_edited(rows, index, key, value))
+                ]
+    return edits
+
+
+def _suspects(rows: Sequence[Row]) -> set[int]:
+    """Return the rows one of whose numbers may be the wrong one: a row that nothing is wrong around is right.
+
+    It keeps the search fast in worlds of thousands of tasks. Where offsets are computed, every row moves the others.
+    """
+    if any(row.offset is None for row in rows):
+        return set(range(len(rows)))
+    said = Counter(row.world_size for row in rows)
+    usual = said.most_common(1)[0][0]
+    parts = segments(rows, usual)
+    gaps = gaps_of(parts)
+    edges = {edge for gap in gaps for edge in (gap.start, gap.stop)}
+    found = {index for part in overlaps_of(parts) for index in part.rows}
+    last = max(stop for _, stop in filled(rows))
+    for index, (start, stop) in enumerate(filled(rows)):
+        odd = rows[index].world_size != usual or said[usual] * 2 <= len(rows)
+        if odd or start in edges or stop in edges or stop == last or start < 0 or start == stop:
+            found.add(index)
+    return found
+
+
+def _edited(rows: Sequence[Row], index: int, key: str, value: int) -> list[Row]:
+    changed = list(rows)
+    row = rows[index]
+    if key == "offset":
+        changed[index] = replace(row, offset=value)
+    elif key == "size":
+        changed[index] = replace(row, size=value)
+    else:
+        changed[index] = replace(row, world_size=value)
+    return changed
+
+
+def _allowed(row: Row, key: str, value: int) -> bool:
+    old = {"offset": row.offset, "size": row.size, "world_size": row.world_size}[key]
+    if value == old:
+        return False
+    return key != "size" or (value >= 1 and (row.most is None or value <= row.most))
+
+
+def _others_agree(rows: Sequence[Row], index: int, key: str) -> bool:
+    """Return whether the world sizes that this edit leaves alone are one number: otherwise it cannot suffice."""
+    said = {row.world_size for at, row in enumerate(rows) if not (key == "world_size" and at == index)}
+    return len(said - {None}) <= 1
+
+
+def _world_sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
+    if rows[index].world_size is not None:
+        yield sum(row.size for row in rows)
+
+
+def _offsets(rows: Sequence[Row], index: int) -> Iterator[int]:
+    """Yield where a row of this size could stand: the begin of each gap that the others leave, and behind them."""
+    if rows[index].offset is None:
+        return
+    cursor = 0
+    for start, stop in sorted(interval for at, interval in enumerate(filled(rows)) if at != index):
+        if start > cursor:
+            yield cursor
+        cursor = max(cursor, stop)
+    yield cursor
+
+
+def _sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
+    """Yield the sizes that reach the next row, or that the world size leaves for this one."""
+    intervals = filled(rows)
+    begin = intervals[index][0]
+    yield from (start - begin for start in sorted({start for start, _ in intervals if start > begin})[:1])
+    said = {row.world_size for row in rows} - {None}
+    for world_size in said:
+        if world_size is not None:
+            yield world_size - sum(row.size for at, row in enumerate(rows) if at != index)

@@ -1,0 +1,293 @@
+"""Shell text into simple commands, each word with its place: enough of POSIX to find the flags that a task starts with.
+
+Nothing is run. What only a shell can know (command substitution, arithmetic, ``$1``) stays *unknown*. Left out are comments,
+redirections, and here-documents that feed something else than a shell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["SHELLS", "TOKEN", "Command", "Word", "read_commands"]
+
+SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "ash"})
+TOKEN = re.compile(r"\{\{\s*([a-z_]+)(?::\s*([^}\s]+))?\s*\}\}")
+"""A token of the spec that is filled in when a task starts: ``{{rank_offset}}``, ``{{host:master}}``."""
+
+_RESERVED = frozenset({"if", "then", "else", "elif", "do", "while", "until", "!", "{", "time"})
+_WRAPPERS = frozenset({"exec", "nohup", "env", "command", "sudo"})
+_DECLARE = frozenset({"export", "declare", "typeset", "readonly", "local"})
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_BRACED = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^{}$`]*))?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Variable:
+    """``$name`` or ``${name:-default}``; an empty name is something that only a shell can know."""
+
+    name: str
+    default: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """One word of a command, before its variables are filled in."""
+
+    raw: str
+    """As it stands in the text, with quotes."""
+    offset: int
+    """Of its first character in the text."""
+    parts: tuple[str | _Variable, ...]
+
+    def expanded(self, variables: Mapping[str, str | None]) -> str | None:
+        """Return what a shell would make of it; ``None`` when that is not known, nor one of its variables."""
+        text = ""
+        for part in self.parts:
+            if isinstance(part, str):
+                text += part
+                continue
+            value = variables.get(part.name) if part.name in variables else part.default
+            if value is None:
+                return None
+            text += value
+        return text
+
+    @property
+    def literal(self) -> str:
+        """The text without any variable; empty when there is one."""
+        return "".join(part for part in self.parts if isinstance(part, str)) if not self.has_variables else ""
+
+    @property
+    def has_variables(self) -> bool:
+        """True when a shell fills something in."""
+        return any(isinstance(part, _Variable) for part in self.parts)
+
+    def without(self, count: int) -> Word:
+        """Return the word without its first ``count`` literal characters (``NAME=`` in front of a value)."""
+        first, *rest = self.parts
+        if not isinstance(first, str):
+            return self
+        parts = (first[count:], *rest) if len(first) > count or not rest else tuple(rest)
+        return Word(raw=self.raw[count:], offset=self.offset + count, parts=parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A simple command: ``A=1 python3 train.py --size 8`` has one assignment and four words."""
+
+    words: tuple[Word, ...]
+    """The program and its arguments; empty for bare assignments."""
+    assignments: tuple[tuple[str, Word], ...] = ()
+    """Variables that it sets, also by ``export``."""
+
+    @property
+    def program(self) -> str:
+        """The program's name without its directory; empty when there is none or a variable holds it."""
+        return self.words[0].literal.rpartition("/")[2] if self.words else ""
+
+
+def read_commands(text: str) -> tuple[Command, ...]:
+    """Return the simple commands of a shell text as they stand, whatever loops and branches are around them."""
+    return tuple(_Reader(text).commands())
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One pass over a text; ``at`` is the next character."""
+
+    text: str
+    at: int = 0
+    parts: list[str | _Variable] | None = None
+    """Of the word that is being read; ``None`` between words."""
+    start: int = 0
+    words: list[Word] = field(default_factory=list)
+    skip_next: bool = False
+    """The next word is the target of a redirection."""
+    heredocs: list[tuple[str, bool]] = field(default_factory=list)
+    """Delimiters whose bodies begin after this line, and whether the command that reads them is a shell."""
+
+    def commands(self) -> Iterator[Command]:
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char == "\\":
+                self._backslash()
+            elif char == "\n":
+                yield from self._end_command()
+                self.at += 1
+                yield from self._bodies()
+            elif char in " \t\r":
+                self._end_word()
+                self.at += 1
+            elif char in ";|()&":
+                yield from self._end_command()
+                self.at += 1
+            elif char in "<>":
+                self._redirection()
+            elif char == "#" and self.parts is None:
+                self._to_line_end()
+            else:
+                self._piece(char)
+        yield from self._end_command()
+
+    # -- pieces of a word ---------------------------------------------------------------------------------------------
+
+    def _add(self, part: str | _Variable, length: int) -> None:
+        if self.parts is None:
+            self.parts, self.start = [], self.at
+        if isinstance(part, str) and self.parts and isinstance(self.parts[-1], str):
+            self.parts[-1] += part
+        else:
+            self.parts.append(part)
+        self.at += length
+
+    def _backslash(self) -> None:
+        continuation = re.compile(r"\\\r?\n").match(self.text, self.at)
+        if continuation:
+            self.at = continuation.end()
+        else:
+            self._add(self.text[self.at + 1 : self.at + 2], 2)
+
+    def _piece(self, char: str) -> None:
+        token = TOKEN.match(self.text, self.at) if char == "{" else None
+        if token:
+            self._add(token.group(), len(token.group()))
+        elif char == "'":
+            end = self.text.find("'", self.at + 1)
+            end = len(self.text) if end < 0 else end
+            self._add(self.text[self.at + 1 : end], end + 1 - self.at)
+        elif char == '"':
+            self._double_quoted()
+        elif char in "$`":
+            self._expansion()
+        else:
+            self._add(char, 1)
+
+    def _double_quoted(self) -> None:
+        self._add("", 1)
+        while self.at < len(self.text) and self.text[self.at] != '"':
+            char = self.text[self.at]
+            if char == "\\":
+                after = self.text[self.at + 1 : self.at + 2]
+                self._add("" if after == "\n" else after if after in '"\\$`' else char + after, 2)
+            elif char in "$`":
+                self._expansion()
+            else:
+                self._add(char, 1)
+        self.at += 1
+
+    def _expansion(self) -> None:
+        rest = self.text[self.at + 1 : self.at + 2]
+        braced = _BRACED.match(self.text, self.at)
+        name = _NAME.match(self.text, self.at + 1)
+        if self.text[self.at] == "`":
+            end = self.text.find("`", self.at + 1)
+            self._add(_Variable(""), (end if end > 0 else len(self.text)) + 1 - self.at)
+        elif rest == "(":
+            self._add(_Variable(""), self._closing("(", ")") - self.at)
+        elif braced:
+            self._add(_Variable(braced.group(1), braced.group(2)), len(braced.group()))
+        elif rest == "{":
+            self._add(_Variable(""), self._closing("{", "}") - self.at)
+        elif name:
+            self._add(_Variable(name.group()), 1 + len(name.group()))
+        elif rest and rest in "0123456789@*#?!-$":
+            self._add(_Variable(""), 2)
+        else:
+            self._add("$", 1)
+
+    def _closing(self, opening: str, closing: str) -> int:
+        """Return the place after the bracket that closes the one after ``$``; quotes inside hide brackets."""
+        depth, at, quote = 0, self.at + 1, ""
+        while at < len(self.text):
+            char = self.text[at]
+            if char == "\\" and quote != "'":
+                at += 1
+            elif quote:
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            elif char in (opening, closing):
+                depth += 1 if char == opening else -1
+                if depth == 0:
+                    return at + 1
+            at += 1
+        return len(self.text)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _end_word(self) -> None:
+        if self.parts is None:
+            return
+        if not self.skip_next:
+            self.words.append(
+                Word(raw=self.text[self.start : self.at], offset=self.start, parts=tuple(self.parts)),
+            )
+        self.parts, self.skip_next = None, False
+
+    def _end_command(self) -> Iterator[Command]:
+        self._end_word()
+        command = _command(self.words)
+        self.words, self.skip_next = [], False
+        if command.words or command.assignments:
+            yield command
+
+    def _to_line_end(self) -> None:
+        end = self.text.find("\n", self.at)
+        self.at = len(self.text) if end < 0 else end
+
+    def _redirection(self) -> None:
+        if self.parts is not None and all(isinstance(part, str) and part.isdigit() for part in self.parts):
+            self.parts = None  # the number of a stream: 2>file
+        self._end_word()
+        heredoc = re.compile(r"<<-?(?!<)[ \t]*(['\"]?)([\w.-]+)\1").match(self.text, self.at)
+        if heredoc and not self.text.startswith("<<<", self.at):
+            self.heredocs.append((heredoc.group(2), _command(self.words).program in SHELLS))
+            self.at = heredoc.end()
+            return
+        while self.at < len(self.text) and self.text[self.at] in "<>&|":
+            self.at += 1
+        self.skip_next = True
+
+    def _bodies(self) -> Iterator[Command]:
+        """Skip the here-documents that begin here; what a shell reads from one is read."""
+        for delimiter, feeds_a_shell in self.heredocs:
+            end = re.compile(rf"^[ \t]*{re.escape(delimiter)}[ \t]*\r?$", re.MULTILINE).search(self.text, self.at)
+            stop = end.start() if end else len(self.text)
+            if feeds_a_shell:
+                # Lines before the body are blanked, so that places stay those of the whole text.
+                blank = re.sub(r"[^\n]", " ", self.text[: self.at])
+                yield from read_commands(blank + self.text[self.at : stop])
+            self.at = end.end() if end else stop
+        self.heredocs = []
+
+
+def _command(words: list[Word]) -> Command:
+    """Sort the words of a command into assignments in front and the program with its arguments."""
+    assignments: list[tuple[str, Word]] = []
+    rest = list(words)
+    while rest:
+        word = rest[0].literal
+        begins = rest[0].parts[0] if rest[0].parts else ""
+        assigned = _ASSIGNMENT.match(begins) if isinstance(begins, str) else None
+        if assigned:
+            assignments.append((assigned.group(1), rest[0].without(assigned.end())))
+        elif word not in _RESERVED and word not in _WRAPPERS:
+            break
+        rest.pop(0)
+    if rest and rest[0].literal in _DECLARE:
+        for item in rest[1:]:
+            begins = item.parts[0] if item.parts else ""
+            assigned = _ASSIGNMENT.match(begins) if isinstance(begins, str) else None
+            if assigned:
+                assignments.append((assigned.group(1), item.without(assigned.end())))
+        rest = []
+    elif rest and rest[0].literal in {"for", "read", "select"}:
+        # Loop variables and what is read take values that nobody knows before.
+        unknown = Word(raw="", offset=rest[0].offset, parts=(_Variable(""),))
+        names = rest[1:2] if rest[0].literal != "read" else rest[1:]
+        assignments += [(item.literal, unknown) for item in names if _NAME.fullmatch(item.literal)]
+        rest = []
+    return Command(words=tuple(rest), assignments=tuple(assignments))

@@ -1,0 +1,57 @@
+"""The rank layout of a group: which task holds which global ranks.
+
+A *world* is a group whose tasks share ranks 0 … world_size−1. Each task holds ``size`` consecutive ranks from ``offset``; the
+one that holds rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``) and those of OSMO's sample (``--offset``,
+``--size``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["TaskRanks", "World"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRanks:
+    """The ranks of one task."""
+
+    task: str
+    offset: int
+    """First global rank."""
+    size: int
+    """How many ranks; one process each."""
+    node_rank: int
+    """Position of the task among those of its world, ordered by offset."""
+
+    @property
+    def ranks(self) -> range:
+        """The global ranks."""
+        return range(self.offset, self.offset + self.size)
+
+    @property
+    def text(self) -> str:
+        """Return ``8-15``, or ``8`` for a single rank."""
+        return str(self.offset) if self.size == 1 else f"{self.offset}-{self.offset + self.size - 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A correct layout: every rank of 0 … world_size−1 held exactly once."""
+
+    world_size: int
+    tasks: tuple[TaskRanks, ...]
+    """In the order of their ranks."""
+    style: str
+    """Which kind of claim it came from: ``ranks``, ``flags`` or ``torchrun``."""
+    port: int | None = None
+    """The rendezvous port that the spec names; ``None``: distflow chooses a free one."""
+
+    @property
+    def master(self) -> str:
+        """Name of the task that holds rank 0."""
+        return self.tasks[0].task
+
+    def of(self, task: str) -> TaskRanks:
+        """Return the ranks of the task named so."""
+        return next(item for item in self.tasks if item.task == task)

@@ -1,0 +1,185 @@
+"""States, reasons, legal moves and the status that people see: one table for each.
+
+States are few and say where something is; reasons are many and say why it ended there. The *status* joins them in OSMO's words
+(``FAILED_EXEC_TIMEOUT``, ``FAILED_UPSTREAM``, …). Every table over an enum here is total; a test loops over the members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+__all__ = [
+    "MOVES",
+    "REASON_TEXT",
+    "WORKFLOW_MOVES",
+    "Reason",
+    "State",
+    "WorkflowState",
+    "is_legal",
+    "status_of",
+    "workflow_status_of",
+]
+
+
+class State(str, Enum):
+    """Where a task or a group is."""
+
+    WAITING = "WAITING"
+    """For groups upstream of it."""
+    SCHEDULING = "SCHEDULING"
+    """For nodes: in the queue of its pool."""
+    INITIALIZING = "INITIALIZING"
+    """Has nodes; files are staged, the start is prepared everywhere."""
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    """Being stopped: the ladder TERM → grace → KILL is under way."""
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+    RESCHEDULED = "RESCHEDULED"
+    """Tasks only: this attempt ended and a later one exists."""
+
+    @property
+    def is_final(self) -> bool:
+        """True when nothing follows."""
+        return self in (State.COMPLETED, State.FAILED, State.CANCELED, State.RESCHEDULED)
+
+
+class WorkflowState(str, Enum):
+    """Where a workflow is."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELED = "CANCELED"
+
+    @property
+    def is_final(self) -> bool:
+        """True when nothing follows."""
+        return self in (WorkflowState.COMPLETED, WorkflowState.FAILED, WorkflowState.CANCELED)
+
+
+class Reason(str, Enum):
+    """Why something ended as it did."""
+
+    EXIT_CODE = "EXIT_CODE"
+    SIGNAL = "SIGNAL"
+    OOM_KILLED = "OOM_KILLED"
+    PEER_FAILED = "PEER_FAILED"
+    EXEC_TIMEOUT = "EXEC_TIMEOUT"
+    QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
+    START_ERROR = "START_ERROR"
+    START_TIMEOUT = "START_TIMEOUT"
+    NODE_LOST = "NODE_LOST"
+    UPSTREAM = "UPSTREAM"
+    CANCELED = "CANCELED"
+    SUBMISSION = "SUBMISSION"
+    IMAGE_PULL = "IMAGE_PULL"
+    EVICTED = "EVICTED"
+    PREEMPTED = "PREEMPTED"
+    DATA = "DATA"
+    INTERNAL = "INTERNAL"
+
+
+REASON_TEXT: Mapping[Reason, str] = MappingProxyType(
+    {
+        Reason.EXIT_CODE: "the command ended with a non-zero exit code",
+        Reason.SIGNAL: "the command was ended by a signal",
+        Reason.OOM_KILLED: "the kernel ended it because memory ran out",
+        Reason.PEER_FAILED: "stopped because another task of its group failed first",
+        Reason.EXEC_TIMEOUT: "it ran longer than exec_timeout",
+        Reason.QUEUE_TIMEOUT: "it waited for nodes longer than queue_timeout",
+        Reason.START_ERROR: "it could not be started",
+        Reason.START_TIMEOUT: "the gang did not get ready in time",
+        Reason.NODE_LOST: "its node could not be reached for longer than node_lost_after",
+        Reason.UPSTREAM: "a group that it depends on failed",
+        Reason.CANCELED: "a person canceled it",
+        Reason.SUBMISSION: "it was refused at submission",
+        Reason.IMAGE_PULL: "its container image could not be pulled",
+        Reason.EVICTED: "it used more of the node than it asked for",
+        Reason.PREEMPTED: "a workflow of higher priority took its place",
+        Reason.DATA: "moving its data failed",
+        Reason.INTERNAL: "distflow itself, or one of its processes on the node, failed",
+    }
+)
+"""What each reason means, in words that finish the sentence "it ended because …"."""
+
+_FAILED_STATUS: Mapping[Reason, str] = MappingProxyType(
+    {
+        Reason.EXIT_CODE: "FAILED",
+        Reason.SIGNAL: "FAILED",
+        Reason.OOM_KILLED: "FAILED_EVICTED",
+        Reason.PEER_FAILED: "FAILED",
+        Reason.EXEC_TIMEOUT: "FAILED_EXEC_TIMEOUT",
+        Reason.QUEUE_TIMEOUT: "FAILED_QUEUE_TIMEOUT",
+        Reason.START_ERROR: "FAILED_START_ERROR",
+        Reason.START_TIMEOUT: "FAILED_START_TIMEOUT",
+        Reason.NODE_LOST: "FAILED_BACKEND_ERROR",
+        Reason.UPSTREAM: "FAILED_UPSTREAM",
+        Reason.CANCELED: "FAILED_CANCELED",
+        Reason.SUBMISSION: "FAILED_SUBMISSION",
+        Reason.IMAGE_PULL: "FAILED_IMAGE_PULL",
+        Reason.EVICTED: "FAILED_EVICTED",
+        Reason.PREEMPTED: "FAILED_PREEMPTED",
+        Reason.DATA: "FAILED",
+        Reason.INTERNAL: "FAILED_SERVER_ERROR",
+    }
+)
+
+MOVES: Mapping[State, tuple[State, ...]] = MappingProxyType(
+    {
+        State.WAITING: (State.SCHEDULING, State.FAILED, State.CANCELED),
+        State.SCHEDULING: (State.INITIALIZING, State.FAILED, State.CANCELED),
+        # Back to SCHEDULING: the lease was lost or refused before anything ran.
+        State.INITIALIZING: (State.SCHEDULING, State.RUNNING, State.STOPPING, State.FAILED, State.CANCELED),
+        State.RUNNING: (State.STOPPING, State.COMPLETED, State.FAILED, State.CANCELED, State.RESCHEDULED),
+        State.STOPPING: (State.COMPLETED, State.FAILED, State.CANCELED, State.RESCHEDULED),
+        State.COMPLETED: (),
+        State.FAILED: (),
+        State.CANCELED: (),
+        State.RESCHEDULED: (),
+    }
+)
+"""From each state, those that may follow it."""
+
+WORKFLOW_MOVES: Mapping[WorkflowState, tuple[WorkflowState, ...]] = MappingProxyType(
+    {
+        WorkflowState.PENDING: (
+            WorkflowState.RUNNING,
+            WorkflowState.COMPLETED,
+            WorkflowState.FAILED,
+            WorkflowState.CANCELED,
+        ),
+        WorkflowState.RUNNING: (WorkflowState.COMPLETED, WorkflowState.FAILED, WorkflowState.CANCELED),
+        WorkflowState.COMPLETED: (),
+        WorkflowState.FAILED: (),
+        WorkflowState.CANCELED: (),
+    }
+)
+"""The same for workflows."""
+
+
+def is_legal(before: State, after: State) -> bool:
+    """Return whether a task or group may go from ``before`` to ``after``; staying where it is always may."""
+    return before is after or after in MOVES[before]
+
+
+def status_of(state: State, reason: Reason | None) -> str:
+    """Return what people see of a task or group: OSMO's word for the pair."""
+    if state is State.FAILED:
+        return "FAILED" if reason is None else _FAILED_STATUS[reason]
+    if state is State.CANCELED:
+        return "FAILED_CANCELED"
+    return str(state.value)
+
+
+def workflow_status_of(state: WorkflowState, reason: Reason | None) -> str:
+    """Return what people see of a workflow: OSMO's word for the pair."""
+    if state is WorkflowState.FAILED:
+        return "FAILED" if reason is None else _FAILED_STATUS[reason]
+    if state is WorkflowState.CANCELED:
+        return "FAILED_CANCELED"
+    return str(state.value)

@@ -1,0 +1,1 @@
+"""What will run where, with which command and environment: decided from values alone, printed or executed unchanged."""

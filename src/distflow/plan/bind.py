@@ -1,0 +1,61 @@
+"""``bind(plan, binding)``: the symbolic plan and what was leased make what really runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GroupPlan
+from distflow.pools.model import Node
+
+__all__ = ["bind"]
+
+
+def bind(
+    group: GroupPlan,
+    binding: Binding,
+    *,
+    workflow_id: str,
+    nodes: Mapping[str, Node],
+) -> dict[str, BoundLaunch]:
+    """Return every task of a group with its placeholders filled in, all but ``@@ATTEMPT_DIR@@``.
+
+    ``nodes`` are the pool's nodes by name; what they set in ``environment`` stands below what the plan sets.
+    """
+    return {launch.task: _bind_task(group, launch.task, binding, workflow_id, nodes) for launch in group.launches}
+
+
+def _bind_task(group: GroupPlan, task: str, binding: Binding, workflow_id: str, nodes: Mapping[str, Node]) -> BoundLaunch:
+    launch, own = group.launch(task), binding.tasks[task]
+    values = {
+        "WORKFLOW_ID": workflow_id,
+        "MASTER_ADDR": binding.tasks[group.master].address,
+        "MASTER_PORT": "" if binding.port is None else str(binding.port),
+        "IFNAME": own.interface,
+        "GPU_IDS": ",".join(str(gpu) for gpu in own.gpu_ids),
+        "NODE": own.node,
+    }
+
+    def value(match: re.Match[str]) -> str:
+        name, argument = match.group(1), match.group(2)
+        if name == "ADDRESS" and argument in binding.tasks:
+            return binding.tasks[argument].address
+        return values.get(name, match.group(0)) if argument is None else match.group(0)
+
+    def fill(text: str) -> str:
+        return PLACEHOLDER.sub(value, text)
+
+    node = nodes[own.node]
+    environment = {**node.environment, **{name: fill(text) for name, text in launch.environment.items()}}
+    if not own.interface:
+        # An address without an interface of its own: let torch and NCCL look for one.
+        environment = {name: text for name, text in environment.items() if not (name.endswith("_SOCKET_IFNAME") and not text)}
+    return BoundLaunch(
+        task=task,
+        node=own.node,
+        argv=tuple(fill(word) for word in launch.argv),
+        environment=environment,
+        files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in launch.files),
+        setup=node.setup,
+    )

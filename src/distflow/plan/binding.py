@@ -1,0 +1,28 @@
+"""What was leased for an attempt of a group. Apart from the plan, because records hold it and must be quick to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Binding", "TaskBinding"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskBinding:
+    """What was leased for one task."""
+
+    node: str
+    address: str = ""
+    """Of the node on the training network."""
+    interface: str = ""
+    gpu_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What was leased for one attempt of a group."""
+
+    tasks: Mapping[str, TaskBinding]
+    port: int | None = None
+    """The rendezvous port, held on the master's node; ``None`` when the group has no world."""

@@ -1,0 +1,124 @@
+"""From a checked spec to the symbolic plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distflow.layout.placement import Demand
+from distflow.layout.ranks import TaskRanks, World
+from distflow.plan.environment import task_environment
+from distflow.plan.model import GroupPlan, Launch, Plan, PlannedFile
+from distflow.plan.tokens import Rewrite, place_of, rewriter
+from distflow.spec.bundles import Bundle
+from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
+
+__all__ = ["compile_plan", "demands"]
+
+
+def compile_plan(
+    spec: WorkflowSpec,
+    worlds: Mapping[str, World],
+    *,
+    pool: str,
+    bundles: Mapping[str, Bundle],
+    secret_names: Sequence[str] = (),
+) -> Plan:
+    """Return the plan of a spec.
+
+    ``worlds`` comes from ``layout.checks``, ``bundles`` from ``spec.bundles`` (each file that the spec sends, by its
+    path on this machine), ``secret_names`` are the variables of ``--set-env``.
+    """
+    groups = tuple(_group(spec, group, worlds.get(group.name), bundles, tuple(secret_names)) for group in spec.groups)
+    return Plan(name=spec.name, pool=pool, groups=groups)
+
+
+def demands(group: GroupPlan) -> tuple[Demand, ...]:
+    """Return what each task of a group asks of its node, in rank order; tasks of one world spread over distinct nodes."""
+    order = [item.task for item in group.world.tasks] if group.world else []
+    ranked = sorted(group.launches, key=lambda launch: order.index(launch.task) if launch.task in order else len(order))
+    return tuple(
+        Demand(
+            task=launch.task,
+            gpus=launch.resource.gpu or 0,
+            cpus=launch.resource.cpu or 0,
+            memory=launch.resource.memory or 0,
+            platform=launch.resource.platform,
+            nodes_excluded=launch.resource.nodes_excluded,
+            spread=group.name if launch.ranks is not None else None,
+        )
+        for launch in ranked
+    )
+
+
+def _group(
+    spec: WorkflowSpec,
+    group: GroupSpec,
+    world: World | None,
+    bundles: Mapping[str, Bundle],
+    secret_names: tuple[str, ...],
+) -> GroupPlan:
+    ignore = group.ignore_nonlead_status
+    members = {item.task: item for item in world.tasks} if world else {}
+    return GroupPlan(
+        name=group.name,
+        launches=tuple(
+            _launch(spec, group, task, members.get(task.name), world, bundles, secret_names) for task in group.tasks
+        ),
+        world=world,
+        barrier=group.barrier,
+        # One world lives and dies as one: its collectives cannot go on without a member.
+        ignore_nonlead_status=ignore if ignore is not None else world is None,
+        timeouts=group.timeouts,
+    )
+
+
+def _launch(
+    spec: WorkflowSpec,
+    group: GroupSpec,
+    task: TaskSpec,
+    ranks: TaskRanks | None,
+    world: World | None,
+    bundles: Mapping[str, Bundle],
+    secret_names: tuple[str, ...],
+) -> Launch:
+    injected = [(file.path.value, file.is_directory) for file in task.files if file.path.value.startswith("/")]
+    rewrite = rewriter(ranks, world, injected)
+    resource = spec.resources[task.resource]
+    environment = task_environment(
+        group=group.name,
+        task=task.name,
+        ranks=ranks,
+        world=world,
+        resource=resource,
+        given={name: rewrite(text.value) for name, text in task.environment.items()},
+    )
+    return Launch(
+        task=task.name,
+        lead=task.lead,
+        argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)),
+        environment={name: value for name, value in environment.items() if name not in secret_names},
+        secret_names=secret_names,
+        files=tuple(_file(file, rewrite, bundles) for file in task.files),
+        ranks=ranks,
+        resource=resource,
+        rewritten=tuple((path, place_of(path)) for path, _ in injected),
+        outputs=task.outputs,
+    )
+
+
+def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle]) -> PlannedFile:
+    path, shown = place_of(file.path.value), file.path.value
+    if file.contents is not None:
+        text: str | None = file.contents.value
+        bundle = None
+    else:
+        bundle = bundles[file.local_path or shown]
+        text = bundle.text
+    # A text that mentions no token and no injected path travels as it is: by its digest.
+    if text is not None and (bundle is None or rewrite(text) != text):
+        text = rewrite(text)
+        mode = 0o700 if text.startswith("#!") or (bundle is not None and bundle.mode & 0o100) else 0o600
+        return PlannedFile(path=path, shown=shown, text=text, size=len(text.encode()), mode=mode)
+    if bundle is None:
+        raise AssertionError("a file has contents or a bundle")
+    return PlannedFile(path=path, shown=shown, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=bundle.is_tar)

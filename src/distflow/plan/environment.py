@@ -1,0 +1,76 @@
+"""The environment of a task: what torch, NCCL, gloo and torchrun need to form exactly the world that the spec says.
+
+Names and meaning are torch's (``torch.distributed.run``, environment variables of the launcher; ``env://``
+initialisation) and NCCL's (``NCCL_SOCKET_IFNAME``). ``PET_*`` are the defaults of torchrun's own options, so that a
+bare ``torchrun train.py`` joins the right world with the right rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distflow.layout.ranks import TaskRanks, World
+from distflow.spec.model import ResourceSpec
+
+__all__ = ["task_environment"]
+
+
+def task_environment(
+    *,
+    group: str,
+    task: str,
+    ranks: TaskRanks | None,
+    world: World | None,
+    resource: ResourceSpec,
+    given: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the variables of one task, with what the spec gives on top.
+
+    RANK, LOCAL_RANK and WORLD_SIZE are set only for a task of one rank: a bare ``python train.py`` in a task of eight
+    would otherwise join the world as one process, and everyone would wait for the other seven.
+    """
+    environment = {
+        "DISTFLOW_WORKFLOW_ID": "@@WORKFLOW_ID@@",
+        "DISTFLOW_GROUP": group,
+        "DISTFLOW_TASK": task,
+        "DISTFLOW_NODE": "@@NODE@@",
+        "DISTFLOW_OUTPUT": "@@ATTEMPT_DIR@@/output",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if resource.gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = "@@GPU_IDS@@"
+    if ranks is not None and world is not None:
+        environment |= _world_environment(ranks, world)
+    if resource.cpu is not None or ranks is not None:
+        # As torchrun does it for several processes, but with the CPUs that were asked for.
+        environment["OMP_NUM_THREADS"] = str(max(1, (resource.cpu or 1) // (ranks.size if ranks else 1)))
+    return environment | dict(given)
+
+
+def _world_environment(ranks: TaskRanks, world: World) -> dict[str, str]:
+    nodes = str(len(world.tasks))
+    environment = {
+        "MASTER_ADDR": "@@MASTER_ADDR@@",
+        "MASTER_PORT": "@@MASTER_PORT@@",
+        "NODE_RANK": str(ranks.node_rank),
+        "NNODES": nodes,
+        "PET_NNODES": nodes,
+        "PET_NODE_RANK": str(ranks.node_rank),
+        "PET_NPROC_PER_NODE": str(ranks.size),
+        "PET_MASTER_ADDR": "@@MASTER_ADDR@@",
+        "PET_MASTER_PORT": "@@MASTER_PORT@@",
+        "DISTFLOW_RANK_OFFSET": str(ranks.offset),
+        "DISTFLOW_RANK_SIZE": str(ranks.size),
+        "DISTFLOW_WORLD_SIZE": str(world.world_size),
+        "NCCL_SOCKET_IFNAME": "@@IFNAME@@",
+        "GLOO_SOCKET_IFNAME": "@@IFNAME@@",
+        "TP_SOCKET_IFNAME": "@@IFNAME@@",
+    }
+    if ranks.size == 1:
+        environment |= {
+            "RANK": str(ranks.offset),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "WORLD_SIZE": str(world.world_size),
+        }
+    return environment

@@ -1,0 +1,138 @@
+"""The plan: a frozen, symbolic description of one workflow's processes, and the binding that completes it.
+
+Where only the nodes know a value, a string of the plan holds a placeholder of the form ``@@NAME@@``:
+
+=====================  ====================================================
+``@@WORKFLOW_ID@@``    what people call the run, such as ``pytorch-dist-3``
+``@@ADDRESS:<task>@@`` address of that task's node on the training network
+``@@MASTER_ADDR@@``    the same for the task that holds rank 0
+``@@MASTER_PORT@@``    the rendezvous port, free on the master's node
+``@@IFNAME@@``         the interface that owns the task's own address
+``@@GPU_IDS@@``        the task's GPUs, such as ``0,1,2``
+``@@NODE@@``           name of the task's node
+``@@ATTEMPT_DIR@@``    the attempt's directory on its node (filled in there)
+=====================  ====================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distflow.layout.ranks import TaskRanks, World
+from distflow.plan.binding import Binding, TaskBinding
+from distflow.spec.model import ResourceSpec, Timeouts
+
+__all__ = [
+    "ATTEMPT_DIR",
+    "PLACEHOLDER",
+    "Binding",
+    "BoundLaunch",
+    "GroupPlan",
+    "Launch",
+    "Plan",
+    "PlannedFile",
+    "TaskBinding",
+    "address_of",
+]
+
+PLACEHOLDER = re.compile(r"@@([A-Z_]+)(?::([A-Za-z0-9_-]+))?@@")
+"""A value that only the nodes know."""
+
+ATTEMPT_DIR = "@@ATTEMPT_DIR@@"
+
+
+def address_of(task: str) -> str:
+    """Return the placeholder for the address of a task's node."""
+    return f"@@ADDRESS:{task}@@"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """A file or directory placed in the attempt's directory before the command starts."""
+
+    path: str
+    """Relative to the attempt's directory, such as ``files/tmp/entry.sh``."""
+    shown: str
+    """As the spec names it, such as ``/tmp/entry.sh``."""
+    text: str | None = None
+    """Its content, when small text (placeholders in it are filled in)."""
+    blob: str | None = None
+    """SHA-256 of its content in the blob store, otherwise."""
+    size: int = 0
+    """Bytes of the content or of the archive."""
+    mode: int = 0o600
+    is_tar: bool = False
+    """The blob is a gzipped tar of a directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One task of the plan."""
+
+    task: str
+    lead: bool
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Complete but for the node's own ``environment``, which stands below it, and the values of ``--set-env``."""
+    secret_names: tuple[str, ...] = ()
+    """Variables given by ``--set-env``: their values are stored apart."""
+    files: tuple[PlannedFile, ...] = ()
+    ranks: TaskRanks | None = None
+    """``None`` for a task that shares no world."""
+    resource: ResourceSpec = ResourceSpec()
+    rewritten: tuple[tuple[str, str], ...] = ()
+    """Injected absolute paths, and where they stand on the node: ``("/train.py", "files/train.py")``."""
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One group of the plan: a gang."""
+
+    name: str
+    launches: tuple[Launch, ...]
+    world: World | None = None
+    barrier: bool = True
+    ignore_nonlead_status: bool = True
+    timeouts: Timeouts = Timeouts()
+
+    @property
+    def lead(self) -> Launch:
+        """The task whose end decides the group's."""
+        return next(launch for launch in self.launches if launch.lead)
+
+    @property
+    def master(self) -> str:
+        """Name of the task whose node hosts the rendezvous: the master of the world, else the lead."""
+        return self.world.master if self.world else self.lead.task
+
+    def launch(self, task: str) -> Launch:
+        """Return the entry of one task."""
+        return next(launch for launch in self.launches if launch.task == task)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole workflow, ready to be placed."""
+
+    name: str
+    pool: str
+    groups: tuple[GroupPlan, ...]
+
+    def group(self, name: str) -> GroupPlan:
+        """Return one group."""
+        return next(group for group in self.groups if group.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundLaunch:
+    """One task, complete but for the attempt's directory, which its node fills in."""
+
+    task: str
+    node: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    files: tuple[PlannedFile, ...] = ()
+    setup: str | None = None

@@ -1,0 +1,166 @@
+"""The plan as text, as JSON, and as one shell script per task that a person could run by hand.
+
+All three show the plan itself, symbolic where only the nodes know; the dry run adds the placement that would be tried first.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedFile
+from distflow.shell import MASK, quote_with_variables
+
+__all__ = ["plan_json", "plan_text", "script"]
+
+
+def plan_text(plan: Plan, placement: Mapping[str, str], pictures: Mapping[str, str]) -> str:
+    """Return the plan for a person: the layout of each group, then each task with node, command, environment and files.
+
+    ``placement`` maps task → node as proposed, ``pictures`` holds the drawn layout of each group that has one.
+    """
+    lines = [f"workflow {plan.name} in pool {plan.pool}"]
+    for group in plan.groups:
+        lines += ["", _headline(group)]
+        if group.name in pictures:
+            lines += ["", *("  " + line for line in pictures[group.name].splitlines())]
+        for launch in group.launches:
+            lines += ["", *_task_lines(launch, placement.get(launch.task))]
+    return "\n".join(lines) + "\n"
+
+
+def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
+    """Return the plan as a JSON object; placeholders stand as ``@@NAME@@``, secrets as their names."""
+    return {
+        "name": plan.name,
+        "pool": plan.pool,
+        "groups": [
+            {
+                "name": group.name,
+                "barrier": group.barrier,
+                "ignore_nonlead_status": group.ignore_nonlead_status,
+                "world_size": group.world.world_size if group.world else None,
+                "master": group.master,
+                "port": group.world.port if group.world else None,
+                "exec_timeout": group.timeouts.exec_s,
+                "queue_timeout": group.timeouts.queue_s,
+                "tasks": [_task_json(launch, placement.get(launch.task)) for launch in group.launches],
+            }
+            for group in plan.groups
+        ],
+    }
+
+
+def script(group: GroupPlan, launch: Launch) -> str:
+    """Return a POSIX shell script that runs one task by hand, on its node, in a directory of its own.
+
+    The values that distflow would find out are variables with a default at its top. Files that are sent as they are
+    (not as text) must lie in the directory that ``BLOBS`` names.
+    """
+    used = _placeholders(launch)
+    lines = [
+        "#!/bin/sh",
+        f"# Task {launch.task} of group {group.name}, as distflow would run it.",
+        "set -eu",
+        'ATTEMPT_DIR=${ATTEMPT_DIR:-$(mktemp -d)}; mkdir -p "$ATTEMPT_DIR/work" "$ATTEMPT_DIR/output"',
+    ]
+    lines += [f': "${{{name}:={default}}}"' for name, default in sorted(used.items()) if name != "ATTEMPT_DIR"]
+    lines += [f'export {name}="${{{name}:?a value of --set-env}}"' for name in launch.secret_names]
+    for file in launch.files:
+        lines += _place(file)
+    lines += [f"export {name}={_word(value)}" for name, value in launch.environment.items()]
+    lines += ['cd "$ATTEMPT_DIR/work"', "exec " + " ".join(_word(word) for word in launch.argv)]
+    return "\n".join(lines) + "\n"
+
+
+def _headline(group: GroupPlan) -> str:
+    words = [f"group {group.name}: {len(group.launches)} task" + ("s" if len(group.launches) != 1 else "")]
+    if group.world:
+        port = group.world.port if group.world.port is not None else "a free port"
+        words.append(f"one world of {group.world.world_size} ranks, master {group.master}, {port}")
+    if group.timeouts.exec_s is not None:
+        words.append(f"exec_timeout {group.timeouts.exec_s:g} s")
+    if group.timeouts.queue_s is not None:
+        words.append(f"queue_timeout {group.timeouts.queue_s:g} s")
+    return ", ".join(words)
+
+
+def _task_lines(launch: Launch, node: str | None) -> list[str]:
+    head = f"  task {launch.task}" + (" (lead)" if launch.lead else "")
+    head += f" on {node}" if node else ""
+    head += f", ranks {launch.ranks.text}" if launch.ranks else ""
+    lines = [head, "    command      " + " ".join(shlex.quote(_shown(word)) for word in launch.argv)]
+    for position, (name, value) in enumerate(launch.environment.items()):
+        lines.append(f"    {'environment' if position == 0 else '':12} {name}={_shown(value)}")
+    lines += [f"    {'':12} {name}={MASK}" for name in launch.secret_names]
+    for position, file in enumerate(launch.files):
+        kind = "directory, " if file.is_tar else ""
+        lines.append(
+            f"    {'files' if position == 0 else '':12} {file.shown} → <ATTEMPT_DIR>/{file.path} ({kind}{file.size} bytes)"
+        )
+    return lines
+
+
+def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
+    resource = launch.resource
+    return {
+        "name": launch.task,
+        "lead": launch.lead,
+        "node": node,
+        "offset": launch.ranks.offset if launch.ranks else None,
+        "size": launch.ranks.size if launch.ranks else None,
+        "node_rank": launch.ranks.node_rank if launch.ranks else None,
+        "command": list(launch.argv),
+        "environment": dict(launch.environment) | dict.fromkeys(launch.secret_names, MASK),
+        "files": [
+            {"path": file.shown, "placed_at": file.path, "bytes": file.size, "sha256": file.blob, "text": file.text,
+             "mode": f"{file.mode:o}", "directory": file.is_tar}
+            for file in launch.files
+        ],
+        "resource": {
+            "cpu": resource.cpu, "gpu": resource.gpu, "memory": resource.memory, "storage": resource.storage,
+            "platform": resource.platform,
+        },
+    }  # fmt: skip
+
+
+def _shown(text: str) -> str:
+    return PLACEHOLDER.sub(lambda match: f"<{_variable(match)}>", text)
+
+
+def _variable(match: re.Match[str]) -> str:
+    name, argument = match.group(1), match.group(2)
+    return name if argument is None else f"{name}_{re.sub(r'[^A-Za-z0-9]', '_', argument)}"
+
+
+def _word(text: str) -> str:
+    return quote_with_variables(text, PLACEHOLDER, _variable)
+
+
+_DEFAULTS = {"WORKFLOW_ID": "by-hand", "MASTER_PORT": "29500", "IFNAME": "lo", "GPU_IDS": "", "NODE": "localhost"}
+
+
+def _placeholders(launch: Launch) -> dict[str, str]:
+    texts = [*launch.argv, *launch.environment.values(), *(file.text or "" for file in launch.files)]
+    matches = [match for text in texts for match in PLACEHOLDER.finditer(text)]
+    return {_variable(match): _DEFAULTS.get(match.group(1), "127.0.0.1") for match in matches}
+
+
+def _place(file: PlannedFile) -> list[str]:
+    place = f'"$ATTEMPT_DIR"/{shlex.quote(file.path)}'
+    folder = f'mkdir -p "$ATTEMPT_DIR"/{shlex.quote(str(PurePosixPath(file.path).parent))}'
+    if file.is_tar:
+        return [
+            f"mkdir -p {place}",
+            f'tar -xzf "${{BLOBS:?directory of the files that distflow sends}}"/{file.blob} -C {place}',
+        ]
+    if file.text is None:
+        return [
+            folder,
+            f'cp "${{BLOBS:?directory of the files that distflow sends}}"/{file.blob} {place}',
+            f"chmod {file.mode:o} {place}",
+        ]
+    return [folder, f"printf %s {_word(file.text)} > {place}", f"chmod {file.mode:o} {place}"]

@@ -1,0 +1,73 @@
+"""The spec's tokens and injected paths, turned into numbers and placeholders.
+
+``{{host:master}}`` becomes a placeholder for that node's address, ``{{rank_offset}}`` a number. Without a container a
+file cannot appear at ``/train.py``: it is placed below the attempt's own directory, and every mention of exactly that
+path in the command, the arguments, the environment and the other injected files follows it there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from distflow.layout.ranks import TaskRanks, World
+from distflow.plan.model import ATTEMPT_DIR, address_of
+
+__all__ = ["TOKEN", "Rewrite", "place_of", "rewriter", "token_values"]
+
+TOKEN = re.compile(r"\{\{ *([a-z_]+)(?: *: *([A-Za-z0-9_-]+))? *\}\}")
+"""A token as the spec floor leaves it in strings."""
+
+Rewrite = Callable[[str], str]
+
+
+def token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, str]:
+    """Return what each token without an argument becomes in one task."""
+    values = {
+        "workflow_id": "@@WORKFLOW_ID@@",
+        "output": f"{ATTEMPT_DIR}/output",
+        "master_addr": "@@MASTER_ADDR@@",
+        "master_port": "@@MASTER_PORT@@",
+    }
+    if ranks is not None and world is not None:
+        values |= {
+            "rank_offset": str(ranks.offset),
+            "rank_size": str(ranks.size),
+            "world_size": str(world.world_size),
+            "node_rank": str(ranks.node_rank),
+            "num_nodes": str(len(world.tasks)),
+        }
+    return values
+
+
+def place_of(path: str) -> str:
+    """Return where an injected path lies in the attempt's directory: absolute ones in ``files``, others in ``work``."""
+    return f"files/{path.lstrip('/')}" if path.startswith("/") else f"work/{path}"
+
+
+def rewriter(ranks: TaskRanks | None, world: World | None, injected: Sequence[tuple[str, bool]]) -> Rewrite:
+    """Return the function that turns a string of the spec into one of the plan.
+
+    ``injected`` holds each absolute path and whether it is a directory; mentions of what lies in a directory follow it too.
+    """
+    values = token_values(ranks, world)
+
+    def token(match: re.Match[str]) -> str:
+        name, argument = match.group(1), match.group(2)
+        if name == "host" and argument is not None:
+            return address_of(argument)
+        return values.get(name, match.group(0)) if argument is None else match.group(0)
+
+    # Longest first, so that /data/train.py wins over /data.
+    paths = sorted(injected, key=lambda item: len(item[0]), reverse=True)
+    pattern = "|".join(
+        re.escape(path.rstrip("/")) + (r"(?=/|(?![\w.-]))" if tree else r"(?![\w/-]|\.\w)") for path, tree in paths
+    )
+    mention = re.compile(rf"(?<![\w./-])(?:{pattern})") if pattern else None
+
+    def rewrite(text: str) -> str:
+        if mention is not None:
+            text = mention.sub(lambda match: f"{ATTEMPT_DIR}/{place_of(match.group(0))}", text)
+        return TOKEN.sub(token, text)
+
+    return rewrite

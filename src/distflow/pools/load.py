@@ -1,0 +1,252 @@
+"""The configuration: where it lies, what it says, and what holds without any.
+
+``distflow.yaml`` in the working directory or above it (up to the root of the git repository, or to the home directory), else
+in the user's configuration directory; ``DISTFLOW_CONFIG`` names another. Without any there is one pool, ``local``: this
+machine. What a node says wins over its pool's ``defaults``, and those over the pool itself; the variables of ``environment``
+are merged in that order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from distflow.documents.document import Document, path_text
+from distflow.documents.document import Path as KeyPath
+from distflow.documents.problems import raise_errors
+from distflow.documents.quantities import parse_bytes, parse_duration
+from distflow.documents.schema import load_schema, schema_problems, schema_text
+from distflow.documents.source import read_text
+from distflow.documents.view import View
+from distflow.documents.words import did_you_mean
+from distflow.documents.yaml_text import parse_yaml
+from distflow.pools.machine import Machine, this_machine
+from distflow.pools.model import Configuration, Node, Pool
+
+__all__ = ["FILE_NAME", "configuration_schema_text", "find_configuration", "load_configuration", "parse_configuration"]
+
+FILE_NAME = "distflow.yaml"
+_PACKAGE, _SCHEMA = "distflow.pools", "config.schema.json"
+_LEASE_DIR = "/tmp/distflow-leases"  # noqa: S108  shared by all users of the machine on purpose, and its contents are not secret
+
+_DURATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "connect_timeout": "connect_timeout_s",
+        "ping": "ping_s",
+        "node_lost_after": "node_lost_after_s",
+        "start_barrier": "start_barrier_s",
+        "stop_grace": "stop_grace_s",
+        "peer_failed_grace": "peer_failed_grace_s",
+        "retention": "retention_s",
+    }
+)
+_NEVER_ZERO = ("connect_timeout", "ping", "node_lost_after", "start_barrier")
+
+Found = TypeVar("Found")
+
+
+def load_configuration(cwd: Path, environ: Mapping[str, str], machine: Machine | None = None) -> Configuration:
+    """Return the configuration that holds in ``cwd``; raises ``ProblemsFound`` with every finding when it is wrong."""
+    machine = machine or this_machine()
+    root = _default_root(environ)
+    path = find_configuration(cwd, environ)
+    if path is None:
+        return Configuration(pools=MappingProxyType({"local": _built_in(root, machine)}), default_pool="local")
+    return parse_configuration(read_text(path), path, root=root, machine=machine)
+
+
+def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
+    """Return the path of the file that holds in ``cwd``, or ``None``; the one that ``DISTFLOW_CONFIG`` names need not exist."""
+    named = environ.get("DISTFLOW_CONFIG")
+    if named:
+        return named
+    for folder in (*_folders(cwd, environ), _user_folder(environ)):
+        if (folder / FILE_NAME).exists():
+            return str(folder / FILE_NAME)
+    return None
+
+
+def parse_configuration(text: str, file: str, *, root: str, machine: Machine) -> Configuration:
+    """Return what ``text`` says; ``root`` is the directory of distflow on this machine when none is configured."""
+    document = parse_yaml(text, file)
+    problems = list(schema_problems(document, load_schema(_PACKAGE, _SCHEMA), _explain))
+    top = View(document, (), problems)
+    names = top.view("pools").keys
+    pools = {name: _parse_pool(top.view("pools", name), name, root, machine) for name in names}
+    default = _default_pool(top, names)
+    raise_errors(problems)
+    return Configuration(pools=MappingProxyType(pools), default_pool=default, file=file)
+
+
+def configuration_schema_text() -> str:
+    """Return the schema of the configuration as it is published."""
+    return schema_text(_PACKAGE, _SCHEMA)
+
+
+def _folders(cwd: Path, environ: Mapping[str, str]) -> Sequence[Path]:
+    """Return the directories to look in: up to the repository's root or the home; only ``cwd`` where there is neither."""
+    home = environ.get("HOME")
+    seen: list[Path] = []
+    for folder in (cwd, *cwd.parents):
+        seen.append(folder)
+        if (folder / ".git").exists() or str(folder) == home:
+            return seen
+    # Nobody's directories lie above: a file that another user left in /tmp must not decide what runs.
+    return [cwd]
+
+
+def _user_folder(environ: Mapping[str, str]) -> Path:
+    if environ.get("XDG_CONFIG_HOME"):
+        return Path(environ["XDG_CONFIG_HOME"]) / "distflow"
+    import platformdirs  # noqa: PLC0415  only where no file was found nearer
+
+    return platformdirs.user_config_path("distflow")
+
+
+def _default_root(environ: Mapping[str, str]) -> str:
+    if environ.get("DISTFLOW_STATE"):
+        return str(Path(os.path.abspath(environ["DISTFLOW_STATE"])) / "node")
+    if environ.get("XDG_DATA_HOME"):
+        return str(Path(environ["XDG_DATA_HOME"]) / "distflow" / "node")
+    import platformdirs  # noqa: PLC0415  as above
+
+    return str(platformdirs.user_data_path("distflow") / "node")
+
+
+def _built_in(root: str, machine: Machine) -> Pool:
+    return Pool(name="local", backend="local", nodes=(_local_node(root, machine),))
+
+
+def _local_node(root: str, machine: Machine) -> Node:
+    return Node(
+        name="local",
+        host="localhost",
+        address="127.0.0.1",
+        root=root,
+        python=machine.python,
+        gpus=machine.gpus,
+        cpus=machine.cpus,
+        memory=machine.memory,
+    )
+
+
+def _default_pool(top: View, names: Sequence[str]) -> str:
+    default = top.string("default_pool")
+    if default is None:
+        if len(names) > 1:
+            top.add("there are several pools, and no `default_pool`", f"add `default_pool: {names[0]}`", key="pools")
+        return names[0] if names else ""
+    if names and default not in names:
+        top.add(f"there is no pool `{default}`", did_you_mean(default, names, what="pools"), key="default_pool")
+    return default
+
+
+def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
+    backend = pool.string("backend") or ""
+    if backend in ("ssh", "slurm", "ray", "kubernetes"):
+        pool.add(
+            f"not supported yet in this version: `backend: {backend}`",
+            "use `backend: local`, or leave this pool out",
+            key="backend",
+        )
+    nodes = _parse_nodes(pool, root, machine)
+    if backend == "local" and len(nodes) > 1:
+        pool.add(f"a pool with `backend: local` has one node, this machine; {len(nodes)} are given", "keep one", key="nodes")
+    times = {field: seconds for key, field in _DURATIONS.items() if (seconds := pool.parsed(key, parse_duration)) is not None}
+    for key in _NEVER_ZERO:
+        if times.get(_DURATIONS[key]) == 0:
+            pool.add(f"`{path_text((*pool.path, key))}` must be more than 0", key=key)
+    return Pool(name=name, backend=backend, nodes=nodes, **times)
+
+
+def _parse_nodes(pool: View, root: str, machine: Machine) -> tuple[Node, ...]:
+    entries = pool.document.value_at((*pool.path, "nodes"))
+    if not isinstance(entries, list) or not entries:
+        return (_parse_node(pool, None, root, machine),)
+    found: dict[str, Node] = {}
+    for position, entry in enumerate(entries):
+        if not isinstance(entry, str | dict):
+            continue
+        node = _parse_node(pool, position, root, machine)
+        at = (*pool.path, "nodes", position)
+        if node.name in found:
+            pool.add(
+                f"the node `{node.name}` is given twice", "give one of them another `name`", where=pool.document.mark_at(at)
+            )
+        found[node.name] = node
+    return tuple(found.values())
+
+
+def _parse_node(pool: View, position: int | None, root: str, machine: Machine) -> Node:
+    """Return one node: what it says, over the defaults, over the pool, over what the machine has."""
+    item = pool.view("nodes", position) if position is not None else pool.view("nodes", 0)
+    alone = pool.document.text_at(item.path)
+    layers = (item, pool.view("defaults"), pool)
+    base = _local_node(root, machine)
+
+    def text(key: str) -> str | None:
+        return next(
+            (value for layer in layers[: 3 if key in _OF_POOLS else 2] if (value := layer.string(key)) is not None), None
+        )
+
+    def whole(key: str) -> int | None:
+        return next((value for layer in layers[:2] if (value := layer.whole(key)) is not None), None)
+
+    memory = next((value for layer in layers[:2] if (value := layer.parsed("memory", parse_bytes)) is not None), None)
+    name = item.string("name") or (alone.value if alone is not None else None) or text("host") or base.name
+    gpus, cpus = whole("gpus"), whole("cpus")
+    return Node(
+        name=name,
+        host=text("host") or base.host,
+        address=text("address") or base.address,
+        root=_absolute(layers, "root", text("root")) or base.root,
+        python=text("python") or base.python,
+        gpus=base.gpus if gpus is None else gpus,
+        cpus=base.cpus if cpus is None else cpus,
+        memory=base.memory if memory is None else memory,
+        platform=text("platform"),
+        labels=_merged(pool.document, layers[:2], "labels"),
+        environment=_merged(pool.document, layers, "environment"),
+        setup=text("setup"),
+        lease_dir=_absolute(layers, "lease_dir", text("lease_dir")) or _LEASE_DIR,
+    )
+
+
+_OF_POOLS = ("root", "python", "setup", "lease_dir")
+"""Keys of a node that may stand on its pool, too."""
+
+
+def _absolute(layers: Sequence[View], key: str, value: str | None) -> str | None:
+    """Return a directory of this machine with ``~`` expanded; finds relative ones, which would mean another one elsewhere."""
+    if value is None:
+        return None
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path):
+        layer = next(layer for layer in layers if layer.has(key))
+        layer.add(
+            f"`{path_text((*layer.path, key))}` must be an absolute path, not `{value}`", "begin it with `/` or `~/`", key=key
+        )
+    return path
+
+
+def _merged(document: Document, layers: Sequence[View], key: str) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    for layer in reversed(layers):
+        for name in layer.view(key).keys:
+            path: KeyPath = (*layer.path, key, name)
+            text = document.text_at(path)
+            if text is not None:
+                found[name] = text.value
+    return MappingProxyType(found)
+
+
+def _explain(keyword: str, path: KeyPath, value: Any, _rule: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return better words where the usual ones would leave a person alone."""
+    if keyword == "minProperties":
+        return "`pools` is empty", "add a pool, or remove the file: without any there is one pool, `local`"
+    if keyword == "required" and not path and isinstance(value, Mapping) and "backend" in value:
+        return "the configuration has no `pools`", "indent the pool below `pools:` and its name"
+    return None

@@ -1,0 +1,74 @@
+"""Pools and nodes: where workflows can run, and the settings that hold there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+__all__ = ["Configuration", "Node", "Pool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine of a pool."""
+
+    name: str
+    """How people and specs call it."""
+    host: str
+    """Where its transport goes; only an address."""
+    address: str | None = None
+    """On the training network; ``None``: the address that the transport reached."""
+    root: str
+    """Directory of distflow on the node; ``~`` is the node's."""
+    python: str
+    """The node's interpreter; its directory leads the tasks' PATH."""
+    gpus: int | None = None
+    """``None``: as many as are found there."""
+    cpus: int | None = None
+    """``None``: not known, so not counted."""
+    memory: int | None = None
+    """Bytes; ``None``: not known, so not counted."""
+    platform: str | None = None
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Set for every task there, below what the spec sets."""
+    setup: str | None = None
+    """A shell prelude that runs before each command (modules, conda, ulimits)."""
+    lease_dir: str = "/tmp/distflow-leases"  # noqa: S108  shared by all users on purpose, its contents are not secret
+    """Where GPU leases are locked; one directory for all users of the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Nodes, and the backend that runs things on them."""
+
+    name: str
+    backend: str
+    nodes: tuple[Node, ...]
+    connect_timeout_s: float = 10.0
+    ping_s: float = 5.0
+    node_lost_after_s: float = 120.0
+    start_barrier_s: float = 120.0
+    """How long a gang may take from its lease to its start."""
+    stop_grace_s: float = 30.0
+    """Between TERM and KILL when a person cancels or a timeout ends it."""
+    peer_failed_grace_s: float = 5.0
+    """Between TERM and KILL for the rest of a gang whose member failed."""
+    retention_s: float = 14 * 86400.0
+    """How long ``node clean`` leaves ended workflows on the nodes."""
+
+    @property
+    def shares_nodes(self) -> bool:
+        """True when tasks of one world may stand on one node: this machine is all there is."""
+        return self.backend == "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What the configuration file says, or the built-in default: one pool, this machine."""
+
+    pools: Mapping[str, Pool]
+    default_pool: str
+    file: str | None = None
+    """Where it was read; ``None`` for the built-in one."""

@@ -1,0 +1,355 @@
+"""The agent: speaks for the node over one connection (docs/agent-protocol.md), and ends with it.
+
+It keeps nothing that matters: what it knows of attempts it reads from their files, and what must outlive it is in their pairs.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from typing import Callable, Dict, List, Optional, Union
+
+from distflow.runtime import attempts, blobs, cleaning, command, facts, placing, processes, records
+from distflow.runtime.clock import now
+from distflow.runtime.loop import Loop
+from distflow.runtime.tails import Tails
+from distflow.runtime.watches import Watch, Watches
+from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
+
+__all__ = ["serve"]
+
+_IDLE_S = 30.0
+_BULK = 128 * 1024
+_FILES = (attempts.LOG, attempts.INDEX)
+
+
+def serve(root: str, umask: int) -> None:
+    """Serve the connection on standard input and output until it ends. ``umask``: the node's usual one, for commands."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    os.set_inheritable(incoming, False)
+    os.set_inheritable(outgoing, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # whatever prints by mistake must not land between messages
+    os.close(null)
+    for fd in (incoming, outgoing):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    processes.rename_self("df-agent")
+    processes.adopt_orphans()
+    _Agent(root, incoming, outgoing, umask).run()
+
+
+class _Answer:
+    """The answer to one request; it may be given later."""
+
+    def __init__(self, agent: _Agent, number: object) -> None:
+        self._agent = agent
+        self._number = number
+
+    def __call__(self, result: Json) -> None:
+        self._agent.send(dict(result, id=self._number, ok=True))
+
+    def refuse(self, error: OpError) -> None:
+        self._agent.send({"id": self._number, "ok": False, "error": error.as_json()})
+
+    def either(self, result: Union[Json, OpError]) -> None:
+        """Answer with what a job gave."""
+        if isinstance(result, OpError):
+            self.refuse(result)
+        else:
+            self(result)
+
+
+class _Agent:
+    def __init__(self, root: str, incoming: int, outgoing: int, umask: int) -> None:
+        self._root = root
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._umask = umask
+        self._loop = Loop()
+        self._reader = LineReader()
+        self._queue = OutQueue()
+        self._idle_s = _IDLE_S
+        self._heard_at = time.monotonic()
+        self._uploads = blobs.Uploads(root)
+        self._tails = Tails(lambda event: self.send(event, bulk=True), lambda: self._queue.bulk_bytes < _BULK)
+        self._watches = Watches(self._loop, root, self.send, self._tails.grown)
+        self._preparing: Dict[str, List[_Answer]] = {}
+        self._loop.watch(incoming, selectors.EVENT_READ, self._read)
+        self._loop.later(self._idle_s, self._check_idle)
+        self._ops: Dict[str, Callable[[Json, _Answer], None]] = {
+            "hello": self._hello,
+            "ping": lambda _request, answer: answer({"now": now()}),
+            "lease": self._lease,
+            "stage": lambda request, answer: answer(self._uploads.stage(request)),
+            "chunk": lambda request, answer: answer(self._uploads.chunk(request)),
+            "prepare": self._prepare,
+            "start": self._start,
+            "stop": self._stop,
+            "release": self._release,
+            "tail": self._tail,
+            "untail": self._untail,
+            "credit": self._credit,
+            "clean": self._clean,
+            "survey": lambda _request, answer: self._loop.job(lambda: cleaning.survey(root), answer.either),
+        }
+
+    def run(self) -> None:
+        """Serve until the other side is gone or silent."""
+        self._loop.run()
+
+    # -- the connection
+
+    def send(self, message: Json, bulk: bool = False) -> None:
+        """Queue a message."""
+        self._queue.put(encode(message), bulk=bulk)
+        self._loop.watch(self._outgoing, selectors.EVENT_WRITE, self._write)
+
+    def _write(self, _events: int) -> None:
+        try:
+            self._queue.write_to(self._outgoing)
+        except OSError:
+            self._loop.is_over = True
+            return
+        self._tails.pump()
+        if not self._queue:
+            self._loop.watch(self._outgoing, 0, self._write)
+
+    def _read(self, _events: int) -> None:
+        try:
+            data = os.read(self._incoming, 262144)
+            requests = self._reader.feed(data)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data, requests = b"", []
+        for request in requests:
+            self._heard_at = time.monotonic()
+            self._dispatch(request)
+        if not data:
+            self._loop.is_over = True
+
+    def _check_idle(self) -> None:
+        left = self._heard_at + self._idle_s - time.monotonic()
+        if left <= 0:
+            self._loop.is_over = True
+        else:
+            self._loop.later(left, self._check_idle)
+
+    def _dispatch(self, request: Json) -> None:
+        answer = _Answer(self, request.get("id"))
+        op = self._ops.get(str(request.get("op")))
+        try:
+            if op is None:
+                raise OpError("bad_request", "unknown op {!r}".format(request.get("op")))
+            op(request, answer)
+        except OpError as error:
+            answer.refuse(error)
+        except (KeyError, TypeError, ValueError) as error:
+            answer.refuse(OpError("bad_request", "a field is missing or wrong: {!r}".format(error)))
+        except OSError as error:
+            answer.refuse(OpError.from_os(error, "{} failed".format(request.get("op"))))
+
+    # -- operations
+
+    def _hello(self, request: Json, answer: _Answer) -> None:
+        watches = [self._watches.get(attempt) for attempt in request.get("watch") or []]
+        if request.get("idle_timeout_s"):
+            self._idle_s = float(request["idle_timeout_s"])
+            self._check_idle()
+
+        def known(result: Union[Json, OpError]) -> None:
+            statuses = {}
+            for watch in watches:
+                watch.told = statuses[watch.attempt] = self._watches.status(watch)
+            if isinstance(result, OpError):
+                answer.refuse(result)
+            else:
+                answer({"facts": dict(result, agent_pid=os.getpid()), "attempts": statuses})
+
+        self._loop.job(lambda: facts.gather(self._root), known)
+
+    def _lease(self, request: Json, answer: _Answer) -> None:
+        attempt = request["attempt"]
+        directory = attempts.directory_of(self._root, attempt)
+        phase = attempts.read_status(directory)["phase"]
+        if phase == "ended":
+            raise OpError("conflict", "this attempt has ended; a new one needs a new number")
+        if phase != "absent":
+            self._watches.get(attempt)
+            state = records.read_state(directory) or {}
+            answer({"gpu_ids": state.get("gpu_ids"), "port": state.get("port")})
+            return
+
+        def up() -> None:
+            state = records.read_state(directory)
+            if state is None:
+                why = _last_line(os.path.join(directory, "pair.log"))
+                answer.refuse(OpError("internal", "the attempt's two processes did not come up: {}".format(why)))
+            else:
+                answer({"gpu_ids": state["gpu_ids"], "port": state["port"]})
+
+        # Reachable and yet unknown: its pair is just coming up, forked by us or by an agent that was killed meanwhile.
+        if not attempts.is_reachable(directory):
+            self._loop.children.add(attempts.create(self._root, request, self._umask))
+        self._watches.expect(attempt, up)
+
+    def _prepare(self, request: Json, answer: _Answer) -> None:
+        watch = self._known(request)
+        launch = command.fill(_checked_launch(request["launch"]), watch.directory)
+        if watch.attempt in self._preparing:
+            self._preparing[watch.attempt].append(answer)
+            return
+        phase = self._watches.status(watch)["phase"]
+        if phase != "leased":
+            if phase == "ended":
+                raise OpError("conflict", "this attempt has ended")
+            answer({"prepared": True})
+            return
+        waiting = self._preparing[watch.attempt] = [answer]
+
+        def finish(result: Union[Json, OpError]) -> None:
+            self._preparing.pop(watch.attempt, None)
+            for one in waiting:
+                one.either(result)
+
+        def placed(result: Union[Json, OpError]) -> None:
+            if isinstance(result, OpError):
+                finish(result)
+                return
+            private = {key: value for key, value in launch.items() if key != "files"}
+            self._ask(watch, {"op": "prepare", "launch": private}, told)
+
+        def told(result: Optional[Json], error: Optional[OpError]) -> None:
+            if result is None and error is None:
+                error = OpError("conflict", "this attempt has ended")
+            finish(error or {"prepared": True})
+
+        def work() -> Json:
+            placing.place(self._root, watch.directory, launch)
+            return {}
+
+        self._loop.job(work, placed)
+
+    def _start(self, request: Json, answer: _Answer) -> None:
+        watch = self._known(request)
+
+        def told(result: Optional[Json], error: Optional[OpError]) -> None:
+            if error is not None:
+                answer.refuse(error)
+                return
+            status = result or self._watches.status(watch)
+            if status.get("started_at") is None:
+                answer.refuse(OpError("conflict", "this attempt has ended without having run"))
+            else:
+                answer({"started_at": status["started_at"], "pid": status["pid"]})
+
+        self._ask(watch, {"op": "start"}, told)
+
+    def _stop(self, request: Json, answer: _Answer) -> None:
+        watch = self._known(request)
+        grace_s = float(request.get("grace_s") or 0)
+        confirmed: List[bool] = []
+
+        def told(_result: Optional[Json], error: Optional[OpError]) -> None:
+            confirmed.append(True)
+            answer.either(error or {})
+
+        self._ask(watch, {"op": "stop", "grace_s": grace_s, "why": str(request.get("why") or "")}, told)
+        self._watches.stop_the_stuck(watch, grace_s, lambda: bool(confirmed))
+
+    def _release(self, request: Json, answer: _Answer) -> None:
+        watch = self._watches.get(request["attempt"])
+        if not os.path.isdir(watch.directory):
+            answer({})
+            return
+
+        def work() -> Json:
+            attempts.remove(self._root, watch.directory)
+            return {}
+
+        def remove() -> None:
+            if self._watches.status(watch)["started_at"] is not None:
+                answer.refuse(OpError("conflict", "it has run: `clean` removes it"))
+                return
+            self._watches.forget(watch.attempt)
+            self._loop.job(work, answer.either)
+
+        def told(_result: Optional[Json], error: Optional[OpError]) -> None:
+            if error is not None:
+                answer.refuse(error)
+            elif watch.link is None and not attempts.is_reachable(watch.directory):
+                remove()
+            else:
+                watch.when_gone.append(remove)
+
+        self._ask(watch, {"op": "release"}, told)
+
+    def _tail(self, request: Json, answer: _Answer) -> None:
+        watch = self._known(request)
+        name = request["file"]
+        if name not in _FILES:
+            raise OpError("bad_request", "`file` is one of {}".format(", ".join(_FILES)))
+        has_ended = self._watches.status(watch)["phase"] == "ended"
+        answer({})
+        path = os.path.join(watch.directory, name)
+        self._tails.add(int(request["stream"]), watch.attempt, path, int(request.get("offset") or 0), has_ended)
+
+    def _untail(self, request: Json, answer: _Answer) -> None:
+        self._tails.remove(int(request["stream"]))
+        answer({})
+
+    def _credit(self, request: Json, answer: _Answer) -> None:
+        self._tails.credit(int(request["stream"]), int(request["bytes"]))
+        if request.get("id") is not None:
+            answer({})
+
+    def _clean(self, request: Json, answer: _Answer) -> None:
+        workflow, keep_output = str(request["workflow"]), bool(request.get("keep_output"))
+
+        def done(result: Union[Json, OpError]) -> None:
+            if not isinstance(result, OpError) and not keep_output:
+                self._watches.forget_workflow(workflow)
+            answer.either(result)
+
+        self._loop.job(lambda: cleaning.clean(self._root, workflow, keep_output), done)
+
+    # -- small things
+
+    def _known(self, request: Json) -> Watch:
+        watch = self._watches.get(request["attempt"])
+        if self._watches.status(watch)["phase"] == "absent":
+            raise OpError("not_found", "the attempt {} is not on this node".format(watch.attempt))
+        return watch
+
+    def _ask(self, watch: Watch, question: Json, told: Callable[[Optional[Json], Optional[OpError]], None]) -> None:
+        if watch.link is None:
+            told(None, None)
+        else:
+            watch.link.ask(question, told)
+
+
+def _checked_launch(launch: Json) -> Json:
+    """The launch when its shape is right. Raises ``bad_request``."""
+    argv = launch["argv"]
+    if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
+        raise OpError("bad_request", "`argv` is a list of strings with the program first")
+    for name in ("env", "secret_env"):
+        for key, value in (launch.get(name) or {}).items():
+            if not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
+                raise OpError("bad_request", "`{}`: {!r} is no environment variable".format(name, key))
+    if any("\0" in one for one in argv):
+        raise OpError("bad_request", "an argument holds a NUL byte, which no program can be given")
+    return launch
+
+
+def _last_line(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = file.read().strip().split("\n")
+    except OSError:
+        return "they were killed"
+    return lines[-1] or "they were killed"

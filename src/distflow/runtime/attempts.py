@@ -1,0 +1,160 @@
+"""Attempts as directories: their names, their making at ``lease``, and what their files say of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from typing import Callable, Iterator, List, Tuple
+
+from distflow.runtime import control, leases, records, runner
+from distflow.runtime.clock import now
+from distflow.runtime.facts import user_name
+from distflow.runtime.grip import Grip
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["INDEX", "LOG", "create", "directory_of", "each", "is_reachable", "lock_task", "read_status", "remove"]
+
+LOG = "output.log"
+INDEX = "output.idx"
+_COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
+_WORKFLOW = re.compile(r"(?!blobs$|runtime$)[A-Za-z0-9_-]+")
+
+
+def directory_of(root: str, attempt: object) -> str:
+    """The attempt's directory. Raises ``bad_request`` for a name that is not one."""
+    parts = attempt.split("/") if isinstance(attempt, str) else []
+    if len(parts) != 4 or not all(_COMPONENT.fullmatch(part) for part in parts) or not _WORKFLOW.fullmatch(parts[0]):
+        raise OpError("bad_request", "{!r} is no attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
+    return os.path.join(root, *parts)
+
+
+def each(root: str, workflow: str) -> Iterator[Tuple[str, str]]:
+    """Every attempt of a workflow that has a directory: its name and that directory."""
+    if not _WORKFLOW.fullmatch(workflow):
+        raise OpError("bad_request", "{!r} is no workflow's uuid".format(workflow))
+
+    def below(path: str) -> List[str]:
+        try:
+            return sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
+        except OSError:
+            return []
+
+    top = os.path.join(root, workflow)
+    for group in below(top):
+        for task in below(os.path.join(top, group)):
+            for number in below(os.path.join(top, group, task)):
+                yield "{}/{}/{}/{}".format(workflow, group, task, number), os.path.join(top, group, task, number)
+
+
+def read_status(directory: str) -> Json:
+    """The status that the attempt's files tell."""
+    end = records.read_end(directory)
+    state = records.read_state(directory) or {}
+    phase = "ended" if end is not None else state.get("phase", "absent")
+    command = state.get("command") or {}
+    return {"phase": phase, "pid": command.get("pid"), "started_at": (end or state).get("started_at"), "end": end}
+
+
+def is_reachable(directory: str) -> bool:
+    """Whether a process of the attempt's pair is there."""
+    try:
+        control.reach(directory).close()
+    except BlockingIOError:
+        return True  # too many wait to be heard: somebody listens
+    except OSError:
+        return False
+    return True
+
+
+def lock_task(directory: str, *, wait: bool) -> int:
+    """Keep other agents from making or settling attempts of the same task. Close the descriptor to let them."""
+    fd = os.open(os.path.dirname(directory), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(fd)
+        raise OpError("conflict", "another connection is just making or ending an attempt of this task") from None
+    return fd
+
+
+def remove(root: str, directory: str) -> None:
+    """Remove the attempt's directory, and those above it that this leaves empty."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if os.path.isdir(directory):
+        shutil.rmtree(directory)  # once more, now saying what is in the way
+    parent = os.path.dirname(directory)
+    while parent != root and parent.startswith(root):
+        try:
+            os.rmdir(parent)
+        except OSError:
+            return
+        parent = os.path.dirname(parent)
+
+
+def create(root: str, request: Json, umask: int) -> int:
+    """Make the attempt that ``lease`` asks for and fork its pair. Returns the runner's id. All or nothing."""
+    attempt = request["attempt"]
+    directory = directory_of(root, attempt)
+    os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
+    task = lock_task(directory, wait=False)
+    try:
+        if os.path.isdir(directory):
+            if is_reachable(directory):
+                raise OpError("conflict", "another connection is just leasing this attempt")
+            remove(root, directory)  # an agent was killed before the pair came up
+            os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
+        return _create(directory, attempt, request, umask)
+    except OSError as error:
+        raise OpError.from_os(error, "the attempt cannot be made") from error
+    finally:
+        os.close(task)
+
+
+def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
+    holder = {"workflow": attempt.split("/", 1)[0], "attempt": attempt, "user": user_name(), "pid": os.getpid(), "since": now()}
+    gpu_ids = [int(gpu) for gpu in request.get("gpu_ids") or []]
+    held = leases.take(str(request.get("lease_dir") or ""), int(request.get("gpus") or 0), gpu_ids, request.get("port"), holder)
+    opened: List[int] = []
+
+    def keep(fd: int) -> int:
+        opened.append(fd)
+        return fd
+
+    try:
+        os.mkdir(directory, 0o700)
+        for name in ("work", "output", "files"):
+            os.mkdir(os.path.join(directory, name), 0o700)
+        dir_fd = keep(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        append: Callable[[str], int] = lambda name: keep(_append_to(dir_fd, name))  # noqa: E731
+        grip = Grip(
+            attempt=attempt,
+            directory=directory,
+            dir_fd=dir_fd,
+            log=append(LOG),
+            stamps=append(INDEX),
+            errors=append("pair.log"),
+            record=keep(records.allocate(dir_fd, records.SPARE_END, records.END_BYTES)),
+            state=keep(records.allocate(dir_fd, records.STATE, records.STATE_BYTES)),
+            listener=keep(control.listen(dir_fd)),
+            locks=held.locks,
+            port_sockets=held.port_sockets,
+            umask=umask,
+            gpu_ids=held.gpu_ids,
+            port=held.port,
+            start_timeout_s=float(request.get("start_timeout_s") or 300.0),
+            holder=holder,
+        )
+        return runner.fork_pair(grip)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    finally:
+        held.close()
+        for fd in opened:
+            os.close(fd)
+
+
+def _append_to(dir_fd: int, name: str) -> int:
+    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)

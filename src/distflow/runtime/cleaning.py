@@ -1,0 +1,77 @@
+"""Looking over and removing what workflows left on the node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import List, Tuple
+
+from distflow.runtime import attempts
+from distflow.runtime.blobs import BLOBS
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["clean", "survey"]
+
+_KEPT = {"output", attempts.LOG, attempts.INDEX, "exit.json", "error.json", "launch.json"}
+_TRASH = ".trash"
+
+
+def survey(root: str) -> Json:
+    """Every workflow with its size, its age and what is alive of it."""
+    workflows = []
+    for entry in sorted(os.scandir(root), key=lambda one: one.name):
+        if entry.name in ("runtime", BLOBS) or entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+            continue
+        size, modified = _measure(entry.path)
+        workflows.append({"uuid": entry.name, "bytes": size, "modified_at": modified, "alive": _alive(root, entry.name)})
+    blob_bytes = _measure(os.path.join(root, BLOBS))[0] if os.path.isdir(os.path.join(root, BLOBS)) else 0
+    return {"workflows": workflows, "blob_bytes": blob_bytes, "free_bytes": shutil.disk_usage(root).free}
+
+
+def clean(root: str, workflow: str, keep_output: bool) -> Json:
+    """Remove a workflow's directory, or all of it but its outputs and records. Refused while anything of it is alive."""
+    alive = _alive(root, workflow)
+    if alive:
+        raise OpError("conflict", "it is still running here: {}".format(", ".join(alive)))
+    top = os.path.join(root, workflow)
+    if not os.path.isdir(top):
+        return {"freed_bytes": 0}
+    before = _measure(top)[0]
+    if keep_output:
+        for _, directory in list(attempts.each(root, workflow)):
+            for entry in list(os.scandir(directory)):
+                if entry.name not in _KEPT:
+                    _remove(entry.path)
+        return {"freed_bytes": before - _measure(top)[0]}
+    # Out of sight first: half a workflow must not look like a whole one.
+    trash = os.path.join(root, _TRASH)
+    os.makedirs(trash, mode=0o700, exist_ok=True)
+    os.rename(top, os.path.join(trash, "{}-{}".format(workflow, os.getpid())))
+    _remove(trash)
+    return {"freed_bytes": before}
+
+
+def _alive(root: str, workflow: str) -> List[str]:
+    return [attempt for attempt, directory in attempts.each(root, workflow) if attempts.is_reachable(directory)]
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def _measure(top: str) -> Tuple[int, float]:
+    """Bytes on disk below ``top``, and when something in it last changed."""
+    info = os.lstat(top)
+    size, modified = info.st_blocks * 512, info.st_mtime
+    for folder, _, names in os.walk(top):
+        for name in names:
+            try:
+                info = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            size += info.st_blocks * 512
+            modified = max(modified, info.st_mtime)
+    return size, modified

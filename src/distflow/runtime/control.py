@@ -1,0 +1,124 @@
+"""The ``control`` socket of an attempt, on the keeper's side: requests of agents, and news for all of them.
+
+A socket, not a pair of FIFOs: it frames long messages, it answers, it wakes every agent that listens (two may, while an old
+connection dies) and not only the one that reads first; and connecting to it fails exactly when runner and keeper are gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import selectors
+import socket
+import sys
+import traceback
+from typing import Callable, List
+
+from distflow.runtime.wire import Json, LineReader, OpError, encode
+
+__all__ = ["CONTROL", "Visitors", "listen", "reach"]
+
+CONTROL = "control"
+
+_Answer = Callable[[Json], None]
+_Requested = Callable[[Json, _Answer], None]
+
+
+def _address(dir_fd: int) -> str:
+    # Socket addresses are limited to 107 bytes; a path through the directory's descriptor is always short.
+    return "/proc/self/fd/{}/{}".format(dir_fd, CONTROL)
+
+
+def listen(dir_fd: int) -> int:
+    """Make the socket in a directory. Returns its descriptor. Raises ``OSError`` when there is one already."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind(_address(dir_fd))
+        os.chmod(CONTROL, 0o600, dir_fd=dir_fd)
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return listener.detach()
+
+
+def reach(directory: str) -> socket.socket:
+    """Connect to the pair of the attempt in ``directory``. Raises ``OSError`` when no process of the pair is there."""
+    dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    visitor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        visitor.connect(_address(dir_fd))
+    except OSError:
+        visitor.close()
+        raise
+    finally:
+        os.close(dir_fd)
+    return visitor
+
+
+class Visitors:
+    """The connected agents. ``requested(request, answer)`` is called for each request; what it raises is answered."""
+
+    def __init__(self, listener: int, selector: selectors.BaseSelector, requested: _Requested) -> None:
+        self._listener = socket.socket(fileno=listener)
+        self._selector = selector
+        self._requested = requested
+        self._connections: List[socket.socket] = []
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def tell(self, news: str) -> None:
+        """Wake every agent. One that has not read the last news yet needs no more of them."""
+        line = encode({"news": news})
+        for connection in list(self._connections):
+            try:
+                connection.send(line)
+            except BlockingIOError:
+                continue
+            except OSError:
+                self._drop(connection)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        self._connections.append(connection)
+        reader = LineReader()
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(connection, reader))
+        self._send(connection, {"news": "ready"})
+
+    def _read(self, connection: socket.socket, reader: LineReader) -> None:
+        try:
+            data = connection.recv(262144)
+            requests = reader.feed(data)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data, requests = b"", []
+        for request in requests:
+            number = request.get("id")
+            try:
+                self._requested(request, functools.partial(self._answer, connection, number))
+            except OpError as error:
+                self._send(connection, {"id": number, "ok": False, "error": error.as_json()})
+            except Exception as error:  # a request that breaks us must not end the task
+                traceback.print_exc(file=sys.stderr)
+                self._send(connection, {"id": number, "ok": False, "error": {"kind": "internal", "message": repr(error)}})
+        if not data:
+            self._drop(connection)
+
+    def _answer(self, connection: socket.socket, number: object, result: Json) -> None:
+        self._send(connection, dict(result, id=number, ok=True))
+
+    def _send(self, connection: socket.socket, message: Json) -> None:
+        try:
+            connection.send(encode(message))
+        except OSError:
+            self._drop(connection)  # it will come again and look
+
+    def _drop(self, connection: socket.socket) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._selector.unregister(connection)
+            connection.close()

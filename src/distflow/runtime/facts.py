@@ -1,0 +1,104 @@
+"""What ``hello`` says of the node."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import glob
+import os
+import pwd
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from typing import Dict, List
+
+from distflow.runtime import processes
+from distflow.runtime.clock import now
+from distflow.runtime.wire import Json
+
+__all__ = ["gather", "user_name"]
+
+_SIOCGIFCONF = 0x8912
+_NVIDIA_SMI_S = 5.0
+
+
+def user_name() -> str:
+    """Who we are here."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def gather(root: str) -> Json:
+    """All facts. Takes as long as ``nvidia-smi`` does, so the agent asks in a child."""
+    gpus = _gpus()
+    disk = shutil.disk_usage(root)
+    return {
+        "hostname": socket.gethostname(),
+        "python": sys.executable,
+        "python_real": os.path.realpath(sys.executable),
+        "python_version": ".".join(str(part) for part in sys.version_info[:3]),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "free_bytes": disk.free,
+        "gpus": len(gpus),
+        "gpu_names": gpus,
+        "addresses": _ipv4() + _ipv6(),
+        "boot_id": processes.boot_id(),
+        "user": user_name(),
+        "root": root,
+        "now": now(),
+    }
+
+
+def _gpus() -> List[str]:
+    smi = shutil.which("nvidia-smi")
+    if smi is not None:
+        try:
+            null = subprocess.DEVNULL
+            done = subprocess.run(
+                [smi, "-L"], stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=_NVIDIA_SMI_S, check=False
+            )
+            if done.returncode == 0:
+                text = done.stdout.decode("utf-8", "replace")
+                return [match.group(1).strip() for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", text, re.MULTILINE)]
+        except (OSError, subprocess.TimeoutExpired):
+            pass  # a hanging driver: its device files still say how many there are
+    return ["unknown"] * len([path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)])
+
+
+def _ipv4() -> List[Dict[str, str]]:
+    """Every IPv4 address with its interface, as the kernel lists them (SIOCGIFCONF: also an interface's second address)."""
+    entry = 40 if struct.calcsize("P") == 8 else 32
+    room = array.array("B", bytes(entry * 256))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("iP", len(room), room.buffer_info()[0])
+        used = struct.unpack("iP", fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request))[0]
+    text = room.tobytes()
+    return [
+        {
+            "interface": text[at : at + 16].split(b"\0", 1)[0].decode("utf-8", "replace").split(":")[0],  # eth0:1 is eth0
+            "address": socket.inet_ntoa(text[at + 20 : at + 24]),
+            "family": "inet",
+        }
+        for at in range(0, used, entry)
+    ]
+
+
+def _ipv6() -> List[Dict[str, str]]:
+    found: List[Dict[str, str]] = []
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            lines = file.read().split("\n")
+    except OSError:
+        return found
+    for line in lines:
+        parts = line.split()
+        if len(parts) == 6:
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(parts[0]))
+            found.append({"interface": parts[5], "address": address, "family": "inet6"})
+    return found

@@ -1,0 +1,60 @@
+"""What an attempt's pair holds in its hands: the descriptors that it got from the agent, and the facts of its lease."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from typing import List, NamedTuple, Optional, Set
+
+from distflow.runtime.wire import Json
+
+__all__ = ["Grip"]
+
+
+class Grip(NamedTuple):
+    """All numbers are open descriptors. None of them survives an exec."""
+
+    attempt: str
+    directory: str
+    dir_fd: int
+    listener: int
+    """The socket ``control``, listening: runner and keeper both hold it, so that connecting fails when both are gone."""
+    locks: List[int]
+    """Lock files of the GPUs and of the port."""
+    port_sockets: List[int]
+    record: int
+    """The allocated, unnamed ``exit.json``."""
+    state: int
+    log: int
+    stamps: int
+    """``output.idx``."""
+    errors: int
+    """``pair.log``: the standard error of runner and keeper."""
+    umask: int
+    """The node's usual one, for the command; ours is 077."""
+    gpu_ids: List[int]
+    port: Optional[int]
+    start_timeout_s: float
+    holder: Json
+    """What the lock files say."""
+
+    def descriptors(self) -> Set[int]:
+        """All of them."""
+        single = {self.dir_fd, self.listener, self.record, self.state, self.log, self.stamps, self.errors}
+        return single | set(self.locks) | set(self.port_sockets)
+
+    def sign_locks(self, pid: int) -> None:
+        """Write into the lock files who holds them."""
+        text = json.dumps(dict(self.holder, pid=pid)).encode()
+        for fd in self.locks:
+            try:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, text, 0)
+            except OSError:
+                continue  # opened for reading only, or no room: the lock is what counts
+
+    def unlock(self) -> None:
+        """Give the GPUs and the port back, for all who share these descriptors."""
+        for fd in self.locks:
+            fcntl.flock(fd, fcntl.LOCK_UN)

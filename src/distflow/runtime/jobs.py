@@ -1,0 +1,66 @@
+"""Work that may take long, in a forked child: the agent has one thread, and its heartbeat must not wait for a disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Callable, NoReturn, Tuple
+
+from distflow.runtime import processes
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["fork_job", "read_result"]
+
+
+def fork_job(work: Callable[[], Json]) -> Tuple[int, int]:
+    """Run ``work`` in a child that dies with this process. Returns its id and where its result can be read."""
+    read, write = os.pipe()
+    parent = os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _run(work, write, parent)
+    except OSError:
+        os.close(read)
+        os.close(write)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.close(write)
+    os.set_blocking(read, False)
+    return pid, read
+
+
+def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
+    try:
+        signal.set_wakeup_fd(-1)
+        processes.reset_signals()
+        processes.close_all_but({write})
+        if processes.die_with_parent(signal.SIGKILL, parent):
+            processes.rename_self("df-job")
+            try:
+                result = {"ok": True, "result": work()}
+            except OpError as error:
+                result = {"ok": False, "error": error.as_json()}
+            except OSError as error:
+                result = {"ok": False, "error": OpError.from_os(error, "it failed").as_json()}
+            except Exception as error:  # whatever it is, the agent must hear of it
+                result = {"ok": False, "error": {"kind": "internal", "message": repr(error)}}
+            with os.fdopen(write, "w", encoding="utf-8") as pipe:
+                json.dump(result, pipe)
+    finally:
+        os._exit(0)
+
+
+def read_result(text: bytes) -> Json:
+    """What the child wrote. Raises the ``OpError`` that it met."""
+    try:
+        result = json.loads(text.decode("utf-8"))
+    except ValueError as error:
+        raise OpError("internal", "the child that did the work was killed") from error
+    if not result.get("ok"):
+        raise OpError(result["error"]["kind"], result["error"]["message"])
+    value = result["result"]
+    return value if isinstance(value, dict) else {"result": value}

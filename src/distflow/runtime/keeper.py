@@ -1,0 +1,323 @@
+"""The keeper: the inner process of the pair, parent of the command.
+
+One loop: requests on the ``control`` socket, the command's output, signals, deadlines. It ends when the attempt has ended and
+nothing of it is left, after it wrote the record. Everything that it may not be asked twice is answered by what it already is.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from typing import Callable, NoReturn, Optional
+
+from distflow.runtime import command, processes, records
+from distflow.runtime.clock import now
+from distflow.runtime.control import Visitors
+from distflow.runtime.grip import Grip
+from distflow.runtime.output import Output
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["Patience", "as_exit", "run", "tell"]
+
+_STRAGGLERS_S = 2.0
+_NEWS_S = 0.01
+_UNTOUCHABLE_S = 5.0
+_FOR_EVER = float("inf")
+
+
+def run(grip: Grip, runner: int, output_read: int, output_write: int) -> NoReturn:
+    """The keeper's whole life, in the process that the runner just forked."""
+    code = 70
+    try:
+        keeper = _Keeper(grip, runner, output_read, output_write)
+        keeper.serve()
+        code = 0
+    except BaseException:  # nothing may unwind into the runner's code in this process
+        traceback.print_exc(file=sys.stderr)
+    finally:
+        os._exit(code)
+
+
+def as_exit(status: int) -> Json:
+    """A wait status as ``exit_code`` and ``signal``."""
+    if os.WIFSIGNALED(status):
+        return {"exit_code": None, "signal": os.WTERMSIG(status)}
+    return {"exit_code": os.WEXITSTATUS(status), "signal": None}
+
+
+def tell(status: int) -> str:
+    """A wait status in words."""
+    if os.WIFSIGNALED(status):
+        return "was killed by signal {} (out of memory, or by hand?)".format(os.WTERMSIG(status))
+    return "ended with code {}; see pair.log".format(os.WEXITSTATUS(status))
+
+
+class Patience:
+    """How long to go on hunting: for ever, except for processes that we may not signal."""
+
+    def __init__(self, hunt: processes.Hunt) -> None:
+        self._hunt = hunt
+        self._rounds = 0
+        self._since: Optional[float] = None
+        self.message: Optional[str] = None
+        """What to say about processes that were left."""
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait for a child's end before the next step: short at first; a process may hang in a driver for long."""
+        return 0.003 if self._rounds < 300 else 0.2
+
+    def is_over(self, signalled: int) -> bool:
+        """Whether only processes that belong to others have been left for some seconds."""
+        self._rounds += 1
+        if signalled or not self._hunt.untouchable:
+            self._since = None
+            return False
+        self._since = self._since or time.monotonic()
+        if time.monotonic() - self._since < _UNTOUCHABLE_S:
+            return False
+        ids = ", ".join(str(pid) for pid in sorted(self._hunt.untouchable))
+        self.message = "processes of another user are left, which this user may not stop: {}".format(ids)
+        return True
+
+
+class _Keeper:
+    def __init__(self, grip: Grip, runner: int, output_read: int, output_write: int) -> None:
+        self._grip = grip
+        self._runner = runner
+        self._output_write = output_write
+        self._output_read = output_read
+        self._selector = selectors.DefaultSelector()
+        self._orphaned = False
+        self._terminated = False
+        self._listen_to_signals()
+        processes.rename_self("df-keeper")
+        processes.adopt_orphans()
+        self._orphaned = not processes.die_with_parent(signal.SIGUSR1, runner)
+
+        self._output = Output(output_read, grip.log, grip.stamps)
+        self._launch: Optional[Json] = None
+        self._command: Optional[command.Spawned] = None
+        self._exit: Optional[Json] = None
+        self._reason: Optional[str] = None
+        self._message: Optional[str] = None
+        self._release: Optional[Callable[[Json], None]] = None
+        self._deadline = time.monotonic() + grip.start_timeout_s  # of the start, then of the ladder's next rung
+        self._killing = False
+        self._news_at = _FOR_EVER
+        self._told_at = 0.0
+        me = os.getpid()
+        self._hunt = processes.Hunt(lambda all_of_them: processes.only_descendants(all_of_them, me))
+        self._patience = Patience(self._hunt)
+        self._state: Json = self._first_state()
+        records.write_state(grip.state, self._state)
+        grip.sign_locks(runner)
+        self._visitors = Visitors(grip.listener, self._selector, self._requested)
+        self._selector.register(output_read, selectors.EVENT_READ, self._take_output)
+
+    def _first_state(self) -> Json:
+        def identity(pid: int) -> Json:
+            process = processes.read_process(pid)
+            return {"pid": pid, "start": process.start if process else 0}
+
+        return {
+            "attempt": self._grip.attempt,
+            "phase": "leased",
+            "boot_id": processes.boot_id(),
+            "runner": identity(self._runner),
+            "keeper": identity(os.getpid()),
+            "command": None,
+            "gpu_ids": self._grip.gpu_ids,
+            "port": self._grip.port,
+            "leased_at": now(),
+            "started_at": None,
+            "stopped_at": None,
+            "why": None,
+            "message": None,
+            "lost_output_bytes": 0,
+        }
+
+    def _listen_to_signals(self) -> None:
+        read, write = os.pipe()
+        for fd in (read, write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGTERM:
+            self._terminated = True
+
+    def serve(self) -> None:
+        """Go on until nothing is left to do, then write the record."""
+        while not self._is_over():
+            for key, _ in self._selector.select(self._pause()):
+                key.data()
+            if time.monotonic() >= self._news_at:
+                self._tell_of_output()
+        self._finish()
+
+    def _pause(self) -> Optional[float]:
+        until = min(self._deadline, self._news_at)
+        if self._killing:
+            until = min(until, time.monotonic() + self._patience.pause_s)
+        return None if until == _FOR_EVER else max(0.0, until - time.monotonic())
+
+    # -- one round: what happened, what follows
+
+    def _is_over(self) -> bool:
+        self._orphaned = self._orphaned or os.getppid() != self._runner
+        if self._orphaned and not self._killing:
+            self._reason = self._reason or ("runner_died" if self._exit is None else None)
+            self._killing = True
+        if self._terminated:
+            self._terminated = False
+            grace_s = float((self._launch or {}).get("stop_grace_s") or 0)
+            self._stop(grace_s, "its keeper got SIGTERM: the node goes down, or somebody ended it by hand")
+        if self._command is None:
+            if time.monotonic() >= self._deadline:
+                self._reason = self._reason or "start_timeout"
+            return self._reason is not None
+        return self._has_ended(self._command)
+
+    def _has_ended(self, spawned: command.Spawned) -> bool:
+        ended, are_left = processes.reap()
+        for pid, status in ended:
+            if pid == spawned.pid:
+                self._exit = dict(as_exit(status), ended_at=now())
+                self._take_failure()
+                # What outlives it gets TERM too, and what is left of the grace.
+                self._deadline = min(self._deadline, time.monotonic() + _STRAGGLERS_S)
+                if are_left and not self._killing:
+                    self._hunt.signal(self._hunt.find(), signal.SIGTERM)
+                    self._hunt.signal(self._hunt.find(), signal.SIGCONT)
+        if not are_left:
+            return True
+        if time.monotonic() >= self._deadline:
+            self._killing = True
+            self._deadline = _FOR_EVER
+        return self._killing and self._patience.is_over(self._hunt.step())
+
+    def _take_failure(self) -> None:
+        """Find out, once, whether the exec failed; only the child's end or the closed pipe tells."""
+        spawned, failure = self._command, None
+        if spawned is not None:
+            failure = command.read_failure(spawned.failure)
+        if failure is not None and self._exit is not None and self._reason is None:
+            self._reason = "start_error"
+            self._message = str(failure.get("message"))
+            self._exit.update(exit_code=failure.get("exit_code"), signal=None)
+
+    def _finish(self) -> None:
+        self._output.drain()
+        self._state["lost_output_bytes"] = self._output.lost
+        known = dict(self._exit or {})
+        known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory))
+        known["message"] = self._patience.message or self._message
+        if self._reason == "runner_died":
+            known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
+        end = records.make_end(self._state, self._reason or "exited", **known)
+        # Given back before the end is told: who hears of it may want them at once, and the runner lives some instants longer.
+        self._grip.unlock()
+        records.write_end(self._grip.dir_fd, self._grip.record, end)
+        if self._release is not None:
+            self._release({})
+        self._visitors.tell("status")
+
+    # -- requests
+
+    def _requested(self, request: Json, answer: Callable[[Json], None]) -> None:
+        op = request.get("op")
+        if op == "prepare":
+            if self._command is None:
+                self._launch = request["launch"]
+                self._change(phase="prepared")
+            answer({})
+        elif op == "start":
+            self._start()
+            answer({"started_at": self._state["started_at"], "pid": self._state["command"]["pid"]})
+        elif op == "stop":
+            self._stop(float(request["grace_s"]), str(request["why"]))
+            answer({})
+        elif op == "release":
+            if self._command is not None:
+                raise OpError("conflict", "it has started: `stop` it")
+            self._reason = self._reason or "released"
+            self._release = answer
+        else:
+            raise OpError("bad_request", "unknown op {!r}".format(op))
+
+    def _start(self) -> None:
+        if self._command is not None:
+            return
+        if self._reason is not None:
+            raise OpError("conflict", "it has ended without having run ({})".format(self._reason))
+        if self._launch is None:
+            raise OpError("not_prepared", "`prepare` comes before `start`")
+        grip = self._grip
+        try:
+            spawned = command.spawn(self._launch, grip.attempt, grip.directory, self._output_write, grip.umask)
+        except OSError as error:
+            self._reason = "start_error"
+            self._message = "no process could be made: {}".format(error.strerror)
+            raise OpError("internal", self._message) from error
+        self._command = spawned
+        self._deadline = _FOR_EVER
+        os.close(self._output_write)
+        self._launch = {"stop_grace_s": self._launch.get("stop_grace_s")}  # the secrets are the command's now
+        self._change(phase="running", started_at=now(), command={"pid": spawned.pid, "start": spawned.start})
+        try:
+            os.write(spawned.go, b"g")
+        except OSError:
+            pass  # it was killed already: the next round reaps it
+        os.close(spawned.go)
+
+    def _stop(self, grace_s: float, why: str) -> None:
+        deadline = time.monotonic() + max(0.0, grace_s)
+        if self._command is None:
+            self._reason = self._reason or "stopped"
+            self._state.update(why=why, stopped_at=now())
+            return
+        self._deadline = min(self._deadline, deadline)
+        if self._exit is not None or self._reason is not None:
+            return
+        self._reason = "stopped"
+        self._change(phase="stopping", stopped_at=now(), why=why)
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            try:
+                os.killpg(self._command.pid, number)
+            except (ProcessLookupError, PermissionError):
+                break
+
+    def _change(self, **changes: object) -> None:
+        self._state.update(changes)
+        records.write_state(self._grip.state, self._state)
+        self._visitors.tell("status")
+
+    # -- output
+
+    def _take_output(self) -> None:
+        lost = self._output.lost
+        got = self._output.pump()
+        if got == 0:
+            self._selector.unregister(self._output_read)
+        if self._output.lost != lost:
+            self._state["lost_output_bytes"] = self._output.lost
+            records.write_state(self._grip.state, self._state)
+        if got > 0 and self._news_at == _FOR_EVER:
+            # The first byte after a quiet moment is told at once, a torrent a hundred times a second.
+            self._news_at = max(time.monotonic(), self._told_at + _NEWS_S)
+
+    def _tell_of_output(self) -> None:
+        self._told_at = time.monotonic()
+        self._news_at = _FOR_EVER
+        self._visitors.tell("output")

@@ -1,0 +1,82 @@
+"""When runner and keeper died together: find what is left of the attempt, end it, and write the record in their place."""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import AbstractSet, List
+
+from distflow.runtime import attempts, processes, records
+from distflow.runtime.keeper import Patience
+from distflow.runtime.wire import Json
+
+__all__ = ["end_adopted", "is_pair_alive", "settle"]
+
+_PAUSE_S = 0.005
+
+
+def is_pair_alive(state: Json) -> bool:
+    """Whether the processes that ``runner.json`` names still live, as far as that can be seen from outside."""
+    if state.get("boot_id") != processes.boot_id():
+        return False
+    pair = [state.get("runner") or {}, state.get("keeper") or {}]
+    return any(processes.is_same(int(one.get("pid", 0)), int(one.get("start", 0))) for one in pair)
+
+
+def settle(root: str, attempt: str) -> Json:
+    """End what is left of an attempt without a pair and record that. Does nothing where that is not the case."""
+    directory = attempts.directory_of(root, attempt)
+    try:
+        lock = attempts.lock_task(directory, wait=True)
+    except FileNotFoundError:
+        return {}
+    try:
+        state = records.read_state(directory)
+        if state is None or records.read_end(directory) is not None or is_pair_alive(state):
+            return {}
+        reason, message = "both_died", "the two processes that watch a task were killed together (out of memory, or by hand?)"
+        if state.get("boot_id") != processes.boot_id():
+            reason, message = "rebooted", "the node was restarted while the task was on it"
+        else:
+            message = _end_left(attempt, state) or message
+        dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        size = os.stat(attempts.LOG, dir_fd=dir_fd).st_size
+        error = records.read_error(directory)
+        records.write_end(dir_fd, -1, records.make_end(state, reason, message=message, output_bytes=size, error=error))
+    finally:
+        os.close(lock)
+    return {}
+
+
+def _end_left(attempt: str, state: Json) -> str:
+    """End what carries the attempt's mark or belongs to its command's session, and everything below those."""
+    command = state.get("command") or {}
+    session, start = int(command.get("pid") or 0), int(command.get("start") or 0)
+    spare = {os.getpid(), os.getppid()}
+
+    def find(everything: List[processes.Process]) -> List[processes.Process]:
+        marked = set(processes.carriers("DISTFLOW_ATTEMPT=" + attempt))
+        leader = [p for p in everything if p.pid == session and p.is_alive]
+        # A living process with the command's id and another start time: the id was given away, and so was the session.
+        ours = session > 1 and all(p.start == start for p in leader)
+        found = {p.pid: p for p in everything if p.pid in marked or (ours and p.sid == session and p.start >= start)}
+        for process in list(found.values()):
+            for below in processes.only_descendants(everything, process.pid):
+                found[below.pid] = below
+        return [process for process in found.values() if process.pid not in spare]
+
+    hunt = processes.Hunt(find)
+    patience = Patience(hunt)
+    while hunt.find() and not patience.is_over(hunt.step()):
+        select.select([], [], [], _PAUSE_S)
+    return patience.message or ""
+
+
+def end_adopted(spare: AbstractSet[int]) -> bool:
+    """Try once to end the orphans that this agent adopted from pairs that it forked. True when there was none.
+
+    They are its descendants but for ``spare`` and what is below those.
+    """
+    me = os.getpid()
+    hunt = processes.Hunt(lambda everything: processes.only_descendants(everything, me, spare))
+    return hunt.step() == 0

@@ -1,0 +1,155 @@
+"""The two records of an attempt: ``runner.json`` (what it is doing) and ``exit.json`` (how it ended).
+
+Both live in space that was allocated at ``lease`` and are written in place, so that a full disk cannot lose them. Which of them
+exist, and what they say, is the truth about an attempt; no process keeps another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Dict, Optional
+
+from distflow.runtime.clock import now
+from distflow.runtime.wire import Json
+
+__all__ = [
+    "END",
+    "END_BYTES",
+    "SPARE_END",
+    "STATE",
+    "STATE_BYTES",
+    "allocate",
+    "make_end",
+    "read_end",
+    "read_error",
+    "read_state",
+    "write_end",
+    "write_state",
+]
+
+STATE = "runner.json"
+END = "exit.json"
+SPARE_END = ".exit.json"
+"""The end's record before it is written: named so that it cannot be taken for one."""
+
+STATE_BYTES = 8192
+END_BYTES = 65536
+_ERROR_BYTES = 24 * 1024
+_TEXT = 2000
+
+
+def allocate(dir_fd: int, name: str, size: int) -> int:
+    """Create ``name`` with ``size`` bytes of its own on the disk. Raises ``OSError`` (ENOSPC) when there is no room."""
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    try:
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if error.errno not in (22, 38, 95):  # EINVAL, ENOSYS, EOPNOTSUPP: a file system without it gets real zeros
+                raise
+            os.pwrite(fd, b" " * size, 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_state(fd: int, state: Json) -> None:
+    """Rewrite the state in place: one ``pwrite`` of always the same length, so that readers see the old one or the new one."""
+    data = json.dumps(state).encode()
+    if len(data) > STATE_BYTES:
+        data = json.dumps(dict(state, why=None, message=None)).encode()
+    try:
+        os.pwrite(fd, data.ljust(STATE_BYTES), 0)
+    except OSError:
+        return  # a copy-on-write file system that is full: the processes go on, and the end's record says the rest
+
+
+def read_state(directory: str) -> Optional[Json]:
+    """The state of the attempt in ``directory``, or None when its pair never came up."""
+    for _ in range(5):  # a reader may meet a write on file systems that do not order them
+        try:
+            with open(os.path.join(directory, STATE), "rb", buffering=0) as file:
+                text = file.read(STATE_BYTES)
+        except OSError:
+            return None
+        try:
+            state = json.loads(text.decode())
+        except ValueError:
+            if not text.strip(b"\0 "):
+                return None
+            continue
+        return state if isinstance(state, dict) else None
+    return None
+
+
+def read_end(directory: str) -> Optional[Json]:
+    """The recorded end of the attempt in ``directory``, or None."""
+    try:
+        with open(os.path.join(directory, END), "rb") as file:
+            end = json.loads(file.read().decode())
+    except (OSError, ValueError):
+        return None
+    return end if isinstance(end, dict) else None
+
+
+def read_error(directory: str) -> Optional[Json]:
+    """What a process of the attempt wrote into its error file (torch's format), cut to a size that the record can hold."""
+    try:
+        fd = os.open(os.path.join(directory, "error.json"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        try:
+            error = json.loads(file.read(4 * 1024 * 1024).decode("utf-8", "replace"))
+        except (OSError, ValueError, RecursionError):
+            return None
+    if not isinstance(error, dict):
+        return None
+    if len(json.dumps(error)) <= _ERROR_BYTES:
+        return error
+    message: Any = error.get("message")
+    if isinstance(message, dict):
+        message = message.get("message")
+    return {"message": str(message)[:_TEXT], "truncated": True}
+
+
+def make_end(state: Json, reason: str, **known: Any) -> Json:
+    """Put an ``End`` together; ``known`` holds exit_code, signal, ended_at, message, output_bytes, error."""
+    end: Dict[str, Any] = {
+        "exit_code": None,
+        "signal": None,
+        "reason": reason,
+        "why": state.get("why"),
+        "stopped_at": state.get("stopped_at"),
+        "started_at": state.get("started_at"),
+        "ended_at": None,
+        "message": state.get("message"),
+        "output_bytes": 0,
+        "lost_output_bytes": state.get("lost_output_bytes", 0),
+        "error": None,
+    }
+    end.update(known)
+    if end["ended_at"] is None:
+        end["ended_at"] = now()
+    for name in ("why", "message"):
+        if end[name] is not None:
+            end[name] = str(end[name])[:_TEXT]
+    return end
+
+
+def write_end(dir_fd: int, record_fd: int, end: Json) -> None:
+    """Write the record into its allocated space and give it its name. ``record_fd`` below 0: allocate one now."""
+    data = json.dumps(end).encode()
+    if record_fd < 0:
+        try:
+            record_fd = os.open(SPARE_END, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+        except FileNotFoundError:
+            record_fd = allocate(dir_fd, SPARE_END, END_BYTES)
+    written = 0
+    while written < len(data):
+        written += os.pwrite(record_fd, data[written:], written)
+    os.ftruncate(record_fd, len(data))
+    os.fsync(record_fd)
+    os.rename(SPARE_END, END, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)

@@ -1,0 +1,115 @@
+"""JSON lines in both directions: a reader that takes bytes as they come, and a queue that lets answers overtake bulk data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from typing import Any, Deque, Dict, List, Optional
+
+__all__ = ["MAX_LINE", "Json", "LineReader", "OpError", "OutQueue", "encode"]
+
+Json = Dict[str, Any]
+
+MAX_LINE = 64 * 1024 * 1024
+"""Bytes of one message. A ``prepare`` carries the text of its files; anything longer than this is not ours."""
+
+
+class OpError(Exception):
+    """An operation was refused. ``kind`` is one of the protocol's words, the message is for people."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+    def as_json(self) -> Json:
+        """The ``error`` of an answer."""
+        return {"kind": self.kind, "message": self.message}
+
+    @classmethod
+    def from_os(cls, error: OSError, doing: str) -> OpError:
+        """An error of the operating system, in the protocol's words."""
+        import errno
+
+        kinds = {errno.ENOSPC: "no_space", errno.EDQUOT: "no_space", errno.EACCES: "permission", errno.EPERM: "permission"}
+        kinds[errno.EROFS] = "permission"
+        kind = kinds.get(error.errno or 0, "internal")
+        where = " ({})".format(error.filename) if error.filename else ""
+        return cls(kind, "{}: {}{}".format(doing, error.strerror or error, where))
+
+
+def encode(message: Json) -> bytes:
+    """One message as a line."""
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
+
+
+class LineReader:
+    """Cuts a stream of bytes into messages.
+
+    A line that is not a JSON object raises ``ValueError``: after it nothing on the stream can be trusted.
+    """
+
+    def __init__(self, limit: int = MAX_LINE) -> None:
+        self._buffer = bytearray()
+        self._searched = 0
+        self._limit = limit
+
+    def feed(self, data: bytes) -> List[Json]:
+        """Take ``data``; return the messages that it completed."""
+        self._buffer += data
+        messages: List[Json] = []
+        start = 0
+        while True:
+            end = self._buffer.find(b"\n", max(start, self._searched))
+            if end < 0:
+                break
+            line = bytes(self._buffer[start:end])
+            start = end + 1
+            if line.strip():
+                message = json.loads(line.decode("utf-8"))
+                if not isinstance(message, dict):
+                    raise ValueError("a message must be an object")
+                messages.append(message)
+        del self._buffer[:start]
+        self._searched = len(self._buffer)
+        if self._searched > self._limit:
+            raise ValueError("a message is longer than {} bytes".format(self._limit))
+        return messages
+
+
+class OutQueue:
+    """Bytes that wait to be written to a non-blocking descriptor. Whole lines only; urgent ones overtake bulk ones."""
+
+    def __init__(self) -> None:
+        self._urgent: Deque[bytes] = deque()
+        self._bulk: Deque[bytes] = deque()
+        self._current: Optional[memoryview] = None
+        self.bulk_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._current or self._urgent or self._bulk)
+
+    def put(self, line: bytes, *, bulk: bool = False) -> None:
+        """Queue one line."""
+        if bulk:
+            self._bulk.append(line)
+            self.bulk_bytes += len(line)
+        else:
+            self._urgent.append(line)
+
+    def write_to(self, fd: int) -> None:
+        """Write what ``fd`` takes now. Raises ``OSError`` when the other side is gone."""
+        while self:
+            if not self._current:
+                if self._urgent:
+                    self._current = memoryview(self._urgent.popleft())
+                else:
+                    line = self._bulk.popleft()
+                    self.bulk_bytes -= len(line)
+                    self._current = memoryview(line)
+            try:
+                written = os.write(fd, self._current[:65536])
+            except BlockingIOError:
+                return
+            self._current = self._current[written:] if written < len(self._current) else None

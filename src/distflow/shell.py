@@ -1,0 +1,76 @@
+"""Quoting for a shell and masking of secrets: each happens here, once, by type.
+
+A ``Secret`` cannot print: its text, its representation and its JSON are a mask. Whoever really needs the value says
+``reveal()``, so that a search for that word finds every place where a secret leaves its wrapping.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable
+
+__all__ = ["MASK", "Secret", "mask", "quote", "quote_with_variables"]
+
+MASK = "********"
+
+
+class Secret:
+    """A text that must not be seen."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        """Wrap ``value``."""
+        self._value = value
+
+    def reveal(self) -> str:
+        """Return the text itself; only for handing it to the process that it is meant for."""
+        return self._value
+
+    def __repr__(self) -> str:
+        """Return the mask."""
+        return f"Secret({MASK!r})"
+
+    def __str__(self) -> str:
+        """Return the mask."""
+        return MASK
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the texts of two secrets."""
+        return isinstance(other, Secret) and other._value == self._value
+
+    def __hash__(self) -> int:
+        """Hash by the text."""
+        return hash(self._value)
+
+
+def mask(text: str, secrets: Iterable[Secret]) -> str:
+    """Return ``text`` with every occurrence of a secret replaced by the mask, longer ones first; empty ones cannot be found."""
+    for value in sorted({secret.reveal() for secret in secrets}, key=len, reverse=True):
+        if value:
+            text = text.replace(value, MASK)
+    return text
+
+
+def quote(argv: Iterable[str]) -> str:
+    """Return one line of shell that runs exactly ``argv``."""
+    return " ".join(shlex.quote(word) for word in argv)
+
+
+def quote_with_variables(text: str, pattern: re.Pattern[str], variable: Callable[[re.Match[str]], str]) -> str:
+    r"""Return ``text`` as one shell word in which each match of ``pattern`` becomes the expansion of the variable named for it.
+
+    >>> quote_with_variables("a b:@@PORT@@", re.compile("@@PORT@@"), lambda match: "PORT")
+    '\'a b:\'"${PORT}"'
+    """
+    pieces: list[str] = []
+    position = 0
+    for match in pattern.finditer(text):
+        if match.start() > position:
+            pieces.append(shlex.quote(text[position : match.start()]))
+        pieces.append('"${' + variable(match) + '}"')
+        position = match.end()
+    if position < len(text) or not pieces:
+        pieces.append(shlex.quote(text[position:]))
+    return "".join(pieces)

@@ -1,0 +1,162 @@
+"""The files that a spec sends: read once at submission, addressed by their content, so that later edits change nothing.
+
+A directory becomes one gzipped tar with names in order and no times or owners, so that equal content has an equal digest.
+``.gitignore`` files in it are honoured; ``.git`` is never sent.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.documents.problems import Problem
+from distflow.spec.model import FileSpec, WorkflowSpec
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+__all__ = ["Bundle", "bundle_files"]
+
+_TEXT_LIMIT = 1 << 20
+"""Bytes up to which a single file may be text whose tokens are filled in, as OSMO does it."""
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """One file or directory, as it is sent."""
+
+    digest: str
+    """SHA-256 of the content; for a directory of its archive."""
+    size: int
+    """Bytes of the content or of the archive."""
+    mode: int
+    is_tar: bool = False
+    text: str | None = None
+    """The content, when it is small UTF-8 text."""
+
+
+def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
+    """Store everything that the spec sends in ``blobs`` (one file per digest) and return it by its path on this machine.
+
+    Inline files given as base64 are stored too, by the path that they have in the spec. What cannot be read is a problem at the
+    place of the file in the spec.
+    """
+    blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    bundles: dict[str, Bundle] = {}
+    problems: list[Problem] = []
+    for file in _files(spec):
+        key = file.local_path or file.path.value
+        if key in bundles:
+            continue
+        try:
+            if file.local_path is None:
+                bundles[key] = _store_bytes(file.data or b"", blobs)
+            elif file.is_directory:
+                bundles[key] = _store_tree(Path(file.local_path), blobs)
+            else:
+                bundles[key] = _store_file(Path(file.local_path), blobs)
+        except OSError as error:
+            if error.filename is None or str(blobs) in str(error.filename):
+                raise
+            message = f"cannot read {error.filename}: {error.strerror}"
+            problems.append(Problem(where=file.path.mark, message=message, hint="make it readable, or do not send it"))
+    return bundles, tuple(problems)
+
+
+def _files(spec: WorkflowSpec) -> Iterator[FileSpec]:
+    for group in spec.groups:
+        for task in group.tasks:
+            yield from (file for file in task.files if file.contents is None)
+
+
+def _store_bytes(data: bytes, blobs: Path) -> Bundle:
+    digest = hashlib.sha256(data).hexdigest()
+    with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+        sink.write(data)
+    os.replace(sink.name, blobs / digest)
+    return Bundle(digest=digest, size=len(data), mode=_mode(data[:2], 0), text=_as_text(data))
+
+
+def _store_file(path: Path, blobs: Path) -> Bundle:
+    hasher, size, head = hashlib.sha256(), 0, b""
+    with path.open("rb") as source, tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+        status = os.fstat(source.fileno())
+        while chunk := source.read(_CHUNK):
+            head = head or chunk
+            hasher.update(chunk)
+            size += len(chunk)
+            sink.write(chunk)
+    os.replace(sink.name, blobs / hasher.hexdigest())
+    text = _as_text(head) if size <= _TEXT_LIMIT else None
+    return Bundle(digest=hasher.hexdigest(), size=size, mode=_mode(head[:2], status.st_mode), text=text)
+
+
+def _store_tree(root: Path, blobs: Path) -> Bundle:
+    hasher = hashlib.sha256()
+    with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+        with (
+            gzip.GzipFile(filename="", mode="wb", fileobj=sink, compresslevel=3, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for path in _tree(root, root, []):
+                _add(archive, path, path.relative_to(root).as_posix())
+        sink.flush()
+        size = sink.tell()
+    with open(sink.name, "rb") as stored:
+        while chunk := stored.read(_CHUNK):
+            hasher.update(chunk)
+    os.replace(sink.name, blobs / hasher.hexdigest())
+    return Bundle(digest=hasher.hexdigest(), size=size, mode=0o700, is_tar=True)
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    info = archive.gettarinfo(str(path), arcname=name)
+    info.uid = info.gid = info.mtime = 0
+    info.uname = info.gname = ""
+    if info.isreg():
+        with path.open("rb") as source:
+            archive.addfile(info, source)
+    elif info.isdir() or info.issym():
+        archive.addfile(info)
+
+
+def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Iterator[Path]:
+    import pathspec  # noqa: PLC0415  only directories need it, and most specs send none
+
+    ignore = folder / ".gitignore"
+    if ignore.is_file():
+        lines = ignore.read_text(encoding="utf-8", errors="replace").splitlines()
+        rules = [*rules, (folder, pathspec.GitIgnoreSpec.from_lines(lines))]
+    for path in sorted(folder.iterdir()):
+        is_tree = path.is_dir() and not path.is_symlink()
+        if path.name == ".git" or any(_ignored(path, is_tree, base, rule) for base, rule in rules):
+            continue
+        yield path
+        if is_tree:
+            yield from _tree(root, path, rules)
+
+
+def _ignored(path: Path, is_tree: bool, base: Path, rule: GitIgnoreSpec) -> bool:
+    return rule.match_file(path.relative_to(base).as_posix() + ("/" if is_tree else ""))
+
+
+def _as_text(data: bytes) -> str | None:
+    if len(data) > _TEXT_LIMIT or b"\0" in data:
+        return None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _mode(head: bytes, status_mode: int) -> int:
+    return 0o700 if head == b"#!" or status_mode & 0o100 else 0o600

@@ -1,0 +1,126 @@
+"""The typed workflow spec: what a person wrote, checked and with defaults filled in, and where each part stands in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from distflow.documents.document import Text
+from distflow.documents.problems import Mark
+
+__all__ = ["FileSpec", "GroupSpec", "Ranks", "ResourceSpec", "TaskSpec", "Text", "Timeouts", "WorkflowSpec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Bounds on a group's time, in seconds; ``None`` means none."""
+
+    exec_s: float | None = None
+    """From RUNNING to the end (``exec_timeout``)."""
+    queue_s: float | None = None
+    """From SCHEDULING to INITIALIZING (``queue_timeout``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceSpec:
+    """What a task asks of its node."""
+
+    cpu: int | None = None
+    gpu: int | None = None
+    """Number of GPUs; ``None`` says nothing (rank sizes are then not checked against it), 0 means that none is visible."""
+    memory: int | None = None
+    """Bytes."""
+    storage: int | None = None
+    """Bytes."""
+    platform: str | None = None
+    nodes_excluded: tuple[str, ...] = ()
+    mark: Mark = Mark("")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ``ranks`` field of a task."""
+
+    offset: int | None = None
+    """First global rank; ``None``: computed from the tasks before it."""
+    size: int | None = None
+    """Number of ranks; ``None``: one for each GPU that the task asks for, else 1."""
+    world_size: int | None = None
+    """Number of ranks of the group; ``None``: the sum of the sizes."""
+    mark: Mark = Mark("")
+    """Of the ``ranks`` key."""
+    marks: Mapping[str, Mark] = field(default_factory=lambda: MappingProxyType({}))
+    """Of each key that was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSpec:
+    """A file (or directory) that is placed before a task starts."""
+
+    path: Text
+    """Where it appears; absolute paths are placed below the attempt's own directory."""
+    contents: Text | None = None
+    """Its text, when given inline (decoded, when it was given as ``base64``: then ``data`` holds the bytes)."""
+    data: bytes | None = None
+    """Its bytes, when given as ``base64``."""
+    local_path: str | None = None
+    """Absolute path on this machine of the file or directory to send."""
+    is_directory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One task as written; ``replicas`` are expanded already, so that each is a ``TaskSpec`` of its own."""
+
+    name: str
+    lead: bool
+    command: tuple[Text, ...]
+    args: tuple[Text, ...] = ()
+    image: str | None = None
+    environment: Mapping[str, Text] = field(default_factory=lambda: MappingProxyType({}))
+    files: tuple[FileSpec, ...] = ()
+    resource: str = "default"
+    ranks: Ranks | None = None
+    replica: int | None = None
+    """Which of the replicas it is, counted from 0; ``None`` when it was written without ``replicas``."""
+    written_name: str = ""
+    """Its name in the spec: without the number of the replica."""
+    outputs: tuple[str, ...] = ()
+    """In words, what the spec wants done with ``{{output}}``."""
+    mark: Mark = Mark("")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """Tasks that start and stop together."""
+
+    name: str
+    tasks: tuple[TaskSpec, ...]
+    barrier: bool = True
+    ignore_nonlead_status: bool | None = None
+    """``None``: not said; then true, except for a group that shares one world."""
+    timeouts: Timeouts = Timeouts()
+    mark: Mark = Mark("")
+
+    @property
+    def lead(self) -> TaskSpec:
+        """The task whose end decides the group's."""
+        return next(task for task in self.tasks if task.lead)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowSpec:
+    """A whole spec, rendered and checked."""
+
+    name: str
+    groups: tuple[GroupSpec, ...]
+    resources: Mapping[str, ResourceSpec]
+    pool: str | None = None
+    file: str = ""
+    """The spec's file, as the person named it."""
+    rendered: str = ""
+    """The document after its template was rendered; without the values of ``--set-env``."""
+    environment_names: tuple[str, ...] = ()
+    """Names of the variables that ``--set-env`` sets for every task; their values are secrets and never stand in a spec."""
+    mark: Mark = Mark("")

@@ -1,0 +1,61 @@
+"""Names and leads: one namespace for tasks and groups, and exactly one lead in each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distflow.documents.problems import Mark
+from distflow.documents.view import View
+from distflow.documents.words import listed
+
+__all__ = ["Namespace", "lead_position"]
+
+_LONGEST = 64
+
+
+@dataclass(slots=True)
+class Namespace:
+    """The names given so far; ``Group_1`` and ``group-1`` are the same name, as in OSMO."""
+
+    _taken: dict[str, tuple[str, Mark]] = field(default_factory=dict)
+
+    def take(self, name: str, view: View, *, made_from: str = "") -> None:
+        """Give a name to a task or group (a mapping with the key ``name``); finds names taken already or too long.
+
+        ``made_from`` says what distflow made the name from, where nobody wrote it.
+        """
+        shown = f"`{name}`" + (f" (made from {made_from})" if made_from else "")
+        where = view.key_mark("name")
+        if len(name) > _LONGEST:
+            if made_from:
+                view.add(f"the name {shown} is longer than {_LONGEST} characters", "give it a shorter name", key="name")
+            return
+        key = name.lower().replace("_", "-")
+        if key in self._taken:
+            first, place = self._taken[key]
+            same = "the same name" if first == name else f"`{first}` (case, `-` and `_` do not tell names apart)"
+            hint = "tasks and groups share one namespace: give one of them another name"
+            view.add(f"the name {shown} is taken: line {place.line} has {same}", hint, key="name")
+        else:
+            self._taken[key] = (name, where)
+
+
+def lead_position(group: View, tasks: Sequence[View]) -> int | None:
+    """Return which of a group's tasks leads it; finds groups with none or several."""
+    leads = [position for position, task in enumerate(tasks) if task.flag("lead")]
+    if len(tasks) == 1:
+        return 0
+    if len(leads) == 1:
+        return leads[0]
+    names = listed(task.string("name") or "?" for task in tasks)
+    # A `lead` of a wrong type was found by the schema, and may be the one that is missing here.
+    if not leads and tasks and not any(task.has("lead") and task.flag("lead") is None for task in tasks):
+        hint = f"add `lead: true` to one of {names}; its end decides the group's"
+        group.add(f"the group `{group.string('name')}` has no lead", hint, key="tasks")
+    for position in leads[1:]:
+        first = tasks[leads[0]]
+        already = f"`{first.string('name')}` (line {first.key_mark('lead').line}) is one"
+        message = f"the group `{group.string('name')}` has {len(leads)} leads: {already}"
+        tasks[position].add(message, "keep one `lead: true`", key="lead")
+    return None

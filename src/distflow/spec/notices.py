@@ -1,0 +1,106 @@
+"""What OSMO's language has and this version does not do: findings that say so before anything runs.
+
+A key whose absence would change what the tasks compute is an error; one that would only do more at the edges is a warning
+that names what will not happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from distflow.documents.view import View
+
+__all__ = ["notice_task", "notice_workflow", "output_words"]
+
+_TASK_ERRORS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "exitActions": (
+            "not supported yet: `exitActions`",
+            "remove it; a task completes when it exits with 0, and fails otherwise",
+        ),
+        "checkpoint": (
+            "not supported yet: `checkpoint`",
+            "remove it; write checkpoints to a directory of the node or a shared one yourself",
+        ),
+    }
+)
+
+_TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "credentials": (
+            "`credentials` is ignored: no secret reaches the task",
+            "give secrets with `--set-env NAME=value`; they are masked and stored apart",
+        ),
+        "volumeMounts": (
+            "`volumeMounts` is ignored: nothing is mounted",
+            "the task sees the node's own directories under their own paths",
+        ),
+        "downloadType": ("`downloadType` is ignored", ""),
+        "cacheSize": ("`cacheSize` is ignored", ""),
+        "kpis": ("`kpis` is ignored: nothing is uploaded", "the files stay below the task's output directory on the node"),
+        "outputs": (
+            "`outputs` is not uploaded yet: the files stay on the node, below the task's output directory",
+            "`distflow workflow query` says where",
+        ),
+    }
+)
+
+_TASK_FLAGS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "privileged": ("`privileged` is ignored: tasks run with the rights of the user on the node", ""),
+        "hostNetwork": ("`hostNetwork` is ignored: without containers every task uses the node's network", ""),
+    }
+)
+
+
+def notice_task(task: View) -> None:
+    """Find what this version does not do for a task."""
+    for key, (message, hint) in _TASK_ERRORS.items():
+        if task.has(key):
+            task.add(message, hint, key=key)
+    for key, (message, hint) in _TASK_WARNINGS.items():
+        if task.has(key):
+            task.warn(message, hint, key=key)
+    for key, (message, hint) in _TASK_FLAGS.items():
+        if task.flag(key):
+            task.warn(message, hint, key=key)
+    for entry in task.views("inputs"):
+        if entry.has("task"):
+            hint = "let both tasks use a shared directory, or submit one workflow after the other"
+            entry.add(f"not supported yet: `inputs` from a task (`{entry.string('task')}`)", hint, key="task")
+        else:
+            what = next((key for key in ("url", "dataset") if entry.has(key)), None)
+            if what is None:
+                entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "say what to fetch")
+            else:
+                entry.warn(
+                    f"`inputs` by {what} is ignored: nothing is fetched",
+                    "put the data on the nodes before the task starts",
+                    key=what,
+                )
+
+
+def notice_workflow(workflow: View, tasks: tuple[View, ...]) -> None:
+    """Find what this version does not do for a workflow as a whole; each at most once."""
+    if workflow.has("labels"):
+        workflow.warn("`labels` is ignored: workflows cannot be found by label yet", key="labels")
+    image = next((task for task in tasks if task.has("image")), None)
+    if image is not None:
+        hint = "install what the image holds there; the pool's `python` says which one that is"
+        image.warn("`image` is ignored: tasks run on the node's own python", hint, key="image")
+    resources = workflow.view("resources")
+    topology = next((name for name in resources.keys if resources.view(name).has("topology")), None)
+    if topology is not None:
+        resources.view(topology).warn("`topology` is ignored: nodes are chosen without it", key="topology")
+
+
+def output_words(task: View) -> tuple[str, ...]:
+    """Return in words what the spec wants done with the task's output."""
+    words = []
+    for entry in task.views("outputs"):
+        for key, verb in (("url", "upload to"), ("dataset", "store as dataset"), ("update_dataset", "add to dataset")):
+            what = entry.string(key) or entry.view(key).string("name")
+            if what:
+                words.append(f"{verb} {what}")
+    return tuple(words)

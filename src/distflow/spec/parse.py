@@ -1,0 +1,204 @@
+"""A spec's file to its typed model: read, render, parse, check the shape, check the meaning; every finding at once.
+
+This is the door of the package: ``load_spec`` for a path, ``load_spec_text`` for a text that somebody else read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
+from distflow.documents.quantities import parse_bytes, parse_duration
+from distflow.documents.source import decode, read_text
+from distflow.documents.view import View
+from distflow.documents.yaml_text import parse_yaml
+from distflow.spec.model import GroupSpec, ResourceSpec, TaskSpec, Timeouts, WorkflowSpec
+from distflow.spec.names import Namespace, lead_position
+from distflow.spec.notices import notice_workflow
+from distflow.spec.schema import spec_problems
+from distflow.spec.tasks import check_tokens, parse_task, replica_names
+from distflow.spec.template import render
+
+__all__ = ["load_spec", "load_spec_text"]
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Pairs = Sequence[tuple[str, str]]
+
+
+def load_spec(
+    path: str,
+    *,
+    sets: Pairs = (),
+    set_strings: Pairs = (),
+    environment_names: Sequence[str] = (),
+    stdin_text: str | None = None,
+) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
+    """Return the spec in the file at ``path`` and its warnings; raises ``ProblemsFound`` with every finding when it is wrong.
+
+    For the path ``-`` the text is ``stdin_text``, and files are relative to the current directory. ``sets`` and
+    ``set_strings`` are the variables of ``--set`` and ``--set-string``, ``environment_names`` the names that ``--set-env``
+    sets; its values stay with the caller.
+    """
+    if path == "-":
+        text = decode((stdin_text or "").encode("utf-8", "surrogateescape"), shown="-")
+        base_dir = Path.cwd()
+    else:
+        text = read_text(path)
+        base_dir = Path(os.path.abspath(path)).parent
+    return load_spec_text(text, path, base_dir, sets=sets, set_strings=set_strings, environment_names=environment_names)
+
+
+def load_spec_text(
+    text: str,
+    file: str,
+    base_dir: Path,
+    *,
+    sets: Pairs = (),
+    set_strings: Pairs = (),
+    environment_names: Sequence[str] = (),
+) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
+    """Return the spec in ``text`` and its warnings, as ``load_spec`` does.
+
+    ``file`` is how findings name it, ``base_dir`` the directory that its ``localpath`` entries are relative to.
+    """
+    bad_names = tuple(_bad_variables(environment_names))
+    try:
+        rendered = render(text, file, sets=sets, set_strings=set_strings)
+        document = parse_yaml(rendered.text, file, rendered.line_map)
+    except ProblemsFound as error:
+        raise ProblemsFound([*bad_names, *error.problems]) from None
+    problems = [*bad_names, *rendered.problems, *spec_problems(document)]
+    if "default-values" in View(document, ()).keys:
+        hint = "write `default-values:` without quotes and without spaces before it"
+        View(document, (), problems).add("`default-values` was not recognised as such", hint, key="default-values")
+    top = View(document, ("workflow",), problems)
+    resources = _parse_resources(top)
+    groups = _parse_groups(top, resources, base_dir)
+    raise_errors(in_document_order(problems))
+    spec = WorkflowSpec(
+        name=top.string("name") or "",
+        pool=top.string("pool") or None,
+        groups=groups,
+        resources=resources,
+        file=file,
+        rendered=rendered.text,
+        environment_names=tuple(dict.fromkeys(environment_names)),
+        mark=top.key_mark("name"),
+    )
+    return spec, in_document_order(problems)
+
+
+def _bad_variables(names: Sequence[str]) -> Iterator[Problem]:
+    for name in names:
+        if not _VARIABLE.fullmatch(name):
+            message = f"`{name}` cannot be the name of an environment variable"
+            yield Problem(
+                where=Mark("--set-env"), message=message, hint="use letters, digits and `_`, not beginning with a digit"
+            )
+
+
+def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Path) -> tuple[GroupSpec, ...]:
+    """Return the groups; tasks that stand without a group get one each, named ``<task>-group``."""
+    # Groups with their tasks, in either of the two ways to write them.
+    written = [(group, list(group.views("tasks"))) for group in top.views("groups")]
+    alone = [] if written else list(top.views("tasks"))
+    _check_names(written, alone)
+    members = [*(task for _, tasks in written for task in tasks), *alone]
+    everyone = {name for task in members for name in (*replica_names(task), task.string("name") or "")}
+    timeouts = _parse_timeouts(top, Timeouts())
+    found = []
+    for group, tasks in written:
+        lead = lead_position(group, tasks)
+        specs = _parse_members(tasks, lead, resources, everyone, base_dir)
+        found.append(
+            GroupSpec(
+                name=group.string("name") or "",
+                tasks=specs,
+                barrier=group.flag("barrier") is not False,
+                ignore_nonlead_status=group.flag("ignoreNonleadStatus"),
+                timeouts=_parse_timeouts(group, timeouts),
+                mark=group.key_mark("name"),
+            )
+        )
+    for task in alone:
+        if len(replica_names(task)) > 1:
+            task.add(
+                "`replicas` needs a group: tasks of a group start and stop together",
+                "put the task into `groups: [{name: …, tasks: […]}]`",
+                key="replicas",
+            )
+        name, specs = task.string("name") or "", _parse_members([task], 0, resources, everyone, base_dir)
+        found.append(GroupSpec(name=f"{name}-group", tasks=specs, timeouts=timeouts, mark=task.key_mark("name")))
+    notice_workflow(top, tuple(members))
+    return tuple(found)
+
+
+def _check_names(written: Sequence[tuple[View, Sequence[View]]], alone: Sequence[View]) -> None:
+    namespace = Namespace()
+    for group, tasks in written:
+        if group.string("name"):
+            namespace.take(group.string("name") or "", group)
+        for task in tasks:
+            _take_task(namespace, task)
+    for task in alone:
+        _take_task(namespace, task)
+        if task.string("name"):
+            namespace.take(f"{task.string('name')}-group", task, made_from=f"the task `{task.string('name')}`")
+
+
+def _take_task(namespace: Namespace, task: View) -> None:
+    name = task.string("name")
+    if not name:
+        return
+    made_from = f"`{name}` and its replicas" if task.has("replicas") else ""
+    for replica in replica_names(task):
+        namespace.take(replica, task, made_from=made_from if replica != name else "")
+
+
+def _parse_members(
+    tasks: Sequence[View], lead: int | None, resources: Mapping[str, ResourceSpec], everyone: set[str], base_dir: Path
+) -> tuple[TaskSpec, ...]:
+    found: list[TaskSpec] = []
+    for position, task in enumerate(tasks):
+        if task.flag("lead") and len(replica_names(task)) > 1:
+            hint = "remove `lead`: the first replica leads a group without other tasks; else make the lead a task of its own"
+            task.add("a task with `replicas` cannot be the lead: a group has exactly one", hint, key="lead")
+        specs = parse_task(task, leads=position == lead, resources=resources, base_dir=base_dir)
+        check_tokens(task, specs[0], tasks, everyone)
+        found += specs
+    return tuple(found)
+
+
+def _parse_timeouts(owner: View, above: Timeouts) -> Timeouts:
+    """Return the bounds that hold; a group's own win over the workflow's, and zero means none."""
+    timeout = owner.view("timeout")
+    seconds = {key: timeout.parsed(key, parse_duration) for key in ("exec_timeout", "queue_timeout")}
+    own_exec, own_queue = seconds["exec_timeout"], seconds["queue_timeout"]
+    return Timeouts(
+        exec_s=above.exec_s if own_exec is None else own_exec or None,
+        queue_s=above.queue_s if own_queue is None else own_queue or None,
+    )
+
+
+def _parse_resources(top: View) -> Mapping[str, ResourceSpec]:
+    if not top.has("resources"):
+        return MappingProxyType({"default": ResourceSpec(mark=top.key_mark("resources"))})
+    entries = top.view("resources")
+    return MappingProxyType({name: _parse_resource(entries.view(name), entries.key_mark(name)) for name in entries.keys})
+
+
+def _parse_resource(entry: View, mark: Mark) -> ResourceSpec:
+    return ResourceSpec(
+        cpu=entry.whole("cpu"),
+        gpu=entry.whole("gpu"),
+        memory=entry.parsed("memory", parse_bytes),
+        storage=entry.parsed("storage", parse_bytes),
+        platform=entry.string("platform") or None,
+        nodes_excluded=tuple(text.value for text in entry.texts("nodesExcluded")),
+        mark=mark,
+    )

@@ -1,0 +1,143 @@
+"""One entry of ``tasks`` to its typed form, and replicas to tasks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from distflow.documents.document import Text
+from distflow.documents.view import View
+from distflow.documents.words import did_you_mean
+from distflow.spec.files import parse_files
+from distflow.spec.model import Ranks, TaskSpec
+from distflow.spec.notices import notice_task, output_words
+from distflow.spec.tokens import TOKEN_NAMES, find_tokens
+
+__all__ = ["check_tokens", "parse_task", "replica_names"]
+
+_DEFAULT = "default"
+
+
+def replica_names(task: View) -> tuple[str, ...]:
+    """Return the names of the tasks that an entry stands for; more than its own name when it has ``replicas``."""
+    name, count = task.string("name") or "", _replicas(task)
+    return (name,) if count is None else tuple(f"{name}-{number}" for number in range(count))
+
+
+def parse_task(task: View, *, leads: bool, resources: Container[str], base_dir: Path) -> tuple[TaskSpec, ...]:
+    """Return the tasks that an entry stands for; with ``leads`` the first of them is the lead."""
+    notice_task(task)
+    names = replica_names(task)
+    first = TaskSpec(
+        name=names[0],
+        written_name=task.string("name") or "",
+        lead=leads,
+        command=task.texts("command"),
+        args=task.texts("args"),
+        image=task.string("image"),
+        environment=_environment(task),
+        files=parse_files(task, base_dir),
+        resource=_resource(task, resources),
+        ranks=_ranks(task),
+        replica=None if _replicas(task) is None else 0,
+        outputs=output_words(task),
+        mark=task.key_mark("name"),
+    )
+    return (first, *(replace(first, name=name, lead=False, replica=number) for number, name in enumerate(names) if number))
+
+
+def _replicas(task: View) -> int | None:
+    count = task.whole("replicas")
+    return count if count is not None and 1 <= count <= 4096 else None
+
+
+def _environment(task: View) -> Mapping[str, Text]:
+    names = task.view("environment").keys
+    found = {name: task.document.text_at((*task.path, "environment", name)) for name in names}
+    return MappingProxyType({name: text for name, text in found.items() if text is not None})
+
+
+def _resource(task: View, resources: Container[str]) -> str:
+    name = task.string("resource")
+    if name is not None and name not in resources:
+        known = resources if isinstance(resources, Mapping) else ()
+        task.add(
+            f"there is no resource `{name}`",
+            did_you_mean(name, known, what="resources") if known else "define it in `workflow.resources`",
+            key="resource",
+        )
+    if name is None and _DEFAULT not in resources:
+        known = resources if isinstance(resources, Mapping) else ()
+        hint = f"add `resource:` with one of {', '.join(f'`{entry}`' for entry in known)}, or define a resource named `default`"
+        task.add(
+            f"the task `{task.string('name')}` names no resource, and `workflow.resources` has no `default`", hint, key="name"
+        )
+    return name or _DEFAULT
+
+
+def _ranks(task: View) -> Ranks | None:
+    if "ranks" not in task.keys:
+        return None
+    ranks = task.view("ranks")
+    if ranks.has("offset") and len(replica_names(task)) > 1:
+        ranks.add(
+            "`offset` cannot be given together with `replicas`", "remove it: the offsets of replicas are computed", key="offset"
+        )
+    return Ranks(
+        offset=ranks.whole("offset"),
+        size=ranks.whole("size"),
+        world_size=ranks.whole("world_size"),
+        mark=task.key_mark("ranks"),
+        marks=MappingProxyType({key: ranks.key_mark(key) for key in ranks.keys}),
+    )
+
+
+def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: Container[str]) -> None:
+    """Find tokens that nothing will fill: misspelt ones, and hosts that are not in the task's group.
+
+    ``elsewhere`` holds the names of the tasks of all groups.
+    """
+    hosts = {name: member.string("name") or "" for member in group for name in replica_names(member)}
+    for text in _texts(spec):
+        for token in find_tokens(text.value):
+            message, hint = "", ""
+            if token.name == "host":
+                message, hint = _host_finding(token.argument, hosts, elsewhere)
+            elif token.name == "input":
+                message, hint = (
+                    f"not supported yet: {{{{input:{token.argument or 'N'}}}}}",
+                    "put the data on the nodes and name its path",
+                )
+            elif token.name not in TOKEN_NAMES or token.argument is not None:
+                shown = token.name if token.argument is None else f"{token.name}:{token.argument}"
+                message = f"{{{{{shown}}}}} is not a token of distflow, and would stay as it is"
+                near = did_you_mean(token.name, TOKEN_NAMES, what="tokens")
+                hint = f"{near}; text with braces of its own goes into a file sent with `localpath`"
+            if message:
+                task.add(message, hint, where=text.mark_at(token.offset))
+
+
+def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Container[str]) -> tuple[str, str]:
+    if name is None:
+        return "{{host}} names no task", "write {{host:<task>}} with a task of the same group"
+    if name in hosts:
+        return "", ""
+    said = f"{{{{host:{name}}}}} names no task of this group"
+    if name in hosts.values():
+        return f"{said}: `{name}` has replicas", f"name one of them, such as {{{{host:{name}-0}}}}"
+    if name in elsewhere:
+        return (
+            f"{said}: `{name}` is in another group",
+            "groups do not run at the same time for certain; put both tasks into one group",
+        )
+    return said, did_you_mean(name, hosts, what="tasks")
+
+
+def _texts(spec: TaskSpec) -> Iterator[Text]:
+    yield from (*spec.command, *spec.args, *spec.environment.values())
+    for file in spec.files:
+        yield file.path
+        if file.contents is not None:
+            yield file.contents

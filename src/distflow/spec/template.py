@@ -1,0 +1,152 @@
+"""A spec's text through its template, with the line of the file known for every line that comes out.
+
+OSMO's order: ``default-values`` is cut out of the raw text (it stands at column 0 and is not rendered itself), variables are
+the defaults, then ``--set``, then ``--set-string``, later ones winning; tokens such as ``{{output}}`` go through untouched;
+the rest is Jinja in a sandbox. Files named by ``localpath`` are never rendered. A text without ``{{``, ``{%`` and ``{#`` does
+not import Jinja.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.documents.document import Document
+from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
+from distflow.documents.scalars import argument_value
+from distflow.documents.words import did_you_mean
+from distflow.documents.yaml_text import parse_yaml
+from distflow.spec.tokens import PLAIN_TOKENS, TOKEN_NAMES, Shield, choose_fence
+
+__all__ = ["Rendered", "render", "split_defaults"]
+
+_DEFAULTS = re.compile(r"default-values[ \t]*:")
+_NEXT_PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]*[ \t]*:|\{[%{#]|---|\.\.\.")
+"""What may follow ``default-values`` at column 0."""
+_IS_TEMPLATE = re.compile(r"\{[{%#]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A text after its template."""
+
+    text: str
+    line_map: tuple[int, ...]
+    """For each line of ``text`` its line in the file; empty when they are the same."""
+    problems: tuple[Problem, ...] = ()
+    """Warnings only."""
+
+
+def render(
+    text: str,
+    file: str,
+    *,
+    sets: Sequence[tuple[str, str]] = (),
+    set_strings: Sequence[tuple[str, str]] = (),
+    limit_s: float = 5.0,
+) -> Rendered:
+    """Return ``text`` rendered; raises ``ProblemsFound``.
+
+    Values of ``sets`` are YAML scalars (``--set flag=false`` is a boolean), those of ``set_strings`` texts. ``limit_s``
+    bounds the time.
+    """
+    body, defaults_text = split_defaults(text, file)
+    defaults, problems = _defaults(defaults_text, file)
+    chosen = [
+        *((name, argument_value(value), "--set") for name, value in sets),
+        *((n, v, "--set-string") for n, v in set_strings),
+    ]
+    variables: dict[str, Any] = {**defaults, **{name: value for name, value, _ in chosen}}
+    options = {name: option for name, _, option in chosen}
+
+    fence = choose_fence(text, *(value for _, value in (*sets, *set_strings)))
+    shield = Shield(fence)
+    template = shield.protect(body)
+    used: frozenset[str] = frozenset()
+    line_map: tuple[int, ...] = ()
+    if _IS_TEMPLATE.search(template):
+        shielded = shield.protect_ranks(template, variables)
+        if _IS_TEMPLATE.search(shielded):
+            from distflow.spec.jinja import read_names, render_template  # noqa: PLC0415  Jinja takes 60 ms to import
+
+            names = read_names(template, file)
+            used = names.used
+            _check_options(options, defaults, used, problems)
+            template = shield.protect_ranks(template, {*variables, *names.assigned})
+            try:
+                template, line_map = render_template(template, variables, file=file, fence=fence, limit_s=limit_s)
+            except ProblemsFound as error:
+                raise ProblemsFound([*problems, *error.problems]) from None
+        else:
+            template = shielded
+    if not used:
+        _check_options(options, defaults, used, problems)
+    return Rendered(text=shield.restore(template), line_map=line_map, problems=tuple(problems))
+
+
+def split_defaults(text: str, file: str) -> tuple[str, str]:
+    """Return the text without its ``default-values``, and those alone; blank lines keep the line numbers of both."""
+    body, defaults = [], []
+    inside, begun = False, 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        if _DEFAULTS.match(line):
+            if begun:
+                message = "the key `default-values` stands here twice"
+                hint = f"it was given in line {begun} already; keep one of them"
+                raise ProblemsFound([Problem(where=Mark(file, number, 1), message=message, hint=hint, path="default-values")])
+            inside, begun = True, number
+        elif inside and _NEXT_PART.match(line):
+            inside = False
+        body.append("" if inside else line)
+        defaults.append(line if inside else "")
+    return "\n".join(body), "\n".join(defaults) if begun else ""
+
+
+def _defaults(text: str, file: str) -> tuple[dict[str, Any], list[Problem]]:
+    if not text:
+        return {}, []
+    document = parse_yaml(text, file)
+    values = document.value_at(("default-values",))
+    if values is None:
+        return {}, []
+    if not isinstance(values, dict):
+        message = "`default-values` must be a mapping of variables to their values"
+        raise ProblemsFound([Problem(where=document.key_mark_at(("default-values",)), message=message, path="default-values")])
+    return values, [problem for name in values for problem in _check_name(document, name)]
+
+
+def _check_name(document: Document, name: str) -> list[Problem]:
+    path = f"default-values.{name}"
+    where = document.key_mark_at(("default-values", name))
+    if not name.isidentifier():
+        message = f"no template can name the variable `{name}`, so it has no effect"
+        hint = f"rename it to `{re.sub('[^A-Za-z0-9_]', '_', name)}`"
+    elif name in PLAIN_TOKENS:
+        message = f"the variable `{name}` has no effect: {{{{{name}}}}} is a token that distflow fills when the task starts"
+        hint = "give the variable another name"
+    else:
+        return []
+    return [Problem(where=where, message=message, hint=hint, path=path, severity=Severity.WARNING)]
+
+
+def _check_options(
+    options: Mapping[str, str], defaults: Mapping[str, Any], used: frozenset[str], problems: Sequence[Problem]
+) -> None:
+    """Raise for options that would change nothing: OSMO drops them silently, and a typing error costs a run."""
+    found = []
+    for name, option in options.items():
+        if name in PLAIN_TOKENS:
+            message = f"`{name}` cannot be set: {{{{{name}}}}} is a token that distflow fills when the task starts"
+            found.append(Problem(where=Mark(option), message=message, hint="give the variable another name"))
+        elif name not in defaults and name not in used:
+            known = {*defaults, *used} - {*TOKEN_NAMES} | {*defaults}
+            hint = (
+                did_you_mean(name, known, what="variables")
+                if known
+                else "the spec has no variables; add it to its `default-values`"
+            )
+            found.append(Problem(where=Mark(option), message=f"the spec has no variable `{name}`", hint=hint))
+    if found:
+        raise ProblemsFound([*problems, *found])

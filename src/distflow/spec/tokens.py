@@ -1,0 +1,77 @@
+"""The tokens of a spec: ``{{output}}``, ``{{host:master}}`` and the rank tokens, which the template leaves alone.
+
+They look like template variables, but their values are known only when nodes are, so rendering must carry them through
+unharmed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+__all__ = ["PLAIN_TOKENS", "RANK_TOKENS", "TOKEN_NAMES", "Shield", "choose_fence", "find_tokens"]
+
+PLAIN_TOKENS = ("uuid", "workflow_id", "output")
+"""Always tokens, also when a variable has that name (as in OSMO)."""
+RANK_TOKENS = ("rank_offset", "rank_size", "world_size", "node_rank", "num_nodes", "master_addr", "master_port")
+"""distflow's own; a template variable of that name wins, so that OSMO's specs keep their meaning."""
+TOKEN_NAMES = (*PLAIN_TOKENS, *RANK_TOKENS, "host", "input")
+
+# No quotes in the argument: in {{ '{{host:w-' ~ i ~ '}}' }} the inner braces are text of the template's own string.
+_ARGUMENT = r"[^{}'\"\n]+?"
+_OSMO = re.compile(r"\{\{[ \t]*(" + "|".join(PLAIN_TOKENS) + r"|(?:input|host)[ \t]*:[ \t]*" + _ARGUMENT + r")[ \t]*\}\}")
+_ANY = re.compile(r"\{\{[ \t]*([A-Za-z_][A-Za-z0-9_]*)(?:[ \t]*:[ \t]*(" + _ARGUMENT + r"))?[ \t]*\}\}")
+
+_PRIVATE = range(0xF0000, 0xFFFFD)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token in a string."""
+
+    name: str
+    argument: str | None
+    offset: int
+
+
+def find_tokens(text: str) -> Iterable[Token]:
+    """Yield what looks like a token in a rendered string."""
+    return (Token(match.group(1), match.group(2), match.start()) for match in _ANY.finditer(text))
+
+
+def choose_fence(*texts: str) -> tuple[str, str]:
+    """Return two characters for private use that occur in none of the texts."""
+    used = {char for text in texts if not text.isascii() for char in text if char >= chr(_PRIVATE.start)}
+    free = (chr(code) for code in _PRIVATE if chr(code) not in used)
+    return next(free), next(free)
+
+
+class Shield:
+    """Takes tokens out of a text and puts them back."""
+
+    def __init__(self, fence: tuple[str, str]) -> None:
+        """Mark the places with the two characters of ``fence``, which must not occur in any text."""
+        self._fence = fence
+        self._tokens: list[str] = []
+        self._marked = re.compile(f"{fence[0]}t([0-9]+){fence[1]}")
+
+    def protect(self, text: str) -> str:
+        """Return ``text`` with OSMO's tokens replaced by marks."""
+        return _OSMO.sub(lambda match: self._mark(re.sub(r"[ \t]*:[ \t]*", ":", match.group(1))), text)
+
+    def protect_ranks(self, text: str, variables: Container[str]) -> str:
+        """Return ``text`` with the rank tokens replaced by marks, except those that are variables of the template."""
+        names = [name for name in RANK_TOKENS if name not in variables]
+        if not names:
+            return text
+        pattern = re.compile(r"\{\{[ \t]*(" + "|".join(names) + r")[ \t]*\}\}")
+        return pattern.sub(lambda match: self._mark(match.group(1)), text)
+
+    def restore(self, text: str) -> str:
+        """Return ``text`` with every mark replaced by its token."""
+        return self._marked.sub(lambda match: "{{" + self._tokens[int(match.group(1))] + "}}", text)
+
+    def _mark(self, token: str) -> str:
+        self._tokens.append(token)
+        return f"{self._fence[0]}t{len(self._tokens) - 1}{self._fence[1]}"

@@ -1,0 +1,108 @@
+"""The state directory: where everything of this user on this machine lies.
+
+State is per user and host: homes on NFS are common, and SQLite's WAL and file locks are not safe between hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.errors import StateError
+
+__all__ = ["StateDirectory", "find_state_directory", "state_errors"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateDirectory:
+    """Names of everything in the state directory."""
+
+    path: Path
+
+    @property
+    def store(self) -> Path:
+        """The SQLite file."""
+        return self.path / "distflow.sqlite3"
+
+    @property
+    def blobs(self) -> Path:
+        """Files that specs send, by digest."""
+        return self.path / "blobs"
+
+    @property
+    def logs(self) -> Path:
+        """The mirrored logs."""
+        return self.path / "logs"
+
+    @property
+    def secrets(self) -> Path:
+        """Values of ``--set-env``, one file per workflow."""
+        return self.path / "secrets"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the supervisor for as long as it lives."""
+        return self.path / "supervisor.lock"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What the supervisor writes about itself."""
+        return self.path / "supervisor.log"
+
+    @property
+    def crash_log(self) -> Path:
+        """Traceback of the last bug."""
+        return self.path / "crash.log"
+
+    @property
+    def socket(self) -> Path:
+        """Where the supervisor is woken; socket paths are limited to about 100 bytes, so it lies elsewhere."""
+        # Commands that only read do not ask for it, and these two cost a tenth of their time.
+        import hashlib  # noqa: PLC0415
+        import tempfile  # noqa: PLC0415
+
+        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
+        runtime = os.environ.get("XDG_RUNTIME_DIR")
+        base = Path(runtime) if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir())
+        if len(os.fsencode(base)) > 60:
+            base = Path("/tmp")  # noqa: S108  a folder of our own inside it, 0700
+        return base / f"distflow-{os.getuid()}" / f"{digest}.sock"
+
+    def ensure(self) -> StateDirectory:
+        """Create the directories with mode 0700 and return self.
+
+        Raises ``StateError`` when they cannot be made or used.
+        """
+        with state_errors(self.path):
+            for folder in (self.path, self.blobs, self.logs, self.secrets):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(13, "Permission denied", str(self.path))
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.write_bytes(b"x")
+            probe.unlink()
+        return self
+
+
+@contextmanager
+def state_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's errors about the state directory into ``StateError``."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise StateError(
+            f"cannot use the state directory: {where}: {error.strerror}",
+            hint="free space there or make it writable, or point DISTFLOW_STATE at another directory",
+        ) from error
+
+
+def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:
+    """Return ``$DISTFLOW_STATE``, else this host's folder in the user's state directory."""
+    if given := environ.get("DISTFLOW_STATE"):
+        return StateDirectory(Path(given).expanduser().absolute())
+    base = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
+    return StateDirectory(Path(base) / "distflow" / os.uname().nodename)

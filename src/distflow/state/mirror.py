@@ -1,0 +1,68 @@
+"""The mirrored logs: a copy of each attempt's output on this machine, by byte offset.
+
+``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds ``output.log`` (raw bytes) and ``output.idx`` (for each
+read on the node one little-endian record ``<dQ``: seconds since the epoch, offset of its first byte), as the node
+wrote them (``docs/agent-protocol.md``).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from distflow.state.record import attempt_name
+
+__all__ = ["INDEX", "OUTPUT", "Mirror"]
+
+OUTPUT, INDEX = "output.log", "output.idx"
+
+_TAIL_BYTES = 16384
+
+
+class Mirror:
+    """Reads and writes the mirrored logs below one directory."""
+
+    def __init__(self, root: Path) -> None:
+        """Use ``root``, which may not exist yet."""
+        self.root = root
+
+    def folder(self, workflow: str, group: str, task: str, attempt: int) -> Path:
+        """Return where the logs of an attempt lie."""
+        return self.root / attempt_name(workflow, group, task, attempt)
+
+    def size(self, attempt: str, file: str) -> int:
+        """Return how many bytes of a file of an attempt (by its name on the node) are here."""
+        try:
+            return (self.root / attempt / file).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def write(self, attempt: str, file: str, offset: int, data: bytes) -> None:
+        """Put ``data`` where it stood on the node. Raises ``OSError`` when this disk does not take it."""
+        path = self.root / attempt / file
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(handle, data[written:], offset + written)
+        finally:
+            os.close(handle)
+
+    def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[str, ...]:
+        """Return the last lines that an attempt printed, as far as they are here; fewer when they are very long."""
+        try:
+            with (self.folder(workflow, group, task, attempt) / OUTPUT).open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                start = max(0, end - _TAIL_BYTES)
+                log.seek(start)
+                data = log.read()
+        except FileNotFoundError:
+            return ()
+        lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+        if start > 0 and len(lines) > 1:
+            lines = lines[1:]
+        return tuple(lines[-count:])

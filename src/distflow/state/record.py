@@ -1,0 +1,194 @@
+"""Frozen records of workflows, groups and tasks: what the supervisor decides on and the command line shows.
+
+Times are seconds since the epoch (UTC). Records are replaced, never changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distflow.lifecycle.states import Reason, State, WorkflowState, status_of, workflow_status_of
+from distflow.plan.binding import Binding
+
+__all__ = ["CancelRequest", "Cause", "End", "Event", "GroupRecord", "TaskRecord", "WorkflowRecord", "attempt_name"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How an attempt of a task ended, as its node recorded it (``docs/agent-protocol.md``)."""
+
+    ended_at: float
+    reason: str = "exited"
+    """The node's word: ``exited``, ``stopped``, ``start_error``, ``runner_died``, …"""
+    exit_code: int | None = None
+    signal: int | None = None
+    started_at: float | None = None
+    stopped_at: float | None = None
+    """When the stop reached it; ``None`` when nobody stopped it."""
+    message: str | None = None
+    output_bytes: int = 0
+    lost_output_bytes: int = 0
+    """Bytes of output that the node could not keep, because its disk was full."""
+    error: dict[str, object] | None = None
+    """torch's error file (``TORCHELASTIC_ERROR_FILE``), when a process of the task wrote one."""
+
+    @property
+    def is_success(self) -> bool:
+        """True when the command itself said so."""
+        return self.reason == "exited" and self.exit_code == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRecord:
+    """One attempt of one task."""
+
+    name: str
+    lead: bool = False
+    attempt: int = 0
+    """Counted from 0, as OSMO's ``retry_id``."""
+    state: State = State.WAITING
+    reason: Reason | None = None
+    message: str = ""
+    """One sentence about why it ended so; may be empty."""
+    ranks: str = ""
+    """Its global ranks, such as ``8-15``; empty without a world."""
+    node: str | None = None
+    gpu_ids: tuple[int, ...] = ()
+    prepared: bool = False
+    """Its node has everything that the start needs."""
+    pid: int | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    end: End | None = None
+    log_complete: bool = False
+    """All of its output is mirrored here, or it is known that the rest never will be."""
+    outputs: tuple[str, ...] = ()
+    output_dir: str | None = None
+    """Where its ``{{output}}`` lies on the node."""
+
+    @property
+    def status(self) -> str:
+        """OSMO's word for state and reason."""
+        return status_of(self.state, self.reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """The first cause of a group's failure."""
+
+    task: str
+    reason: Reason
+    message: str
+    """One sentence, such as ``exit code 1``."""
+    at: float
+    node: str | None = None
+    ranks: str = ""
+    """The rank that failed where it is known, else all ranks of the task."""
+    exit_code: int | None = None
+    signal: int | None = None
+    lines: tuple[str, ...] = ()
+    """The last lines that the task printed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """One group of a workflow, with the latest attempt of its tasks."""
+
+    name: str
+    tasks: tuple[TaskRecord, ...]
+    state: State = State.WAITING
+    reason: Reason | None = None
+    message: str = ""
+    """What it waits for, or why it ended so."""
+    cause: Cause | None = None
+    attempt: int = 0
+    binding: Binding | None = None
+    scheduling_at: float | None = None
+    initializing_at: float | None = None
+    running_at: float | None = None
+    stopping_at: float | None = None
+    ended_at: float | None = None
+    stop_reason: Reason | None = None
+    """Why it is being stopped, while it is."""
+    withdrawing: bool = False
+    """INITIALIZING, but on its way back to the queue: its leases are being given back."""
+    not_before: float = 0.0
+    """No new try for nodes before this time."""
+    lease_tries: int = 0
+
+    @property
+    def status(self) -> str:
+        """OSMO's word for state and reason."""
+        return status_of(self.state, self.reason)
+
+    def task(self, name: str) -> TaskRecord:
+        """Return one task."""
+        return next(task for task in self.tasks if task.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequest:
+    """A person asked for the end of a workflow."""
+
+    at: float
+    by: str
+    message: str = ""
+    force: bool = False
+    """Skip the grace between TERM and KILL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowRecord:
+    """One submission of a spec."""
+
+    uuid: str
+    """Names its directories on the nodes."""
+    id: str
+    """What people call it: ``<name>-<n>``."""
+    name: str
+    number: int
+    user: str
+    pool: str
+    pool_key: str
+    """Tells pools of one name but with other settings apart; all workflows with one key share one set of nodes."""
+    submitted_at: float
+    state: WorkflowState = WorkflowState.PENDING
+    reason: Reason | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    cancel: CancelRequest | None = None
+    groups: tuple[GroupRecord, ...] = ()
+    """Empty where only the workflow itself was asked for."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> str:
+        """OSMO's word for state and reason."""
+        return workflow_status_of(self.state, self.reason)
+
+    def group(self, name: str) -> GroupRecord:
+        """Return one group."""
+        return next(group for group in self.groups if group.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened, as the store remembers it."""
+
+    at: float
+    kind: str
+    """A word to filter by: ``submitted``, ``state``, ``node``, ``cancel``, ``supervisor``."""
+    text: str
+    """One sentence."""
+    workflow: str
+    """The workflow's uuid."""
+    group: str | None = None
+    task: str | None = None
+    attempt: int | None = None
+    sequence: int = 0
+    """Position in the store; 0 before it is saved."""
+
+
+def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
+    """Return how a node calls an attempt: also the path of its directory below the node's root."""
+    return f"{workflow}/{group}/{task}/{attempt}"

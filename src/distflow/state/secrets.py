@@ -1,0 +1,36 @@
+"""The values of ``--set-env``: one file of mode 0600 per workflow, apart from the store, gone when the workflow has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from distflow.shell import Secret
+
+__all__ = ["read_secrets", "remove_secrets", "write_secrets"]
+
+
+def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) -> None:
+    """Keep the secrets of a workflow (uuid); nothing is written when there are none."""
+    if not secrets:
+        return
+    text = json.dumps({name: secret.reveal() for name, secret in secrets.items()})
+    handle = os.open(folder / f"{workflow}.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+
+
+def read_secrets(folder: Path, workflow: str) -> dict[str, Secret]:
+    """Return the secrets of a workflow (uuid), empty when it was given none."""
+    try:
+        text = (folder / f"{workflow}.json").read_text()
+    except FileNotFoundError:
+        return {}
+    return {name: Secret(value) for name, value in json.loads(text).items()}
+
+
+def remove_secrets(folder: Path, workflow: str) -> None:
+    """Forget the secrets of a workflow (uuid); harmless when there are none."""
+    (folder / f"{workflow}.json").unlink(missing_ok=True)

@@ -1,0 +1,329 @@
+"""The store: one SQLite file (WAL) with workflows, groups and an append-only list of events.
+
+Who writes what is divided, so that no writer can undo another: submission inserts, ``request_cancel`` adds a row of
+its own, and only the supervisor that holds the lock saves progress. Readers never wait for it. What it holds is
+tolerant to its own past: unknown fields of older or newer records are ignored, the schema is numbered (``PRAGMA
+user_version``) and moved forward step by step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from distflow.errors import NotFound, StateError, StoreTooNew
+from distflow.lifecycle.states import Reason, WorkflowState
+from distflow.state.codec import DecodeError, decode, encode
+from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
+
+if TYPE_CHECKING:
+    from distflow.plan.model import Plan
+    from distflow.pools.model import Pool
+
+__all__ = ["Store"]
+
+_MIGRATIONS = (
+    """
+    CREATE TABLE workflows (
+        uuid TEXT PRIMARY KEY, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL, number INTEGER NOT NULL,
+        user TEXT NOT NULL, pool TEXT NOT NULL, pool_key TEXT NOT NULL, state TEXT NOT NULL, reason TEXT,
+        submitted_at REAL NOT NULL, started_at REAL, ended_at REAL,
+        unfinished INTEGER NOT NULL DEFAULT 1, warnings TEXT NOT NULL DEFAULT '[]'
+    ) WITHOUT ROWID;
+    CREATE INDEX workflows_by_time ON workflows (submitted_at DESC);
+    CREATE INDEX workflows_unfinished ON workflows (unfinished) WHERE unfinished = 1;
+    CREATE TABLE names (name TEXT PRIMARY KEY, last INTEGER NOT NULL) WITHOUT ROWID;
+    CREATE TABLE documents (
+        workflow TEXT PRIMARY KEY REFERENCES workflows, template TEXT NOT NULL, spec TEXT NOT NULL,
+        plan BLOB NOT NULL, pool BLOB NOT NULL
+    );
+    CREATE TABLE groups (
+        workflow TEXT NOT NULL REFERENCES workflows, position INTEGER NOT NULL, record BLOB NOT NULL,
+        PRIMARY KEY (workflow, position)
+    ) WITHOUT ROWID;
+    CREATE TABLE cancels (workflow TEXT PRIMARY KEY REFERENCES workflows, record BLOB NOT NULL) WITHOUT ROWID;
+    CREATE TABLE events (
+        sequence INTEGER PRIMARY KEY, workflow TEXT NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL,
+        grp TEXT, task TEXT, attempt INTEGER
+    );
+    CREATE INDEX events_by_workflow ON events (workflow, sequence);
+    """,
+)
+
+_COLUMNS = "uuid, id, name, number, user, pool, pool_key, state, reason, submitted_at, started_at, ended_at, warnings"
+
+
+class Store:
+    """The records of this user on this machine.
+
+    Contract, held by ``tests/contract/test_store.py``:
+
+    1. Every method is one transaction: another process sees all of it or nothing.
+    2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, however many submit at once.
+    3. ``save`` writes records and their events together.
+    4. It raises only ``StateError`` and ``NotFound``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the store at ``path``, creating or upgrading it when needed."""
+        self.path = path
+        with self._errors():
+            if not path.exists():
+                # SQLite would create it with the umask's mode.
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version != len(_MIGRATIONS):
+                self._migrate()
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        self._db.close()
+
+    def __enter__(self) -> Store:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def submit(
+        self,
+        record: WorkflowRecord,
+        *,
+        template: str,
+        spec: str,
+        plan: Plan,
+        pool: Pool,
+        events: Sequence[Event] = (),
+    ) -> WorkflowRecord:
+        """Insert a new workflow, give it its number and id, and return it with both.
+
+        The pool is stored as it is now, so that the supervisor needs no configuration, and later edits change nothing
+        that runs.
+        """
+        with self._transaction():
+            self._db.execute("INSERT INTO names VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET last = last + 1", (record.name,))
+            number = self._db.execute("SELECT last FROM names WHERE name = ?", (record.name,)).fetchone()[0]
+            record = replace(record, number=number, id=f"{record.name}-{number}")
+            self._db.execute(
+                f"INSERT INTO workflows ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  a constant
+                (
+                    record.uuid, record.id, record.name, record.number, record.user, record.pool, record.pool_key,
+                    record.state.value, None, record.submitted_at, None, None, json.dumps(record.warnings),
+                ),
+            )  # fmt: skip
+            self._db.execute(
+                "INSERT INTO documents VALUES (?,?,?,?,?)",
+                (record.uuid, template, spec, encode(plan), encode(pool)),
+            )
+            self._write_groups(record, record.groups)
+            self._write_events(events)
+        return record
+
+    def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event]) -> None:
+        """Write the progress of workflows together with the events that tell of it; the supervisor's alone."""
+        with self._transaction():
+            for record in records:
+                done = record.state.is_final and all(task.log_complete for group in record.groups for task in group.tasks)
+                self._db.execute(
+                    "UPDATE workflows SET state=?, reason=?, started_at=?, ended_at=?, unfinished=? WHERE uuid=?",
+                    (
+                        record.state.value, record.reason.value if record.reason else None,
+                        record.started_at, record.ended_at, int(not done), record.uuid,
+                    ),
+                )  # fmt: skip
+                self._write_groups(record, record.groups)
+            self._write_events(events)
+
+    def add_events(self, events: Iterable[Event]) -> None:
+        """Append events that change no record."""
+        with self._transaction():
+            self._write_events(events)
+
+    def request_cancel(self, workflow: str, request: CancelRequest, event: Event) -> None:
+        """Remember that a person wants this workflow (uuid) to end; a later request replaces an earlier one."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO cancels VALUES (?,?)", (workflow, encode(request)))
+            self._write_events([event])
+
+    def find(self, key: str) -> WorkflowRecord:
+        """Return the workflow with this id or uuid, with its groups.
+
+        Raises ``NotFound`` when there is none, naming the nearest ids.
+        """
+        with self._errors():
+            row = self._db.execute(
+                f"SELECT {_COLUMNS} FROM workflows WHERE id = ? OR uuid = ?",  # noqa: S608  a constant
+                (key, key),
+            ).fetchone()
+            if row is None:
+                raise NotFound(f"there is no workflow {key!r}", hint=self._near(key))
+            return self._complete(_workflow(row))
+
+    def unfinished(self) -> tuple[WorkflowRecord, ...]:
+        """Return every workflow that the supervisor still has work with, oldest first, with its groups."""
+        with self._errors():
+            rows = self._db.execute(
+                f"SELECT {_COLUMNS} FROM workflows WHERE unfinished = 1 ORDER BY submitted_at, number"  # noqa: S608
+            ).fetchall()
+            return tuple(self._complete(_workflow(row)) for row in rows)
+
+    def has_unfinished(self) -> bool:
+        """Return whether the supervisor is needed."""
+        with self._errors():
+            return self._db.execute("SELECT 1 FROM workflows WHERE unfinished = 1 LIMIT 1").fetchone() is not None
+
+    def list(
+        self,
+        *,
+        ends: Sequence[tuple[WorkflowState, Reason | None]] = (),
+        name: str | None = None,
+        pools: Sequence[str] = (),
+        count: int = 20,
+        offset: int = 0,
+    ) -> tuple[WorkflowRecord, ...]:
+        """Return the newest ``count`` workflows that match, newest first, without their groups.
+
+        ``ends`` are the pairs of state and reason that match, ``name`` is a part of the id; whatever is empty matches all.
+        """
+        where, values = ["1"], list[object]()
+        if ends:
+            where.append(f"(state, coalesce(reason, '')) IN (VALUES {','.join(['(?,?)'] * len(ends))})")
+            for state, reason in ends:
+                values += [state.value, reason.value if reason else ""]
+        if pools:
+            where.append(f"pool IN ({','.join('?' * len(pools))})")
+            values += pools
+        if name is not None:
+            where.append("instr(id, ?) > 0")
+            values.append(name)
+        with self._errors():
+            rows = self._db.execute(
+                f"SELECT {_COLUMNS} FROM workflows WHERE {' AND '.join(where)}"  # noqa: S608  only constants are pasted
+                " ORDER BY submitted_at DESC, number DESC LIMIT ? OFFSET ?",
+                (*values, count, offset),
+            ).fetchall()
+        return tuple(_workflow(row) for row in rows)
+
+    def document(self, workflow: str, kind: str) -> str:
+        """Return the ``template`` as submitted or the rendered ``spec`` of a workflow (uuid)."""
+        if kind not in ("template", "spec"):
+            raise ValueError(kind)
+        with self._errors():
+            row = self._db.execute(f"SELECT {kind} FROM documents WHERE workflow = ?", (workflow,)).fetchone()  # noqa: S608
+        return str(row[0])
+
+    def plan(self, workflow: str) -> Plan:
+        """Return the plan of a workflow (uuid)."""
+        from distflow.plan.model import Plan  # noqa: PLC0415  readers of records do without
+
+        with self._errors():
+            row = self._db.execute("SELECT plan FROM documents WHERE workflow = ?", (workflow,)).fetchone()
+            return decode(row[0], Plan)
+
+    def pool(self, workflow: str) -> Pool:
+        """Return the pool of a workflow (uuid) as it was at submission."""
+        from distflow.pools.model import Pool  # noqa: PLC0415  readers of records do without
+
+        with self._errors():
+            row = self._db.execute("SELECT pool FROM documents WHERE workflow = ?", (workflow,)).fetchone()
+            return decode(row[0], Pool)
+
+    def events(self, workflow: str, *, after: int = 0) -> tuple[Event, ...]:
+        """Return the events of a workflow (uuid) with a sequence number above ``after``, in order."""
+        with self._errors():
+            rows = self._db.execute(
+                "SELECT sequence, at, kind, text, workflow, grp, task, attempt FROM events"
+                " WHERE workflow = ? AND sequence > ? ORDER BY sequence",
+                (workflow, after),
+            ).fetchall()
+        return tuple(
+            Event(sequence=r[0], at=r[1], kind=r[2], text=r[3], workflow=r[4], group=r[5], task=r[6], attempt=r[7])
+            for r in rows
+        )
+
+    def uuids(self) -> frozenset[str]:
+        """Return the uuid of every workflow, so that a node's leftovers can be told from its work."""
+        with self._errors():
+            return frozenset(row[0] for row in self._db.execute("SELECT uuid FROM workflows"))
+
+    def _complete(self, record: WorkflowRecord) -> WorkflowRecord:
+        rows = self._db.execute("SELECT record FROM groups WHERE workflow = ? ORDER BY position", (record.uuid,)).fetchall()
+        groups = tuple(decode(row[0], GroupRecord) for row in rows)
+        row = self._db.execute("SELECT record FROM cancels WHERE workflow = ?", (record.uuid,)).fetchone()
+        cancel = decode(row[0], CancelRequest) if row else None
+        return replace(record, groups=groups, cancel=cancel)
+
+    def _near(self, key: str) -> str:
+        stem = key.rpartition("-")[0] or key
+        rows = self._db.execute(
+            "SELECT id FROM workflows WHERE name = ? OR instr(id, ?) > 0 ORDER BY submitted_at DESC LIMIT 3", (stem, stem)
+        ).fetchall()
+        if rows:
+            return "near it: " + ", ".join(row[0] for row in rows)
+        return "`distflow workflow list` shows the ones there are"
+
+    def _write_groups(self, record: WorkflowRecord, groups: Sequence[GroupRecord]) -> None:
+        self._db.executemany(
+            "INSERT INTO groups VALUES (?,?,?) ON CONFLICT (workflow, position) DO UPDATE SET record = excluded.record",
+            [(record.uuid, position, encode(group)) for position, group in enumerate(groups)],
+        )
+
+    def _write_events(self, events: Iterable[Event]) -> None:
+        self._db.executemany(
+            "INSERT INTO events (workflow, at, kind, text, grp, task, attempt) VALUES (?,?,?,?,?,?,?)",
+            [(e.workflow, e.at, e.kind, e.text, e.group, e.task, e.attempt) for e in events],
+        )
+
+    def _migrate(self) -> None:
+        self._db.execute("PRAGMA journal_mode=WAL")
+        with self._transaction():
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version > len(_MIGRATIONS):
+                raise StoreTooNew(
+                    f"{self.path} was written by a newer distflow (format {version}, this one knows {len(_MIGRATIONS)})",
+                    hint="install that version again, or point DISTFLOW_STATE at another directory",
+                )
+            for step in range(version, len(_MIGRATIONS)):
+                for statement in _MIGRATIONS[step].split(";"):
+                    self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, DecodeError) as error:
+            raise StateError(
+                f"cannot use {self.path}: {error}",
+                hint="free space there or make it writable, or point DISTFLOW_STATE at another directory",
+            ) from error
+
+
+def _workflow(row: Sequence[object]) -> WorkflowRecord:
+    names = _COLUMNS.split(", ")
+    values = dict(zip(names, row, strict=True))
+    values["warnings"] = json.loads(str(values["warnings"]))
+    return msgspec.convert(values, WorkflowRecord)

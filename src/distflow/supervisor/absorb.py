@@ -1,0 +1,202 @@
+"""From what was seen to what the record says: one observation at a time. Pure.
+
+Observations may come late, twice or out of order (a reconnection repeats what the node knows), so each is taken only
+where it still means something: an attempt that is over stays over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from distflow.backends.base import (
+    Absent,
+    Ended,
+    Leased,
+    LeaseRefused,
+    LogComplete,
+    Observation,
+    Prepared,
+    PrepareFailed,
+    Released,
+    Started,
+    StopAccepted,
+)
+from distflow.lifecycle.states import Reason, State
+from distflow.plan.model import Binding
+from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.supervisor.verdict import conclude, end_from
+
+__all__ = ["absorb", "with_group", "with_task"]
+
+LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
+"""Waits between tries for nodes that refused."""
+
+
+def absorb(record: WorkflowRecord, seen: Observation) -> tuple[WorkflowRecord, list[Event]]:
+    """Return the workflow's record after an observation of one of its attempts, and the events that tell of it."""
+    if isinstance(seen, Leased | LeaseRefused):
+        group = record.group(seen.group)
+        if group.attempt != seen.attempt or group.state is not State.SCHEDULING:
+            return record, []
+        if isinstance(seen, Leased):
+            return with_group(record, _leased(group, seen.binding, seen.at)), [
+                _event(record, seen.at, "state", f"{group.name}: has its nodes: {_places(seen.binding)}", group.name)
+            ]
+        return _refused(record, group, seen)
+    key = getattr(seen, "key", None)
+    if key is None:
+        return record, []
+    group = record.group(key.group)
+    task = group.task(key.task)
+    if task.attempt != key.attempt or task.node != key.node:
+        return record, []
+    take = _TAKERS.get(type(seen))
+    if take is None:
+        return record, []
+    changed, text = take(group, task, seen)
+    if changed is task:
+        return record, []
+    after = with_task(record, group, changed)
+    if text:
+        return after, [_event(record, seen.at, "state", text, group.name, task.name, task.attempt)]
+    return after, []
+
+
+def with_group(record: WorkflowRecord, group: GroupRecord) -> WorkflowRecord:
+    """Return the workflow with one of its groups replaced."""
+    return replace(record, groups=tuple(group if other.name == group.name else other for other in record.groups))
+
+
+def with_task(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> WorkflowRecord:
+    """Return the workflow with one task of a group replaced."""
+    tasks = tuple(task if other.name == task.name else other for other in group.tasks)
+    return with_group(record, replace(group, tasks=tasks))
+
+
+def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
+    tasks = tuple(
+        replace(
+            task,
+            state=State.INITIALIZING,
+            node=binding.tasks[task.name].node,
+            gpu_ids=binding.tasks[task.name].gpu_ids,
+            prepared=False,
+        )
+        for task in group.tasks
+    )
+    return replace(group, state=State.INITIALIZING, binding=binding, tasks=tasks, initializing_at=at, message="", lease_tries=0)
+
+
+def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> tuple[WorkflowRecord, list[Event]]:
+    if seen.is_final:
+        failed = replace(group, state=State.FAILED, reason=Reason.START_ERROR, message=seen.message, ended_at=seen.at)
+        tasks = tuple(
+            replace(
+                task, state=State.FAILED, reason=Reason.START_ERROR, message=seen.message, ended_at=seen.at, log_complete=True
+            )
+            for task in group.tasks
+        )
+        event = _event(record, seen.at, "state", f"{group.name}: cannot start: {seen.message}", group.name)
+        return with_group(record, replace(failed, tasks=tasks)), [event]
+    wait = LEASE_BACKOFF_S[min(group.lease_tries, len(LEASE_BACKOFF_S) - 1)]
+    again = replace(group, message=seen.message, not_before=seen.at + wait, lease_tries=group.lease_tries + 1)
+    if group.message == seen.message:
+        return with_group(record, again), []
+    return with_group(record, again), [_event(record, seen.at, "state", f"{group.name}: waits: {seen.message}", group.name)]
+
+
+_Taker = Callable[[GroupRecord, TaskRecord, Observation], tuple[TaskRecord, str]]
+
+
+def _prepared(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.state is not State.INITIALIZING or task.prepared:
+        return task, ""
+    return replace(task, prepared=True), f"{task.name}: ready to start on {task.node}"
+
+
+def _prepare_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.state is not State.INITIALIZING or not isinstance(seen, PrepareFailed):
+        return task, ""
+    # The attempt's pair still waits on the node: its end is seen when it is stopped.
+    return replace(task, reason=Reason.START_ERROR, message=seen.message), f"{task.name}: cannot start: {seen.message}"
+
+
+def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.state is not State.INITIALIZING or not isinstance(seen, Started):
+        return task, ""
+    running = replace(
+        task,
+        state=State.RUNNING,
+        pid=seen.pid,
+        started_at=seen.started_at,
+        output_dir=f"{seen.directory}/output" if seen.directory else None,
+    )
+    ranks = f", ranks {task.ranks}" if task.ranks else ""
+    return running, f"{task.name}: started on {task.node}{ranks} (pid {seen.pid})"
+
+
+def _stop_accepted(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.state not in (State.INITIALIZING, State.RUNNING):
+        return task, ""
+    return replace(task, state=State.STOPPING), ""
+
+
+def _ended(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.state.is_final or not isinstance(seen, Ended):
+        return task, ""
+    end = end_from(dict(seen.end), seen.at)
+    is_unstarted = task.state is State.INITIALIZING and end.started_at is None
+    if is_unstarted and end.reason in ("start_timeout", "released") and group.state is State.INITIALIZING:
+        # The lease ran out while nobody was there to start it: no failure of the task.
+        return replace(task, state=State.SCHEDULING, node=None, gpu_ids=(), prepared=False), ""
+    if task.reason is Reason.START_ERROR:
+        ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
+    else:
+        ended = conclude(task, group, end)
+    words = f": {ended.message}" if ended.message else ""
+    return ended, f"{task.name}: {ended.status}{words}"
+
+
+def _released(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.state is not State.INITIALIZING:
+        return task, ""
+    return replace(task, state=State.SCHEDULING, node=None, gpu_ids=(), prepared=False), ""
+
+
+def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.state is State.INITIALIZING:
+        return replace(task, state=State.SCHEDULING, node=None, gpu_ids=(), prepared=False), ""
+    if task.state.is_final:
+        return (task, "") if task.log_complete else (replace(task, log_complete=True), "")
+    message = f"{task.node} knows nothing of it any more: its directory there is gone"
+    gone = replace(task, state=State.FAILED, reason=Reason.INTERNAL, message=message, ended_at=seen.at, log_complete=True)
+    return gone, f"{task.name}: {message}"
+
+
+def _log_complete(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    return (task, "") if task.log_complete else (replace(task, log_complete=True), "")
+
+
+_TAKERS: dict[type[Observation], _Taker] = {
+    Prepared: _prepared,
+    PrepareFailed: _prepare_failed,
+    Started: _started,
+    StopAccepted: _stop_accepted,
+    Ended: _ended,
+    Released: _released,
+    Absent: _absent,
+    LogComplete: _log_complete,
+}
+
+
+def _places(binding: Binding) -> str:
+    port = f", port {binding.port}" if binding.port is not None else ""
+    return ", ".join(f"{task} on {where.node}" for task, where in binding.tasks.items()) + port
+
+
+def _event(
+    record: WorkflowRecord, at: float, kind: str, text: str, group: str | None = None, task: str | None = None,
+    attempt: int | None = None,
+) -> Event:  # fmt: skip
+    return Event(at=at, kind=kind, text=text, workflow=record.uuid, group=group, task=task, attempt=attempt)

@@ -1,0 +1,348 @@
+"""``decide(world, now) → decision``: the whole policy of gangs, in one pure function over frozen records.
+
+For each group the state says what may happen next; the functions below are in the order of a group's life. Commands are
+repeated at every decision until their answer was absorbed (the loop leaves out those under way), so nothing is lost with a
+connection, a node or a supervisor: what is asked again answers what already is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from distflow.lifecycle.rollup import roll_up_workflow
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.plan.model import GroupPlan
+from distflow.pools.model import Pool
+from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.supervisor.absorb import with_group
+from distflow.supervisor.queue import next_leases
+from distflow.supervisor.verdict import first_cause
+from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
+
+__all__ = ["LOG_DRAIN_S", "decide"]
+
+LOG_DRAIN_S = 5.0
+"""How long an ended group may wait for the last of its output before it is shown as ended; mirroring goes on after that."""
+
+
+def decide(world: World, now: float) -> Decision:
+    """Return what follows from the world as it is at ``now`` (seconds since the epoch)."""
+    decision = Decision()
+    current: list[Workflow] = []
+    for workflow in world.workflows:
+        record = workflow.record
+        for group in record.groups:
+            record = with_group(record, _Step(world, workflow, record, group, now, decision).run())
+        record = _roll_up(record, now, decision)
+        if record != workflow.record:
+            decision.records[record.uuid] = record
+        current.append(replace(workflow, record=record))
+    waiting = next_leases(replace(world, workflows=tuple(current)), now)
+    decision.commands += waiting.commands
+    for (uuid, name), message in waiting.messages.items():
+        record = decision.records.get(uuid) or next(w.record for w in current if w.record.uuid == uuid)
+        group = record.group(name)
+        if group.message != message:
+            decision.records[uuid] = with_group(record, replace(group, message=message))
+            decision.events.append(Event(at=now, kind="state", text=f"{name}: waits: {message}", workflow=uuid, group=name))
+    if waiting.wake_at is not None:
+        decision.wake(waiting.wake_at)
+    return decision
+
+
+def _roll_up(record: WorkflowRecord, now: float, decision: Decision) -> WorkflowRecord:
+    if record.state.is_final:
+        return record
+    state, reason = roll_up_workflow([(group.state, group.reason) for group in record.groups])
+    if state is WorkflowState.PENDING or (state, reason) == (record.state, record.reason):
+        return record
+    after = replace(record, state=state, reason=reason)
+    if record.started_at is None:
+        started = [group.running_at for group in record.groups if group.running_at is not None]
+        after = replace(after, started_at=min(started) if started else None)
+    if state.is_final:
+        after = replace(after, ended_at=max((group.ended_at or now for group in record.groups), default=now))
+    decision.events.append(Event(at=now, kind="state", text=f"workflow {after.id}: {after.status}", workflow=record.uuid))
+    return after
+
+
+class _Step:
+    """One group's step: what it is, what is known, and where decisions go."""
+
+    def __init__(
+        self, world: World, workflow: Workflow, record: WorkflowRecord, group: GroupRecord, now: float, decision: Decision
+    ) -> None:
+        self.world = world
+        self.record = record
+        self.group = group
+        self.plan: GroupPlan = workflow.plan.group(group.name)
+        self.pool: Pool | None = world.pools.get(record.pool_key)
+        self.now = now
+        self.decision = decision
+
+    def run(self) -> GroupRecord:
+        """Return the group after everything that follows at once."""
+        if self.group.state is State.WAITING:
+            tasks = tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks)
+            self.group = replace(self.group, tasks=tasks)
+            self._become(State.SCHEDULING, scheduling_at=self.now)
+        if self.record.cancel is not None:
+            self._cancel()
+        if self.group.state is State.SCHEDULING:
+            self._scheduling()
+        if self.group.state is State.INITIALIZING:
+            self._lost_nodes()
+            self._initializing()
+        if self.group.state is State.RUNNING:
+            self._lost_nodes()
+            self._running()
+        if self.group.state is State.STOPPING:
+            self._lost_nodes()
+            self._stopping()
+        return self.group
+
+    # Cancellation and timeouts.
+
+    def _cancel(self) -> None:
+        words = self.record.cancel.message if self.record.cancel else ""
+        message = f"canceled by {self.record.cancel.by}" + (f": {words}" if words else "") if self.record.cancel else ""
+        if self.group.state is State.SCHEDULING:
+            if ("lease", self.record.uuid, self.group.name, "", self.group.attempt) not in self.world.in_flight:
+                self._end_unstarted(State.CANCELED, Reason.CANCELED, message)
+        elif self.group.state in (State.INITIALIZING, State.RUNNING):
+            self._stop(Reason.CANCELED, message)
+
+    def _scheduling(self) -> None:
+        limit, since = self.plan.timeouts.queue_s, self.group.scheduling_at
+        if limit is None or since is None:
+            return
+        if ("lease", self.record.uuid, self.group.name, "", self.group.attempt) in self.world.in_flight:
+            return
+        if self.now >= since + limit:
+            waited = f"waited {_seconds(limit)} for nodes (queue_timeout)"
+            message = f"{waited}; last: {self.group.message}" if self.group.message else waited
+            self._end_unstarted(State.FAILED, Reason.QUEUE_TIMEOUT, message)
+        else:
+            self.decision.wake(since + limit)
+
+    # INITIALIZING: prepare everywhere, then start everywhere.
+
+    def _initializing(self) -> None:
+        group = self.group
+        refused = [task for task in group.tasks if task.reason is Reason.START_ERROR or task.state is State.FAILED]
+        if refused:
+            self._stop(Reason.PEER_FAILED, f"{refused[0].name}: {refused[0].message}")
+            return
+        given_back = [task for task in group.tasks if task.state is State.SCHEDULING]
+        started = [task for task in group.tasks if task.state is State.RUNNING or task.state.is_final]
+        if given_back and not started:
+            self._withdraw()
+            return
+        if given_back:
+            self._stop(Reason.START_TIMEOUT, f"{given_back[0].name} lost its lease while others were starting")
+            return
+        if len(started) == len(group.tasks):
+            self._become(State.RUNNING, running_at=min(task.started_at or self.now for task in started))
+            return
+        barrier_s = self.pool.start_barrier_s if self.pool else 120.0
+        deadline = (group.initializing_at or self.now) + barrier_s
+        if self.now >= deadline and group.withdrawing is False:
+            late = ", ".join(f"{task.name} on {task.node}" for task in group.tasks if not task.prepared) or "its nodes"
+            self._stop(Reason.START_TIMEOUT, f"not ready within {_seconds(barrier_s)}: {late}")
+            return
+        self.decision.wake(deadline)
+        ready = all(task.prepared or task.state is not State.INITIALIZING for task in group.tasks)
+        for task in group.tasks:
+            if task.state is not State.INITIALIZING:
+                continue
+            if not task.prepared:
+                self._command("prepare", task)
+            elif ready or not _has_barrier(self.plan):
+                self._command("start", task)
+
+    def _withdraw(self) -> None:
+        """Give back what is left of a lost lease, then queue again."""
+        held = [task for task in self.group.tasks if task.state is State.INITIALIZING]
+        if held:
+            self.group = replace(self.group, withdrawing=True)
+            for task in held:
+                self._command("release", task)
+            return
+        tasks = tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks)
+        self.group = replace(self.group, tasks=tasks, binding=None, withdrawing=False, initializing_at=None)
+        self._become(State.SCHEDULING, message="its lease was lost before the start; queued again", not_before=self.now + 1.0)
+
+    # RUNNING: one fails, all stop; the lead decides the end.
+
+    def _running(self) -> None:
+        group, plan = self.group, self.plan
+        for task in group.tasks:
+            if task.state is State.INITIALIZING:
+                # Without a barrier, or a supervisor that was killed between two starts.
+                self._command("start" if task.prepared else "prepare", task)
+        failed = [task for task in group.tasks if task.state is State.FAILED and (task.lead or not plan.ignore_nonlead_status)]
+        if failed:
+            first = min(failed, key=lambda task: task.ended_at or self.now)
+            if all(task.state.is_final for task in group.tasks):
+                self.group = replace(group, stop_reason=Reason.PEER_FAILED)
+                self._finish()
+            else:
+                self._stop(Reason.PEER_FAILED, f"{first.name}: {first.message}")
+            return
+        if all(task.state.is_final for task in group.tasks):
+            self._finish()
+            return
+        lead = next(task for task in group.tasks if task.lead)
+        if plan.ignore_nonlead_status and lead.state is State.COMPLETED:
+            self._stop(None, "the lead completed")
+            return
+        limit = plan.timeouts.exec_s
+        if limit is not None and group.running_at is not None:
+            if self.now >= group.running_at + limit:
+                self._stop(Reason.EXEC_TIMEOUT, f"ran longer than {_seconds(limit)} (exec_timeout)")
+            else:
+                self.decision.wake(group.running_at + limit)
+
+    # STOPPING: until nothing is left anywhere.
+
+    def _stopping(self) -> None:
+        if all(task.state.is_final for task in self.group.tasks):
+            self._finish()
+            return
+        for task in self.group.tasks:
+            if task.state in (State.INITIALIZING, State.RUNNING):
+                self._command("stop", task, grace_s=self._grace_s(), why=self._why())
+            elif task.state in (State.WAITING, State.SCHEDULING):
+                # Its lease is gone already, so nothing of it is anywhere.
+                self._replace_task(self._stopped_unstarted(task))
+        if all(task.state.is_final for task in self.group.tasks):
+            self._finish()
+
+    def _grace_s(self) -> float:
+        if self.record.cancel is not None and self.record.cancel.force:
+            return 0.0
+        if self.pool is None:
+            return 30.0
+        return self.pool.peer_failed_grace_s if self.group.stop_reason is Reason.PEER_FAILED else self.pool.stop_grace_s
+
+    def _why(self) -> str:
+        return self.group.stop_reason.value if self.group.stop_reason else "LEAD_COMPLETED"
+
+    def _lost_nodes(self) -> None:
+        """A task fails with NODE_LOST when its node was out of reach for longer than the pool allows."""
+        if self.pool is None:
+            return
+        for task in self.group.tasks:
+            view = self._node(task)
+            if task.state.is_final or view is None or view.up:
+                continue
+            deadline = view.since + self.pool.node_lost_after_s
+            if self.now < deadline:
+                self.decision.wake(deadline)
+                continue
+            gone = f"{task.node} has been out of reach for {_seconds(self.now - view.since)}: {view.error}"
+            self._replace_task(
+                replace(task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True)
+            )
+            self._tell(f"{task.name}: FAILED_BACKEND_ERROR: {gone}", task)
+
+    # The end.
+
+    def _finish(self) -> None:
+        drained = all(task.log_complete or self._unreachable(task) for task in self.group.tasks)
+        ended = max((task.ended_at or self.now for task in self.group.tasks), default=self.now)
+        if not drained and self.now < ended + LOG_DRAIN_S:
+            self.decision.wake(ended + LOG_DRAIN_S)
+            return
+        group = self.group
+        considered = [task for task in group.tasks if task.lead or not self.plan.ignore_nonlead_status]
+        cause = first_cause(considered, self._lines())
+        if group.stop_reason is Reason.CANCELED:
+            self._become(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, cause=None)
+        elif group.stop_reason in (Reason.EXEC_TIMEOUT, Reason.START_TIMEOUT):
+            self._become(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
+        elif cause is not None:
+            self._become(
+                State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=_blame(cause.task, cause.message)
+            )
+        else:
+            self._become(State.COMPLETED, ended_at=ended, message="")
+
+    def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
+        tasks = tuple(
+            replace(task, state=state, reason=reason, message=message, ended_at=self.now, log_complete=True)
+            for task in self.group.tasks
+        )
+        self.group = replace(self.group, tasks=tasks)
+        self._become(state, reason=reason, message=message, ended_at=self.now)
+
+    def _stopped_unstarted(self, task: TaskRecord) -> TaskRecord:
+        canceled = self.group.stop_reason is Reason.CANCELED
+        return replace(
+            task,
+            state=State.CANCELED if canceled else State.FAILED,
+            reason=Reason.CANCELED if canceled else (self.group.stop_reason or Reason.PEER_FAILED),
+            ended_at=self.now,
+            log_complete=True,
+        )
+
+    # Small things.
+
+    def _stop(self, reason: Reason | None, message: str) -> None:
+        self._become(State.STOPPING, stop_reason=reason, stopping_at=self.now, message=message, withdrawing=False)
+
+    def _become(self, state: State, **changes: object) -> None:
+        before = self.group.state
+        self.group = replace(self.group, state=state, **changes)  # type: ignore[arg-type]
+        if state is not before:
+            words = f": {self.group.message}" if self.group.message else ""
+            self._tell(f"{self.group.name}: {self.group.status}{words}")
+
+    def _tell(self, text: str, task: TaskRecord | None = None) -> None:
+        self.decision.events.append(
+            Event(
+                at=self.now, kind="state", text=text, workflow=self.record.uuid, group=self.group.name,
+                task=task.name if task else None, attempt=task.attempt if task else None,
+            )
+        )  # fmt: skip
+
+    def _replace_task(self, task: TaskRecord) -> None:
+        tasks = tuple(task if other.name == task.name else other for other in self.group.tasks)
+        self.group = replace(self.group, tasks=tasks)
+
+    def _command(self, op: str, task: TaskRecord, *, grace_s: float = 0.0, why: str = "") -> None:
+        view = self._node(task)
+        if task.node is None or view is None or not view.up:
+            return
+        command = Command(
+            op=op, pool=self.record.pool_key, workflow=self.record.uuid, group=self.group.name, task=task.name,
+            attempt=task.attempt, node=task.node, grace_s=grace_s, why=why,
+        )  # fmt: skip
+        if command.identity not in self.world.in_flight:
+            self.decision.commands.append(command)
+
+    def _node(self, task: TaskRecord) -> NodeView | None:
+        return self.world.nodes.get((self.record.pool_key, task.node)) if task.node else None
+
+    def _unreachable(self, task: TaskRecord) -> bool:
+        view = self._node(task)
+        return view is not None and not view.up
+
+    def _lines(self) -> Mapping[str, tuple[str, ...]]:
+        return {
+            task.name: self.world.lines.get((self.record.uuid, self.group.name, task.name), ()) for task in self.group.tasks
+        }
+
+
+def _has_barrier(plan: GroupPlan) -> bool:
+    # The ranks of a world wait for each other anyway; all or none of them start.
+    return plan.barrier or plan.world is not None
+
+
+def _blame(task: str, message: str) -> str:
+    return f"{task}: {message}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:g} s" if value < 120 or value % 60 else f"{value / 60:g} min"

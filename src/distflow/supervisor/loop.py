@@ -1,0 +1,296 @@
+"""The loop: observe → decide → save → act. Everything that decides is elsewhere and pure; this is the hand that carries it out.
+
+It may be killed at any instant: a decision is saved with its events in one transaction before anything is done about
+it, commands may be repeated, and on start it asks the nodes what became of every unfinished attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from distflow.backends.base import (
+    AttemptKey,
+    Backend,
+    Leased,
+    LeaseRefused,
+    LogComplete,
+    NodeDown,
+    NodeUp,
+    Observation,
+    PrepareFailed,
+    Unanswered,
+)
+from distflow.lifecycle.states import State
+from distflow.plan.bind import bind
+from distflow.plan.model import Plan
+from distflow.pools.model import Pool
+from distflow.shell import Secret
+from distflow.state.mirror import Mirror
+from distflow.state.record import Event, WorkflowRecord
+from distflow.state.secrets import read_secrets, remove_secrets
+from distflow.state.store import Store
+from distflow.supervisor.absorb import absorb
+from distflow.supervisor.clock import Clock
+from distflow.supervisor.decide import decide
+from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
+
+__all__ = ["LAST_LINES", "Supervisor", "Wake"]
+
+LAST_LINES = 8
+"""Lines of output that a first cause carries."""
+
+_IDLE_S = 60.0
+_ROUNDS = 20
+"""Decisions that may follow from one another at one instant; more would be a bug."""
+
+OpenBackend = Callable[[Pool, Callable[[Observation], None]], Backend]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wake(Observation):
+    """Somebody changed the store."""
+
+
+class Supervisor:
+    """Supervises everything unfinished in one state directory, until nothing is."""
+
+    def __init__(
+        self,
+        store: Store,
+        mirror: Mirror,
+        secrets: Path,
+        clock: Clock,
+        open_backend: OpenBackend,
+        log: Callable[[str], None],
+    ) -> None:
+        """Take what it works with; nothing is done before ``run``."""
+        self._store = store
+        self._mirror = mirror
+        self._secrets = secrets
+        self._clock = clock
+        self._open_backend = open_backend
+        self._log = log
+        self._seen: queue.SimpleQueue[Observation] = queue.SimpleQueue()
+        self._workflows: dict[str, Workflow] = {}
+        self._pools: dict[str, Pool] = {}
+        self._nodes: dict[tuple[str, str], NodeView] = {}
+        self._backends: dict[str, Backend] = {}
+        self._in_flight: dict[tuple[str, str, str, str, int], Command] = {}
+
+    def tell(self, seen: Observation) -> None:
+        """Hand in an observation, from any thread."""
+        self._seen.put(seen)
+
+    def wake(self) -> None:
+        """Say that the store has something new, from any thread."""
+        self._seen.put(Wake(at=self._clock.now()))
+
+    def run(self) -> None:
+        """Work until nothing is unfinished."""
+        try:
+            self._load()
+            wake_at = self._settle()
+            while self._workflows:
+                self._wait(wake_at)
+                wake_at = self._settle()
+        finally:
+            for backend in self._backends.values():
+                backend.close()
+
+    # Observing.
+
+    def _wait(self, wake_at: float | None) -> None:
+        """Take the next observation, and whatever else is there already; or time out at ``wake_at``."""
+        now = self._clock.now()
+        patience = _IDLE_S if wake_at is None else min(_IDLE_S, max(0.0, wake_at - now))
+        batch: list[Observation] = []
+        with contextlib.suppress(queue.Empty):
+            batch.append(self._seen.get(timeout=patience))
+            while True:
+                batch.append(self._seen.get_nowait())
+        changed: dict[str, WorkflowRecord] = {}
+        events: list[Event] = []
+        reload = False
+        for seen in batch:
+            if isinstance(seen, Wake):
+                reload = True
+            elif isinstance(seen, NodeUp | NodeDown):
+                events += self._see_node(seen)
+            else:
+                self._see(seen, changed, events)
+        if changed or events:
+            self._store.save(changed.values(), events)
+        if reload:
+            self._load()
+
+    def _see(self, seen: Observation, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
+        self._answered(seen)
+        uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else getattr(seen, "key").workflow  # noqa: B009
+        workflow = self._workflows.get(uuid)
+        if workflow is None or isinstance(seen, Unanswered):
+            return
+        record, told = absorb(workflow.record, seen)
+        events += told
+        if record is not workflow.record:
+            changed[uuid] = record
+            self._workflows[uuid] = replace(workflow, record=record)
+
+    def _answered(self, seen: Observation) -> None:
+        """Forget the commands that an observation answers: all of its attempt, as it says how things stand there."""
+        if isinstance(seen, LogComplete):
+            return
+        if isinstance(seen, Leased | LeaseRefused):
+            self._in_flight.pop(("lease", seen.workflow, seen.group, "", seen.attempt), None)
+            return
+        key: AttemptKey = getattr(seen, "key")  # noqa: B009
+        for op in ("prepare", "start", "stop", "release"):
+            self._in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
+
+    def _see_node(self, seen: NodeUp | NodeDown) -> list[Event]:
+        place = (seen.pool, seen.node)
+        view = self._nodes[place]
+        if isinstance(seen, NodeDown):
+            words = f"{seen.node}: out of reach: {seen.error}"
+            changed = view.up or view.error != seen.error
+            self._nodes[place] = replace(view, up=False, since=seen.at if view.up else view.since, error=seen.error)
+            for identity, command in list(self._in_flight.items()):
+                if command.pool == seen.pool and command.node == seen.node:
+                    del self._in_flight[identity]
+        else:
+            words, changed = f"{seen.node}: reachable again", not view.up and bool(view.error)
+            node = view.node
+            self._nodes[place] = replace(
+                view,
+                up=True,
+                since=seen.at,
+                error="",
+                gpus=node.gpus if node.gpus is not None else seen.gpus,
+                cpus=node.cpus if node.cpus is not None else seen.cpus,
+                memory=node.memory if node.memory is not None else seen.memory,
+            )
+        if not changed:
+            return []
+        self._log(words)
+        return [
+            Event(at=seen.at, kind="node", text=words, workflow=uuid)
+            for uuid, workflow in self._workflows.items()
+            if workflow.record.pool_key == seen.pool
+            and any(task.node == seen.node for group in workflow.record.groups for task in group.tasks)
+        ]
+
+    # Loading what is new.
+
+    def _load(self) -> None:
+        """Take new workflows and cancel requests from the store; what is known here already is newer than what lies there."""
+        for record in self._store.unfinished():
+            known = self._workflows.get(record.uuid)
+            if known is not None:
+                if record.cancel != known.record.cancel:
+                    self._workflows[record.uuid] = replace(known, record=replace(known.record, cancel=record.cancel))
+                continue
+            plan: Plan = self._store.plan(record.uuid)
+            self._workflows[record.uuid] = Workflow(record=record, plan=plan)
+            backend = self._backend(record)
+            keys = [
+                key
+                for group in record.groups
+                for task in group.tasks
+                if (key := key_of(record, group, task)) is not None and not (task.state.is_final and task.log_complete)
+            ]
+            if keys:
+                backend.watch(keys)
+
+    def _backend(self, record: WorkflowRecord) -> Backend:
+        key = record.pool_key
+        if key not in self._backends:
+            pool = replace(self._store.pool(record.uuid), name=key)
+            self._pools[key] = pool
+            now = self._clock.now()
+            for node in pool.nodes:
+                self._nodes[key, node.name] = NodeView(node=node, since=now, gpus=node.gpus, cpus=node.cpus, memory=node.memory)
+            self._backends[key] = self._open_backend(pool, self.tell)
+            self._backends[key].connect(pool.nodes)
+        return self._backends[key]
+
+    # Deciding and acting.
+
+    def _settle(self) -> float | None:
+        """Decide and act until nothing more follows at once; return when time alone changes something."""
+        decision = Decision()
+        for _ in range(_ROUNDS):
+            decision = decide(self._world(), self._clock.now())
+            if decision.records or decision.events:
+                self._store.save(decision.records.values(), decision.events)
+                for event in decision.events:
+                    self._log(event.text)
+            for uuid, record in decision.records.items():
+                self._workflows[uuid] = replace(self._workflows[uuid], record=record)
+            for command in decision.commands:
+                self._act(command)
+            if not decision.records and not decision.commands:
+                break
+        self._forget_finished()
+        return decision.wake_at
+
+    def _world(self) -> World:
+        lines = {
+            (uuid, group.name, task.name): self._mirror.last_lines(uuid, group.name, task.name, task.attempt, LAST_LINES)
+            for uuid, workflow in self._workflows.items()
+            for group in workflow.record.groups
+            if not group.state.is_final
+            for task in group.tasks
+            if task.state is State.FAILED
+        }
+        return World(
+            workflows=tuple(self._workflows.values()),
+            pools=MappingProxyType(self._pools),
+            nodes=MappingProxyType(self._nodes),
+            in_flight=frozenset(self._in_flight),
+            lines=lines,
+        )
+
+    def _act(self, command: Command) -> None:
+        self._in_flight[command.identity] = command
+        backend = self._backends[command.pool]
+        if command.op == "lease" and command.lease is not None:
+            backend.lease(command.lease)
+        elif command.op == "prepare":
+            self._prepare(backend, command)
+        elif command.op == "start":
+            backend.start(command.key)
+        elif command.op == "stop":
+            backend.stop(command.key, grace_s=command.grace_s, why=command.why)
+        elif command.op == "release":
+            backend.release(command.key)
+
+    def _prepare(self, backend: Backend, command: Command) -> None:
+        workflow = self._workflows[command.workflow]
+        group = workflow.record.group(command.group)
+        plan = workflow.plan.group(command.group)
+        pool = self._pools[command.pool]
+        if group.binding is None:
+            return
+        try:
+            secrets = read_secrets(self._secrets, command.workflow)
+        except (OSError, json.JSONDecodeError) as error:
+            words = f"the values of --set-env cannot be read: {error}"
+            self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=words))
+            return
+        nodes = {node.name: node for node in pool.nodes}
+        launch = bind(plan, group.binding, workflow_id=workflow.record.id, nodes=nodes)[command.task]
+        names = plan.launch(command.task).secret_names
+        given: Mapping[str, Secret] = {name: secrets[name] for name in names if name in secrets}
+        backend.prepare(command.key, launch, given, pool.stop_grace_s)
+
+    def _forget_finished(self) -> None:
+        for uuid, workflow in list(self._workflows.items()):
+            tasks = [task for group in workflow.record.groups for task in group.tasks]
+            if workflow.record.state.is_final and all(task.log_complete for task in tasks):
+                del self._workflows[uuid]
+                remove_secrets(self._secrets, uuid)

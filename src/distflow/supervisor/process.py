@@ -1,0 +1,153 @@
+"""Starting, locking and waking the one background process of a state directory.
+
+Whoever adds work calls ``ensure_supervisor`` afterwards. A supervisor that finds nothing left to do first gives up
+the lock and then looks once more, so that work added in between is seen by one of the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from distflow.errors import SupervisorError
+from distflow.state.directory import StateDirectory
+
+__all__ = ["Lock", "ensure_supervisor", "is_running", "open_wake_socket", "wake"]
+
+_READY_TIMEOUT_S = 30.0
+_LOG_LIMIT = 4 << 20
+
+
+class Lock:
+    """The supervisor's lock: an ``flock`` that vanishes with its process."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the file; nothing is locked yet."""
+        self._path = path
+        self._handle = -1
+
+    def take(self) -> bool:
+        """Take the lock and return True, or False when another process has it."""
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        self._handle = handle
+        return True
+
+    def give_up(self) -> None:
+        """Let go of the lock; harmless without it."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def is_running(directory: StateDirectory) -> bool:
+    """Return whether a supervisor holds the lock."""
+    try:
+        handle = os.open(directory.lock, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def ensure_supervisor(directory: StateDirectory, *, wait: bool = True) -> None:
+    """Wake the supervisor, or start one; with ``wait``, return when it is at work.
+
+    Raises ``SupervisorError`` when it does not come up; the reason is in its log.
+    """
+    if is_running(directory):
+        wake(directory)
+        return
+    _trim(directory.supervisor_log)
+    ready, tell = os.pipe()
+    try:
+        with open(directory.supervisor_log, "ab", opener=_private) as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "distflow.supervisor", str(directory.path), str(tell)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(tell,),
+                start_new_session=True,
+                cwd="/",
+            )
+        os.close(tell)
+        tell = -1
+        if wait:
+            _await_ready(process, ready, directory)
+        else:
+            # Reaped by init: this process does not outlive the child it started.
+            process.returncode = 0
+    finally:
+        os.close(ready)
+        if tell >= 0:
+            os.close(tell)
+
+
+def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateDirectory) -> None:
+    readable, _, _ = select.select([ready], [], [], _READY_TIMEOUT_S)
+    said = os.read(ready, 64) if readable else b""
+    # "ready": it works; "other": another one was quicker, and works.
+    if said in (b"ready", b"other"):
+        process.returncode = 0
+        return
+    raise SupervisorError(
+        "the supervisor did not start; the workflow is stored and runs as soon as one does",
+        hint=f"its log: {directory.supervisor_log}\n" + _last_line(directory.supervisor_log),
+    )
+
+
+def wake(directory: StateDirectory) -> None:
+    """Tell a running supervisor to look at the store now; silently nothing when there is none."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as knock:
+        knock.setblocking(False)
+        knock.sendto(b"wake", os.fspath(directory.socket))
+
+
+def open_wake_socket(directory: StateDirectory) -> socket.socket:
+    """Return the socket on which the supervisor is woken; only for who holds the lock."""
+    path = directory.socket
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.parent.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not path.parent.is_dir():
+        raise SupervisorError(
+            f"{path.parent} belongs to somebody else or is open to others", hint="remove it, or set XDG_RUNTIME_DIR"
+        )
+    path.unlink(missing_ok=True)
+    knock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    knock.bind(os.fspath(path))
+    return knock
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _trim(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > _LOG_LIMIT:
+            os.replace(path, path.with_suffix(".log.1"))
+
+
+def _last_line(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = path.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+    return ""

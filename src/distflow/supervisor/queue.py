@@ -1,0 +1,157 @@
+"""Which waiting gang may try for its nodes now. Pure.
+
+Gangs of one pool go in the order of submission, all or nothing: one that waits for nodes is not overtaken by a
+smaller one behind it, so that a large gang is never starved. Only one gang per pool asks the nodes at a time, so two
+never hold half of what both need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distflow.backends.base import LeaseRequest
+from distflow.layout.placement import Demand, Free, Placement, Unplaced, place
+from distflow.lifecycle.states import State
+from distflow.plan.compile import demands
+from distflow.plan.model import GroupPlan
+from distflow.pools.model import Pool
+from distflow.state.record import GroupRecord, WorkflowRecord
+from distflow.supervisor.world import Command, NodeView, Workflow, World
+
+__all__ = ["Leases", "next_leases"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Leases:
+    """What the queue decided."""
+
+    commands: list[Command] = field(default_factory=list)
+    messages: dict[tuple[str, str], str] = field(default_factory=dict)
+    """What each waiting group waits for, by workflow (uuid) and group."""
+    wake_at: float | None = None
+
+
+def next_leases(world: World, now: float) -> Leases:
+    """Return the lease commands of the gangs whose turn it is, and what the others wait for."""
+    leases = Leases()
+    for pool_key, pool in world.pools.items():
+        waiting = [
+            (workflow, group)
+            for workflow in world.workflows
+            for group in workflow.record.groups
+            if workflow.record.pool_key == pool_key and group.state is State.SCHEDULING and workflow.record.cancel is None
+        ]
+        if waiting:
+            _next_of_pool(world, pool_key, pool, waiting, now, leases)
+    return leases
+
+
+def _next_of_pool(
+    world: World,
+    pool_key: str,
+    pool: Pool,
+    waiting: Sequence[tuple[Workflow, GroupRecord]],
+    now: float,
+    leases: Leases,
+) -> None:
+    if any(op == "lease" and _is_of(world, uuid, pool_key) for op, uuid, *_ in world.in_flight):
+        return
+    views = [world.nodes[pool_key, node.name] for node in pool.nodes]
+    (workflow, group), behind = waiting[0], waiting[1:]
+    for other, later in behind:
+        leases.messages[other.record.uuid, later.name] = f"behind {workflow.record.id}"
+    plan = workflow.plan.group(group.name)
+    fixed = plan.world.port if plan.world else None
+    free = _free(world, pool_key, views, fixed)
+    placed = place(demands(plan), free, shared=pool.shares_nodes)
+    if not isinstance(placed, Placement):
+        if any(view.up or view.error for view in views):
+            leases.messages[workflow.record.uuid, group.name] = _wait_words(views, placed)
+        # Otherwise the first connections are only just being made.
+        return
+    if now < group.not_before:
+        leases.wake_at = group.not_before
+        return
+    leases.commands.append(
+        Command(
+            op="lease", pool=pool_key, workflow=workflow.record.uuid, group=group.name, attempt=group.attempt,
+            lease=_request(workflow.record, group, plan, placed.nodes, pool),
+        )
+    )  # fmt: skip
+
+
+def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes: Mapping[str, str], pool: Pool) -> LeaseRequest:
+    port: int | str | None = None
+    if plan.world is not None:
+        port = plan.world.port if plan.world.port is not None else "any"
+    return LeaseRequest(
+        workflow=record.uuid,
+        group=group.name,
+        attempt=group.attempt,
+        nodes=dict(nodes),
+        gpus={launch.task: launch.resource.gpu or 0 for launch in plan.launches},
+        master=plan.master,
+        port=port,
+        start_timeout_s=pool.start_barrier_s,
+    )
+
+
+def _free(world: World, pool_key: str, views: Sequence[NodeView], fixed_port: int | None) -> tuple[Free, ...]:
+    """Return what each reachable node has left."""
+    used = {view.node.name: [0, 0, 0] for view in views}
+    ports: dict[str, set[int]] = {view.node.name: set() for view in views}
+    for group, group_plan in _holding(world, pool_key):
+        if group.binding is None:
+            continue
+        by_task = {demand.task: demand for demand in demands(group_plan)}
+        for task in group.tasks:
+            if task.node in used and not task.state.is_final:
+                _add(used[task.node], by_task[task.name])
+        master = group.binding.tasks[group_plan.master].node
+        if group.binding.port is not None and master in ports:
+            ports[master].add(group.binding.port)
+    return tuple(
+        Free(
+            node=view.node.name,
+            gpus=_left(view.gpus, used[view.node.name][0]),
+            cpus=_left(view.cpus, used[view.node.name][1]),
+            memory=_left(view.memory, used[view.node.name][2]),
+            platform=view.node.platform,
+            all_gpus=view.gpus,
+            all_cpus=view.cpus,
+            all_memory=view.memory,
+        )
+        for view in views
+        if view.up and not (fixed_port is not None and fixed_port in ports[view.node.name])
+    )
+
+
+def _holding(world: World, pool_key: str) -> Iterator[tuple[GroupRecord, GroupPlan]]:
+    for workflow in world.workflows:
+        if workflow.record.pool_key == pool_key:
+            for group in workflow.record.groups:
+                if group.state in (State.INITIALIZING, State.RUNNING, State.STOPPING):
+                    yield group, workflow.plan.group(group.name)
+
+
+def _add(used: list[int], demand: Demand) -> None:
+    used[0] += demand.gpus
+    used[1] += demand.cpus
+    used[2] += demand.memory
+
+
+def _left(capacity: int | None, used: int) -> int | None:
+    return None if capacity is None else max(0, capacity - used)
+
+
+def _wait_words(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
+    down = [f"{view.node.name}: {view.error or 'connecting'}" for view in views if not view.up]
+    if len(down) == len(views):
+        return "no node can be reached: " + "; ".join(down)
+    words = [f"no room for {one.task}: " + ", ".join(one.reasons) for one in unplaced[:1]]
+    return "; ".join([*words, *(f"out of reach: {word}" for word in down)])
+
+
+def _is_of(world: World, uuid: str, pool_key: str) -> bool:
+    return any(workflow.record.uuid == uuid and workflow.record.pool_key == pool_key for workflow in world.workflows)

@@ -1,0 +1,140 @@
+"""How a task ended, in our words, and which task's end was the first cause of its group's.
+
+The cause must be true at 2 a.m.: what was stopped by us is never the cause, and a process that only says that its
+peer is gone is never preferred to the peer. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from distflow.lifecycle.states import Reason, State
+from distflow.state.record import Cause, End, GroupRecord, TaskRecord
+
+__all__ = ["conclude", "end_from", "first_cause", "signal_name"]
+
+_WATCHERS_DIED = {
+    "runner_died": "the process that guards it on the node was killed, so it was stopped",
+    "keeper_died": "the process that runs it on the node was killed, so it was stopped",
+    "both_died": "both processes that guard it on the node were killed, so it was stopped",
+}
+
+_SYMPTOM = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting \d+ms for (?:recv|send)"
+    r"|wait timeout after \d+ms|Socket Timeout|remote process exited|ncclRemoteError|Failed to recv|recvValue failed"
+)
+"""What torch's backends say when it was another process that went away (gloo, TCPStore, NCCL; texts of torch 2.13)."""
+
+_STOPPED: dict[Reason | None, tuple[State, Reason | None, str]] = {
+    Reason.CANCELED: (State.CANCELED, Reason.CANCELED, ""),
+    Reason.EXEC_TIMEOUT: (State.FAILED, Reason.EXEC_TIMEOUT, ""),
+    Reason.PEER_FAILED: (State.FAILED, Reason.PEER_FAILED, ""),
+    Reason.START_TIMEOUT: (State.FAILED, Reason.START_TIMEOUT, "stopped, because the gang did not get ready in time"),
+    None: (State.COMPLETED, None, "stopped, because the lead completed"),
+}
+
+
+def end_from(raw: dict[str, Any], at: float) -> End:
+    """Return a node's record of an end; unknown fields are ignored, missing ones have their defaults."""
+    known = {name: raw[name] for name in End.__dataclass_fields__ if name in raw and raw[name] is not None}
+    return End(**{"ended_at": at, **known})
+
+
+def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
+    """Return the task with its final state, reason and message."""
+    state, reason, message = _conclusion(group, end)
+    if end.lost_output_bytes:
+        message = "; ".join(filter(None, [message, f"{end.lost_output_bytes} bytes of output lost: the node's disk was full"]))
+    return replace(
+        task,
+        state=state,
+        reason=reason,
+        message=message,
+        end=end,
+        started_at=task.started_at if task.started_at is not None else end.started_at,
+        ended_at=end.ended_at,
+    )
+
+
+def _conclusion(group: GroupRecord, end: End) -> tuple[State, Reason | None, str]:
+    if end.reason in ("stopped", "released"):
+        if group.state is not State.STOPPING:
+            return State.FAILED, Reason.INTERNAL, "stopped on its node, but not by this supervisor"
+        return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
+    if end.exit_code == 0:
+        return State.COMPLETED, None, ""
+    if end.reason == "start_error":
+        return State.FAILED, Reason.START_ERROR, end.message or "the command could not be started"
+    if end.reason == "start_timeout":
+        return State.FAILED, Reason.START_TIMEOUT, end.message or "the start did not come in time"
+    if end.reason == "rebooted":
+        return State.FAILED, Reason.NODE_LOST, "its node was rebooted"
+    if end.reason in _WATCHERS_DIED:
+        return State.FAILED, Reason.INTERNAL, _WATCHERS_DIED[end.reason]
+    if end.signal is not None:
+        return State.FAILED, Reason.SIGNAL, f"killed by {signal_name(end.signal)}"
+    return State.FAILED, Reason.EXIT_CODE, f"exit code {end.exit_code}" if end.exit_code is not None else "ended"
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9; numbers without a name as ``signal 50``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> Cause | None:
+    """Return the cause of a group's failure, or ``None`` when no task failed by itself.
+
+    ``lines`` holds the last lines that tasks printed. Of several that failed by themselves the earliest is the cause,
+    but one that only reports the loss of a peer comes after those that do not, and one that a node merely lost comes
+    last.
+    """
+    failed = [task for task in tasks if task.state is State.FAILED and task.reason is not Reason.PEER_FAILED]
+    if not failed:
+        return None
+    first = min(failed, key=lambda task: (_rank_of_blame(task, lines.get(task.name, ())), task.ended_at or 0.0))
+    end = first.end
+    detail, ranks = _error_detail(end)
+    message = f"{first.message}: {detail}" if detail else first.message
+    return Cause(
+        task=first.name,
+        reason=first.reason or Reason.INTERNAL,
+        message=message,
+        at=first.ended_at or 0.0,
+        node=first.node,
+        ranks=ranks or first.ranks,
+        exit_code=end.exit_code if end else None,
+        signal=end.signal if end else None,
+        lines=lines.get(first.name, ()),
+    )
+
+
+def _rank_of_blame(task: TaskRecord, lines: tuple[str, ...]) -> int:
+    if task.reason is Reason.NODE_LOST:
+        return 2
+    detail, _ = _error_detail(task.end)
+    if detail:
+        return int(bool(_SYMPTOM.search(detail)))
+    return int(task.reason is Reason.EXIT_CODE and any(_SYMPTOM.search(line) for line in lines))
+
+
+def _error_detail(end: End | None) -> tuple[str, str]:
+    """Return the last line of the message in torch's error file, and the rank that wrote it (``""`` when not known).
+
+    The format is torch's (``torch.distributed.elastic.multiprocessing.errors.error_handler``); ``rank`` is our
+    sample's addition.
+    """
+    if end is None or not end.error:
+        return "", ""
+    message: object = end.error.get("message", "")
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    text = str(message).strip().splitlines()
+    rank = end.error.get("rank")
+    return (text[-1][:300] if text else ""), (str(rank) if isinstance(rank, int) else "")

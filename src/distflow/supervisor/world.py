@@ -1,0 +1,101 @@
+"""What the supervisor knows at one instant, and what it decides: plain values between the loop and the pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from distflow.backends.base import AttemptKey, LeaseRequest
+from distflow.plan.model import Plan
+from distflow.pools.model import Node, Pool
+from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+
+__all__ = ["Command", "Decision", "NodeView", "Workflow", "World", "key_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A node as it was seen last."""
+
+    node: Node
+    up: bool = False
+    since: float = 0.0
+    """When it became reachable or unreachable; for one never reached: since it is tried."""
+    error: str = ""
+    gpus: int | None = None
+    """Capacity, from the configuration or as found there; ``None``: not known."""
+    cpus: int | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workflow:
+    """A workflow's record and its plan."""
+
+    record: WorkflowRecord
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Something a backend shall do; ``identity`` tells whether it is under way already."""
+
+    op: str
+    """``lease``, ``prepare``, ``start``, ``stop`` or ``release``."""
+    pool: str
+    workflow: str
+    group: str
+    attempt: int
+    task: str = ""
+    node: str = ""
+    grace_s: float = 0.0
+    why: str = ""
+    lease: LeaseRequest | None = None
+
+    @property
+    def identity(self) -> tuple[str, str, str, str, int]:
+        """Equal for commands that ask for the same."""
+        return (self.op, self.workflow, self.group, self.task, self.attempt)
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt that it is about."""
+        return AttemptKey(workflow=self.workflow, group=self.group, task=self.task, attempt=self.attempt, node=self.node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Everything that a decision may depend on, but the time."""
+
+    workflows: tuple[Workflow, ...]
+    """Those with unfinished work, oldest submission first."""
+    pools: Mapping[str, Pool]
+    nodes: Mapping[tuple[str, str], NodeView]
+    """By pool and node."""
+    in_flight: frozenset[tuple[str, str, str, str, int]] = frozenset()
+    """Identities of the commands that have not been answered."""
+    lines: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
+    """The last lines that failed tasks printed, by workflow (uuid), group and task."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Decision:
+    """What follows: changed records with the events that tell of it, commands, and when to look again."""
+
+    records: dict[str, WorkflowRecord] = field(default_factory=dict)
+    """Changed workflows by uuid."""
+    events: list[Event] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    wake_at: float | None = None
+    """When time alone changes something; ``None``: never."""
+
+    def wake(self, at: float) -> None:
+        """Look again at ``at`` at the latest."""
+        self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
+
+
+def key_of(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> AttemptKey | None:
+    """Return where an attempt is, or ``None`` when it has no node yet."""
+    if task.node is None:
+        return None
+    return AttemptKey(workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt, node=task.node)

@@ -1,0 +1,306 @@
+"""A backend in memory: nodes that lease, start and stop attempts when told, on a clock that is turned by hand.
+
+It keeps the contract of ``backends.base.Backend`` and can be told to misbehave as real nodes do: to be out of reach,
+to lose answers, to kill an attempt. What runs there is described by ``Behaviour``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.backends.base import (
+    Absent,
+    AttemptKey,
+    Ended,
+    Leased,
+    LeaseRefused,
+    LeaseRequest,
+    LogComplete,
+    LogSink,
+    NodeDown,
+    NodeUp,
+    Observation,
+    Prepared,
+    PrepareFailed,
+    Released,
+    Sink,
+    Started,
+    StopAccepted,
+    Unanswered,
+)
+from distflow.plan.model import Binding, BoundLaunch, TaskBinding
+from distflow.pools.model import Node, Pool
+from distflow.shell import Secret
+from distflow.supervisor.clock import Clock
+
+__all__ = ["Behaviour", "FakeBackend"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """How a task of the fake runs."""
+
+    seconds: float = 1.0
+    """Until it ends by itself; infinite for one that hangs."""
+    exit_code: int = 0
+    signal: int | None = None
+    output: bytes = b""
+    obeys_term: bool = True
+    """Ends at once when stopped; otherwise after the grace."""
+    refuses: str = ""
+    """Cannot be prepared, for this reason."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    key: AttemptKey
+    gpus: tuple[int, ...]
+    phase: str = "leased"
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    started_at: float = 0.0
+    ends_at: float = float("inf")
+    stopped_at: float | None = None
+    end: dict[str, Any] | None = None
+
+
+class FakeBackend:
+    """Nodes in memory."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        clock: Clock,
+        sink: Sink,
+        logs: LogSink | None = None,
+        behaviour: Callable[[AttemptKey], Behaviour] = lambda _: Behaviour(),
+    ) -> None:
+        """Make the pool's nodes; all can be reached once ``connect`` was called."""
+        self._pool = pool
+        self._clock = clock
+        self._sink = sink
+        self._logs = logs
+        self._behaviour = behaviour
+        self._up: dict[str, bool] = {}
+        self._attempts: dict[str, _Attempt] = {}
+        self._watched: dict[str, AttemptKey] = {}
+        self._next_port = 20000
+        self.starts: list[str] = []
+        """Names of the attempts that were started, each time that they were."""
+
+    # The protocol.
+
+    def connect(self, nodes: Sequence[Node]) -> None:
+        """Make the nodes reachable."""
+        for node in nodes:
+            self._up.setdefault(node.name, True)
+            if self._up[node.name]:
+                self._say_up(node)
+
+    def watch(self, keys: Sequence[AttemptKey]) -> None:
+        """Report these attempts now and after each reconnection."""
+        for key in keys:
+            self._watched[key.name] = key
+            if self._up.get(key.node):
+                self._report(key)
+
+    def lease(self, request: LeaseRequest) -> None:
+        """Grant when every node can be reached and has the GPUs."""
+        chosen: dict[str, tuple[int, ...]] = {}
+        nodes = {node.name: node for node in self._pool.nodes}
+        for task, name in request.nodes.items():
+            key = _key(request, task)
+            held = self._attempts.get(key.name)
+            if held is not None:
+                chosen[task] = held.gpus
+                continue
+            taken = {gpu for one in self._attempts.values() if one.key.node == name and one.end is None for gpu in one.gpus}
+            taken |= {gpu for other, gpus in chosen.items() if request.nodes[other] == name for gpu in gpus}
+            left = [gpu for gpu in range(nodes[name].gpus or 0) if gpu not in taken]
+            if not self._up.get(name) or len(left) < request.gpus[task]:
+                self._refuse(request, f"{name}: " + ("busy" if self._up.get(name) else "out of reach"))
+                return
+            chosen[task] = tuple(left[: request.gpus[task]])
+        port = request.port
+        if port == "any":
+            self._next_port += 1
+            port = self._next_port
+        for task in request.nodes:
+            key = _key(request, task)
+            self._watched[key.name] = key
+            if key.name not in self._attempts:
+                self._attempts[key.name] = _Attempt(key, chosen[task])
+        bindings = {
+            task: TaskBinding(node=name, address="192.0.2.1", interface="fake0", gpu_ids=chosen[task])
+            for task, name in request.nodes.items()
+        }
+        self._sink(
+            Leased(
+                at=self._clock.now(), workflow=request.workflow, group=request.group, attempt=request.attempt,
+                binding=Binding(tasks=bindings, port=port if isinstance(port, int) else None),
+            )
+        )  # fmt: skip
+
+    def prepare(
+        self,
+        key: AttemptKey,
+        launch: BoundLaunch,  # noqa: ARG002  nothing runs here
+        secrets: Mapping[str, Secret],  # noqa: ARG002
+        stop_grace_s: float,  # noqa: ARG002
+    ) -> None:
+        """Make an attempt ready."""
+        if not self._reaches(key, "prepare"):
+            return
+        attempt = self._attempts.get(key.name)
+        if attempt is None:
+            self._tell(Absent, key)
+            return
+        attempt.behaviour = self._behaviour(key)
+        if attempt.behaviour.refuses:
+            self._sink(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behaviour.refuses))
+        elif attempt.phase == "leased":
+            attempt.phase = "prepared"
+            self._tell(Prepared, key)
+        else:
+            self._report(key)
+
+    def start(self, key: AttemptKey) -> None:
+        """Start an attempt, once."""
+        if not self._reaches(key, "start"):
+            return
+        attempt = self._attempts.get(key.name)
+        if attempt is not None and attempt.phase == "prepared":
+            self.starts.append(key.name)
+            attempt.phase, attempt.started_at = "running", self._clock.now()
+            attempt.ends_at = attempt.started_at + attempt.behaviour.seconds
+        self._report(key)
+
+    def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:  # noqa: ARG002
+        """Stop an attempt, at once or after the grace."""
+        if not self._reaches(key, "stop"):
+            return
+        attempt = self._attempts.get(key.name)
+        if attempt is None:
+            self._tell(Absent, key)
+            return
+        if attempt.end is None:
+            attempt.stopped_at = self._clock.now()
+            attempt.ends_at = attempt.stopped_at + (0.0 if attempt.behaviour.obeys_term else grace_s)
+            attempt.phase = "stopping"
+            self._tell(StopAccepted, key)
+            self.tick()
+        else:
+            self._report(key)
+
+    def release(self, key: AttemptKey) -> None:
+        """Forget an attempt that has not started."""
+        if self._reaches(key, "release"):
+            attempt = self._attempts.get(key.name)
+            if attempt is None or attempt.phase in ("leased", "prepared"):
+                self._attempts.pop(key.name, None)
+                self._tell(Released, key)
+            else:
+                self._report(key)
+
+    def close(self) -> None:
+        """Let go."""
+
+    # What a test does to it.
+
+    def tick(self) -> None:
+        """Let everything end whose time has come."""
+        now = self._clock.now()
+        for attempt in self._attempts.values():
+            if attempt.end is None and attempt.ends_at <= now:
+                self._finish(attempt, attempt.ends_at)
+
+    def kill(self, name: str, number: int = 9) -> None:
+        """End a running attempt by a signal."""
+        attempt = self._attempts.get(name)
+        if attempt is not None and attempt.phase in ("running", "stopping"):
+            attempt.behaviour = Behaviour(seconds=0, signal=number)
+            attempt.stopped_at = None
+            self._finish(attempt, self._clock.now())
+
+    def cut(self, node: str) -> None:
+        """Take a node out of reach; what runs there goes on."""
+        if self._up.get(node):
+            self._up[node] = False
+            self._sink(NodeDown(at=self._clock.now(), pool=self._pool.name, node=node, error="cut"))
+
+    def heal(self, node: str) -> None:
+        """Bring a node back; it says how its attempts stand."""
+        if not self._up.get(node):
+            self._up[node] = True
+            self._say_up(next(one for one in self._pool.nodes if one.name == node))
+            for key in list(self._watched.values()):
+                if key.node == node:
+                    self._report(key)
+
+    @property
+    def alive(self) -> list[str]:
+        """Names of the attempts that run or hold a lease."""
+        return [name for name, attempt in self._attempts.items() if attempt.end is None]
+
+    @property
+    def next_end(self) -> float:
+        """When the next attempt ends by itself."""
+        return min((attempt.ends_at for attempt in self._attempts.values() if attempt.end is None), default=float("inf"))
+
+    # Inside.
+
+    def _finish(self, attempt: _Attempt, at: float) -> None:
+        behaviour, started = attempt.behaviour, attempt.started_at > 0
+        attempt.phase = "ended"
+        attempt.end = {
+            "exit_code": None if behaviour.signal or attempt.stopped_at else behaviour.exit_code,
+            "signal": 15 if attempt.stopped_at else behaviour.signal,
+            "reason": "stopped" if attempt.stopped_at else "exited",
+            "stopped_at": attempt.stopped_at,
+            "started_at": attempt.started_at if started else None,
+            "ended_at": at,
+        }
+        if self._up.get(attempt.key.node):
+            self._report(attempt.key)
+
+    def _report(self, key: AttemptKey) -> None:
+        attempt = self._attempts.get(key.name)
+        if attempt is None:
+            self._tell(Absent, key)
+        elif attempt.phase == "prepared":
+            self._tell(Prepared, key)
+        elif attempt.phase in ("running", "stopping"):
+            self._sink(Started(at=self._clock.now(), key=key, pid=1, started_at=attempt.started_at))
+        elif attempt.end is not None:
+            if self._logs is not None and attempt.behaviour.output:
+                self._logs.write(key, "output.log", 0, attempt.behaviour.output)
+            self._sink(Ended(at=self._clock.now(), key=key, end=attempt.end))
+            self._tell(LogComplete, key)
+
+    def _say_up(self, node: Node) -> None:
+        self._sink(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))
+
+    def _reaches(self, key: AttemptKey, op: str) -> bool:
+        self._watched[key.name] = key
+        if self._up.get(key.node):
+            return True
+        self._sink(Unanswered(at=self._clock.now(), key=key, op=op))
+        return False
+
+    def _refuse(self, request: LeaseRequest, message: str) -> None:
+        self._sink(
+            LeaseRefused(
+                at=self._clock.now(), workflow=request.workflow, group=request.group, attempt=request.attempt, message=message
+            )
+        )
+
+    def _tell(self, kind: type[Observation], key: AttemptKey) -> None:
+        self._sink(kind(at=self._clock.now(), key=key))  # type: ignore[call-arg]
+
+
+def _key(request: LeaseRequest, task: str) -> AttemptKey:
+    return AttemptKey(
+        workflow=request.workflow, group=request.group, task=task, attempt=request.attempt, node=request.nodes[task]
+    )

@@ -1,0 +1,28 @@
+"""Waiting in tests: for a condition, with a deadline, and never for a fixed time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["wait_until"]
+
+_T = TypeVar("_T")
+
+
+def wait_until(condition: Callable[[], _T | None], timeout_s: float = 10.0, what: str = "") -> _T:
+    """Call ``condition`` until it gives something true, and return that.
+
+    Raises ``TimeoutError`` naming ``what`` after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what or condition}")
+        pause.wait(0.02)

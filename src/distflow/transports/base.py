@@ -1,0 +1,77 @@
+"""What a transport is: commands and bytes to one node and back. It knows nothing of agents or workflows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Channel", "Completed", "Transport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """A command that has ended."""
+
+    exit_code: int
+    """As a shell puts it: 127 when the program was not found, 126 when it may not be executed, 128 + N for signal N."""
+    stdout: bytes
+    """All of it."""
+    stderr: bytes
+    """All of it."""
+
+
+class Channel(Protocol):
+    """One running command with a pipe to it and a pipe back.
+
+    Contract, held by tests/contract/test_transport.py for every implementation:
+
+    1. ``write`` may be called from several threads; the bytes of one call stay together. It returns when all are on their
+       way, and raises ``NodeUnreachable`` when the other side or the channel is closed.
+    2. ``read`` blocks for up to 64 KiB and returns ``b""`` at the end. It never raises: an end is an end, ``stderr_tail``
+       says more.
+    3. ``close`` may be called twice, from any thread, and never raises. A ``read`` or ``write`` that another thread is blocked
+       in ends at once. It closes the command's standard input and stops no remote process.
+    4. Standard error is drained whether anybody asks for it or not; ``stderr_tail`` gives the last kilobytes. Once ``read`` has
+       returned ``b""`` because the command ended, it is complete.
+    """
+
+    def write(self, data: bytes) -> None:
+        """Send ``data`` to the command's standard input."""
+
+    def read(self) -> bytes:
+        """Wait for output; return what is there, up to 64 KiB."""
+
+    def stderr_tail(self) -> str:
+        """The end of what the command wrote to standard error."""
+
+    def close(self) -> None:
+        """Let go of the command."""
+
+
+class Transport(Protocol):
+    """Runs commands on one node.
+
+    Contract, held by tests/contract/test_transport.py for every implementation:
+
+    1. ``run`` returns a ``Completed`` for every exit code, zero or not, also when the program does not exist.
+    2. It raises only ``TransportError`` and its subclasses, each naming the node; ``NodeUnreachable`` after ``timeout_s``,
+       when it has stopped of the command what it can reach.
+    3. stdout and stderr are drained together, while ``input`` is written: megabytes on one never block the other.
+    4. ``argv`` arrives as it is: no shell of ours or theirs changes a byte of it.
+    5. ``open`` starts a command in a session of its own. Neither the end of our process nor ``close`` stops it.
+    6. ``close`` may be called twice and never raises. It does not stop remote processes.
+    """
+
+    @property
+    def name(self) -> str:
+        """The node's name, for messages."""
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
+        """Run a command to its end."""
+
+    def open(self, argv: Sequence[str]) -> Channel:
+        """Start a command and keep a channel to it."""
+
+    def close(self) -> None:
+        """Give back what the transport holds."""

@@ -1,0 +1,160 @@
+"""This machine as a node: commands as child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+
+from distflow.errors import NodeUnreachable
+from distflow.transports.base import Completed
+
+__all__ = ["LocalChannel", "LocalTransport"]
+
+_READ = 65536
+_TAIL = 16384
+_DRAINED_S = 2.0
+
+
+class LocalTransport:
+    """Runs commands on this machine (contract: ``transports.base.Transport``)."""
+
+    def __init__(self, name: str = "local") -> None:
+        """Call the node ``name``."""
+        self.name = name
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
+        """Run a command to its end."""
+        try:
+            process = _start(argv)
+        except OSError as error:
+            return _not_started(argv, error)
+        with process:
+            try:
+                stdout, stderr = process.communicate(input, timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                # What it left in other sessions may still hold its pipes: that is not waited for.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=_DRAINED_S)
+                raise NodeUnreachable(self.name, f"`{argv[0]}` did not end within {timeout_s:g} s") from None
+        code = process.returncode
+        return Completed(exit_code=code if code >= 0 else 128 - code, stdout=stdout, stderr=stderr)
+
+    def open(self, argv: Sequence[str]) -> LocalChannel:
+        """Start a command and keep a channel to it."""
+        try:
+            return LocalChannel(self.name, _start(argv))
+        except OSError as error:
+            return LocalChannel(self.name, None, _not_started(argv, error).stderr)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LocalChannel:
+    """A child process's pipes (contract: ``transports.base.Channel``)."""
+
+    def __init__(self, node: str, process: subprocess.Popen[bytes] | None, stderr: bytes = b"") -> None:
+        """Take over ``process``; without one, the channel is at its end from the start."""
+        self._node = node
+        self._process = process
+        self._stderr = bytearray(stderr)
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+        self._state = threading.Lock()
+        self._is_closed = False
+        # Closing a descriptor does not wake a thread that waits for it; a byte in this pipe does, and stays there.
+        self._wake_read, self._wake_write = os.pipe()
+        self._drain = threading.Thread(target=self._drain_stderr, name=f"stderr of {node}", daemon=True)
+        if process is not None and process.stdin is not None and process.stdout is not None:
+            os.set_blocking(process.stdin.fileno(), False)
+            self._drain.start()
+
+    def write(self, data: bytes) -> None:
+        """Send ``data`` to the command's standard input."""
+        view = memoryview(data)
+        with self._writing:
+            while view:
+                if self._process is None or self._process.stdin is None or self._is_closed:
+                    raise NodeUnreachable(self._node, "the channel is closed")
+                fd = self._process.stdin.fileno()
+                if not self._wait(fd, select.POLLOUT):
+                    raise NodeUnreachable(self._node, "the channel was closed while it was being written to")
+                try:
+                    view = view[os.write(fd, view[:_READ]) :]
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    raise NodeUnreachable(self._node, f"the command on the other side is gone ({error.strerror})") from error
+
+    def read(self) -> bytes:
+        """Wait for output; return what is there, up to 64 KiB."""
+        with self._reading:
+            if self._process is None or self._process.stdout is None or self._is_closed:
+                return b""
+            fd = self._process.stdout.fileno()
+            data = b""
+            if self._wait(fd, select.POLLIN):
+                with contextlib.suppress(OSError):
+                    data = os.read(fd, _READ)
+                if not data:
+                    self._drain.join(_DRAINED_S)
+            return data
+
+    def stderr_tail(self) -> str:
+        """The end of what the command wrote to standard error."""
+        with self._state:
+            return bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Let go of the command."""
+        with self._state:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        os.write(self._wake_write, b"x")
+        with self._writing, self._reading:  # whoever was inside has seen the byte and left
+            if self._process is not None:
+                for pipe in (self._process.stdin, self._process.stdout):
+                    if pipe is not None:
+                        with contextlib.suppress(OSError):
+                            pipe.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _wait(self, fd: int, events: int) -> bool:
+        """Wait for the pipe; False: the channel was closed instead."""
+        # Not select(), which stops at descriptor 1024.
+        poll = select.poll()
+        poll.register(fd, events)
+        poll.register(self._wake_read, select.POLLIN)
+        return all(ready != self._wake_read for ready, _ in poll.poll())
+
+    def _drain_stderr(self) -> None:
+        """Keep the end of standard error, then take the process's exit so that no zombie is left."""
+        if self._process is None or self._process.stderr is None:
+            return
+        with self._process.stderr as pipe:
+            while data := os.read(pipe.fileno(), _READ):
+                with self._state:
+                    self._stderr += data
+                    del self._stderr[:-_TAIL]
+        self._process.wait()
+
+
+def _start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C in our terminal is for us to handle.
+    pipe = subprocess.PIPE
+    return subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
+
+
+def _not_started(argv: Sequence[str], error: OSError) -> Completed:
+    """What a shell on the other side of an SSH connection would say."""
+    code = 127 if isinstance(error, FileNotFoundError) else 126
+    return Completed(exit_code=code, stdout=b"", stderr=f"{argv[0]}: {error.strerror}\n".encode())

@@ -1,0 +1,32 @@
+"""Guards for every test: a clean environment, a home of its own, no way to the real ``~/.ssh`` or state."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_LIBRARY_PATH", "CI")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path_factory.mktemp("home")
+    for name in list(os.environ):
+        if name not in _KEPT and not name.startswith(("PYTEST", "DISTFLOW_RENEW")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("DISTFLOW_STATE", str(home / "state"))
+    monkeypatch.setenv("USER", "tester")
+    monkeypatch.setenv("LOGNAME", "tester")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("TZ", "UTC")
+
+
+@pytest.fixture
+def repository() -> Path:
+    """The checkout."""
+    return Path(__file__).resolve().parent.parent

@@ -1,0 +1,169 @@
+"""Fixtures of the contract suites: each is run against every implementation that is listed here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.backends.machines.bootstrap import connect
+from distflow.backends.machines.link import AgentLink, Event
+from distflow.errors import NodeUnreachable
+from distflow.testing.waiting import wait_until
+from distflow.transports.base import Transport
+from distflow.transports.local import LocalTransport
+
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"local": LocalTransport}
+"""Name → a way to make one that reaches this machine. SSH joins with one entry."""
+
+
+@pytest.fixture(params=sorted(TRANSPORTS))
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    """A transport to this machine."""
+    made = TRANSPORTS[request.param]()
+    yield made
+    made.close()
+
+
+class NodeUnderTest:
+    """A node with its own root: connections to it, and the attempts that a test runs there."""
+
+    def __init__(self, transport: Transport, top: Path) -> None:
+        self.transport = transport
+        self.root = top / "root"
+        self.lease_dir = top / "leases"
+        self.workflow = str(uuid.uuid4())
+        self.events: list[Event] = []
+        self.closed: list[NodeUnreachable] = []
+        self._links: list[AgentLink] = []
+        self._count = 0
+
+    def connect(self, *, python: str = sys.executable, events: list[Event] | None = None, **options: Any) -> AgentLink:
+        """A connection to a new agent; what it pushes goes to ``events`` (default: the node's own list)."""
+        into = self.events if events is None else events
+        link = connect(self.transport, str(self.root), python, on_event=into.append, on_close=self.closed.append, **options)
+        self._links.append(link)
+        return link
+
+    def watch(self, link: AgentLink, attempt: str, events: list[Event] | None = None) -> dict[str, Any]:
+        """Say hello for an attempt. What the answer says of it counts as told: only later changes are pushed."""
+        status = link.request("hello", watch=[attempt])["attempts"][attempt]
+        (self.events if events is None else events).append({"event": "status", "attempt": attempt, "status": status, "at": 0})
+        assert isinstance(status, dict)
+        return status
+
+    def attempt(self) -> str:
+        """A name that was not used yet."""
+        self._count += 1
+        return f"{self.workflow}/g/t{self._count}/0"
+
+    def directory(self, attempt: str) -> Path:
+        """Where the attempt lies."""
+        return self.root / attempt
+
+    def lease(self, link: AgentLink, attempt: str | None = None, **fields: Any) -> str:
+        """Lease an attempt, by default one without GPUs and port."""
+        name = attempt or self.attempt()
+        given = {"gpus": 0, "gpu_ids": [], "lease_dir": str(self.lease_dir), "port": None, "start_timeout_s": 60, **fields}
+        link.request("lease", attempt=name, **given)
+        return name
+
+    def start(self, link: AgentLink, argv: list[str], *, lease: dict[str, Any] | None = None, **launch: Any) -> str:
+        """Lease, prepare and start an attempt."""
+        name = self.lease(link, **(lease or {}))
+        link.request("prepare", attempt=name, launch=launch_of(argv, **launch))
+        link.request("start", attempt=name)
+        return name
+
+    def record(self, attempt: str) -> dict[str, Any] | None:
+        """The attempt's ``exit.json``."""
+        try:
+            found = json.loads((self.directory(attempt) / "exit.json").read_text())
+        except OSError:
+            return None
+        assert isinstance(found, dict)
+        return found
+
+    def state(self, attempt: str) -> dict[str, Any]:
+        """The attempt's ``runner.json``."""
+        found = json.loads((self.directory(attempt) / "runner.json").read_text())
+        assert isinstance(found, dict)
+        return found
+
+    def end(self, attempt: str, timeout_s: float = 20.0, events: list[Event] | None = None) -> dict[str, Any]:
+        """Wait until the attempt's end is pushed."""
+        into = self.events if events is None else events
+
+        def ended() -> dict[str, Any] | None:
+            for event in list(into):
+                if event["event"] == "status" and event["attempt"] == attempt and event["status"]["phase"] == "ended":
+                    end = event["status"]["end"]
+                    assert isinstance(end, dict)
+                    return end
+            return None
+
+        return wait_until(ended, timeout_s, f"the end of {attempt}")
+
+    def output(self, attempt: str) -> str:
+        """What the attempt has printed."""
+        return (self.directory(attempt) / "output.log").read_text()
+
+    def run(self, link: AgentLink, argv: list[str], **launch: Any) -> tuple[dict[str, Any], str]:
+        """Run an attempt to its end: the end, and the output."""
+        name = self.start(link, argv, **launch)
+        return self.end(name), self.output(name)
+
+    def close(self) -> None:
+        """Stop everything and hang up."""
+        for link in self._links:
+            link.close()
+        alive = [path.parent for path in self.root.glob("*/*/*/*/runner.json") if not (path.parent / "exit.json").exists()]
+        if alive:
+            names = [str(path.relative_to(self.root)) for path in alive]
+            link = connect(self.transport, str(self.root), sys.executable, on_event=self.events.append)
+            link.request("hello", watch=names)
+            for name in names:
+                link.send("stop", lambda _answer: None, attempt=name, grace_s=0, why="the test is over")
+            wait_until(lambda: all((path / "exit.json").exists() or not path.exists() for path in alive), 20, "all ended")
+            link.close()
+
+
+def launch_of(argv: list[str], **fields: Any) -> dict[str, Any]:
+    """A launch with defaults."""
+    empty: dict[str, Any] = {"env": {}, "secret_env": {}, "path_prepend": [], "files": [], "shell_prelude": None}
+    return {"argv": argv, "cwd": "work", "stop_grace_s": 5, **empty, **fields}
+
+
+@pytest.fixture
+def node(transport: Transport, tmp_path: Path) -> Iterator[NodeUnderTest]:
+    """A node that is reached over ``transport``."""
+    made = NodeUnderTest(transport, tmp_path)
+    yield made
+    made.close()
+
+
+def processes_with(marker: str) -> list[int]:
+    """Ids of living processes with ``marker`` in their arguments."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                arguments = Path("/proc", name, "cmdline").read_bytes()
+                state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if marker.encode() in arguments and state not in "ZX":
+                found.append(int(name))
+    return found
+
+
+@pytest.fixture
+def marker() -> str:
+    """A word that only this test's processes carry."""
+    return f"marker-{uuid.uuid4().hex}"

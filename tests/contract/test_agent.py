@@ -1,0 +1,858 @@
+"""The agent protocol (docs/agent-protocol.md), held over every transport."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from contract.conftest import launch_of, processes_with
+from distflow.backends.machines.bootstrap import connect, runtime_archive, runtime_hash
+from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+    from distflow.backends.machines.link import AgentLink, Event
+
+PYTHON = sys.executable
+
+
+def python_that(tmp_path: Path, *lines: str) -> str:
+    """An interpreter that does something before it becomes the real one."""
+    path = tmp_path / "python-wrapper"
+    path.write_text("\n".join(["#!/bin/sh", *lines, f'exec {PYTHON} "$@"', ""]))
+    path.chmod(0o755)
+    return str(path)
+
+
+def refused(link: AgentLink, kind: str, op: str, **fields: Any) -> str:
+    with pytest.raises(AgentError) as caught:
+        link.request(op, **fields)
+    assert caught.value.kind == kind, caught.value
+    return caught.value.message
+
+
+# -- getting there
+
+
+def test_hello_tells_what_the_node_is(node: NodeUnderTest) -> None:
+    link = node.connect()
+    answer = link.request("hello", watch=[f"{node.workflow}/g/t/0"])
+    facts = answer["facts"]
+    assert facts["python"] == PYTHON or Path(facts["python"]).samefile(PYTHON)
+    assert facts["cpus"] >= 1
+    assert facts["memory"] > 10_000_000
+    assert facts["free_bytes"] > 0
+    assert facts["root"] == str(node.root)
+    assert {"interface": "lo", "address": "127.0.0.1", "family": "inet"} in facts["addresses"]
+    assert abs(facts["now"] - link.request("ping")["now"]) < 5
+    assert answer["attempts"] == {f"{node.workflow}/g/t/0": {"phase": "absent", "pid": None, "started_at": None, "end": None}}
+
+
+def test_what_a_login_script_prints_is_kept_and_skipped(node: NodeUnderTest, tmp_path: Path) -> None:
+    # The last line has no end, and one looks like our own words: both are what real login scripts do.
+    python = python_that(tmp_path, "echo Welcome to the lab", 'echo "+ exec $7 $8"', "printf 'no newline> '")
+    link = node.connect(python=python)
+    assert "Welcome to the lab" in link.noise
+    assert link.noise.endswith("no newline> ")
+    assert link.request("ping")["now"] > 0
+
+
+def test_the_runtime_is_sent_once_and_found_afterwards(node: NodeUnderTest) -> None:
+    for _ in range(2):
+        node.connect().request("ping")
+    assert [path.name for path in (node.root / "runtime").iterdir()] == [runtime_hash()]
+    assert stat.S_IMODE(node.root.stat().st_mode) == 0o700
+
+
+def test_agents_that_race_to_unpack_all_come_up(node: NodeUnderTest) -> None:
+    outcome: list[object] = []
+
+    def race() -> None:
+        try:
+            outcome.append(node.connect().request("ping")["now"] > 0)
+        except NodeError as error:
+            outcome.append(error)
+
+    threads = [threading.Thread(target=race) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcome == [True] * 4
+    assert [path.name for path in (node.root / "runtime").iterdir()] == [runtime_hash()]
+
+
+def test_the_archive_is_the_same_whenever_it_is_made() -> None:
+    made = runtime_archive()
+    runtime_archive.cache_clear()
+    assert runtime_archive() == made
+
+
+def test_an_interpreter_that_fails_is_told_with_its_own_words(node: NodeUnderTest, tmp_path: Path) -> None:
+    with pytest.raises(BootstrapFailed, match="no licence for python"):
+        node.connect(python=python_that(tmp_path, "echo no licence for python >&2; exit 3"))
+
+
+def test_a_missing_interpreter_is_named(node: NodeUnderTest) -> None:
+    with pytest.raises(BootstrapFailed, match="/no/such/python"):
+        node.connect(python="/no/such/python")
+
+
+def test_a_root_that_cannot_be_made_is_named(node: NodeUnderTest) -> None:
+    node.root.parent.joinpath("root").write_text("a file")
+    try:
+        with pytest.raises(BootstrapFailed, match="root"):
+            node.connect()
+    finally:
+        node.root.unlink()
+
+
+def test_a_node_that_says_nothing_is_unreachable_in_time(node: NodeUnderTest, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(NodeUnreachable, match="within"):
+        node.connect(python=python_that(tmp_path, "sleep 3"), timeout_s=0.3)
+    assert time.monotonic() - started < 2
+
+
+def test_a_stalled_agent_is_noticed_and_never_blocks_a_sender(node: NodeUnderTest) -> None:
+    link = node.connect(ping_s=0.15)
+    agent = link.request("hello", watch=[])["facts"]["agent_pid"]
+    answers: list[object] = []
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        for _ in range(40):  # more than a pipe holds
+            link.send("chunk", answers.append, hash="0" * 64, data="A" * 100_000)
+        assert time.monotonic() - started < 1
+        wait_until(lambda: node.closed, 5, "on_close")
+        assert len(answers) == 40
+        assert all(isinstance(answer, NodeUnreachable) for answer in answers)
+        with pytest.raises(NodeUnreachable):
+            link.request("ping")
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    link.close()
+    assert len(node.closed) == 1
+
+
+def test_the_agent_ends_without_requests_and_at_the_end_of_its_input(node: NodeUnderTest) -> None:
+    silent = node.connect(ping_s=60)
+    agent = silent.request("hello", watch=[], idle_timeout_s=0.3)["facts"]["agent_pid"]
+    wait_until(lambda: node.closed, 5, "the agent left")
+    assert not Path(f"/proc/{agent}").exists() or wait_until(lambda: not Path(f"/proc/{agent}").exists())
+    other = node.connect()
+    agent = other.request("hello", watch=[])["facts"]["agent_pid"]
+    other.close()
+    wait_until(lambda: not Path(f"/proc/{agent}").exists(), 5, "the agent left at EOF")
+
+
+def test_requests_that_are_wrong_are_refused_and_change_nothing(node: NodeUnderTest) -> None:
+    link = node.connect()
+    refused(link, "bad_request", "dance")
+    refused(link, "bad_request", "lease")
+    for name in ("../x/y/0", "a/b/c", "a/b/c/d/e", "a//c/0", "blobs/a/b/0", "runtime/a/b/0", "a/b/c/.."):
+        refused(link, "bad_request", "stop", attempt=name, grace_s=0, why="")
+    refused(link, "bad_request", "clean", workflow="../..", keep_output=False)
+    refused(link, "not_found", "start", attempt=f"{node.workflow}/g/t/0")
+    refused(link, "not_found", "stop", attempt=f"{node.workflow}/g/t/0", grace_s=0, why="")
+    attempt = node.lease(link)
+    refused(link, "not_prepared", "start", attempt=attempt)
+    refused(link, "bad_request", "prepare", attempt=attempt, launch=launch_of([]))
+    refused(link, "bad_request", "prepare", attempt=attempt, launch=launch_of(["true"], env={"A=B": "x"}))
+
+
+# -- one attempt
+
+
+def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTest) -> None:
+    link = node.connect()
+    script = (
+        "import os,json,sys; u=os.umask(0); os.umask(u); print(json.dumps({'env':dict(os.environ),'cwd':os.getcwd(),'umask':u,"
+        "'argv':sys.argv[1:],'sid':os.getsid(0)==os.getpid(),'stdin':os.readlink('/proc/self/fd/0'),"
+        "'fds':sorted(int(f) for f in os.listdir('/proc/self/fd'))[:4],"
+        "'sig':[l for l in open('/proc/self/status') if l[:6] in ('SigBlk','SigIgn')]}))"
+    )
+    hostile = ["", "a b", "$HOME `id`", "a\nb", "ü→'\"", "--x=@@ATTEMPT_DIR@@/files/f"]
+    argv = ["env", "-u", "NOTHING", PYTHON, "-c", script, *hostile]
+    env = {"X": "1 2", "HERE": "@@ATTEMPT_DIR@@/output"}
+    end, output = node.run(link, argv, env=env, secret_env={"TOKEN": "hunter2-secret"}, path_prepend=["/opt/first"])
+    assert end["exit_code"] == 0, output
+    seen = json.loads(output)
+    attempt = seen["env"]["DISTFLOW_ATTEMPT"]
+    directory = str(node.directory(attempt))
+    assert seen["argv"] == [*hostile[:-1], f"--x={directory}/files/f"]
+    assert seen["cwd"] == f"{directory}/work"
+    assert seen["env"]["X"] == "1 2"
+    assert seen["env"]["HERE"] == f"{directory}/output"
+    assert seen["env"]["TOKEN"] == "hunter2-secret"
+    assert seen["env"]["PATH"].startswith("/opt/first:")
+    assert seen["env"]["HOME"] == os.environ["HOME"]
+    assert seen["env"]["DISTFLOW_ATTEMPT_DIR"] == directory
+    assert seen["env"]["TORCHELASTIC_ERROR_FILE"] == f"{directory}/error.json"
+    usual = os.umask(0o22)
+    os.umask(usual)
+    assert seen["umask"] == usual
+    assert seen["sid"]
+    assert seen["stdin"] == "/dev/null"
+    assert seen["fds"] == [0, 1, 2, 3]  # 3 is the listing itself
+    # Python's own two (PIPE, XFSZ) are set by the Python that looks; nothing else may be inherited.
+    assert [line.split()[1] for line in seen["sig"]] == ["0000000000000000", "0000000001001000"]
+
+
+def test_a_command_gets_default_signals(node: NodeUnderTest) -> None:
+    _, output = node.run(node.connect(), ["grep", "-E", "Sig(Ign|Blk)", "/proc/self/status"])
+    assert [line.split()[1] for line in output.splitlines()] == ["0" * 16, "0" * 16]
+
+
+def test_a_secret_reaches_neither_disk_nor_arguments(node: NodeUnderTest) -> None:
+    link = node.connect()
+    secret = "s3cret-" + "x" * 9000  # longer than a pipe writes at once
+    argv = ["sh", "-c", 'test ${#TOKEN} = 9007 || exit 9; echo up; read wait < "$0"', "@@ATTEMPT_DIR@@/work/fifo"]
+    attempt = node.lease(link)
+    link.request("prepare", attempt=attempt, launch=launch_of(argv, secret_env={"TOKEN": secret}))
+    link.close()
+    # Another agent than the one that got the secret starts it.
+    link = node.connect()
+    os.mkfifo(node.directory(attempt) / "work/fifo")
+    node.watch(link, attempt)
+    link.request("start", attempt=attempt)
+    wait_until(lambda: node.output(attempt) == "up\n")
+    for path in node.root.rglob("*"):
+        if path.is_file():
+            assert b"s3cret" not in path.read_bytes(), path
+    assert not processes_with("s3cret")
+    (node.directory(attempt) / "work/fifo").write_text("go\n")
+    assert node.end(attempt)["exit_code"] == 0
+
+
+def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(
+        link, ["true"], files=[{"path": "files/a/run.sh", "text": "#!/bin/sh\necho @@ATTEMPT_DIR@@", "mode": 0o755}]
+    )
+    node.end(attempt)
+    directory = node.directory(attempt)
+    assert (directory / "files/a/run.sh").read_text() == f"#!/bin/sh\necho {directory}"
+    assert stat.S_IMODE((directory / "files/a/run.sh").stat().st_mode) == 0o755
+    for name in ("launch.json", "runner.json", "exit.json", "output.log", "output.idx", "control"):
+        assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600, name
+    for path in (directory, directory / "work", directory / "output"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "says"),
+    [
+        ("no-such-program", 127, "not found on this node in PATH"),
+        ("./absent", 127, "no such file"),
+        ("@@ATTEMPT_DIR@@/files/plain", 126, "chmod"),
+        ("@@ATTEMPT_DIR@@/files/garbage", 126, "#!"),
+        ("@@ATTEMPT_DIR@@/files/lost", 127, "#!"),
+    ],
+)
+def test_a_program_that_cannot_start_is_named_with_what_to_do(node: NodeUnderTest, file: str, code: int, says: str) -> None:
+    files = [
+        {"path": "files/plain", "text": "echo", "mode": 0o600},
+        {"path": "files/garbage", "text": "echo hi", "mode": 0o755},
+        {"path": "files/lost", "text": "#!/no/such/interpreter\n", "mode": 0o755},
+    ]
+    end, _ = node.run(node.connect(), [file], files=files)
+    assert (end["reason"], end["exit_code"], end["signal"]) == ("start_error", code, None)
+    assert says in end["message"]
+    assert file.rsplit("/", maxsplit=1)[-1] in end["message"]
+
+
+def test_a_prelude_runs_before_the_command_without_touching_its_arguments(node: NodeUnderTest) -> None:
+    end, output = node.run(
+        node.connect(), ["sh", "-c", 'echo "$A|$1|$2"', "sh", "a b", "$A"], shell_prelude="export A='from the prelude'"
+    )
+    assert (end["exit_code"], output) == (0, "from the prelude|a b|$A\n")
+
+
+def test_how_a_command_ended_is_recorded(node: NodeUnderTest) -> None:
+    link = node.connect()
+    before = time.time()  # noqa: TID251 - the node's clock is this machine's
+    end, output = node.run(link, ["sh", "-c", "echo out; echo err >&2; exit 7"])
+    assert (end["exit_code"], end["signal"], end["reason"], end["output_bytes"]) == (7, None, "exited", 8)
+    assert output == "out\nerr\n"
+    assert before - 1 < end["started_at"] <= end["ended_at"] < before + 20
+    end, _ = node.run(link, ["sh", "-c", "kill -SEGV $$"])
+    assert (end["exit_code"], end["signal"]) == (None, signal.SIGSEGV)
+
+
+def test_the_error_file_of_a_process_comes_with_the_end(node: NodeUnderTest) -> None:
+    script = 'echo \'{"message": {"message": "boom", "extraInfo": {}}}\' > "$TORCHELASTIC_ERROR_FILE"; exit 1'
+    end, _ = node.run(node.connect(), ["sh", "-c", script])
+    assert end["error"] == {"message": {"message": "boom", "extraInfo": {}}}
+    huge = "import os,json; json.dump({'message': 'x' * 3_000_000}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))"
+    end, _ = node.run(node.connect(), [PYTHON, "-c", huge])
+    assert end["error"]["truncated"]
+    assert end["error"]["message"].startswith("xxx")
+
+
+def test_every_operation_may_be_asked_twice(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.attempt()
+    fields: dict[str, Any] = {
+        "gpus": 1,
+        "gpu_ids": [3, 4],
+        "lease_dir": str(node.lease_dir),
+        "port": "any",
+        "start_timeout_s": 60,
+    }
+    first: list[object] = []
+    for _ in range(2):  # the second asks before the first is answered
+        link.send("lease", first.append, attempt=attempt, **fields)
+    wait_until(lambda: len(first) == 2)
+    assert first[0] == first[1] == link.request("lease", attempt=attempt, **fields)
+    for _ in range(2):
+        assert link.request("prepare", attempt=attempt, launch=launch_of(["sleep", "60"])) == {"prepared": True}
+    assert link.request("start", attempt=attempt) == link.request("start", attempt=attempt)
+    assert link.request("lease", attempt=attempt, **fields) == first[0]
+    for _ in range(2):
+        link.request("stop", attempt=attempt, grace_s=5, why="enough")
+    assert node.end(attempt)["reason"] == "stopped"
+    link.request("stop", attempt=attempt, grace_s=5, why="again")
+    assert link.request("start", attempt=attempt)["pid"] > 0
+    refused(link, "conflict", "lease", attempt=attempt, **fields)
+
+
+# -- stopping
+
+
+def test_stop_asks_first(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", "trap 'echo bye; exit 4' TERM; echo up; while :; do sleep 0.1; done"])
+    wait_until(lambda: node.output(attempt))
+    link.request("stop", attempt=attempt, grace_s=20, why="a peer failed")
+    end = node.end(attempt)
+    assert (end["reason"], end["why"], end["exit_code"]) == ("stopped", "a peer failed", 4)
+    assert end["stopped_at"] <= end["ended_at"]
+    assert node.output(attempt) == "up\nbye\n"
+
+
+def test_stop_kills_what_does_not_listen(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    attempt = node.start(
+        link, ["sh", "-c", "trap '' TERM; setsid sh -c 'sleep 60; :' $0 & echo up; sleep 60; sleep 60", marker]
+    )
+    wait_until(lambda: node.output(attempt) and len(processes_with(marker)) >= 2)
+    started = time.monotonic()
+    link.request("stop", attempt=attempt, grace_s=0.4, why="")
+    end = node.end(attempt)
+    assert time.monotonic() - started >= 0.4
+    assert (end["reason"], end["signal"]) == ("stopped", signal.SIGKILL)
+    assert not processes_with(marker)
+
+
+def test_a_shorter_grace_hurries_and_a_longer_one_does_not_delay(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done"])
+    wait_until(lambda: node.output(attempt))
+    for grace_s in (60, 0.1, 60):
+        link.request("stop", attempt=attempt, grace_s=grace_s, why=f"grace {grace_s}")
+    assert node.end(attempt, 10)["why"] == "grace 60"
+
+
+def test_stop_reaches_a_command_that_is_suspended(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", "echo up; kill -STOP $$; sleep 60"])
+    wait_until(lambda: node.output(attempt))
+    link.request("stop", attempt=attempt, grace_s=20, why="")
+    assert node.end(attempt, 10)["signal"] == signal.SIGTERM
+
+
+def test_stop_before_start_ends_it_without_having_run(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    link.request("stop", attempt=attempt, grace_s=1, why="changed my mind")
+    end = node.end(attempt)
+    assert (end["reason"], end["why"], end["started_at"], end["exit_code"]) == ("stopped", "changed my mind", None, None)
+    refused(link, "conflict", "start", attempt=attempt)
+
+
+def test_what_outlives_the_command_is_asked_and_then_killed(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    polite = "trap 'echo asked; exit' TERM; echo one; while :; do sleep 0.05; done"
+    deaf = "trap '' TERM; echo two; while :; do sleep 0.05; done"
+    argv = ["sh", "-c", 'setsid sh -c "$1" $0 & setsid sh -c "$2" $0 & sleep 0.5; exit 5', marker, polite, deaf]
+    end, output = node.run(link, argv)
+    assert (end["reason"], end["exit_code"]) == ("exited", 5)
+    assert "asked" in output
+    assert not processes_with(marker)
+
+
+def test_a_pair_that_nobody_starts_ends_by_itself(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link, start_timeout_s=0.3)
+    assert node.end(attempt)["reason"] == "start_timeout"
+    refused(link, "conflict", "prepare", attempt=attempt, launch=launch_of(["true"]))
+
+
+def test_release_leaves_nothing(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link, gpus=1, gpu_ids=[0], port="any")
+    pids = [node.state(attempt)[who]["pid"] for who in ("runner", "keeper")]
+    link.request("release", attempt=attempt)
+    assert not node.directory(attempt).exists()
+    assert not (node.root / node.workflow).exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    link.request("release", attempt=attempt)
+    running = node.start(link, ["sleep", "60"])
+    refused(link, "conflict", "release", attempt=running)
+    node.lease(link, attempt, gpus=1, gpu_ids=[0])
+
+
+# -- leases
+
+
+def test_gpus_are_given_to_one_at_a_time_and_the_holder_is_named(node: NodeUnderTest) -> None:
+    link = node.connect()
+    one = node.attempt()
+    lease: dict[str, Any] = {"gpu_ids": [0, 1, 2, 3], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    assert link.request("lease", attempt=one, gpus=3, **lease)["gpu_ids"] == [0, 1, 2]
+    message = refused(link, "busy", "lease", attempt=node.attempt(), gpus=2, **lease)
+    assert one in message
+    # All or nothing: the free one was not kept by the attempt that was refused.
+    assert link.request("lease", attempt=node.attempt(), gpus=1, **lease)["gpu_ids"] == [3]
+    link.request("prepare", attempt=one, launch=launch_of(["true"]))
+    link.request("start", attempt=one)
+    node.end(one)
+    assert link.request("lease", attempt=node.attempt(), gpus=3, **lease)["gpu_ids"] == [0, 1, 2]
+    assert stat.S_IMODE(node.lease_dir.stat().st_mode) == 0o1777
+    assert stat.S_IMODE((node.lease_dir / "gpu-0.lock").stat().st_mode) == 0o666
+
+
+def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.attempt()
+    lease: dict[str, Any] = {"gpus": 0, "gpu_ids": [], "lease_dir": str(node.lease_dir), "start_timeout_s": 60}
+    port = link.request("lease", attempt=attempt, port="any", **lease)["port"]
+    assert attempt in refused(link, "port_taken", "lease", attempt=node.attempt(), port=port, **lease)
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(("0.0.0.0", port))
+    server = (
+        "import socket,sys; s=socket.socket(socket.AF_INET6); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); "
+        "s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0); s.bind(('::', int(sys.argv[1]))); s.listen(); "
+        "c=socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.accept(); print('joined')"
+    )
+    link.request("prepare", attempt=attempt, launch=launch_of([PYTHON, "-c", server, str(port)]))
+    link.request("start", attempt=attempt)
+    node.end(attempt)
+    assert node.output(attempt) == "joined\n"
+    # The same number again at once: connections of the last attempt in TIME_WAIT are no reason to refuse.
+    assert link.request("lease", attempt=node.attempt(), port=port, **lease)["port"] == port
+
+
+def test_a_port_in_use_is_refused_and_never_replaced(node: NodeUnderTest) -> None:
+    link = node.connect()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        fields: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "start_timeout_s": 60}
+        assert str(port) in refused(link, "port_taken", "lease", attempt=node.attempt(), port=port, **fields)
+    assert link.request("lease", attempt=node.attempt(), port=port, **fields) == {"gpu_ids": [0], "port": port}
+
+
+def test_traps_in_the_lease_directory_harm_nobody(node: NodeUnderTest, tmp_path: Path) -> None:
+    link = node.connect()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    node.lease_dir.mkdir()
+    (node.lease_dir / "gpu-0.lock").symlink_to(victim)
+    os.mkfifo(node.lease_dir / "gpu-1.lock")
+    (node.lease_dir / "gpu-2.lock").mkdir()
+    fields: dict[str, Any] = {"gpu_ids": [0, 1, 2, 3], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    assert link.request("lease", attempt=node.attempt(), gpus=1, **fields)["gpu_ids"] == [3]
+    refused(link, "busy", "lease", attempt=node.attempt(), gpus=1, **fields)
+    assert victim.read_text() == "precious"
+
+
+# -- files
+
+
+def stage(link: AgentLink, data: bytes) -> str:
+    name = hashlib.sha256(data).hexdigest()
+    if not link.request("stage", hash=name, size=len(data))["have"]:
+        pieces = [data[at : at + 262144] for at in range(0, len(data), 262144)] or [b""]
+        for number, piece in enumerate(pieces):
+            text = base64.b64encode(piece).decode()
+            link.request("chunk", hash=name, data=text, last=number == len(pieces) - 1)
+    return name
+
+
+def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for member, data in members:
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def member(name: str, **fields: Any) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info
+
+
+def test_a_blob_is_sent_once_checked_and_placed(node: NodeUnderTest) -> None:
+    link = node.connect()
+    data = os.urandom(1_000_000)
+    name = stage(link, data)
+    assert link.request("stage", hash=name, size=len(data)) == {"have": True}
+    attempt = node.start(link, ["true"], files=[{"path": "work/data.bin", "blob": name, "mode": 0o640}])
+    node.end(attempt)
+    assert (node.directory(attempt) / "work/data.bin").read_bytes() == data
+    assert [path.name for path in (node.root / "blobs").iterdir()] == [name]
+
+
+def test_a_damaged_blob_is_refused_and_forgotten(node: NodeUnderTest) -> None:
+    link = node.connect()
+    name = hashlib.sha256(b"right").hexdigest()
+    assert link.request("stage", hash=name, size=5) == {"have": False}
+    assert "damaged" in refused(link, "bad_request", "chunk", hash=name, data=base64.b64encode(b"wrong").decode(), last=True)
+    assert list((node.root / "blobs").iterdir()) == []
+    assert stage(link, b"right") == name
+
+
+def test_a_transfer_that_broke_off_is_swept_up(node: NodeUnderTest) -> None:
+    link = node.connect()
+    link.request("stage", hash="0" * 64, size=5)
+    link.request("chunk", hash="0" * 64, data=base64.b64encode(b"wro").decode(), last=False)
+    link.close()
+    name = stage(node.connect(), b"other")
+    assert [path.name for path in (node.root / "blobs").iterdir()] == [name]
+
+
+def test_an_archive_is_unpacked_with_its_modes_and_inner_links(node: NodeUnderTest) -> None:
+    link = node.connect()
+    data = tar_of(
+        (member("./d", type=tarfile.DIRTYPE, mode=0o755), b""),
+        (member("./d/run.sh", mode=0o4755), b"#!/bin/sh\necho hi\n"),
+        (member("link", type=tarfile.SYMTYPE, linkname="d/run.sh"), b""),
+        (member("hard", type=tarfile.LNKTYPE, linkname="d/run.sh"), b""),
+    )
+    attempt = node.start(link, ["./link"], files=[{"path": "work", "blob": stage(link, data), "is_tar": True}])
+    assert node.end(attempt)["exit_code"] == 0
+    assert node.output(attempt) == "hi\n"
+    assert stat.S_IMODE((node.directory(attempt) / "work/d/run.sh").stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        [(member("../evil"), b"x")],
+        [(member("/tmp/evil"), b"x")],
+        [(member("a/../../evil"), b"x")],
+        [(member("out", type=tarfile.SYMTYPE, linkname="/etc"), b""), (member("out/evil"), b"x")],
+        [(member("out", type=tarfile.SYMTYPE, linkname="../../../.."), b"")],
+        [
+            (member("a/b/c", type=tarfile.SYMTYPE, linkname="../.."), b""),
+            (member("z", type=tarfile.SYMTYPE, linkname="a/b/c/.."), b""),
+            (member("z/evil"), b"x"),
+        ],
+        [(member("hard", type=tarfile.LNKTYPE, linkname="../runner.json"), b"")],
+        [(member("null", type=tarfile.CHRTYPE, devmajor=1, devminor=3), b"")],
+        [(member("fifo", type=tarfile.FIFOTYPE), b"")],
+    ],
+)
+def test_an_archive_cannot_leave_its_directory(node: NodeUnderTest, trap: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    launch = launch_of(["true"], files=[{"path": "work", "blob": stage(link, tar_of(*trap)), "is_tar": True}])
+    refused(link, "bad_request", "prepare", attempt=attempt, launch=launch)
+    assert not list(node.root.rglob("evil"))
+
+
+@pytest.mark.parametrize("path", ["../x", "/tmp/x", "runner.json", "./exit.json", "work/../../x", "control", ""])
+def test_a_file_cannot_be_placed_elsewhere_or_over_ours(node: NodeUnderTest, path: str) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    refused(link, "bad_request", "prepare", attempt=attempt, launch=launch_of(["true"], files=[{"path": path, "text": "x"}]))
+
+
+def test_preparing_much_does_not_delay_a_ping(node: NodeUnderTest) -> None:
+    link = node.connect()
+    data = tar_of(*((member(f"f{number}"), b"x" * 100) for number in range(6000)))
+    attempt = node.lease(link)
+    launch = launch_of(["true"], files=[{"path": "work", "blob": stage(link, data), "is_tar": True}])
+    done: list[object] = []
+    link.send("prepare", done.append, attempt=attempt, launch=launch)
+    slowest, pings = 0.0, 0
+    while not done:
+        before = time.monotonic()
+        link.request("ping")
+        slowest, pings = max(slowest, time.monotonic() - before), pings + 1
+    assert done == [{"prepared": True}]
+    assert pings > 3
+    assert slowest < 1
+
+
+# -- output
+
+
+class Tail:
+    """What comes over a stream."""
+
+    def __init__(self, node: NodeUnderTest, stream: int) -> None:
+        self._node, self._stream = node, stream
+
+    def _events(self, kind: str) -> list[Event]:
+        return [event for event in list(self._node.events) if event["event"] == kind and event["stream"] == self._stream]
+
+    @property
+    def data(self) -> bytes:
+        data = b""
+        for event in self._events("data"):
+            assert event["offset"] == len(data)
+            data += base64.b64decode(event["data"])
+        return data
+
+    @property
+    def size(self) -> int | None:
+        return next((event["size"] for event in self._events("eof")), None)
+
+
+def test_a_stream_stops_without_credit_and_the_rest_goes_on(node: NodeUnderTest) -> None:
+    link = node.connect()
+    total = 3_000_000
+    attempt = node.start(link, [PYTHON, "-c", f"import sys; sys.stdout.buffer.write(bytes(range(250)) * {total // 250})"])
+    link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
+    tail = Tail(node, 1)
+    node.end(attempt)
+    wait_until(lambda: len(tail.data) == 256 * 1024)
+    before = time.monotonic()
+    link.request("ping")
+    assert time.monotonic() - before < 1
+    assert len(tail.data) == 256 * 1024
+    returned = 0
+
+    def has_ended() -> bool:
+        nonlocal returned
+        got = len(tail.data)
+        link.credit(1, got - returned)
+        returned = got
+        return tail.size is not None
+
+    assert not has_ended()
+    wait_until(has_ended)
+    assert tail.data == bytes(range(250)) * (total // 250)
+    assert tail.size == total
+
+
+def test_output_comes_as_it_is_written_and_each_read_is_stamped(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
+    link.request("tail", stream=2, attempt=attempt, file="output.idx", offset=0)
+    script = 'echo one; read x < "$0"; echo two >&2; read x < "$0"'
+    fifo = node.directory(attempt) / "work/fifo"
+    os.mkfifo(fifo)
+    link.request("prepare", attempt=attempt, launch=launch_of(["sh", "-c", script, str(fifo)]))
+    link.request("start", attempt=attempt)
+    log, index = Tail(node, 1), Tail(node, 2)
+    wait_until(lambda: log.data == b"one\n")
+    fifo.write_text("x\n")
+    wait_until(lambda: log.data == b"one\ntwo\n")
+    fifo.write_text("x\n")
+    end = node.end(attempt)
+    wait_until(lambda: (log.size, index.size) == (8, 32))
+    (first, start), (second, after) = struct.iter_unpack("<dQ", index.data)
+    assert (start, after) == (0, 4)
+    assert end["started_at"] <= first < second <= end["ended_at"] + 1
+
+
+def test_a_tail_begins_where_it_is_told_and_ends_with_an_ended_attempt(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["printf", "0123456789"])
+    node.end(attempt)
+    link.close()
+    link = node.connect()
+    link.request("tail", stream=5, attempt=attempt, file="output.log", offset=7)
+    wait_until(lambda: Tail(node, 5).size == 10)
+    assert [(e["offset"], base64.b64decode(e["data"])) for e in node.events if e["event"] == "data"] == [(7, b"789")]
+    refused(link, "bad_request", "tail", stream=6, attempt=attempt, file="launch.json", offset=0)
+    refused(link, "not_found", "tail", stream=6, attempt=node.attempt(), file="output.log", offset=0)
+
+
+def test_an_untailed_stream_is_silent(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
+    link.request("untail", stream=1)
+    link.request("prepare", attempt=attempt, launch=launch_of(["echo", "hi"]))
+    link.request("start", attempt=attempt)
+    node.end(attempt)
+    link.request("ping")
+    assert Tail(node, 1).data == b""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_loses_output_and_nothing_else(node: NodeUnderTest, tmp_path: Path) -> None:
+    node.root.mkdir(mode=0o700)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(node.root)], check=False, capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("cannot mount here")
+    try:
+        link = node.connect()
+        attempt = node.start(link, [PYTHON, "-c", "import sys; sys.stdout.buffer.write(b'x' * 5_000_000); sys.exit(6)"])
+        end = node.end(attempt)
+        assert end["exit_code"] == 6
+        assert end["output_bytes"] < 1_000_000
+        assert end["output_bytes"] + end["lost_output_bytes"] == 5_000_000
+        assert node.record(attempt) == end
+        refused(link, "no_space", "lease", attempt=node.attempt(), gpus=0, port=None, lease_dir=str(node.lease_dir))
+        refused(link, "no_space", "stage", hash="0" * 64, size=10_000_000)
+        link.request("clean", workflow=node.workflow, keep_output=False)
+        node.lease(link)
+    finally:
+        node.close()
+        subprocess.run(["umount", "-l", str(node.root)], check=True)
+
+
+# -- agents come and go
+
+
+def test_a_later_agent_finds_and_hears_what_an_earlier_one_began(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", 'read x < "$0"; exit 3', str(node.root / "fifo")])
+    os.mkfifo(node.root / "fifo")
+    link.close()
+    events: list[Event] = []
+    link = node.connect(events=events)
+    status = node.watch(link, attempt, events)
+    assert (status["phase"], status["pid"]) == ("running", node.state(attempt)["command"]["pid"])
+    (node.root / "fifo").write_text("x\n")
+    # Pushed, not asked for.
+    assert node.end(attempt, events=events)["exit_code"] == 3
+
+
+def test_two_agents_hear_the_same(node: NodeUnderTest) -> None:
+    first: list[Event] = []
+    second: list[Event] = []
+    one = node.connect(events=first)
+    attempt = node.lease(one)
+    two = node.connect(events=second)
+    node.watch(two, attempt, second)
+    one.request("prepare", attempt=attempt, launch=launch_of(["echo", "hi"]))
+    two.request("start", attempt=attempt)
+    assert node.end(attempt, events=first) == node.end(attempt, events=second)
+    phases = [e["status"]["phase"] for e in first if e["event"] == "status"]
+    assert phases[:2] == ["leased", "prepared"]
+
+
+def test_an_end_that_nobody_heard_is_read_later(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", "sleep 0.2; exit 9"])
+    link.close()
+    wait_until(lambda: node.record(attempt))
+    answer = node.connect().request("hello", watch=[attempt])["attempts"][attempt]
+    assert (answer["phase"], answer["end"]["exit_code"]) == ("ended", 9)
+
+
+def test_survey_and_clean(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", "echo result > @@ATTEMPT_DIR@@/output/r; head -c 100000 /dev/zero > big"])
+    node.end(attempt)
+    running = node.start(link, ["sleep", "60"])
+    (found,) = link.request("survey")["workflows"]
+    assert (found["uuid"], found["alive"]) == (node.workflow, [running])
+    assert found["bytes"] > 100_000
+    assert running in refused(link, "conflict", "clean", workflow=node.workflow, keep_output=False)
+    link.request("stop", attempt=running, grace_s=0, why="")
+    node.end(running)
+    wait_until(lambda: not link.request("survey")["workflows"][0]["alive"])
+    assert link.request("clean", workflow=node.workflow, keep_output=True)["freed_bytes"] >= 100_000
+    assert (node.directory(attempt) / "output/r").read_text() == "result\n"
+    assert not (node.directory(attempt) / "work").exists()
+    assert link.request("hello", watch=[attempt])["attempts"][attempt]["phase"] == "ended"
+    link.request("clean", workflow=node.workflow, keep_output=False)
+    assert not (node.root / node.workflow).exists()
+    assert link.request("hello", watch=[attempt])["attempts"][attempt]["phase"] == "absent"
+    assert link.request("clean", workflow=node.workflow, keep_output=False) == {"freed_bytes": 0}
+
+
+def wakeups(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
+
+
+def test_nobody_polls(node: NodeUnderTest) -> None:
+    link = node.connect(ping_s=60)
+    agent = link.request("hello", watch=[])["facts"]["agent_pid"]
+    attempt = node.start(link, ["sleep", "60"], lease={"gpus": 1, "gpu_ids": [0], "port": "any"})
+    link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
+    state = node.state(attempt)
+    pids = [agent, state["runner"]["pid"], state["keeper"]["pid"]]
+    threading.Event().wait(0.3)  # what the requests above set in motion comes to rest
+    before = [wakeups(pid) for pid in pids]
+    threading.Event().wait(1.0)
+    assert [after - was for after, was in zip((wakeups(pid) for pid in pids), before, strict=True)] == [0, 0, 0]
+
+
+def python_3_8() -> str | None:
+    for candidate in ("python3.8", os.path.expanduser("~/.pyenv/versions/3.8.18/bin/python3.8")):
+        found = shutil.which(candidate)
+        if found is not None:
+            with contextlib.suppress(OSError):
+                environment = {**os.environ, "PYENV_VERSION": os.environ.get("PYENV_VERSION", "3.8.18")}
+                asked = [found, "-c", "import sys; print(sys.executable) if sys.version_info[:2] == (3, 8) else sys.exit(1)"]
+                done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+                if done.returncode == 0:
+                    return done.stdout.strip()  # the interpreter itself: a version manager's shim needs its variable
+    return None
+
+
+def test_the_runtime_works_on_the_oldest_python(node: NodeUnderTest) -> None:
+    python = python_3_8()
+    if python is None:
+        pytest.skip("no Python 3.8 here")
+    link = node.connect(python=python)
+    assert link.request("hello", watch=[])["facts"]["python_version"].startswith("3.8")
+    attempt = node.start(
+        link,
+        ["sh", "-c", "echo hi; (setsid sleep 60 &); exit 3"],
+        lease={"gpus": 1, "gpu_ids": [0], "port": "any"},
+        files=[{"path": "work", "blob": stage(link, tar_of((member("a/b"), b"x"))), "is_tar": True}],
+    )
+    link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
+    assert node.end(attempt)["exit_code"] == 3
+    wait_until(lambda: Tail(node, 1).size == 3)
+    failed, _ = node.run(link, ["no-such-program"])
+    assert failed["exit_code"] == 127
+    stopped = node.start(link, ["sleep", "60"])
+    link.request("stop", attempt=stopped, grace_s=5, why="")
+    assert node.end(stopped)["signal"] == signal.SIGTERM
+    link.request("survey")
+    link.request("clean", workflow=node.workflow, keep_output=False)
+
+
+def test_home_is_the_node_s(node: NodeUnderTest, tmp_path: Path) -> None:
+    python = python_that(tmp_path, f"export HOME={tmp_path}/home")
+    link = connect(node.transport, "~/distflow root", python)
+    assert link.request("hello", watch=[])["facts"]["root"] == f"{tmp_path}/home/distflow root"
+    link.close()

@@ -1,0 +1,414 @@
+"""No process of an attempt survives, whatever is killed and whenever; and its end is recorded.
+
+Real processes and real SIGKILLs at random moments. The seed is printed with a failure; DISTFLOW_TEST_SEED repeats it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from contract.conftest import launch_of, processes_with
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from contract.conftest import NodeUnderTest
+    from distflow.backends.machines.link import AgentLink, Event
+
+SEED = int(os.environ.get("DISTFLOW_TEST_SEED", str(random.SystemRandom().randrange(10**6))))
+
+# Daemons as bad as they come: double-forked, each in a session of its own, without an environment, deaf to TERM. `still` ones
+# wait; `chain` ones fork and exit every millisecond, so that their ids are old when they are read; a `family` is a chain that
+# stays in one process group.
+HOSTILE = """
+import os, signal, sys, time
+marker, kinds = sys.argv[1], sys.argv[2:]
+def daemon(kind):
+    if os.fork():
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", BODY, marker, kind], {})
+BODY = '''
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+kind = sys.argv[2]
+while kind == "still":
+    signal.pause()
+while True:
+    if os.fork():
+        os._exit(0)
+    if kind == "chain":
+        os.setsid()
+    time.sleep(0.001)
+'''
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for kind in kinds:
+    daemon(kind)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+KINDS = ["still"] * 4 + ["chain"] * 2 + ["family"]
+
+
+@pytest.fixture
+def dice(request: pytest.FixtureRequest) -> random.Random:
+    print(f"DISTFLOW_TEST_SEED={SEED}")
+    return random.Random(f"{SEED} {request.node.name}")
+
+
+@pytest.fixture(autouse=True)
+def _no_daemon_is_left_to_the_next_test(marker: str) -> Iterator[None]:
+    yield
+    for _ in range(200):
+        left = processes_with(marker)
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def hostile(marker: str, kinds: list[str] | None = None) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", HOSTILE, marker, *(KINDS if kinds is None else kinds)]
+
+
+def agent_of(link: AgentLink) -> int:
+    pid = link.request("hello", watch=[])["facts"]["agent_pid"]
+    assert isinstance(pid, int)
+    return pid
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def is_dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def assert_nothing_is_left(node: NodeUnderTest, attempt: str, marker: str, *, by_now: bool = False) -> None:
+    """Nothing of the attempt runs; not only in the end, but as soon as its end is on record."""
+    if not by_now:
+        wait_until(lambda: node.record(attempt), 20, "the record")
+    assert processes_with(marker) == []
+    state = node.state(attempt)
+    for who in ("runner", "keeper"):
+        wait_until(lambda w=who: is_dead(state[w]["pid"]), 10, f"the {who} is gone")  # type: ignore[misc]
+
+
+def assert_lease_is_free(node: NodeUnderTest, link: AgentLink) -> None:
+    link.request("release", attempt=node.lease(link, gpus=1, gpu_ids=[0]))
+
+
+@pytest.mark.parametrize("victim", ["command", "keeper", "runner"])
+@pytest.mark.parametrize("round_", range(3))
+def test_one_of_them_is_killed_while_the_task_runs(
+    node: NodeUnderTest, marker: str, dice: random.Random, victim: str, round_: int
+) -> None:
+    link = node.connect()
+    attempt = node.start(link, hostile(marker), lease={"gpus": 1, "gpu_ids": [0]})
+    if round_:
+        wait_until(lambda: node.output(attempt))  # the first round hits it while it starts
+    pause(dice.uniform(0, 0.15))
+    pid = node.state(attempt)[victim]["pid"]
+    kill(pid)
+    end = node.end(attempt)
+    assert_nothing_is_left(node, attempt, marker)
+    assert end == node.record(attempt)
+    expected = {"command": "exited", "keeper": "keeper_died", "runner": "runner_died"}[victim]
+    assert (end["reason"], end["signal"]) == (expected, signal.SIGKILL)
+    assert_lease_is_free(node, link)
+
+
+@pytest.mark.parametrize("round_", range(3))
+def test_the_agent_is_killed_and_another_ends_the_task(
+    node: NodeUnderTest, marker: str, dice: random.Random, round_: int
+) -> None:
+    link = node.connect()
+    agent = agent_of(link)
+    attempt = node.attempt()
+    steps: list[tuple[str, dict[str, Any]]] = [
+        ("lease", {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": "any", "start_timeout_s": 60}),
+        ("prepare", {"launch": launch_of(hostile(marker))}),
+        ("start", {}),
+    ]
+    for op, fields in steps:
+        link.send(op, lambda _answer: None, attempt=attempt, **fields)
+    pause(dice.uniform(0, 0.08))
+    kill(agent)
+    wait_until(lambda: node.closed, what="the link noticed")
+    # The protocol's promise: every step may be asked again of another agent, however far the first one came.
+    link = node.connect()
+    node.watch(link, attempt)
+
+    def repeated() -> bool:
+        try:
+            for op, fields in steps:
+                link.request(op, attempt=attempt, **fields)
+        except Exception as error:  # noqa: BLE001 - shown when it does not go away
+            print(error)
+            return False
+        return True
+
+    wait_until(repeated, 10, "the steps are repeated")
+    wait_until(lambda: node.output(attempt))
+    pause(dice.uniform(0, 0.1))
+    link.request("stop", attempt=attempt, grace_s=0.2, why="")
+    assert node.end(attempt)["reason"] == "stopped"
+    assert_nothing_is_left(node, attempt, marker)
+    assert_lease_is_free(node, link)
+
+
+@pytest.mark.parametrize("victim", ["keeper", "runner"])
+@pytest.mark.parametrize("phase", ["leased", "prepared"])
+def test_one_of_the_pair_is_killed_before_the_start(node: NodeUnderTest, victim: str, phase: str) -> None:
+    link = node.connect()
+    attempt = node.lease(link, gpus=1, gpu_ids=[0])
+    if phase == "prepared":
+        link.request("prepare", attempt=attempt, launch=launch_of(["true"]))
+    kill(node.state(attempt)[victim]["pid"])
+    end = node.end(attempt)
+    assert (end["reason"], end["started_at"]) == (f"{victim}_died", None)
+    assert_nothing_is_left(node, attempt, "no such marker")
+    assert_lease_is_free(node, link)
+
+
+def test_a_leased_pair_outlives_its_agent_only_until_its_timeout(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link, gpus=1, gpu_ids=[0], start_timeout_s=0.5)
+    kill(agent_of(link))
+    end = wait_until(lambda: node.record(attempt))
+    assert end is not None
+    assert end["reason"] == "start_timeout"
+    assert_nothing_is_left(node, attempt, "no such marker")
+    assert_lease_is_free(node, node.connect())
+
+
+@pytest.mark.parametrize("round_", range(6))
+def test_the_agent_is_killed_in_the_middle_of_a_lease(node: NodeUnderTest, dice: random.Random, round_: int) -> None:
+    link = node.connect()
+    agent = agent_of(link)
+    attempt = node.attempt()
+    fields: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": "any", "start_timeout_s": 60}
+    link.send("lease", lambda _answer: None, attempt=attempt, **fields)
+    pause(dice.uniform(0, 0.012))
+    kill(agent)
+    wait_until(lambda: node.closed, what="the link noticed")
+    link = node.connect()
+    node.watch(link, attempt)
+    assert link.request("lease", attempt=attempt, **fields)["gpu_ids"] == [0]
+    link.request("release", attempt=attempt)
+    assert_lease_is_free(node, link)
+
+
+@pytest.mark.parametrize("victim", ["keeper", "runner"])
+def test_one_of_them_is_killed_while_the_task_is_stopped(
+    node: NodeUnderTest, marker: str, dice: random.Random, victim: str
+) -> None:
+    link = node.connect()
+    attempt = node.start(link, hostile(marker))
+    wait_until(lambda: node.output(attempt))
+    pid = node.state(attempt)[victim]["pid"]
+    link.request("stop", attempt=attempt, grace_s=0.05, why="")
+    pause(dice.uniform(0, 0.12))
+    kill(pid)
+    end = node.end(attempt)
+    assert end["reason"] in ("stopped", "keeper_died")
+    assert_nothing_is_left(node, attempt, marker)
+
+
+def kill_together(state: dict[str, Any]) -> None:
+    """Kill runner and keeper so that neither can act on the other's death."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for who in ("keeper", "runner"):
+            os.kill(state[who]["pid"], number)
+
+
+def test_both_are_killed_under_the_agent_that_forked_them(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    attempt = node.start(link, hostile(marker), lease={"gpus": 1, "gpu_ids": [0]})
+    bystander = node.start(link, ["sleep", "60"])
+    wait_until(lambda: node.output(attempt))
+    kill_together(node.state(attempt))
+    assert node.end(attempt)["reason"] == "both_died"
+    assert_nothing_is_left(node, attempt, marker)
+    assert_lease_is_free(node, link)
+    # The hunt went by what belongs to the attempt: its neighbour was not touched.
+    assert node.record(bystander) is None
+    assert not is_dead(node.state(bystander)["command"]["pid"])
+    assert_no_zombies(agent_of(link))
+
+
+def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    stays = "trap '' TERM; echo up; while :; do sleep 1; done"
+    # One keeps its mark and leaves the session; one drops its mark and stays in the session.
+    argv = ["sh", "-c", 'setsid sh -c "$1" $0 & env -i sh -c "$1" $0 & sleep 60', marker, stays]
+    attempt = node.start(link, argv, lease={"gpus": 1, "gpu_ids": [0]})
+    wait_until(lambda: node.output(attempt).count("up") == 2)
+    link.close()
+    state = node.state(attempt)
+    kill_together(state)
+    wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
+    assert processes_with(marker)
+    link = node.connect()
+    node.watch(link, attempt)
+    assert node.end(attempt)["reason"] == "both_died"
+    assert_nothing_is_left(node, attempt, marker)
+    assert_lease_is_free(node, link)
+
+
+def test_an_attempt_of_an_earlier_boot_is_recorded_as_such(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sleep", "60"])
+    link.close()
+    state = node.state(attempt)
+    kill_together(state)
+    wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
+    path = node.directory(attempt) / "runner.json"
+    path.write_text(path.read_text().replace(state["boot_id"], "00000000-0000-0000-0000-000000000000"))
+    node.watch(node.connect(), attempt)
+    assert node.end(attempt)["reason"] == "rebooted"
+
+
+def test_a_command_that_ends_leaves_none_of_its_daemons(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    code = HOSTILE.replace("while True:\n    signal.pause()\n", "")
+    assert code != HOSTILE
+    attempt = node.start(link, [sys.executable, "-I", "-S", "-c", code, marker, *KINDS])
+    end = node.end(attempt)
+    assert (end["reason"], end["exit_code"]) == ("exited", 0)
+    assert_nothing_is_left(node, attempt, marker, by_now=True)
+
+
+def test_a_bomb_of_many_daemons_is_defused(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    attempt = node.start(link, hostile(marker, ["still"] * 20 + ["chain"] * 5))
+    wait_until(lambda: node.output(attempt))
+    started = time.monotonic()
+    link.request("stop", attempt=attempt, grace_s=0, why="")
+    node.end(attempt)
+    assert_nothing_is_left(node, attempt, marker, by_now=True)
+    assert time.monotonic() - started < 10
+
+
+def test_a_keeper_that_was_suspended_does_not_save_its_task(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    attempt = node.start(link, hostile(marker, ["still"]))
+    wait_until(lambda: node.output(attempt))
+    keeper = node.state(attempt)["keeper"]["pid"]
+    os.kill(keeper, signal.SIGSTOP)
+    link.send("stop", lambda _answer: None, attempt=attempt, grace_s=0, why="")
+    assert node.end(attempt, 20)["reason"] == "keeper_died"
+    assert_nothing_is_left(node, attempt, marker)
+
+
+def test_sigterm_to_the_pair_is_a_stop_that_is_recorded(node: NodeUnderTest) -> None:
+    link = node.connect()
+    script = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done"
+    attempt = node.start(link, ["sh", "-c", script], stop_grace_s=10)
+    wait_until(lambda: node.output(attempt))
+    os.kill(node.state(attempt)["runner"]["pid"], signal.SIGTERM)
+    end = node.end(attempt)
+    assert (end["reason"], end["exit_code"]) == ("stopped", 0)
+    assert node.output(attempt).endswith("saved\n")
+    assert "SIGTERM" in end["why"]
+
+
+def test_output_that_was_in_the_pipe_survives_the_keeper(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", 'echo up; read x < "$0"; echo last words; kill -9 $$', str(node.root / "fifo")])
+    os.mkfifo(node.root / "fifo")
+    wait_until(lambda: node.output(attempt))
+    state = node.state(attempt)
+    os.kill(state["keeper"]["pid"], signal.SIGSTOP)  # so that it cannot read what comes now
+    (node.root / "fifo").write_text("x\n")
+    wait_until(lambda: is_dead(state["command"]["pid"]))
+    kill(state["keeper"]["pid"])
+    end = node.end(attempt)
+    assert (end["reason"], end["signal"], end["output_bytes"]) == ("keeper_died", signal.SIGKILL, 14)
+    assert node.output(attempt) == "up\nlast words\n"
+
+
+def assert_no_zombies(agent: int) -> None:
+    def zombies() -> list[int]:
+        found = []
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == agent and fields[0] == "Z":
+                    found.append(int(name))
+        return found
+
+    wait_until(lambda: not zombies(), 5, "the agent reaped its children")
+
+
+def test_the_agent_leaves_no_zombies(node: NodeUnderTest) -> None:
+    link = node.connect()
+    for _ in range(3):
+        node.run(link, ["sh", "-c", "(setsid sleep 0.1 &)"])
+    link.request("survey")
+    assert_no_zombies(agent_of(link))
+
+
+def test_descriptors_of_the_agent_do_not_pile_up(node: NodeUnderTest) -> None:
+    link = node.connect()
+    agent = agent_of(link)
+
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{agent}/fd"))
+
+    node.run(link, ["true"], lease={"gpus": 1, "gpu_ids": [0], "port": "any"})
+    before = descriptors()
+    for stream in range(3):
+        attempt = node.start(link, ["echo", "hi"], lease={"gpus": 1, "gpu_ids": [0], "port": "any"})
+        link.request("tail", stream=stream, attempt=attempt, file="output.log", offset=0)
+        node.end(attempt)
+    wait_until(lambda: descriptors() <= before, 5, "the agent closed what it opened")
+
+
+def test_news_reach_an_agent_although_an_older_one_lingers(node: NodeUnderTest) -> None:
+    old: list[Event] = []
+    new: list[Event] = []
+    first = node.connect(events=old, ping_s=60)
+    attempt = node.start(first, ["sh", "-c", "sleep 0.3; echo hi; exit 2"])
+    os.kill(agent_of(first), signal.SIGSTOP)  # its link is cut, and it does not know
+    try:
+        second = node.connect(events=new)
+        node.watch(second, attempt, new)
+        assert node.end(attempt, events=new)["exit_code"] == 2
+    finally:
+        os.kill(agent_pid_of(node), signal.SIGCONT)
+
+
+def agent_pid_of(node: NodeUnderTest) -> int:
+    """The stopped agent of this node."""
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
+            if state == "T" and str(node.root).encode() in Path("/proc", name, "cmdline").read_bytes():
+                return int(name)
+    raise LookupError("no stopped agent")

@@ -1,0 +1,160 @@
+"""The contracts of ``transports.base``, held against every transport."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from contract.conftest import processes_with
+from distflow.errors import NodeUnreachable
+from distflow.testing.waiting import wait_until
+from distflow.transports.base import Channel
+
+if TYPE_CHECKING:
+    from distflow.transports.base import Transport
+
+HOSTILE = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb", "*", "", "ü→", "-n", "\\", "!x", "~"]
+
+
+def read_all(channel: Channel) -> bytes:
+    pieces = iter(channel.read, b"")
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 255])
+def test_every_exit_code_is_an_answer(transport: Transport, code: int) -> None:
+    done = transport.run(["sh", "-c", f"echo out; echo err >&2; exit {code}"], timeout_s=10)
+    assert (done.exit_code, done.stdout, done.stderr) == (code, b"out\n", b"err\n")
+
+
+def test_a_program_that_does_not_exist_exits_with_127(transport: Transport) -> None:
+    done = transport.run(["/no/such/program"], timeout_s=10)
+    assert done.exit_code == 127
+    assert b"/no/such/program" in done.stderr
+
+
+def test_a_signal_is_128_and_its_number(transport: Transport) -> None:
+    assert transport.run(["sh", "-c", "kill -9 $$"], timeout_s=10).exit_code == 137
+
+
+def test_arguments_arrive_byte_by_byte(transport: Transport) -> None:
+    code = "import sys; sys.stdout.write('\\0'.join(sys.argv[1:]))"
+    done = transport.run([sys.executable, "-c", code, *HOSTILE], timeout_s=10)
+    assert done.stdout.decode().split("\0") == HOSTILE
+
+
+def test_megabytes_in_every_direction_never_block(transport: Transport) -> None:
+    code = "import sys; d=sys.stdin.buffer.read(); sys.stderr.buffer.write(d); sys.stdout.buffer.write(d)"
+    data = os.urandom(3 * 1024 * 1024)
+    done = transport.run([sys.executable, "-c", code], input=data, timeout_s=30)
+    assert done.stdout == data
+    assert done.stderr == data
+
+
+def test_a_command_that_is_too_slow_names_its_node_and_is_stopped(transport: Transport, marker: str) -> None:
+    with pytest.raises(NodeUnreachable, match=transport.name):
+        transport.run(["sh", "-c", "sleep 60; :", marker], timeout_s=0.3)
+    wait_until(lambda: not processes_with(marker), what="the slow command is gone")
+
+
+def test_a_channel_carries_bytes_both_ways_until_the_end(transport: Transport) -> None:
+    channel = transport.open(["sh", "-c", "echo ready; cat; echo bye >&2"])
+    assert channel.read() == b"ready\n"
+    channel.write(b"one\n")
+    assert channel.read() == b"one\n"
+    channel.close()
+    assert channel.read() == b""
+
+
+def test_a_channel_of_a_program_that_does_not_exist_is_at_its_end(transport: Transport) -> None:
+    channel = transport.open(["/no/such/program"])
+    assert channel.read() == b""
+    assert "/no/such/program" in channel.stderr_tail()
+    channel.close()
+
+
+def test_stderr_is_drained_unasked_and_complete_at_the_end(transport: Transport) -> None:
+    code = "import sys; sys.stderr.write('x' * 3_000_000 + 'last words'); sys.stderr.flush(); print('done')"
+    channel = transport.open([sys.executable, "-c", code])
+    assert read_all(channel) == b"done\n"
+    assert channel.stderr_tail().endswith("last words")
+    assert len(channel.stderr_tail()) < 100_000
+    channel.close()
+
+
+def test_writes_of_several_threads_stay_whole(transport: Transport) -> None:
+    channel = transport.open(["cat"])
+    lines = [bytes([65 + number]) * 100_000 + b"\n" for number in range(8)]
+    threads = [threading.Thread(target=channel.write, args=(line,)) for line in lines]
+    for thread in threads:
+        thread.start()
+    received = b""
+    while received.count(b"\n") < len(lines):
+        received += channel.read()
+    for thread in threads:
+        thread.join()
+    assert sorted(received.splitlines(keepends=True)) == lines
+    channel.close()
+
+
+@pytest.mark.parametrize("blocked_in", ["read", "write"])
+def test_close_frees_a_thread_that_is_blocked(transport: Transport, blocked_in: str) -> None:
+    channel = transport.open(["sh", "-c", "read word; :"])
+    outcome: list[object] = []
+
+    def block() -> None:
+        try:
+            if blocked_in == "read":
+                outcome.append(channel.read())
+            else:
+                channel.write(b"x" * 50_000_000)
+        except NodeUnreachable as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    threading.Event().wait(0.1)
+    assert thread.is_alive()
+    channel.close()
+    channel.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert outcome == [b""] or isinstance(outcome[0], NodeUnreachable)
+
+
+def test_writing_to_a_command_that_has_ended_says_so(transport: Transport) -> None:
+    channel = transport.open(["true"])
+    assert channel.read() == b""
+
+    def refused() -> bool:
+        try:
+            channel.write(b"x" * 100_000)
+        except NodeUnreachable:
+            return True
+        return False
+
+    wait_until(refused)
+    channel.close()
+
+
+def test_closing_stops_nothing_on_the_node(transport: Transport, marker: str) -> None:
+    channel = transport.open(["sh", "-c", "exec 0</dev/null; echo up; sleep 2; :", marker])
+    assert channel.read() == b"up\n"
+    before = time.monotonic()
+    channel.close()
+    transport.close()
+    transport.close()
+    assert time.monotonic() - before < 1
+    assert processes_with(marker)
+    wait_until(lambda: not processes_with(marker), what="the command ended by itself")
+
+
+def test_an_opened_command_has_a_session_of_its_own(transport: Transport) -> None:
+    channel = transport.open([sys.executable, "-c", "import os; print(os.getsid(0))"])
+    assert int(channel.read()) != os.getsid(0)
+    channel.close()

@@ -1,0 +1,318 @@
+"""``scripts/train_dist.py`` as people run it: real processes that talk gloo on 127.0.0.1, and really die.
+
+Nothing here sleeps for luck: a test waits for what the processes print or for their end, with a deadline. A world of
+two takes about ten seconds on two slow cores, most of which is importing torch and scikit-learn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "train_dist.py"
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+DEADLINE_S = 120.0
+"""For one run, on a machine that is busy with other things."""
+FOREVER = "100000"
+"""Epochs of a run that a test ends."""
+PARENT_HELPER_AND_TWO_RANKS = 4
+"""Processes of one invocation with two ranks; the helper is multiprocessing's resource tracker."""
+
+
+class Run:
+    """One started command; what it prints goes to files, so that it never waits for a reader."""
+
+    def __init__(self, launcher: list[str], flags: tuple[str, ...], folder: Path, environment: dict[str, str]) -> None:
+        """Start the command in ``folder`` with no more of this process's environment than it needs."""
+        self.folder = folder
+        self.output = folder / "output"
+        self.error_file = folder / "error.json"
+        folder.mkdir()
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+        with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*launcher, str(SCRIPT), "--output", str(self.output), *flags],
+                cwd=folder,
+                env={**inherited, "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The JSON lines printed so far."""
+        text = (self.folder / "stdout").read_text()
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    @property
+    def stderr(self) -> str:
+        """What went to standard error so far."""
+        return (self.folder / "stderr").read_text()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank to process id, of the ranks that have started."""
+        return {record["rank"]: record["pid"] for record in self.records if record.get("event") == "started"}
+
+    @property
+    def epochs(self) -> list[int]:
+        """The epochs that are done."""
+        return [record["epoch"] for record in self.records if "loss" in record]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error file."""
+        content = json.loads(self.error_file.read_text())
+        assert isinstance(content, dict)
+        return content
+
+    def wait(self) -> int:
+        """Wait for the end; return the exit code."""
+        return self.process.wait(DEADLINE_S)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait until the condition holds, and fail if the command ends before."""
+        assert holds_in_time(lambda: condition() or self.process.poll() is not None), self.stderr
+        assert condition(), self.stderr
+
+
+class Start(Protocol):
+    """Starts the script with these flags; more environment variables by name."""
+
+    def __call__(self, *flags: str, launcher: tuple[str, ...] = (), **environment: str) -> Run:
+        """Return the started run."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start commands on one free port, and leave none of their processes behind."""
+    runs: list[Run] = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+
+    def start_one(*flags: str, launcher: tuple[str, ...] = (), **environment: str) -> Run:
+        command = [*launcher, "--master_port", port] if launcher else [sys.executable]
+        runs.append(Run(command, flags, tmp_path / f"run-{len(runs)}", {"MASTER_PORT": port, **environment}))
+        return runs[-1]
+
+    yield start_one
+    for run in runs:
+        run.process.terminate()
+    for run in runs:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.wait(DEADLINE_S)
+
+
+def holds_in_time(condition: Callable[[], object]) -> bool:
+    """Say whether the condition came true before the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    pause = threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.05)
+    return True
+
+
+def session_members(session: int) -> list[int]:
+    """Return the live processes of a session, from /proc."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, sid = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(sid) == session and state != "Z":
+            members.append(int(path.name))
+    return members
+
+
+def assert_nothing_is_left(run: Run) -> None:
+    """Check that no process of an ended run lives on; multiprocessing's own helper takes a moment to notice the end."""
+    assert holds_in_time(lambda: not session_members(run.process.pid))
+
+
+def assert_trained(run: Run, *, epochs: int, world_size: int) -> None:
+    """Check the lines that rank 0 prints, and the model that it leaves."""
+    assert run.epochs == list(range(1, epochs + 1))
+    final = run.records[-1]
+    assert (final["event"], final["epoch"], final["world_size"]) == ("finished", epochs, world_size)
+    assert final["accuracy"] > 0.95
+    assert [path.name for path in run.output.iterdir()] == ["model.pt"]
+
+
+def test_two_invocations_form_one_world(start: Start) -> None:
+    """The tutorial's form: one command per machine, the worker's ranks begin at its offset."""
+    options = ("--size", "1", "--world_size", "2", "--epochs", "8")
+    worker = start("--offset", "1", *options)
+    master = start("--offset", "0", *options)
+
+    assert (master.wait(), worker.wait()) == (0, 0)
+    assert (list(master.pids), list(worker.pids)) == ([0], [1])
+    assert_trained(master, epochs=8, world_size=2)
+    assert len(worker.records) == 1, "metrics come from rank 0 only"
+    assert not worker.output.exists(), "there is one model"
+    assert (master.stderr, worker.stderr) == ("", ""), "nothing warns"
+
+
+def test_one_invocation_starts_size_processes(start: Start) -> None:
+    """A machine with several ranks has one process for each; without flags, distflow's variables say which."""
+    run = start("--epochs", "8", DISTFLOW_RANK_OFFSET="0", DISTFLOW_RANK_SIZE="2", DISTFLOW_WORLD_SIZE="2")
+
+    assert run.wait() == 0, run.stderr
+    started = [record for record in run.records if record.get("event") == "started"]
+    assert sorted((record["rank"], record["local_rank"]) for record in started) == [(0, 0), (1, 1)]
+    assert len({record["pid"] for record in started} - {run.process.pid}) == 2
+    assert_trained(run, epochs=8, world_size=2)
+    assert not run.error_file.exists()
+
+
+def test_torchrun_starts_the_same_script(start: Start) -> None:
+    """Under torchrun each process is one rank already, and starts no others."""
+    run = start("--epochs", "8", launcher=(str(TORCHRUN), "--nnodes", "1", "--nproc_per_node", "2"))
+
+    assert run.wait() == 0, run.stderr
+    assert sorted(run.pids) == [0, 1]
+    assert_trained(run, epochs=8, world_size=2)
+
+
+def test_a_killed_rank_is_named_and_its_siblings_stop(start: Start) -> None:
+    """The rank that a signal took is to blame, not the one that then lost its connection."""
+    run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER)
+    run.wait_until(lambda: run.epochs)
+    os.kill(run.pids[1], signal.SIGKILL)
+
+    assert run.wait() == 1
+    assert not {*run.pids.values()} & {*session_members(run.process.pid)}, "the siblings ended before their parent"
+    assert_nothing_is_left(run)
+    assert "rank 1 was killed by SIGKILL" in run.stderr
+    assert (run.error["rank"], run.error["signal"]) == (1, "SIGKILL")
+    assert run.error["message"]["message"] == "rank 1 was killed by SIGKILL"
+    assert not (run.output / "model.pt").exists()
+
+
+def test_an_exception_in_a_rank_is_reported_with_its_traceback(start: Start, tmp_path: Path) -> None:
+    """The output cannot be written: rank 0's own error comes out, in torch's format, not what its peer then sees."""
+    blocked = tmp_path / "file" / "output"
+    blocked.parent.touch()
+    run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER, "--output", str(blocked))
+
+    assert run.wait() == 1
+    assert not {*run.pids.values()} & {*session_members(run.process.pid)}, "the siblings ended before their parent"
+    assert_nothing_is_left(run)
+    assert "rank 0 failed:" in run.stderr
+    assert "NotADirectoryError" in run.stderr
+    assert run.error["rank"] == 0
+    message = run.error["message"]
+    assert message["message"].startswith("NotADirectoryError: ")
+    assert message["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last):")
+    assert int(message["extraInfo"]["timestamp"]) > 1_700_000_000
+
+
+def test_ranks_end_with_the_process_that_started_them(start: Start) -> None:
+    """SIGKILL of the parent leaves no rank behind, not even one that is still importing torch."""
+    run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER)
+    run.wait_until(lambda: len(session_members(run.process.pid)) >= PARENT_HELPER_AND_TWO_RANKS)
+    run.process.kill()
+
+    assert run.wait() == -signal.SIGKILL
+    assert_nothing_is_left(run)
+
+
+def test_a_stopped_world_leaves_a_checkpoint_that_another_resumes(start: Start, tmp_path: Path) -> None:
+    """SIGTERM on one machine stops all after the same step; rank 0 has the file; the epoch cut short is repeated."""
+    here, elsewhere = tmp_path / "here" / "checkpoint.pt", tmp_path / "elsewhere" / "checkpoint.pt"
+
+    def start_both(epochs: str) -> tuple[Run, Run]:
+        options = ("--size", "1", "--world_size", "2", "--epochs", epochs, "--checkpoint")
+        return start("--offset", "0", *options, str(here)), start("--offset", "1", *options, str(elsewhere))
+
+    master, worker = start_both(FOREVER)
+    master.wait_until(lambda: master.epochs)
+    worker.process.terminate()
+    assert (master.wait(), worker.wait()) == (128 + signal.SIGTERM, 128 + signal.SIGTERM)
+    assert not master.error_file.exists(), "to be stopped is no failure"
+    assert not worker.error_file.exists()
+    done = master.epochs[-1]
+
+    master, worker = start_both(str(done + 2))
+    assert (master.wait(), worker.wait()) == (0, 0), master.stderr + worker.stderr
+    assert master.epochs == [done + 1, done + 2]
+    assert not elsewhere.parent.exists()
+
+
+def test_ranks_that_wait_for_a_peer_can_be_stopped(start: Start) -> None:
+    """They are deep in C++ then, where no Python signal handler runs."""
+    run = start("--size", "2", "--world_size", "3")
+    run.wait_until(lambda: len(run.pids) == 2)
+    begin = time.monotonic()
+    run.process.terminate()
+
+    assert run.wait() == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 20
+    assert_nothing_is_left(run)
+
+
+def test_mnist_files_are_read_and_a_resumed_run_ends_as_an_uninterrupted_one(start: Start, tmp_path: Path) -> None:
+    """Plain or gzipped idx files; two epochs and then two more leave the same model as four."""
+    data, checkpoint = tmp_path / "data", tmp_path / "checkpoint.pt"
+    write_mnist(data)
+    options = ("--data-dir", str(data), "--batch_size", "16")
+    whole = start(*options, "--epochs", "4")
+    assert whole.wait() == 0, whole.stderr
+    assert_trained(whole, epochs=4, world_size=1)
+
+    first = start(*options, "--epochs", "2", "--checkpoint", str(checkpoint))
+    assert first.wait() == 0, first.stderr
+    second = start(*options, "--epochs", "4", "--checkpoint", str(checkpoint))
+    assert second.wait() == 0, second.stderr
+    assert second.epochs == [3, 4]
+    assert second.records[-2] == whole.records[-2], "same step, loss and accuracy"
+    assert (second.output / "model.pt").read_bytes() == (whole.output / "model.pt").read_bytes()
+
+
+def write_mnist(folder: Path) -> None:
+    """Write small files in MNIST's format: images of noise with a bright bar whose height tells the digit."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 320), ("t10k", 60)):
+        labels = generator.integers(0, 10, count).astype(np.uint8)
+        images = generator.integers(0, 60, (count, 28, 28)).astype(np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[2 * label + 4 : 2 * label + 7, 4:24] = 255
+        header = b"\0\0\x08\x03" + np.array(images.shape, ">u4").tobytes()
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + images.tobytes()))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(
+            b"\0\0\x08\x01" + np.array(labels.shape, ">u4").tobytes() + labels.tobytes()
+        )
+
+
+def test_ranks_that_do_not_fit_the_world_are_refused(start: Start) -> None:
+    """Before anything is started, and with the exit code for wrong arguments."""
+    run = start("--offset", "16", "--size", "8", "--world_size", "16")
+
+    assert run.wait() == 2
+    assert "ranks 16 to 23 do not fit a world of 16" in run.stderr
+    assert run.records == []

@@ -1,0 +1,152 @@
+"""Whole runs through the command line, with real processes: each test has its own distflow, and nothing may be left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+
+__all__ = ["Cli", "Done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A command that ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Cli:
+    """distflow in a state directory, a home and a working directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state = folder / "state"
+        self.root = folder / "node"
+        self.leases = folder / "leases"
+        self.environment = os.environ | {"DISTFLOW_STATE": str(self.state), "HOME": str(folder)}
+        self.configure()
+
+    def configure(self, *, gpus: int = 0, cpus: int = 64, **settings: Any) -> None:
+        """Write the configuration: one pool, this machine."""
+        lines = ["default_pool: local", "pools:", "  local:", "    backend: local"]
+        lines += [f"    {name}: {value}" for name, value in settings.items()]
+        lines += [
+            "    nodes:",
+            f"    - {{name: local, root: {self.root}, lease_dir: {self.leases}, gpus: {gpus}, cpus: {cpus}}}",
+        ]
+        (self.folder / "distflow.yaml").write_text("\n".join(lines) + "\n")
+        self.environment["DISTFLOW_CONFIG"] = str(self.folder / "distflow.yaml")
+
+    def run(self, *arguments: str, timeout: float = 120.0, cwd: Path | None = None) -> Done:
+        """Run one command to its end."""
+        done = subprocess.run(
+            [sys.executable, "-m", "distflow", *arguments], capture_output=True, text=True, timeout=timeout, check=False,
+            env=self.environment, cwd=cwd or self.folder,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Begin one command."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "distflow", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=self.environment, cwd=self.folder,
+        )  # fmt: skip
+
+    def spec(self, text: str, name: str = "spec.yaml") -> str:
+        """Write a spec and return its path."""
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def submit(self, spec: str, *arguments: str) -> str:
+        """Submit a spec and return the workflow's id."""
+        done = self.run("workflow", "submit", spec, *arguments)
+        assert done.code == 0, done.err
+        return done.out.strip()
+
+    def query(self, workflow: str) -> dict[str, Any]:
+        """Where a workflow stands."""
+        done = self.run("workflow", "query", workflow, "-t", "json")
+        assert done.code == 0, done.err
+        answer: dict[str, Any] = json.loads(done.out)
+        return answer
+
+    def tasks(self, workflow: str) -> dict[str, dict[str, Any]]:
+        """The tasks of a workflow by name."""
+        return {task["name"]: task for group in self.query(workflow)["groups"] for task in group["tasks"]}
+
+    def await_status(self, workflow: str, *statuses: str, timeout: float = 60.0) -> dict[str, Any]:
+        """Wait until a workflow shows one of these."""
+        wait_until(lambda: self.query(workflow)["status"] in statuses, timeout)
+        return self.query(workflow)
+
+    def await_running(self, workflow: str, timeout: float = 60.0) -> dict[str, dict[str, Any]]:
+        """Wait until all tasks run."""
+        wait_until(lambda: all(task["status"] == "RUNNING" for task in self.tasks(workflow).values()), timeout)
+        return self.tasks(workflow)
+
+    def await_log(self, workflow: str, text: str, timeout: float = 60.0) -> str:
+        """Wait until the logs hold a text, and return them."""
+        wait_until(lambda: text in self.logs(workflow), timeout)
+        return self.logs(workflow)
+
+    def logs(self, workflow: str, *arguments: str) -> str:
+        """What the tasks printed."""
+        done = self.run("workflow", "logs", workflow, *arguments)
+        assert done.code == 0, done.err
+        return done.out
+
+    def supervisor(self) -> int | None:
+        """The pid of the supervisor, if one is at work."""
+        from distflow.state.directory import StateDirectory
+        from distflow.supervisor.process import is_running
+
+        directory = StateDirectory(self.state)
+        return int(directory.lock.read_text()) if is_running(directory) else None
+
+    def processes(self, *, idle: bool = False) -> list[tuple[int, str]]:
+        """Every process of this distflow, pid and command line, found by its folder in argv or environment."""
+        needle = os.fsencode(str(self.folder))
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                command = (entry / "cmdline").read_bytes()
+                held = command + (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if needle in held and state != "Z":
+                found.append((int(entry.name), command.replace(b"\0", b" ").decode(errors="replace")))
+        return found
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    """A distflow of this test's own; at its end no process of it may be left."""
+    made = Cli(tmp_path)
+    yield made
+    try:
+        wait_until(lambda: not made.processes(), 30)
+    finally:
+        left = made.processes()
+        for pid, _ in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    assert not left, left

@@ -1,0 +1,82 @@
+"""The house stands: imports point down, modules stay small, public names are declared, start-up imports nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "src" / "distflow").rglob("*.py"))
+LIMIT = 400
+
+
+def test_the_import_contracts_hold() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_has_one_subject(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= LIMIT, f"{path} has {lines} lines; more than {LIMIT} are two subjects"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_declares_its_public_names(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    declared = _declared(tree)
+    defined = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        # What a decorator took in (a command of the CLI) is reached through it.
+        and not (isinstance(node, ast.FunctionDef) and node.decorator_list and path.parent.name == "cli")
+    }
+    if declared is None:
+        assert path.name in ("__init__.py", "__main__.py") or not defined, f"{path} has public names but no __all__"
+        return
+    assert declared == sorted(declared, key=_isort), f"{path}: __all__ is not sorted"
+    assert defined <= set(declared), f"{path}: not in __all__: {sorted(defined - set(declared))}"
+    module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+    loaded = importlib.import_module(module)
+    missing = [name for name in declared if not hasattr(loaded, name)]
+    assert not missing, f"{path}: __all__ names what is not there: {missing}"
+
+
+def _declared(tree: ast.Module) -> list[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            value: list[str] = ast.literal_eval(node.value)
+            return value
+    return None
+
+
+def _isort(name: str) -> tuple[int, str]:
+    """ruff's order: constants, classes, the rest."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["workflow", "--help"], ["workflow", "list"], ["workflow", "query", "x-1"]])
+def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "distflow", *command], capture_output=True, text=True, check=False
+    )
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "typer" in modules
+    heavy = {"torch", "paramiko", "jsonschema", "jinja2", "rich", "numpy", "asyncio"} & modules
+    assert not heavy, f"{command} imports {heavy}"
+
+
+def test_every_backend_of_the_registry_can_be_opened() -> None:
+    from distflow.backends.registry import BACKENDS
+
+    for name, module in BACKENDS.items():
+        assert callable(importlib.import_module(module).open_backend), name

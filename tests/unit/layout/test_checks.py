@@ -1,0 +1,157 @@
+"""Properties of the layout check: what is right passes in any order, and any single slip is found and named."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from distflow.documents.problems import Problem, errors_of
+from distflow.layout.checks import check_layout
+from distflow.spec.model import Ranks, TaskSpec
+from unit.layout.layout_specs import flags, spec, task
+
+Numbers = list[dict[str, int]]
+SIZES = st.lists(st.integers(1, 9), min_size=2, max_size=7)
+
+
+def layout(sizes: list[int]) -> Numbers:
+    """Return the correct claims of tasks with these sizes, one after the other."""
+    rows, cursor = [], 0
+    for size in sizes:
+        rows.append({"offset": cursor, "size": size, "world_size": sum(sizes)})
+        cursor += size
+    return rows
+
+
+def tasks(rows: Numbers) -> list[TaskSpec]:
+    return [
+        task(f"t{index}", *flags(row["offset"], row["size"], row["world_size"]), lead=row["offset"] == 0)
+        for index, row in enumerate(rows)
+    ]
+
+
+def errors(members: list[TaskSpec]) -> tuple[Problem, ...]:
+    return errors_of(check_layout(spec(members))[1])
+
+
+def applied(problems: tuple[Problem, ...], rows: Numbers, members: list[TaskSpec]) -> Numbers:
+    """Return the claims after doing what the first line of each hint says."""
+    mended = [dict(row) for row in rows]
+    for problem in problems:
+        words = problem.hint.splitlines()[0].split()
+        key, value = words[1].removeprefix("--"), int(words[2])
+        (index,) = [at for at, item in enumerate(members) if problem.where in {word.mark for word in item.command}]
+        mended[index][key] = value
+    return mended
+
+
+@given(SIZES, st.randoms())
+def test_any_partition_in_any_order_is_right(sizes: list[int], random: object) -> None:
+    members = tasks(layout(sizes))
+    random.shuffle(members)  # type: ignore[attr-defined]
+    worlds, problems = check_layout(spec(members))
+    assert problems == ()
+    assert worlds["g"].world_size == sum(sizes)
+    assert [item.size for item in worlds["g"].tasks] == sizes
+
+
+@given(SIZES, st.randoms())
+def test_sizes_alone_are_laid_out_in_order_with_the_lead_first(sizes: list[int], random: object) -> None:
+    lead = random.randrange(len(sizes))  # type: ignore[attr-defined]
+    members = [task(f"t{index}", "true", lead=index == lead, ranks=Ranks(size=size)) for index, size in enumerate(sizes)]
+    worlds, problems = check_layout(spec(members))
+    assert problems == ()
+    order = [f"t{lead}", *(f"t{index}" for index in range(len(sizes)) if index != lead)]
+    assert [item.task for item in worlds["g"].tasks] == order
+
+
+@settings(max_examples=150)
+@given(SIZES, st.data())
+def test_any_wrong_number_is_found_and_named(sizes: list[int], data: st.DataObject) -> None:
+    rows = layout(sizes)
+    index = data.draw(st.integers(0, len(rows) - 1))
+    key = data.draw(st.sampled_from(["offset", "size", "world_size"]))
+    by = data.draw(st.integers(-20, 20).filter(bool))
+    rows[index][key] += by
+    members = tasks(rows)
+    if not any(row["offset"] == 0 for row in rows):
+        members[0] = task("t0", *flags(*rows[0].values()), lead=True)
+    found = errors(members)
+    assert found
+    assert len(found) <= 1
+    named = "\n".join(problem.message + problem.hint for problem in found)
+    named += "".join(str(problem.where.line) for problem in found)
+    assert f"t{index}" in named or str(members[index].command[0].mark.line) in named
+
+
+@settings(max_examples=150)
+@given(SIZES, st.data())
+def test_the_first_remedy_mends_a_wrong_offset_or_world_size(sizes: list[int], data: st.DataObject) -> None:
+    rows = layout(sizes)
+    index = data.draw(st.integers(1, len(rows) - 1))
+    key = data.draw(st.sampled_from(["offset", "world_size"]))
+    rows[index][key] += data.draw(st.integers(1, 20))
+    members = tasks(rows)
+    found = errors(members)
+    assert len(found) == 1
+    mended = applied(found, rows, members)
+    # Two tasks of one size may be mended either way; the result is right in both.
+    starts = sorted((row["offset"], row["size"]) for row in mended)
+    assert [start for start, _ in starts] == [sum(size for _, size in starts[:at]) for at in range(len(starts))]
+    assert {row["world_size"] for row in mended} == {sum(sizes)}
+
+
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=7), st.data())
+def test_a_dropped_task_is_found(sizes: list[int], data: st.DataObject) -> None:
+    rows = layout(sizes)
+    dropped = rows.pop(data.draw(st.integers(1, len(rows) - 1)))
+    found = errors(tasks(rows))
+    assert len(found) == 1
+    assert f"--offset {dropped['offset']} --size {dropped['size']}" in found[0].hint
+
+
+@given(SIZES, st.integers(1, 9))
+def test_a_task_added_without_raising_the_world_size_names_each_line(sizes: list[int], more: int) -> None:
+    rows = layout(sizes)
+    rows.append({"offset": sum(sizes), "size": more, "world_size": sum(sizes) + more})
+    members = tasks(rows)
+    found = errors(members)
+    assert len(found) == len(sizes)
+    assert sum(bool(problem.drawing) for problem in found) == 1
+    assert applied(found, rows, members) == layout([*sizes, more])
+
+
+@given(SIZES, st.data())
+def test_torchrun_node_ranks_are_dense(sizes: list[int], data: st.DataObject) -> None:
+    ranks = list(range(len(sizes)))
+    index = data.draw(st.integers(0, len(sizes) - 1))
+    wrong = data.draw(st.integers(0, len(sizes) + 3))
+
+    def members() -> list[TaskSpec]:
+        return [
+            task(
+                f"t{at}",
+                *f"torchrun --nnodes {len(sizes)} --node_rank {rank} --nproc_per_node {size} train.py".split(),
+                lead=at == 0,
+            )
+            for at, (rank, size) in enumerate(zip(ranks, sizes, strict=True))
+        ]
+
+    assert errors(members()) == ()
+    assume(wrong != index)
+    ranks[index] = wrong
+    found = errors(members())
+    assert len(found) == 1
+    assert f"node rank {wrong}" in found[0].message or f"node_rank {wrong}" in found[0].hint
+
+
+@pytest.mark.parametrize("mistake", [{"offset": 3}, {"size": 7}, {"world_size": 99}, {}])
+def test_a_thousand_tasks_are_checked_at_once(mistake: dict[str, int]) -> None:
+    rows = layout([8] * 1000)
+    rows[500] |= mistake
+    began = time.perf_counter()
+    assert bool(errors(tasks(rows))) == bool(mistake)
+    assert time.perf_counter() - began < 10

@@ -1,0 +1,67 @@
+"""Whole specs against the rank layout: what is wrong with it in full, or its picture.
+
+``goldens/problems/layout_*.yaml`` break one rule each and stand beside the messages (``.txt``); ``goldens/layouts/*.yaml`` are
+right, or at least accepted, and stand beside their drawings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.documents.problems import errors_of, in_document_order
+from distflow.layout.checks import check_layout
+from distflow.layout.drawing import draw_world
+from distflow.spec.parse import load_spec_text
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+PROBLEMS = sorted((GOLDENS / "problems").glob("layout_*.yaml"))
+LAYOUTS = sorted((GOLDENS / "layouts").glob("*.yaml"))
+RENEW = "DISTFLOW_RENEW_GOLDENS=1 pytest tests/unit/layout/test_layout_goldens.py"
+
+
+def described(path: Path) -> str:
+    """Return all findings of a spec and the worlds of its groups, as text."""
+    spec, _ = load_spec_text(path.read_text(encoding="utf-8"), path.name, path.parent)
+    worlds, problems = check_layout(spec)
+    parts = [problem.as_text() for problem in in_document_order(problems)]
+    for group, world in worlds.items():
+        port = f", port {world.port}" if world.port else ""
+        parts.append(f"{group}: world of {world.world_size} by {world.style}, master {world.master}{port}")
+        parts.append(draw_world(world))
+    return "\n".join(parts or ["no world"]).rstrip() + "\n"
+
+
+def hold_against(path: Path, found: str) -> None:
+    """Fail with the difference and the command that renews the golden."""
+    golden = path.with_suffix(".txt")
+    if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
+        golden.write_text(found, encoding="utf-8")
+    wanted = golden.read_text(encoding="utf-8") if golden.exists() else ""
+    if found != wanted:
+        lines = difflib.unified_diff(wanted.splitlines(), found.splitlines(), golden.name, "now", lineterm="")
+        pytest.fail("\n".join([*lines, "", f"if this is right: {RENEW}"]), pytrace=False)
+
+
+@pytest.mark.parametrize("path", PROBLEMS, ids=lambda path: path.stem)
+def test_a_broken_layout_says_what_to_change(path: Path) -> None:
+    hold_against(path, described(path))
+
+
+@pytest.mark.parametrize("path", LAYOUTS, ids=lambda path: path.stem)
+def test_a_correct_layout_is_drawn(path: Path) -> None:
+    spec, _ = load_spec_text(path.read_text(encoding="utf-8"), path.name, path.parent)
+    assert not errors_of(check_layout(spec)[1])
+    hold_against(path, described(path))
+
+
+def test_every_problem_names_a_line_and_a_remedy() -> None:
+    for path in PROBLEMS:
+        spec, _ = load_spec_text(path.read_text(encoding="utf-8"), path.name, path.parent)
+        problems = check_layout(spec)[1]
+        assert problems, path.name
+        assert all(problem.where.line and problem.hint for problem in problems), path.name
+        assert sum(bool(problem.drawing) for problem in problems) <= 2, path.name

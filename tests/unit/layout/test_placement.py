@@ -1,0 +1,126 @@
+"""Placement: deterministic, never refusing a gang that fits, and giving the reason in words when it does not."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.layout.placement import Demand, Free, Placement, could_ever_fit, place
+
+GPUS = st.integers(0, 4)
+
+
+def demand(task: str, gpus: int = 0, spread: str | None = "w", **more: object) -> Demand:
+    return Demand(task=task, gpus=gpus, spread=spread, **more)  # type: ignore[arg-type]
+
+
+def reasons(found: object) -> dict[str, tuple[str, ...]]:
+    assert isinstance(found, tuple)
+    return {item.task: item.reasons for item in found}
+
+
+def test_tasks_keep_their_order_and_nodes_theirs() -> None:
+    nodes = [Free(node=f"n{index}", gpus=8) for index in range(4)]
+    found = place([demand("b", 8), demand("a", 8)], nodes, shared=False)
+    assert isinstance(found, Placement)
+    assert list(found.nodes.items()) == [("b", "n0"), ("a", "n1")]
+
+
+def test_one_node_holds_all_tasks_where_it_is_shared() -> None:
+    nodes = [Free(node="local", gpus=4)]
+    demands = [demand("a", 2), demand("b", 2)]
+    assert place(demands, nodes, shared=True) == Placement(nodes={"a": "local", "b": "local"})
+    assert reasons(place(demands, nodes, shared=False)) == {"b": ("local: taken by a of the same world",)}
+    third = [*demands, demand("c", 1)]
+    assert reasons(place(third, nodes, shared=True)) == {"c": ("local: 0 GPUs free, 1 asked beside a, b",)}
+
+
+def test_what_is_not_known_is_not_counted() -> None:
+    asked = [Demand(task="a", gpus=8, cpus=64, memory=2**40, platform="h100")]
+    assert isinstance(place(asked, [Free(node="n")], shared=False), Placement)
+
+
+def test_each_reason_is_given_in_words() -> None:
+    gib = 1024**3
+    asked = Demand(task="a", gpus=8, cpus=32, memory=64 * gib, platform="h100", nodes_excluded=("n0",))
+    nodes = [
+        Free(node="n0", gpus=8),
+        Free(node="n1", gpus=8, platform="a100"),
+        Free(node="n2", gpus=4, all_gpus=8),
+        Free(node="n3", gpus=8, cpus=16),
+        Free(node="n4", gpus=8, memory=32 * gib, all_memory=128 * gib),
+    ]
+    assert reasons(place([asked], nodes, shared=False)) == {
+        "a": (
+            "n0: excluded by nodesExcluded",
+            "n1: platform a100, h100 asked",
+            "n2: 4 of 8 GPUs free, 8 asked",
+            "n3: 16 CPUs free, 32 asked",
+            "n4: 32Gi of 128Gi memory free, 64Gi asked",
+        )
+    }
+    assert reasons(place([asked], [], shared=False)) == {"a": ("the pool has no nodes",)}
+
+
+def test_a_busy_pool_may_fit_later() -> None:
+    nodes = [Free(node="n0", gpus=0, all_gpus=8)]
+    assert reasons(place([demand("a", 8)], nodes, shared=False)) == {"a": ("n0: 0 of 8 GPUs free, 8 asked",)}
+    assert isinstance(could_ever_fit([demand("a", 8)], nodes, shared=False), Placement)
+    assert reasons(could_ever_fit([demand("a", 9)], nodes, shared=False)) == {"a": ("n0: 8 of 8 GPUs free, 9 asked",)}
+
+
+def test_nothing_to_place_is_placed() -> None:
+    assert place([], [], shared=False) == Placement(nodes={})
+
+
+@settings(max_examples=300)
+@given(st.lists(GPUS, min_size=1, max_size=5), st.lists(GPUS, min_size=1, max_size=5))
+def test_a_world_that_fits_is_never_refused(asked: list[int], free: list[int]) -> None:
+    demands = [demand(f"t{index}", gpus) for index, gpus in enumerate(asked)]
+    nodes = [Free(node=f"n{index}", gpus=gpus) for index, gpus in enumerate(free)]
+    feasible = any(
+        all(gpus <= room for gpus, room in zip(asked, chosen, strict=True)) for chosen in permutations(free, len(asked))
+    )
+    found = place(demands, nodes, shared=False)
+    assert isinstance(found, Placement) == feasible
+    if isinstance(found, Placement):
+        assert len(set(found.nodes.values())) == len(asked)
+        room = {node.node: node.gpus or 0 for node in nodes}
+        assert all(item.gpus <= room[found.nodes[item.task]] for item in demands)
+    else:
+        assert all(len(reason) == len(nodes) for reason in reasons(found).values())
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(GPUS, st.sampled_from(["w", "v", None])), min_size=1, max_size=5),
+    st.lists(GPUS, min_size=1, max_size=4),
+)
+def test_tasks_of_several_worlds_fit_beside_each_other(asked: list[tuple[int, str | None]], free: list[int]) -> None:
+    demands = [demand(f"t{index}", gpus, spread) for index, (gpus, spread) in enumerate(asked)]
+    nodes = [Free(node=f"n{index}", gpus=gpus) for index, gpus in enumerate(free)]
+
+    def fits(at: int, room: list[int], held: frozenset[tuple[int, str]]) -> bool:
+        if at == len(demands):
+            return True
+        item = demands[at]
+        for node, gpus in enumerate(room):
+            if gpus >= item.gpus and (node, item.spread) not in held:
+                less = [*room[:node], gpus - item.gpus, *room[node + 1 :]]
+                if fits(at + 1, less, held | ({(node, item.spread)} if item.spread else set())):
+                    return True
+        return False
+
+    assert isinstance(place(demands, nodes, shared=False), Placement) == fits(0, free, frozenset())
+
+
+def test_large_gangs_are_placed_in_no_time() -> None:
+    # Only the last task's node is free for it, so that every other one has to move.
+    nodes = [Free(node=f"n{index}", gpus=8) for index in range(300)]
+    demands = [demand(f"t{index}", 8) for index in range(299)]
+    demands.append(demand("last", 8, nodes_excluded=tuple(f"n{index}" for index in range(1, 300))))
+    found = place(demands, nodes, shared=False)
+    assert isinstance(found, Placement)
+    assert found.nodes["last"] == "n0"

@@ -1,0 +1,80 @@
+"""Every table over states and reasons is total, and the roll-up follows OSMO's order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from distflow.lifecycle.rollup import roll_up_workflow
+from distflow.lifecycle.states import (
+    MOVES,
+    REASON_TEXT,
+    WORKFLOW_MOVES,
+    Reason,
+    State,
+    WorkflowState,
+    is_legal,
+    status_of,
+    workflow_status_of,
+)
+
+OSMO_STATUSES = {
+    "PENDING", "WAITING", "SCHEDULING", "INITIALIZING", "RUNNING", "STOPPING", "COMPLETED", "RESCHEDULED", "FAILED",
+    "FAILED_CANCELED", "FAILED_SERVER_ERROR", "FAILED_BACKEND_ERROR", "FAILED_EXEC_TIMEOUT", "FAILED_QUEUE_TIMEOUT",
+    "FAILED_IMAGE_PULL", "FAILED_UPSTREAM", "FAILED_EVICTED", "FAILED_START_ERROR", "FAILED_START_TIMEOUT",
+    "FAILED_PREEMPTED", "FAILED_SUBMISSION",
+}  # fmt: skip
+
+
+def test_every_state_and_reason_has_its_row() -> None:
+    assert set(MOVES) == set(State)
+    assert set(WORKFLOW_MOVES) == set(WorkflowState)
+    assert set(REASON_TEXT) == set(Reason)
+
+
+@pytest.mark.parametrize(("state", "reason"), list(itertools.product(State, [None, *Reason])))
+def test_every_pair_has_a_status_that_osmo_knows(state: State, reason: Reason | None) -> None:
+    assert status_of(state, reason) in OSMO_STATUSES
+
+
+@pytest.mark.parametrize(("state", "reason"), list(itertools.product(WorkflowState, [None, *Reason])))
+def test_every_workflow_pair_has_a_status_that_osmo_knows(state: WorkflowState, reason: Reason | None) -> None:
+    assert workflow_status_of(state, reason) in OSMO_STATUSES
+
+
+def test_final_states_are_left_by_nothing() -> None:
+    for before, after in itertools.product(State, State):
+        if before.is_final and before is not after:
+            assert not is_legal(before, after)
+
+
+def test_every_state_reaches_an_end() -> None:
+    for state in State:
+        reached, frontier = {state}, [state]
+        while frontier:
+            frontier = [after for before in frontier for after in MOVES[before] if after not in reached]
+            reached |= set(frontier)
+        assert any(one.is_final for one in reached), state
+
+
+C, F, R, W = State.COMPLETED, State.FAILED, State.RUNNING, State.SCHEDULING
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([(W, None)], (WorkflowState.PENDING, None)),
+        ([(C, None), (W, None)], (WorkflowState.RUNNING, None)),
+        ([(C, None), (C, None)], (WorkflowState.COMPLETED, None)),
+        ([(F, Reason.EXIT_CODE), (R, None)], (WorkflowState.RUNNING, None)),
+        ([(F, Reason.EXIT_CODE), (F, Reason.UPSTREAM)], (WorkflowState.FAILED, Reason.EXIT_CODE)),
+        ([(F, Reason.EXIT_CODE), (F, Reason.SIGNAL)], (WorkflowState.FAILED, None)),
+        ([(F, Reason.EXIT_CODE), (F, Reason.EXEC_TIMEOUT)], (WorkflowState.FAILED, Reason.EXEC_TIMEOUT)),
+        ([(F, Reason.EXIT_CODE), (State.CANCELED, Reason.CANCELED)], (WorkflowState.CANCELED, Reason.CANCELED)),
+    ],
+)
+def test_groups_make_a_workflow(
+    groups: list[tuple[State, Reason | None]], expected: tuple[WorkflowState, Reason | None]
+) -> None:
+    assert roll_up_workflow(groups) == expected

@@ -1,0 +1,262 @@
+"""The configuration: where it is looked for, what it becomes, and every finding about a wrong one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.documents.problems import ProblemsFound
+from distflow.pools.load import (
+    configuration_schema_text,
+    find_configuration,
+    load_configuration,
+    parse_configuration,
+)
+from distflow.pools.machine import Machine, count_gpus, parse_memory, this_machine
+from distflow.pools.model import Configuration, Node
+
+MACHINE = Machine(cpus=8, memory=64 << 30, gpus=2, python="/venv/bin/python")
+
+
+def parsed(text: str) -> Configuration:
+    return parse_configuration(text, "distflow.yaml", root="/data/node", machine=MACHINE)
+
+
+def only_node(text: str) -> Node:
+    (pool,) = parsed(text).pools.values()
+    (node,) = pool.nodes
+    return node
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ProblemsFound) as caught:
+        parsed(text)
+    return str(caught.value)
+
+
+def environ(home: Path, **more: str) -> dict[str, str]:
+    return {"HOME": str(home), "XDG_CONFIG_HOME": str(home / "config"), "XDG_DATA_HOME": str(home / "data"), **more}
+
+
+def written(folder: Path, name: str = "distflow.yaml") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("pools: {local: {backend: local}}\n")
+    return str(folder / name)
+
+
+def test_without_any_file_there_is_this_machine(tmp_path: Path) -> None:
+    found = load_configuration(tmp_path, environ(tmp_path), MACHINE)
+    assert (list(found.pools), found.default_pool, found.file) == (["local"], "local", None)
+    pool = found.pools["local"]
+    assert pool.shares_nodes
+    assert pool.nodes == (
+        Node(
+            name="local",
+            host="localhost",
+            address="127.0.0.1",
+            root=str(tmp_path / "data" / "distflow" / "node"),
+            python="/venv/bin/python",
+            gpus=2,
+            cpus=8,
+            memory=64 << 30,
+        ),
+    )
+
+
+def test_a_state_directory_of_its_own_holds_the_node_too(tmp_path: Path) -> None:
+    found = load_configuration(tmp_path, environ(tmp_path, DISTFLOW_STATE=str(tmp_path / "state")), MACHINE)
+    assert found.pools["local"].nodes[0].root == str(tmp_path / "state" / "node")
+
+
+def test_a_configured_root_wins_over_the_state_directory(tmp_path: Path) -> None:
+    (tmp_path / "distflow.yaml").write_text("pools: {here: {backend: local, root: /scratch/me}}\n")
+    found = load_configuration(tmp_path, environ(tmp_path, DISTFLOW_STATE="/state"), MACHINE)
+    assert found.pools["here"].nodes[0].root == "/scratch/me"
+
+
+def test_the_file_is_looked_for_up_to_the_repository(tmp_path: Path) -> None:
+    repository = tmp_path / "home" / "repo"
+    (repository / ".git").mkdir(parents=True)
+    above = written(tmp_path / "home")
+    inner = repository / "a" / "b"
+    inner.mkdir(parents=True)
+    assert find_configuration(inner, environ(tmp_path)) is None
+    assert find_configuration(tmp_path / "home", environ(tmp_path / "home")) == above
+    own = written(repository)
+    assert find_configuration(inner, environ(tmp_path)) == own
+    nearer = written(repository / "a")
+    assert find_configuration(inner, environ(tmp_path)) == nearer
+
+
+def test_the_file_is_looked_for_up_to_the_home(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    written(tmp_path)
+    (home / "a").mkdir(parents=True)
+    assert find_configuration(home / "a", environ(home)) is None
+    own = written(home)
+    assert find_configuration(home / "a", environ(home)) == own
+
+
+def test_outside_of_both_only_the_directory_itself_counts(tmp_path: Path) -> None:
+    # /tmp belongs to everybody: what lies there must not decide what runs.
+    written(tmp_path)
+    (tmp_path / "a").mkdir()
+    assert find_configuration(tmp_path / "a", environ(tmp_path / "home")) is None
+
+
+def test_the_users_own_file_comes_last(tmp_path: Path) -> None:
+    user = written(tmp_path / "config" / "distflow")
+    assert find_configuration(tmp_path, environ(tmp_path)) == user
+    nearer = written(tmp_path)
+    assert find_configuration(tmp_path, environ(tmp_path)) == nearer
+
+
+def test_a_named_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ProblemsFound, match=r"/no\.yaml: error: there is no such file"):
+        load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG="/no.yaml"), MACHINE)
+    named = written(tmp_path / "x", "other.yaml")
+    assert load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG=named), MACHINE).file == named
+
+
+def test_a_directory_of_that_name_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "distflow.yaml").mkdir()
+    with pytest.raises(ProblemsFound, match="this is a directory"):
+        load_configuration(tmp_path, environ(tmp_path), MACHINE)
+
+
+def test_a_node_wins_over_the_defaults_and_those_over_the_pool() -> None:
+    node = only_node("""
+pools:
+  here:
+    backend: local
+    root: /pool
+    python: /pool/python
+    setup: from pool
+    environment: {A: pool, B: pool, C: pool}
+    defaults:
+      {python: /defaults/python, gpus: 8, memory: 1Gi, platform: h100,
+       environment: {A: defaults, B: defaults}, labels: {rack: 1}}
+    nodes:
+    - {name: me, gpus: 0, environment: {A: node}, labels: {row: on}, cpus: 3, address: 10.0.0.1}
+""")
+    assert (node.name, node.root, node.python, node.setup) == ("me", "/pool", "/defaults/python", "from pool")
+    assert (node.gpus, node.cpus, node.memory, node.platform, node.address) == (0, 3, 1 << 30, "h100", "10.0.0.1")
+    assert node.environment == {"A": "node", "B": "defaults", "C": "pool"}
+    assert node.labels == {"rack": "1", "row": "on"}
+
+
+@pytest.mark.parametrize("nodes", ["[me]", "[{name: me}]", "[{host: me}]"])
+def test_a_node_is_a_name_or_a_mapping(nodes: str) -> None:
+    assert only_node(f"pools: {{here: {{backend: local, nodes: {nodes}}}}}").name == "me"
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert only_node("pools: {here: {backend: local, root: ~/.distflow}}").root == "/home/me/.distflow"
+
+
+def test_times_have_units() -> None:
+    pool = parsed("pools: {here: {backend: local, stop_grace: 0, node_lost_after: 2m, retention: 7d, ping: 1.5}}").pools["here"]
+    assert (pool.stop_grace_s, pool.node_lost_after_s, pool.retention_s, pool.ping_s) == (0, 120, 7 * 86400, 1.5)
+    assert pool.connect_timeout_s == 10
+
+
+def test_the_default_pool() -> None:
+    assert parsed("pools: {a: {backend: local}}").default_pool == "a"
+    assert parsed("default_pool: b\npools: {a: {backend: local}, b: {backend: local}}").default_pool == "b"
+    assert "add `default_pool: a`" in refusal("pools: {a: {backend: local}, b: {backend: local}}")
+    assert "there is no pool `lba`\n    did you mean `lab`?" in refusal("default_pool: lba\npools: {lab: {backend: local}}")
+
+
+@pytest.mark.parametrize("backend", ["ssh", "slurm", "ray", "kubernetes"])
+def test_other_backends_are_for_later(backend: str) -> None:
+    said = refusal(
+        f"pools:\n  lab:\n    backend: {backend}\n    nodes: [gpu1, {{name: gpu2, port: 22, user: me, identity_file: ~/k}}]\n"
+    )
+    assert said == (
+        f"distflow.yaml:3: error: not supported yet in this version: `backend: {backend}`\n"
+        "    use `backend: local`, or leave this pool out"
+    )
+
+
+def test_all_findings_come_at_once_with_their_lines() -> None:
+    said = refusal("""\
+defaultpool: a
+pools:
+  a:
+    backend: locl
+    root: relative/dir
+    ping: 0
+    stop_grace: 5x
+    defaults: {gpu: 8, memory: lots}
+    environment: {3x: 1}
+  b:
+    backend: local
+    nodes: [{name: x, prt: 22}, x, 5, {name: y, lease_dir: z}]
+  -bad-: {}
+""")
+    for expected in (
+        "distflow.yaml:1: error: unknown key `defaultpool` at the top of the document\n    did you mean `default_pool`?",
+        "distflow.yaml:2: error: there are several pools",
+        "distflow.yaml:4: error: `pools.a.backend` must be one of `local`",
+        "distflow.yaml:5: error: `pools.a.root` must be an absolute path",
+        "distflow.yaml:6: error: `pools.a.ping` must be more than 0",
+        "distflow.yaml:7: error: `pools.a.stop_grace`: `5x` is not a duration",
+        "distflow.yaml:8: error: unknown key `gpu` in `pools.a.defaults`\n    did you mean `gpus`?",
+        "distflow.yaml:8: error: `pools.a.defaults.memory`: `lots` is not an amount",
+        "distflow.yaml:9: error: `3x` cannot be a name here",
+        "distflow.yaml:12: error: unknown key `prt` in `pools.b.nodes[0]`\n    did you mean `port`?",
+        "distflow.yaml:12: error: the node `x` is given twice",
+        "distflow.yaml:12: error: `pools.b.nodes[2]` must be a name, or a mapping",
+        "distflow.yaml:12: error: `pools.b.nodes[3].lease_dir` must be an absolute path",
+        "distflow.yaml:12: error: a pool with `backend: local` has one node",
+        "distflow.yaml:13: error: `-bad-` cannot be a name here",
+        "distflow.yaml:13: error: `pools.-bad-` has no `backend`",
+    ):
+        assert expected in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the document is empty"),
+        ("- a", "must be a mapping with the key `pools`"),
+        ("pools: {}", "`pools` is empty"),
+        ("pools: [a]", "`pools` must be a mapping of names"),
+        ("pools:", "`pools` is empty"),
+        ("backend: local", "indent the pool below `pools:`"),
+        ("pools: {a: local}", "`pools.a` must be a mapping with `backend`"),
+        ("pools: {a: {backend: local, nodes: }}", "`pools.a.nodes` is empty"),
+        ("pools: {a: {backend: local", "is missing"),
+    ],
+)
+def test_wrong_shapes_are_findings(text: str, words: str) -> None:
+    assert words in refusal(text)
+
+
+def test_the_schema_is_valid_and_gives_nodes_what_defaults_have() -> None:
+    import jsonschema
+
+    schema = json.loads(configuration_schema_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    defaults, node = (set(schema["$defs"][name]["properties"]) for name in ("defaults", "node"))
+    assert node - defaults == {"name"}
+    assert defaults <= node
+
+
+def test_gpus_are_counted_from_their_devices() -> None:
+    assert count_gpus(["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null", "xnvidia2"]) == 3
+
+
+def test_memory_is_read_from_meminfo() -> None:
+    assert parse_memory("MemTotal:       16384256 kB\nMemFree: 1 kB\n") == 16384256 * 1024
+    assert parse_memory("") is None
+
+
+def test_this_machine_has_something() -> None:
+    machine = this_machine()
+    assert machine.cpus
+    assert machine.memory
+    assert Path(machine.python).exists()

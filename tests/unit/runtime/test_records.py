@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.runtime import records
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    dir_fd = os.open(tmp_path, os.O_RDONLY)
+    os.close(records.allocate(dir_fd, records.STATE, records.STATE_BYTES))
+    os.close(dir_fd)
+    return tmp_path
+
+
+def write(directory: Path, state: dict[str, object]) -> None:
+    fd = os.open(directory / records.STATE, os.O_RDWR)
+    records.write_state(fd, state)
+    os.close(fd)
+
+
+def test_a_state_that_was_not_written_yet_is_none(directory: Path) -> None:
+    assert records.read_state(str(directory)) is None
+
+
+def test_a_shorter_state_leaves_nothing_of_a_longer_one(directory: Path) -> None:
+    write(directory, {"why": "x" * 3000})
+    write(directory, {"why": "y"})
+    assert records.read_state(str(directory)) == {"why": "y"}
+    assert (directory / records.STATE).stat().st_size == records.STATE_BYTES
+
+
+def test_a_reason_that_is_too_long_gives_way_to_what_matters(directory: Path) -> None:
+    write(directory, {"why": "ü" * 5000, "phase": "stopping"})
+    assert records.read_state(str(directory)) == {"why": None, "phase": "stopping", "message": None}
+
+
+def test_an_end_is_there_all_at_once_and_exactly(tmp_path: Path) -> None:
+    dir_fd = os.open(tmp_path, os.O_RDONLY)
+    fd = records.allocate(dir_fd, records.SPARE_END, records.END_BYTES)
+    assert records.read_end(str(tmp_path)) is None
+    end = records.make_end({"started_at": 1.0, "why": None}, "exited", exit_code=3, ended_at=2.0)
+    records.write_end(dir_fd, fd, end)
+    assert records.read_end(str(tmp_path)) == end
+    assert (tmp_path / records.END).stat().st_size == len(json.dumps(end))
+    assert not (tmp_path / records.SPARE_END).exists()
+    os.close(fd)
+    os.close(dir_fd)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000])
+def test_an_error_file_that_is_none_is_ignored(tmp_path: Path, content: str) -> None:
+    (tmp_path / "error.json").write_text(content)
+    assert records.read_error(str(tmp_path)) is None
+
+
+def test_an_error_file_may_be_a_trap(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "error.json")
+    assert records.read_error(str(tmp_path)) is None

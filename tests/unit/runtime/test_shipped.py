@@ -1,0 +1,31 @@
+"""The runtime runs where distflow is not installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import sys
+
+import pytest
+
+SOURCES = {
+    file.name: file.read_text() for file in importlib.resources.files("distflow.runtime").iterdir() if file.name.endswith(".py")
+}
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_it_imports_only_itself_and_the_standard_library(name: str) -> None:
+    for node in ast.walk(ast.parse(SOURCES[name], feature_version=(3, 8))):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            modules = [node.module or ""]
+        for module in modules:
+            assert module.startswith("distflow.runtime") or module.split(".")[0] in sys.stdlib_module_names, module
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_module_stays_readable(name: str) -> None:
+    assert len(SOURCES[name].splitlines()) <= 400

@@ -1,0 +1,285 @@
+"""Specs that are right: what each key becomes, and what is filled in where nothing was written."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.documents.problems import ProblemsFound, Severity
+from distflow.spec.model import GroupSpec, TaskSpec, Timeouts, WorkflowSpec
+from distflow.spec.parse import load_spec, load_spec_text
+from distflow.spec.schema import schema_text
+
+TUTORIAL = """\
+default-values:
+  workers: 1
+  platform: cpu
+version: 2
+workflow:
+  name: pytorch-dist
+  pool: lab
+  timeout: {exec_timeout: 2h, queue_timeout: 0}
+  resources:
+    default: {cpu: "8", gpu: 2.0, memory: 30Gi, storage: 1Ti, platform: {{platform}}, nodesExcluded: [n7, 8]}
+  groups:
+  - name: training
+    ignoreNonleadStatus: false
+    timeout: {exec_timeout: 90s}
+    tasks:
+    - name: master
+      lead: true
+      image: pytorch
+      command: [bash]
+      args: [/tmp/entry.sh, 5, on, {{ workers }}]
+      environment: {FLAG: yes, N: 010, EMPTY: "", F: 1.50}
+      files:
+      - path: /tmp/entry.sh
+        contents: |
+          # entry
+          python3 /train.py --host {{host:worker-0}} --out {{ output }}
+      - {path: bin, contents: AAEC, base64: true}
+    - name: worker
+      command: [echo]
+      replicas: {{ workers + 1 }}
+      ranks: {size: 8}
+"""
+
+
+def loaded(text: str, base_dir: Path = Path("/nowhere"), **options: list[tuple[str, str]]) -> WorkflowSpec:
+    return load_spec_text(text, "f.yaml", base_dir, sets=options.get("sets", ()))[0]
+
+
+def only_task(keys: str, base_dir: Path = Path("/nowhere")) -> TaskSpec:
+    spec = loaded(f"workflow:\n  name: job\n  tasks:\n  - name: a\n    command: [echo]\n    {keys}\n", base_dir)
+    return spec.groups[0].tasks[0]
+
+
+def test_a_spec_in_the_tutorials_manner() -> None:
+    spec = loaded(TUTORIAL)
+    assert (spec.name, spec.pool, spec.file, spec.mark.line) == ("pytorch-dist", "lab", "f.yaml", 6)
+    default = spec.resources["default"]
+    assert (default.cpu, default.gpu, default.memory, default.storage) == (8, 2, 30 << 30, 1 << 40)
+    assert (default.platform, default.nodes_excluded) == ("cpu", ("n7", "8"))
+    (group,) = spec.groups
+    assert (group.name, group.barrier, group.ignore_nonlead_status, group.lead.name) == ("training", True, False, "master")
+    assert group.timeouts == Timeouts(exec_s=90.0, queue_s=None)
+    assert [task.name for task in group.tasks] == ["master", "worker-0", "worker-1"]
+    assert [(task.written_name, task.replica, task.lead) for task in group.tasks] == [
+        ("master", None, True),
+        ("worker", 0, False),
+        ("worker", 1, False),
+    ]
+
+
+def test_scalars_of_a_task_are_texts_as_written() -> None:
+    master = loaded(TUTORIAL).groups[0].tasks[0]
+    assert [text.value for text in master.args] == ["/tmp/entry.sh", "5", "on", "1"]
+    assert {name: text.value for name, text in master.environment.items()} == {
+        "FLAG": "yes",
+        "N": "010",
+        "EMPTY": "",
+        "F": "1.50",
+    }
+
+
+def test_a_script_knows_the_line_of_each_of_its_lines() -> None:
+    entry, binary = loaded(TUTORIAL).groups[0].tasks[0].files
+    assert entry.contents is not None
+    assert entry.contents.value == "# entry\npython3 /train.py --host {{host:worker-0}} --out {{output}}\n"
+    assert entry.contents.mark_at(entry.contents.value.index("--out")).line == 26
+    assert (binary.contents, binary.data) == (None, b"\0\1\2")
+
+
+def test_ranks_keep_their_places() -> None:
+    ranks = loaded(TUTORIAL).groups[0].tasks[1].ranks
+    assert ranks is not None
+    assert (ranks.offset, ranks.size, ranks.world_size, ranks.mark.line, set(ranks.marks)) == (None, 8, None, 31, {"size"})
+
+
+def test_the_rendered_text_keeps_its_lines() -> None:
+    rendered = loaded(TUTORIAL).rendered.split("\n")
+    assert rendered[:4] == ["", "", "", "version: 2"]
+    assert rendered[29].strip() == "replicas: 2"
+
+
+def test_tasks_without_groups_get_one_each() -> None:
+    spec = loaded(
+        "workflow: {name: j, timeout: {queue_timeout: 5m}, tasks: [{name: a, command: [x]}, {name: b, command: [x]}]}"
+    )
+    found = [(group.name, group.lead.name, group.timeouts.queue_s) for group in spec.groups]
+    assert found == [("a-group", "a", 300.0), ("b-group", "b", 300.0)]
+
+
+@pytest.mark.parametrize("lead", ["", ", lead: false", ", lead: true", ', lead: "true"'])
+def test_a_task_alone_in_its_group_leads_it(lead: str) -> None:
+    assert (
+        loaded(f"workflow: {{name: j, groups: [{{name: g, tasks: [{{name: a, command: [x]{lead}}}]}}]}}").groups[0].lead.name
+        == "a"
+    )
+
+
+def test_the_first_replica_leads_a_group_of_replicas() -> None:
+    group = loaded("workflow: {name: j, groups: [{name: g, tasks: [{name: w, command: [x], replicas: 3}]}]}").groups[0]
+    assert [(task.name, task.lead) for task in group.tasks] == [("w-0", True), ("w-1", False), ("w-2", False)]
+
+
+def test_a_group_may_lift_the_workflows_timeout() -> None:
+    group = "{name: g, timeout: {exec_timeout: 0}, tasks: [{name: a, command: [x]}]}"
+    text = f"workflow: {{name: j, timeout: {{exec_timeout: 1h}}, groups: [{group}]}}"
+    assert loaded(text).groups[0].timeouts.exec_s is None
+
+
+def test_empty_tasks_beside_groups_are_as_in_osmo() -> None:
+    text = "workflow: {name: j, tasks: [], groups: [{name: g, tasks: [{name: a, command: [x]}]}]}"
+    assert isinstance(loaded(text).groups[0], GroupSpec)
+
+
+def test_resources_without_an_entry_ask_for_nothing() -> None:
+    spec = loaded("workflow: {name: j, tasks: [{name: a, command: [x]}]}")
+    assert spec.resources["default"].gpu is None
+
+
+@pytest.mark.parametrize("version", ["2", '"2"', "2.0"])
+def test_versions_that_osmo_writes(version: str) -> None:
+    assert loaded(f"version: {version}\nworkflow: {{name: j, tasks: [{{name: a, command: [x]}}]}}").name == "j"
+
+
+def test_local_files_are_relative_to_the_spec_and_never_rendered(tmp_path: Path) -> None:
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "code" / "inner").mkdir(parents=True)
+    (tmp_path / "code" / "train.py").write_text("{% this is { no template {{ }}")
+    spec = tmp_path / "specs" / "s.yaml"
+    spec.write_text(
+        "workflow:\n  name: j\n  tasks:\n  - name: a\n    command: [x]\n    files:\n"
+        "    - {path: /train.py, localpath: ../code/train.py}\n"
+        "    - {path: code, localpath: ../code}\n"
+        "    - {path: in/side, contents: x}\n"
+    )
+    found = load_spec(str(spec))[0].groups[0].tasks[0].files
+    assert [(file.local_path, file.is_directory) for file in found] == [
+        (str(tmp_path / "code" / "train.py"), False),
+        (str(tmp_path / "code"), True),
+        (None, False),
+    ]
+
+
+def test_a_file_may_be_put_into_a_directory_that_is_sent(tmp_path: Path) -> None:
+    task = only_task(f"files: [{{path: d, localpath: {tmp_path}}}, {{path: d/x, contents: y}}]")
+    assert len(task.files) == 2
+
+
+def test_a_file_and_what_lies_inside_it_clash_in_either_order() -> None:
+    with pytest.raises(ProblemsFound, match="`d/x` lies inside `d`, which is a file"):
+        only_task("files: [{path: d/x, contents: y}, {path: d, contents: y}]")
+
+
+def test_base64_of_a_local_file_is_decoded(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(base64.encodebytes(b"\0" * 100))
+    assert only_task("files: [{path: b, localpath: b, base64: true}]", tmp_path).files[0].data == b"\0" * 100
+
+
+def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert only_task("files: [{path: a.py, localpath: ~/a.py}]").files[0].local_path == str(tmp_path / "a.py")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_local_file_without_permission_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").touch(mode=0)
+    with pytest.raises(ProblemsFound, match="permission denied"):
+        only_task("files: [{path: a.py, localpath: a.py}]", tmp_path)
+
+
+def test_what_is_done_with_outputs_is_kept_in_words() -> None:
+    assert only_task("outputs: [{url: s3://b/o}, {dataset: {name: m}}]").outputs == ("upload to s3://b/o", "store as dataset m")
+
+
+def test_warnings_come_with_a_spec_that_can_be_used() -> None:
+    spec, problems = load_spec_text("workflow: {name: j, tasks: [{name: a, image: x, command: [x]}]}", "f", Path("/"))
+    assert spec.groups[0].tasks[0].image == "x"
+    assert [problem.severity for problem in problems] == [Severity.WARNING]
+
+
+def test_warnings_are_told_beside_errors() -> None:
+    with pytest.raises(ProblemsFound) as caught:
+        load_spec_text("workflow: {name: j, tasks: [{name: a, image: x, comand: [x]}]}", "f", Path("/"))
+    assert {problem.severity for problem in caught.value.problems} == {Severity.WARNING, Severity.ERROR}
+
+
+def test_names_of_secrets_are_kept_and_checked() -> None:
+    text = "workflow: {name: j, tasks: [{name: a, command: [x]}]}"
+    assert load_spec_text(text, "f", Path("/"), environment_names=["A", "B", "A"])[0].environment_names == ("A", "B")
+    with pytest.raises(ProblemsFound, match=r"--set-env: error: `3x` cannot be the name"):
+        load_spec_text(text, "f", Path("/"), environment_names=["3x"])
+
+
+def test_wrong_names_are_told_beside_a_broken_document() -> None:
+    with pytest.raises(ProblemsFound) as caught:
+        load_spec_text("a: [", "f", Path("/"), environment_names=["3x"])
+    assert len(caught.value.problems) == 2
+
+
+def test_standard_input_is_a_spec_too() -> None:
+    text = "workflow: {name: j, tasks: [{name: a, command: [x]}]}"
+    assert load_spec("-", stdin_text=text)[0].file == "-"
+    with pytest.raises(ProblemsFound, match="-: error: the document is empty"):
+        load_spec("-")
+
+
+def test_the_same_finding_in_an_alias_is_told_once() -> None:
+    text = "workflow:\n  name: j\n  tasks:\n  - &a\n    name: a\n    command: [x]\n    exitActions: {FAIL: 1}\n  - {<<: *a, name: b}\n"
+    with pytest.raises(ProblemsFound) as caught:
+        load_spec_text(text, "f", Path("/"))
+    assert len(caught.value.problems) <= 2
+
+
+# --- the published schema -------------------------------------------------------------------------------------------------
+
+
+def mappings(rule: object) -> list[dict[str, object]]:
+    """Return every schema in a schema."""
+    if isinstance(rule, list):
+        return [found for item in rule for found in mappings(item)]
+    if not isinstance(rule, dict):
+        return []
+    return [rule, *(found for item in rule.values() for found in mappings(item))]
+
+
+def test_the_schema_is_valid_and_closed() -> None:
+    import jsonschema
+
+    schema = json.loads(schema_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    closed = [rule for rule in mappings(schema) if isinstance(rule.get("properties"), dict) and "type" in rule]
+    assert len(closed) >= 12
+    assert all("additionalProperties" in rule for rule in closed)
+
+
+def test_every_key_of_the_schema_is_described() -> None:
+    schema = json.loads(schema_text())
+    for rule in mappings(schema):
+        properties = rule.get("properties")
+        for name, key in properties.items() if isinstance(properties, dict) and "type" in rule else ():
+            reference = str(key.get("$ref", "")).rpartition("/")[2]
+            assert "description" in key or "description" in schema["$defs"].get(reference, {}), name
+
+
+def test_distflows_own_keys_are_marked() -> None:
+    definitions = json.loads(schema_text())["$defs"]
+    marked = {
+        (name, key)
+        for name in ("group", "task", "ranks")
+        for key, rule in definitions[name]["properties"].items()
+        if rule.get("x-distflow")
+    }
+    assert marked == {
+        ("group", "timeout"),
+        ("task", "ranks"),
+        ("task", "replicas"),
+        *(("ranks", key) for key in ("offset", "size", "world_size")),
+    }

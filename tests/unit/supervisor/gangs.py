@@ -1,0 +1,227 @@
+"""Small workflows for tests of the supervisor: plans, records and a driven world, all values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from distflow.backends.base import AttemptKey, LogComplete, NodeDown, NodeUp, Observation, Unanswered
+from distflow.layout.ranks import TaskRanks
+from distflow.layout.ranks import World as RankWorld
+from distflow.plan.bind import bind
+from distflow.plan.model import GroupPlan, Launch, Plan
+from distflow.pools.model import Node, Pool
+from distflow.spec.model import ResourceSpec, Timeouts
+from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.supervisor.absorb import absorb
+from distflow.supervisor.decide import decide
+from distflow.supervisor.world import Command, NodeView, Workflow, World
+from distflow.testing.backend import Behaviour, FakeBackend
+from distflow.testing.clock import FakeClock
+
+__all__ = ["Driver", "group_plan", "node", "pool", "workflow"]
+
+
+def node(name: str, gpus: int = 8) -> Node:
+    """A node with GPUs."""
+    return Node(name=name, host=name, root="~/.distflow", python="python3", gpus=gpus)
+
+
+def pool(*nodes: Node, backend: str = "ssh", **settings: float) -> Pool:
+    """A pool of those nodes."""
+    return Pool(name="lab", backend=backend, nodes=nodes or (node("n1"), node("n2")), **settings)
+
+
+def group_plan(
+    name: str = "train",
+    tasks: int = 2,
+    *,
+    world: bool = True,
+    gpus: int = 8,
+    port: int | None = None,
+    ignore: bool | None = None,
+    exec_s: float | None = None,
+    queue_s: float | None = None,
+    barrier: bool = True,
+) -> GroupPlan:
+    """A group of tasks ``t0``, ``t1``, …; the first leads."""
+    ranks = [TaskRanks(task=f"t{i}", offset=i * 8, size=8, node_rank=i) for i in range(tasks)]
+    rank_world = RankWorld(world_size=8 * tasks, tasks=tuple(ranks), style="ranks", port=port) if world else None
+    return GroupPlan(
+        name=name,
+        world=rank_world,
+        barrier=barrier,
+        ignore_nonlead_status=(not world) if ignore is None else ignore,
+        timeouts=Timeouts(exec_s=exec_s, queue_s=queue_s),
+        launches=tuple(
+            Launch(
+                task=item.task,
+                lead=item.node_rank == 0,
+                argv=("true",),
+                environment={"MASTER_ADDR": "@@MASTER_ADDR@@"},
+                ranks=item if world else None,
+                resource=ResourceSpec(gpu=gpus),
+            )
+            for item in ranks
+        ),
+    )
+
+
+def workflow(*groups: GroupPlan, uuid: str = "u1", at: float = 0.0) -> Workflow:
+    """A workflow that was just submitted."""
+    plan = Plan(name="w", pool="lab", groups=groups or (group_plan(),))
+    record = WorkflowRecord(
+        uuid=uuid, id=f"w-{uuid}", name="w", number=1, user="me", pool="lab", pool_key="lab", submitted_at=at,
+        groups=tuple(
+            GroupRecord(name=g.name, tasks=tuple(TaskRecord(name=one.task, lead=one.lead) for one in g.launches))
+            for g in plan.groups
+        ),
+    )  # fmt: skip
+    return Workflow(record=record, plan=plan)
+
+
+class Driver:
+    """The supervisor's loop without processes: decide, act on a fake backend, absorb what it says."""
+
+    def __init__(
+        self,
+        *workflows: Workflow,
+        on: Pool | None = None,
+        behaviour: Callable[[AttemptKey], Behaviour] = lambda _: Behaviour(),
+    ) -> None:
+        self.pool = on or pool()
+        self.clock = FakeClock()
+        self.seen: list[Observation] = []
+        self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behaviour=behaviour)
+        self.events: list[Event] = []
+        self.workflows = {one.record.uuid: one for one in workflows}
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what only the process knew, as a killed supervisor does, and ask the nodes."""
+        self.in_flight: dict[tuple[str, str, str, str, int], Command] = {}
+        now = self.clock.now()
+        self.nodes = {("lab", one.name): NodeView(node=one, since=now, gpus=one.gpus) for one in self.pool.nodes}
+        self.seen.clear()
+        self.backend.connect(self.pool.nodes)
+        for one in self.workflows.values():
+            for group in one.record.groups:
+                for task in group.tasks:
+                    if task.node and not (task.state.is_final and task.log_complete):
+                        self.backend.watch(
+                            [AttemptKey(workflow=one.record.uuid, group=group.name, task=task.name, attempt=0, node=task.node)]
+                        )
+
+    def add(self, one: Workflow) -> None:
+        """Submit another workflow."""
+        self.workflows[one.record.uuid] = one
+
+    def record(self, uuid: str = "u1") -> WorkflowRecord:
+        """The record of a workflow."""
+        return self.workflows[uuid].record
+
+    def group(self, uuid: str = "u1") -> GroupRecord:
+        """The first group of a workflow."""
+        return self.record(uuid).groups[0]
+
+    def cause(self) -> Cause:
+        """The first cause of the first group's failure."""
+        cause = self.group().cause
+        assert cause is not None
+        return cause
+
+    def change(self, uuid: str, **changes: object) -> None:
+        """Change a record as the command line would."""
+        one = self.workflows[uuid]
+        self.workflows[uuid] = replace(one, record=replace(one.record, **changes))  # type: ignore[arg-type]
+
+    def settle(self, rounds: int = 50) -> float | None:
+        """Decide and act until nothing follows; return when to look again."""
+        wake_at = None
+        for _ in range(rounds):
+            self.absorb()
+            decision = decide(self.world(), self.clock.now())
+            self.events += decision.events
+            for uuid, record in decision.records.items():
+                self.workflows[uuid] = replace(self.workflows[uuid], record=record)
+            for command in decision.commands:
+                self.act(command)
+            wake_at = decision.wake_at
+            if not (decision.records or decision.commands or self.seen):
+                return wake_at
+        raise AssertionError("the supervisor does not come to rest")
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and what ends in it end."""
+        self.clock.advance(seconds)
+        self.backend.tick()
+        self.settle()
+
+    def run(self, limit: float = 10_000.0) -> None:
+        """Let time pass until everything has ended."""
+        deadline = self.clock.now() + limit
+        wake_at = self.settle()
+        while not all(one.record.state.is_final for one in self.workflows.values()):
+            following = min(self.backend.next_end, wake_at if wake_at is not None else float("inf"))
+            assert following <= deadline, f"nothing will ever happen: {[one.record for one in self.workflows.values()]}"
+            self.clock.advance(max(0.0, following - self.clock.now()) + 0.001)
+            self.backend.tick()
+            wake_at = self.settle()
+
+    def world(self) -> World:
+        """What the decision sees."""
+        return World(
+            workflows=tuple(self.workflows.values()), pools={"lab": self.pool}, nodes=self.nodes,
+            in_flight=frozenset(self.in_flight),
+        )  # fmt: skip
+
+    def absorb(self) -> None:
+        """Take what the backend said."""
+        while self.seen:
+            seen = self.seen.pop(0)
+            if isinstance(seen, NodeUp | NodeDown):
+                view = self.nodes[seen.pool, seen.node]
+                up = isinstance(seen, NodeUp)
+                since = seen.at if view.up != up else view.since
+                self.nodes[seen.pool, seen.node] = replace(view, up=up, since=since, error="" if up else "cut")
+                if not up:
+                    self.in_flight = {i: c for i, c in self.in_flight.items() if c.node != seen.node}
+                continue
+            uuid = getattr(seen, "workflow", None) or seen.key.workflow  # type: ignore[attr-defined]
+            self._answered(seen)
+            if isinstance(seen, Unanswered):
+                continue
+            one = self.workflows[uuid]
+            record, events = absorb(one.record, seen)
+            self.events += events
+            self.workflows[uuid] = replace(one, record=record)
+
+    def _answered(self, seen: Observation) -> None:
+        if isinstance(seen, LogComplete):
+            return
+        key = getattr(seen, "key", None)
+        if key is None:
+            identity = ("lease", seen.workflow, seen.group, "", seen.attempt)  # type: ignore[attr-defined]
+            self.in_flight.pop(identity, None)
+            return
+        for op in ("prepare", "start", "stop", "release"):
+            self.in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
+
+    def act(self, command: Command) -> None:
+        """Hand a command to the backend."""
+        self.in_flight[command.identity] = command
+        if command.lease is not None:
+            self.backend.lease(command.lease)
+        elif command.op == "prepare":
+            one = self.workflows[command.workflow]
+            binding = one.record.group(command.group).binding
+            assert binding is not None
+            nodes = {each.name: each for each in self.pool.nodes}
+            launches = bind(one.plan.group(command.group), binding, workflow_id=one.record.id, nodes=nodes)
+            self.backend.prepare(command.key, launches[command.task], {}, 30.0)
+        elif command.op == "start":
+            self.backend.start(command.key)
+        elif command.op == "stop":
+            self.backend.stop(command.key, grace_s=command.grace_s, why=command.why)
+        else:
+            self.backend.release(command.key)

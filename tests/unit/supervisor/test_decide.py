@@ -1,0 +1,224 @@
+"""The policy of gangs, by example: what follows from what."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.backends.base import AttemptKey
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.record import CancelRequest
+from distflow.testing.backend import Behaviour
+from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
+
+HANG = Behaviour(seconds=float("inf"))
+
+
+def test_a_gang_completes_when_all_its_tasks_do() -> None:
+    driver = Driver(workflow())
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert [task.node for task in driver.group().tasks] == ["n1", "n2"]
+    assert driver.backend.alive == []
+
+
+def test_nothing_starts_before_everything_is_prepared() -> None:
+    def refuse_second(key: AttemptKey) -> Behaviour:
+        return Behaviour(refuses="no space left on device") if key.task == "t1" else HANG
+
+    driver = Driver(workflow(), behaviour=refuse_second)
+    driver.run()
+    assert driver.backend.starts == []
+    assert driver.group().reason is Reason.START_ERROR
+    assert driver.cause().task == "t1"
+    assert driver.backend.alive == []
+
+
+@pytest.mark.parametrize("culprit", ["t0", "t1"])
+def test_one_failure_stops_the_world_and_is_named(culprit: str) -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=2, exit_code=3) if key.task == culprit else HANG
+
+    driver = Driver(workflow(), behaviour=behave)
+    driver.run()
+    group = driver.group()
+    assert (group.state, group.reason) == (State.FAILED, Reason.EXIT_CODE)
+    assert (driver.cause().task, driver.cause().exit_code) == (culprit, 3)
+    other = next(task for task in group.tasks if task.name != culprit)
+    assert (other.state, other.reason) == (State.FAILED, Reason.PEER_FAILED)
+    assert driver.backend.alive == []
+
+
+def test_a_task_that_ignores_term_is_waited_for() -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=1, exit_code=1) if key.task == "t0" else Behaviour(seconds=float("inf"), obeys_term=False)
+
+    driver = Driver(workflow(), on=pool(peer_failed_grace_s=5.0), behaviour=behave)
+    driver.settle()
+    driver.advance(1.0)
+    assert driver.group().state is State.STOPPING
+    driver.advance(4.9)
+    assert driver.group().state is State.STOPPING
+    driver.advance(0.2)
+    assert driver.group().state is State.FAILED
+
+
+def test_a_failed_helper_is_ignored_where_the_spec_says_so() -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=1, exit_code=1) if key.task == "t1" else Behaviour(seconds=5)
+
+    driver = Driver(workflow(group_plan(world=False)), behaviour=behave)
+    driver.run()
+    assert driver.group().state is State.COMPLETED
+    assert driver.group().task("t1").state is State.FAILED
+
+
+def test_a_lead_that_completes_ends_helpers_that_would_run_for_ever() -> None:
+    driver = Driver(workflow(group_plan(world=False)), behaviour=lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG)
+    driver.run()
+    assert driver.group().state is State.COMPLETED
+    helper = driver.group().task("t1")
+    assert helper.state is State.COMPLETED
+    assert "lead completed" in helper.message
+    assert driver.backend.alive == []
+
+
+def test_a_world_waits_for_its_workers_after_the_lead_completed() -> None:
+    driver = Driver(workflow(), behaviour=lambda key: Behaviour(seconds=1 if key.task == "t0" else 9))
+    driver.settle()
+    driver.advance(2.0)
+    assert driver.group().state is State.RUNNING
+    driver.advance(8.0)
+    assert driver.group().state is State.COMPLETED
+
+
+def test_cancel_stops_everything_and_is_no_failure() -> None:
+    driver = Driver(workflow(), behaviour=lambda _: HANG)
+    driver.settle()
+    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me", message="wrong data"))
+    driver.run()
+    assert driver.record().state is WorkflowState.CANCELED
+    assert "wrong data" in driver.group().message
+    assert all(task.state is State.CANCELED for task in driver.group().tasks)
+    assert driver.backend.alive == []
+
+
+def test_cancel_of_a_waiting_workflow_takes_no_node() -> None:
+    driver = Driver(workflow(), workflow(uuid="u2", at=1.0), behaviour=lambda _: HANG)
+    driver.settle()
+    driver.change("u2", cancel=CancelRequest(at=driver.clock.now(), by="me"))
+    driver.settle()
+    assert driver.record("u2").state is WorkflowState.CANCELED
+    assert len(driver.backend.starts) == 2
+
+
+def test_exec_timeout_ends_a_gang_that_runs_too_long() -> None:
+    driver = Driver(workflow(group_plan(exec_s=60)), behaviour=lambda _: HANG)
+    driver.run()
+    assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.EXEC_TIMEOUT)
+    assert driver.record().status == "FAILED_EXEC_TIMEOUT"
+    assert driver.backend.alive == []
+
+
+def test_queue_timeout_ends_a_gang_that_waits_too_long() -> None:
+    driver = Driver(workflow(), workflow(group_plan(queue_s=30), uuid="u2", at=1.0), behaviour=lambda _: HANG)
+    driver.settle()
+    driver.advance(29)
+    assert driver.group("u2").state is State.SCHEDULING
+    driver.advance(2)
+    assert driver.record("u2").status == "FAILED_QUEUE_TIMEOUT"
+
+
+def test_gangs_go_in_order_and_the_small_do_not_overtake() -> None:
+    small = group_plan("small", 1, gpus=1)
+    driver = Driver(
+        workflow(group_plan("first", 1)), workflow(uuid="u2", at=1.0), workflow(small, uuid="u3", at=2.0),
+        behaviour=lambda _: Behaviour(seconds=10),
+    )  # fmt: skip
+    driver.settle()
+    assert driver.backend.starts == ["u1/first/t0/0"]
+    assert "behind w-u2" in driver.group("u3").message
+    assert driver.group("u2").message
+    driver.run()
+    assert [name.split("/")[0] for name in driver.backend.starts] == ["u1", "u2", "u2", "u3"]
+
+
+def test_a_fixed_port_is_not_shared_on_one_node() -> None:
+    on = pool(node("n1", 16))
+    one, two = group_plan(tasks=1, gpus=1, port=29500), group_plan(tasks=1, gpus=1, port=29500)
+    driver = Driver(workflow(one), workflow(two, uuid="u2", at=1.0), on=on, behaviour=lambda _: Behaviour(seconds=5))
+    driver.settle()
+    assert len(driver.backend.starts) == 1
+    driver.run()
+    assert len(driver.backend.starts) == 2
+
+
+def test_the_start_barrier_names_the_straggler() -> None:
+    driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behaviour=lambda _: HANG)
+    driver.backend.cut("n2")
+    driver.settle()
+    assert driver.group().state is State.SCHEDULING
+    driver.backend.heal("n2")
+    original = driver.backend.prepare
+
+    def cut_first(*args: object) -> None:
+        driver.backend.cut("n2")
+        original(*args)  # type: ignore[arg-type]
+
+    driver.backend.prepare = cut_first  # type: ignore[method-assign,assignment]
+    driver.settle()
+    assert driver.group().state is State.INITIALIZING
+    driver.advance(21)
+    assert driver.group().stop_reason is Reason.START_TIMEOUT
+    assert "t1 on n2" in driver.group().message
+    assert driver.backend.starts == []
+
+
+def test_unreachable_is_not_failed_until_the_pool_says_so() -> None:
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behaviour=lambda _: HANG)
+    driver.settle()
+    driver.backend.cut("n2")
+    driver.advance(119)
+    assert driver.group().state is State.RUNNING
+    driver.advance(2)
+    driver.settle()
+    assert driver.group().task("t1").reason is Reason.NODE_LOST
+    assert driver.cause().task == "t1"
+
+
+def test_a_blink_of_the_network_changes_nothing() -> None:
+    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=100))
+    driver.settle()
+    driver.backend.cut("n2")
+    driver.advance(60)
+    driver.backend.heal("n2")
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert len(driver.backend.starts) == 2
+
+
+def test_what_ended_while_nobody_watched_is_read_from_the_node() -> None:
+    driver = Driver(workflow(), behaviour=lambda key: Behaviour(seconds=5, exit_code=0 if key.task == "t0" else 7))
+    driver.settle()
+    driver.clock.advance(60)
+    driver.backend.tick()
+    driver.restart()
+    driver.run()
+    assert driver.cause().exit_code == 7
+
+
+def test_a_lease_that_ran_out_before_the_start_is_asked_for_again() -> None:
+    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=1))
+    originals = driver.backend.prepare
+    lost: list[AttemptKey] = []
+
+    def lose_once(key: AttemptKey, *rest: object) -> None:
+        if not lost:
+            lost.append(key)
+            driver.backend._attempts.clear()
+        originals(key, *rest)  # type: ignore[arg-type]
+
+    driver.backend.prepare = lose_once  # type: ignore[method-assign,assignment]
+    driver.run()
+    assert lost
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert len(driver.backend.starts) == 2
