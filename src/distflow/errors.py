@@ -9,6 +9,9 @@
     ├── NodeError                       3    something between us and a node
     │   ├── TransportError              3    carrying a command or bytes there
     │   │   ├── NodeUnreachable         3    no connection, or it broke
+    │   │   │   ├── HostKeyUnknown      3    known_hosts says nothing of the host: trying again does not help
+    │   │   │   ├── HostKeyMismatch     3    its key is another one than known_hosts says, or revoked
+    │   │   │   └── AuthenticationRefused 3  it accepts none of our keys
     │   │   └── BootstrapFailed         3    connected, but our runtime does not come up
     │   └── AgentError                  3    the node's agent refused a request
     ├── SupervisorError                 3    the background process did not start
@@ -24,8 +27,11 @@ from __future__ import annotations
 
 __all__ = [
     "AgentError",
+    "AuthenticationRefused",
     "BootstrapFailed",
     "DistflowError",
+    "HostKeyMismatch",
+    "HostKeyUnknown",
     "InputError",
     "NodeError",
     "NodeUnreachable",
@@ -82,6 +88,18 @@ class TransportError(NodeError):
 
 class NodeUnreachable(TransportError):
     """No connection to the node could be made, or it broke."""
+
+
+class HostKeyUnknown(NodeUnreachable):
+    """Nothing is known of the host's key; a person must compare it once, so trying again does not help."""
+
+
+class HostKeyMismatch(NodeUnreachable):
+    """The host showed another key than the known one, or one that is revoked; trying again does not help."""
+
+
+class AuthenticationRefused(NodeUnreachable):
+    """The host accepts none of the keys that there are; trying again does not help."""
 
 
 class BootstrapFailed(TransportError):

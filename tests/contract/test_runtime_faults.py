@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import launch_of, processes_with
+from distflow.runtime.hunt import Hunt
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from contract.conftest import NodeUnderTest
     from distflow.backends.machines.link import AgentLink, Event
+    from distflow.runtime.processes import Process
 
 SEED = int(os.environ.get("DISTFLOW_TEST_SEED", str(random.SystemRandom().randrange(10**6))))
 
@@ -74,13 +76,15 @@ def dice(request: pytest.FixtureRequest) -> random.Random:
 @pytest.fixture(autouse=True)
 def _no_daemon_is_left_to_the_next_test(marker: str) -> Iterator[None]:
     yield
-    for _ in range(200):
-        left = processes_with(marker)
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    # A test that fails must not leave a bomb ticking on the machine.
+    hunt = Hunt(lambda everything: [one for one in everything if has(one, marker)], lambda one: has(one, marker))
+    wait_until(lambda: not hunt.step(), 30, "the daemons of a failed test are gone")
+
+
+def has(process: Process, marker: str) -> bool:
+    with contextlib.suppress(OSError):
+        return marker.encode() in Path("/proc", str(process.pid), "cmdline").read_bytes()
+    return False
 
 
 def hostile(marker: str, kinds: list[str] | None = None) -> list[str]:
@@ -269,7 +273,9 @@ def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left
     argv = ["sh", "-c", 'setsid sh -c "$1" $0 & env -i sh -c "$1" $0 & sleep 60', marker, stays]
     attempt = node.start(link, argv, lease={"gpus": 1, "gpu_ids": [0]})
     wait_until(lambda: node.output(attempt).count("up") == 2)
+    agent = agent_of(link)
     link.close()
+    wait_until(lambda: is_dead(agent), what="nobody is there to adopt them")
     state = node.state(attempt)
     kill_together(state)
     wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
@@ -279,6 +285,20 @@ def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left
     assert node.end(attempt)["reason"] == "both_died"
     assert_nothing_is_left(node, attempt, marker)
     assert_lease_is_free(node, link)
+
+
+def test_the_lease_is_free_as_soon_as_the_end_is_told(node: NodeUnderTest) -> None:
+    link = node.connect()
+    os.mkfifo(node.root / "fifo")
+    attempt = node.start(link, ["sh", "-c", 'read x < "$0"', str(node.root / "fifo")], lease={"gpus": 1, "gpu_ids": [0]})
+    runner = node.state(attempt)["runner"]["pid"]
+    os.kill(runner, signal.SIGSTOP)  # so that it lives on, as it does for some instants anyway
+    try:
+        (node.root / "fifo").write_text("x\n")
+        assert node.end(attempt)["reason"] == "exited"
+        assert_lease_is_free(node, link)
+    finally:
+        os.kill(runner, signal.SIGCONT)
 
 
 def test_an_attempt_of_an_earlier_boot_is_recorded_as_such(node: NodeUnderTest) -> None:
@@ -340,8 +360,8 @@ def test_sigterm_to_the_pair_is_a_stop_that_is_recorded(node: NodeUnderTest) -> 
 
 def test_output_that_was_in_the_pipe_survives_the_keeper(node: NodeUnderTest) -> None:
     link = node.connect()
-    attempt = node.start(link, ["sh", "-c", 'echo up; read x < "$0"; echo last words; kill -9 $$', str(node.root / "fifo")])
     os.mkfifo(node.root / "fifo")
+    attempt = node.start(link, ["sh", "-c", 'echo up; read x < "$0"; echo last words; kill -9 $$', str(node.root / "fifo")])
     wait_until(lambda: node.output(attempt))
     state = node.state(attempt)
     os.kill(state["keeper"]["pid"], signal.SIGSTOP)  # so that it cannot read what comes now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -15,22 +16,27 @@ workflow:
   groups:
   - name: train
     tasks:
-    - {name: master, lead: true, ranks: {size: 2}, command: [sh, -c, 'echo $CUDA_VISIBLE_DEVICES; sleep 6']}
+    - name: master
+      lead: true
+      ranks: {size: 2}
+      command: [sh, -c, 'echo "GPUs $CUDA_VISIBLE_DEVICES"; while [ ! -e GO ]; do sleep 0.1; done']
 """
 
 
 def test_a_second_gang_waits_and_then_runs(cli: Cli) -> None:
     cli.configure(gpus=2)
-    spec = cli.spec(ONE_GANG)
+    go = cli.folder / "go"
+    spec = cli.spec(ONE_GANG.replace("GO", str(go)))
     both = [cli.start("workflow", "submit", spec) for _ in range(2)]
     ids = sorted(process.communicate(timeout=60)[0].strip() for process in both)
     assert ids == ["one-1", "one-2"]
-    wait_until(lambda: {cli.query(one)["status"] for one in ids} == {"RUNNING", "PENDING"}, 20)
+    wait_until(lambda: {cli.query(one)["status"] for one in ids} == {"RUNNING", "PENDING"}, 60)
     waiting = next(one for one in ids if cli.query(one)["status"] == "PENDING")
-    wait_until(lambda: "0 of 2 GPUs free" in cli.run("workflow", "query", waiting).out, 10)
+    wait_until(lambda: "0 of 2 GPUs free" in cli.run("workflow", "query", waiting).out, 30)
+    go.touch()
     for one in ids:
         cli.await_status(one, "COMPLETED")
-        assert "0,1" in cli.logs(one)
+        assert "GPUs 0,1" in cli.logs(one)
     first, second = sorted((cli.query(one) for one in ids), key=lambda answer: str(answer["start_time"]))
     assert first["end_time"] <= second["start_time"]
 
@@ -40,18 +46,38 @@ def test_a_gang_that_never_fits_is_refused_at_once(cli: Cli) -> None:
     done = cli.run("workflow", "submit", cli.spec(ONE_GANG))
     assert done.code == 2
     assert "1 GPU" in done.err
-    assert cli.run("workflow", "list").out.strip() == "" or "no workflows" in cli.run("workflow", "list").err.lower()
+    assert json.loads(cli.run("workflow", "list", "-t", "json").out) == {"workflows": []}
 
 
 def test_four_supervisors_leave_one(cli: Cli) -> None:
     cli.configure(gpus=2)
-    workflow = cli.submit(cli.spec(ONE_GANG.replace("sleep 6", "sleep 4")))
+    go = cli.folder / "go"
+    workflow = cli.submit(cli.spec(ONE_GANG.replace("GO", str(go))))
+    at_work = cli.supervisor()
     extra = [
         subprocess.Popen([sys.executable, "-m", "distflow.supervisor", str(cli.state), "-1"], env=cli.environment)
         for _ in range(4)
     ]
     for process in extra:
-        assert process.wait(20) == 0
-    supervisors = [command for _, command in cli.processes() if "distflow.supervisor" in command]
-    assert len(supervisors) == 1
+        assert process.wait(60) == 0
+    assert [pid for pid, command in cli.processes() if "distflow.supervisor" in command] == [at_work]
+    go.touch()
     cli.await_status(workflow, "COMPLETED")
+
+
+def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
+    cli.configure(gpus=2)
+    go = cli.folder / "go"
+    workflow = cli.submit(cli.spec(ONE_GANG.replace("GO", str(go))))
+    at_work = cli.supervisor()
+    assert at_work is not None
+    subprocess.run(["kill", "-9", str(at_work)], check=True)
+    command = [sys.executable, "-m", "distflow.supervisor", str(cli.state), "-1"]
+    rivals = [subprocess.Popen(command, env=cli.environment) for _ in range(4)]
+    wait_until(lambda: sum(process.poll() == 0 for process in rivals) == 3, 60)
+    assert cli.supervisor() in [process.pid for process in rivals]
+    assert cli.query(workflow)["status"] == "RUNNING"
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
+    for process in rivals:
+        assert process.wait(60) == 0

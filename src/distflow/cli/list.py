@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from enum import Enum
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
-from distflow.cli.reading import until_closed, wake
+from distflow.cli.reading import reading_directory, until_closed, wake
 from distflow.cli.tables import Paint
 from distflow.cli.views import list_json, list_table
 from distflow.errors import InputError
@@ -44,7 +43,7 @@ def list_workflows(
 ) -> None:
     """List workflows, the newest at the bottom."""
     ends = _ends(status or [])
-    directory = wiring.state_directory()
+    directory = reading_directory()
     with wiring.open_store(directory) as store:
         records = list(store.list(ends=ends, name=name, pools=pool or [], count=count, offset=offset))
         wake(directory, store)
@@ -53,6 +52,8 @@ def list_workflows(
     now = SystemClock().now()
     with until_closed():
         if format_type is Format.JSON:
+            import json
+
             print(json.dumps(list_json(records, now=now), indent=2))
         elif records:
             print(list_table(records, now=now, paint=Paint.of(sys.stdout)), end="")

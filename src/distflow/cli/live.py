@@ -27,7 +27,7 @@ _PATIENCE_S = 10.0
 """How long logs may stand still after the workflow's end before it is taken that the rest will not come."""
 _WATCH_S = 1.0
 
-Wait = Callable[[float], None]
+Wait = Callable[[float], object]
 
 
 class Watch:

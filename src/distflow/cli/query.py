@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
@@ -57,6 +56,8 @@ def query(
             quiet = format_type is Format.JSON
             record = watch_workflow(directory, store, record, shown, out=None if quiet else sys.stdout)
         if format_type is Format.JSON:
+            import json
+
             now, lines = SystemClock().now(), _last_lines(directory, record)
             print(json.dumps(workflow_json(record, now=now, last_lines=lines), indent=2))
         else:

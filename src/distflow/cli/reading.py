@@ -27,6 +27,7 @@ __all__ = [
     "complete_workflow",
     "open_workflow",
     "pause",
+    "reading_directory",
     "until_closed",
     "wake",
 ]
@@ -57,7 +58,7 @@ WorkflowArgument = Annotated[
 @contextmanager
 def open_workflow(key: str, *, tell_age: bool = True) -> Iterator[tuple[StateDirectory, Store, WorkflowRecord]]:
     """Open the store, find a workflow in it, and see to it that unfinished work has a supervisor."""
-    directory = wiring.state_directory()
+    directory = reading_directory()
     with wiring.open_store(directory) as store:
         record = store.find(key)
         if tell_age and not record.state.is_final:
@@ -65,6 +66,12 @@ def open_workflow(key: str, *, tell_age: bool = True) -> Iterator[tuple[StateDir
         wake(directory, store)
         with until_closed():
             yield directory, store, record
+
+
+def reading_directory() -> StateDirectory:
+    """Return the state directory; whether it can be written is only tried when there is nothing yet. Raises ``StateError``."""
+    directory = find_state_directory(os.environ)
+    return directory if os.path.exists(directory.store) else directory.ensure()
 
 
 def wake(directory: StateDirectory, store: Store) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distflow.documents.problems import Problem, ProblemsFound, Severity, errors_of, in_document_order
+from distflow.documents.problems import Problem, ProblemsFound, Severity
 from distflow.errors import InputError, NotFound
 from distflow.layout.checks import check_layout
 from distflow.layout.drawing import draw_world
@@ -42,6 +43,8 @@ class Checked:
     spec: WorkflowSpec
     worlds: Mapping[str, World]
     warnings: tuple[Problem, ...]
+    template: str
+    """The document as it was written."""
 
     @property
     def pictures(self) -> dict[str, str]:
@@ -84,14 +87,24 @@ def _pair(flag: str, item: str) -> tuple[str, str]:
 
 def check(file: str, overrides: Overrides) -> Checked:
     """Read and check a spec and its rank layout. Raises ``ProblemsFound`` with every finding."""
+    worlds: dict[str, World] = {}
+    given = sys.stdin.read() if file == "-" else None
+
+    def layout(spec: WorkflowSpec) -> Sequence[Problem]:
+        found, problems = check_layout(spec)
+        worlds.update(found)
+        return problems
+
     spec, warnings = load_spec(
-        file, sets=overrides.sets, set_strings=overrides.set_strings, environment_names=tuple(overrides.secrets)
+        file,
+        sets=overrides.sets,
+        set_strings=overrides.set_strings,
+        environment_names=tuple(overrides.secrets),
+        stdin_text=given,
+        check=layout,
     )
-    worlds, findings = check_layout(spec)
-    problems = in_document_order([*warnings, *findings])
-    if errors_of(problems):
-        raise ProblemsFound(problems)
-    return Checked(spec=spec, worlds=worlds, warnings=problems)
+    template = given if given is not None else Path(file).read_text(encoding="utf-8")
+    return Checked(spec=spec, worlds=worlds, warnings=warnings, template=template)
 
 
 def choose_pool(configuration: Configuration, given: str | None, spec: WorkflowSpec) -> Pool:

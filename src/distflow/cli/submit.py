@@ -16,7 +16,7 @@ import typer
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
 from distflow.cli.submission import Checked, Overrides, Ready, check, choose_pool, parse_overrides, plan_for, pool_key, propose
-from distflow.documents.problems import Problem, Severity
+from distflow.documents.problems import Problem, ProblemsFound, Severity
 from distflow.errors import WorkflowEnded
 from distflow.plan.compile import compile_plan
 from distflow.plan.render import plan_json, plan_text, script
@@ -39,7 +39,7 @@ SetStringOption = Annotated[
     list[str] | None, typer.Option("--set-string", metavar="NAME=VALUE", help="Set a template variable to a text.")
 ]
 PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Run in this pool, whatever the spec says.")]
-FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="The spec, a YAML file.")]
+FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="The spec, a YAML file; - for standard input.")]
 
 
 @submit_app.command(
@@ -79,7 +79,7 @@ def submit(
     ready = plan_for(checked, chosen, overrides, directory.blobs)
     _warn(checked.warnings)
     with wiring.open_store(directory) as store:
-        record = _store(ready, overrides, directory, store, _read_template(file))
+        record = _store(ready, overrides, directory, store)
         if not (wait and format_type is Format.JSON):
             _print_submitted(record, format_type)
         wiring.wake_if_needed(directory, store, wait=True)
@@ -105,8 +105,6 @@ def validate(
         with tempfile.TemporaryDirectory() as blobs:
             bundles, problems = bundle_files(checked.spec, Path(blobs))
         if problems:
-            from distflow.documents.problems import ProblemsFound
-
             raise ProblemsFound([*problems, *checked.warnings])
         plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
         # Whether it fits here is no fault of the spec: it may be meant for other machines.
@@ -152,7 +150,7 @@ def _write_scripts(ready: Ready, folder: Path, blobs: Path) -> None:
             print(f"wrote {path}", file=sys.stderr)
 
 
-def _store(ready: Ready, overrides: Overrides, directory: StateDirectory, store: Store, template: str) -> WorkflowRecord:
+def _store(ready: Ready, overrides: Overrides, directory: StateDirectory, store: Store) -> WorkflowRecord:
     now, spec = time.time(), ready.checked.spec  # noqa: TID251  the moment of submission
     record = WorkflowRecord(
         uuid=uuid.uuid4().hex,
@@ -183,14 +181,12 @@ def _store(ready: Ready, overrides: Overrides, directory: StateDirectory, store:
     event = Event(at=now, kind="submitted", text=f"submitted by {record.user} to pool {record.pool}", workflow=record.uuid)
     write_secrets(directory.secrets, record.uuid, overrides.secrets)
     try:
-        return store.submit(record, template=template, spec=spec.rendered, plan=ready.plan, pool=ready.pool, events=[event])
+        return store.submit(
+            record, template=ready.checked.template, spec=spec.rendered, plan=ready.plan, pool=ready.pool, events=[event]
+        )
     except BaseException:
         remove_secrets(directory.secrets, record.uuid)
         raise
-
-
-def _read_template(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8")
 
 
 def _print_submitted(record: WorkflowRecord, format_type: Format) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TextIO
 
 __all__ = ["Paint", "cut", "plain", "table", "terminal_width", "visible_width"]
 
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+# Compiled on first use: most output has neither.
+_ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
+_CONTROLS = r"[\x00-\x1f\x7f-\x9f]+"
 _GAP = "  "
 _TASK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RED, _GREEN, _YELLOW, _CYAN = 31, 32, 33, 36
@@ -95,13 +95,13 @@ def cut(text: str, width: int) -> str:
 
 def plain(text: str) -> str:
     """Return text without escape sequences and control characters, so that it cannot disturb a terminal or a table."""
-    return _CONTROLS.sub(" ", _ESCAPES.sub("", text))
+    return text if text.isprintable() else re.sub(_CONTROLS, " ", re.sub(_ESCAPES, "", text))
 
 
 def visible_width(text: str) -> int:
     """Return how many columns a text takes on a terminal; its escape sequences take none."""
     if "\x1b" in text:
-        text = _ESCAPES.sub("", text)
+        text = re.sub(_ESCAPES, "", text)
     return len(text) if text.isascii() else sum(_character_width(character) for character in text)
 
 
@@ -123,6 +123,8 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _character_width(character: str) -> int:
+    import unicodedata  # a megabyte, for the few texts that are not ASCII
+
     if unicodedata.combining(character):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -27,7 +27,7 @@ LastLines = Mapping[tuple[str, str], str]
 """The last line that tasks printed, by group and task."""
 
 _NO_LINES: LastLines = MappingProxyType({})
-_LINE_WIDTH = 100
+_LINE_WIDTH = 60
 """Columns of the last log line where there is no terminal to fit."""
 _FEW_TASKS = 8
 

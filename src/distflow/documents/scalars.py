@@ -76,7 +76,7 @@ def argument_value(raw: str) -> str | int | float | bool:
     Unlike in a file, ``no``, ``~`` and an empty value stay text: on a command line they are country codes, homes and nothing.
     """
     kind = resolve(raw)
-    if kind == "null" or (kind == "bool" and raw.lower() not in ("true", "false")):
+    if kind == "bool" and raw.lower() not in ("true", "false"):
         return raw
     value = scalar_value(kind, raw)
     return raw if value is None else value

@@ -59,6 +59,10 @@ class _Node:
     """Of a mapping, beside ``items``."""
     open: bool = True
     """Still being read: an alias to it would contain itself."""
+    size: int = 1
+    """Parts that it expands to, itself included; known when it is closed."""
+    depth: int = 0
+    """Levels below it."""
 
 
 class _Refused(Exception):
@@ -165,7 +169,7 @@ def _build(events: Iterable[Any], text: str, starts: Sequence[int]) -> _Node | N
                 if len(stack) > MAX_DEPTH:
                     raise _Refused(index, f"the document is nested more than {MAX_DEPTH} levels deep")
         elif isinstance(event, yaml.SequenceEndEvent | yaml.MappingEndEvent):
-            stack.pop().open = False
+            _close(stack.pop(), len(stack))
     return root
 
 
@@ -176,6 +180,16 @@ def _anchored(anchors: Mapping[str, _Node], name: str, index: int) -> _Node:
     if target.open:
         raise _Refused(index, f"the alias `*{name}` stands inside its own anchor", "an alias cannot contain itself")
     return target
+
+
+def _close(node: _Node, above: int) -> None:
+    """Know how large a list or mapping is: the text is bounded already, but aliases nest deeper and wider than it."""
+    node.open = False
+    node.size += sum(item.size for item in node.items)
+    node.depth = 1 + max((item.depth for item in node.items), default=0)
+    if node.size > MAX_NODES or above + node.depth > MAX_DEPTH:
+        what = f"more than {MAX_NODES} parts" if node.size > MAX_NODES else f"more than {MAX_DEPTH} levels"
+        raise _Refused(node.index, f"the aliases of this document expand to {what}", "write it with fewer aliases (`*name`)")
 
 
 def _attach(stack: list[_Node], node: _Node, index: int) -> _Node | None:
@@ -223,31 +237,21 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
 
 
 class _Flattener:
-    """Turns the tree into values and places, expanding aliases and merge keys, and counting what they expand to."""
+    """Turns the tree into values and places, expanding aliases and merge keys; how deep and how far is bounded (``_close``)."""
 
     def __init__(self, marker: _Marker, places: dict[Path, Place]) -> None:
-        self._marker, self._places, self._count = marker, places, 0
+        self._marker, self._places = marker, places
 
     def flatten(self, root: _Node) -> Any:
         return self._value(root, (), None)
 
     def _value(self, node: _Node, path: Path, key: _Node | None) -> Any:
-        self._expand(node, len(path))
         self._places[path] = self._place(node, key)
         if node.kind == "list":
             return [self._value(item, (*path, position), None) for position, item in enumerate(node.items)]
         if node.kind == "map":
-            return {name: self._value(item, (*path, name), at) for name, (at, item) in self._entries(node, len(path)).items()}
+            return {name: self._value(item, (*path, name), at) for name, (at, item) in self._entries(node).items()}
         return node.value
-
-    def _expand(self, node: _Node, depth: int) -> None:
-        """Count one more part. The text itself is bounded already, but aliases nest deeper and wider than it does."""
-        self._count += 1
-        if self._count > MAX_NODES or depth > MAX_DEPTH:
-            what = f"more than {MAX_NODES} parts" if self._count > MAX_NODES else f"more than {MAX_DEPTH} levels"
-            raise _Refused(
-                node.index, f"the aliases of this document expand to {what}", "write it with fewer aliases (`*name`)"
-            )
 
     def _place(self, node: _Node, key: _Node | None) -> Place:
         lines = tuple(self._marker.line(line) for line in node.lines)
@@ -255,7 +259,7 @@ class _Flattener:
         at = self._marker(key.index) if key is not None else self._marker(node.index)
         return Place(mark=mark, key=at, raw=node.raw, plain=node.plain, lines=lines if len(lines) > 1 else ())
 
-    def _entries(self, node: _Node, depth: int) -> dict[str, tuple[_Node, _Node]]:
+    def _entries(self, node: _Node) -> dict[str, tuple[_Node, _Node]]:
         """Return key and value of each entry by name.
 
         An own key wins over a merged one (``<<``), an earlier merge over a later one.
@@ -268,9 +272,7 @@ class _Flattener:
                 for source in item.items if item.kind == "list" else [item]:
                     if source.kind != "map":
                         raise _Refused(key.index, "`<<` merges a mapping or a list of mappings, not this", "write `<<: *name`")
-                    self._expand(source, depth + 1)
-                    self._count += len(source.keys)
-                    merged = {**self._entries(source, depth + 1), **merged}
+                    merged = {**self._entries(source), **merged}
             elif name in own:
                 first = self._marker(own[name][0].index).line
                 raise _Refused(

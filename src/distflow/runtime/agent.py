@@ -22,6 +22,8 @@ __all__ = ["serve"]
 
 _IDLE_S = 30.0
 _BULK = 128 * 1024
+_LOCK_S = 0.05
+_LOCK_TRIES = 100
 _FILES = (attempts.LOG, attempts.INDEX)
 
 
@@ -148,7 +150,7 @@ class _Agent:
             op(request, answer)
         except OpError as error:
             answer.refuse(error)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             answer.refuse(OpError("bad_request", "a field is missing or wrong: {!r}".format(error)))
         except OSError as error:
             answer.refuse(OpError.from_os(error, "{} failed".format(request.get("op"))))
@@ -172,7 +174,7 @@ class _Agent:
 
         self._loop.job(lambda: facts.gather(self._root), known)
 
-    def _lease(self, request: Json, answer: _Answer) -> None:
+    def _lease(self, request: Json, answer: _Answer, tries: int = 0) -> None:
         attempt = request["attempt"]
         directory = attempts.directory_of(self._root, attempt)
         phase = attempts.read_status(directory)["phase"]
@@ -194,8 +196,20 @@ class _Agent:
 
         # Reachable and yet unknown: its pair is just coming up, forked by us or by an agent that was killed meanwhile.
         if not attempts.is_reachable(directory):
-            self._loop.children.add(attempts.create(self._root, request, self._umask))
+            try:
+                self._loop.children.add(attempts.create(self._root, request, self._umask))
+            except attempts.TaskIsLocked:
+                if tries >= _LOCK_TRIES:
+                    raise
+                self._loop.later(_LOCK_S, lambda: self._again(request, answer, tries + 1))
+                return
         self._watches.expect(attempt, up)
+
+    def _again(self, request: Json, answer: _Answer, tries: int) -> None:
+        try:
+            self._lease(request, answer, tries)
+        except OpError as error:
+            answer.refuse(error)
 
     def _prepare(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)

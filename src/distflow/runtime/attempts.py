@@ -14,12 +14,27 @@ from distflow.runtime.facts import user_name
 from distflow.runtime.grip import Grip
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["INDEX", "LOG", "create", "directory_of", "each", "is_reachable", "lock_task", "read_status", "remove"]
+__all__ = [
+    "INDEX",
+    "LOG",
+    "TaskIsLocked",
+    "create",
+    "directory_of",
+    "each",
+    "is_reachable",
+    "lock_task",
+    "read_status",
+    "remove",
+]
 
 LOG = "output.log"
 INDEX = "output.idx"
 _COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
 _WORKFLOW = re.compile(r"(?!blobs$|runtime$)[A-Za-z0-9_-]+")
+
+
+class TaskIsLocked(OpError):
+    """Another agent is at work on the task for some milliseconds: try again."""
 
 
 def directory_of(root: str, attempt: object) -> str:
@@ -75,7 +90,7 @@ def lock_task(directory: str, *, wait: bool) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(fd)
-        raise OpError("conflict", "another connection is just making or ending an attempt of this task") from None
+        raise TaskIsLocked("conflict", "another connection is just making or ending an attempt of this task") from None
     return fd
 
 

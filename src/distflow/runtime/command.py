@@ -12,7 +12,7 @@ import shutil
 import signal
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from distflow.runtime import processes
+from distflow.runtime import nc, processes
 from distflow.runtime.wire import Json
 
 __all__ = ["PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn"]
@@ -57,7 +57,7 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     path = env.get("PATH") or _DEFAULT_PATH
     env.update(launch["env"])
     env.update(launch.get("secret_env") or {})
-    env["PATH"] = ":".join(list(launch.get("path_prepend") or []) + [path])
+    env["PATH"] = ":".join([*(launch.get("path_prepend") or []), path, *filter(None, [nc.directory()])])
     env.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, "error.json"))
     env["DISTFLOW_ATTEMPT"] = attempt
     env["DISTFLOW_ATTEMPT_DIR"] = directory

@@ -18,14 +18,15 @@ from distflow.runtime import command, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.control import Visitors
 from distflow.runtime.grip import Grip
+from distflow.runtime.hunt import Hunt
 from distflow.runtime.output import Output
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["Patience", "as_exit", "run", "tell"]
+__all__ = ["as_exit", "run", "tell"]
 
 _STRAGGLERS_S = 2.0
 _NEWS_S = 0.01
-_UNTOUCHABLE_S = 5.0
+_LONGEST_S = 3600.0
 _FOR_EVER = float("inf")
 
 
@@ -56,35 +57,6 @@ def tell(status: int) -> str:
     return "ended with code {}; see pair.log".format(os.WEXITSTATUS(status))
 
 
-class Patience:
-    """How long to go on hunting: for ever, except for processes that we may not signal."""
-
-    def __init__(self, hunt: processes.Hunt) -> None:
-        self._hunt = hunt
-        self._rounds = 0
-        self._since: Optional[float] = None
-        self.message: Optional[str] = None
-        """What to say about processes that were left."""
-
-    @property
-    def pause_s(self) -> float:
-        """How long to wait for a child's end before the next step: short at first; a process may hang in a driver for long."""
-        return 0.003 if self._rounds < 300 else 0.2
-
-    def is_over(self, signalled: int) -> bool:
-        """Whether only processes that belong to others have been left for some seconds."""
-        self._rounds += 1
-        if signalled or not self._hunt.untouchable:
-            self._since = None
-            return False
-        self._since = self._since or time.monotonic()
-        if time.monotonic() - self._since < _UNTOUCHABLE_S:
-            return False
-        ids = ", ".join(str(pid) for pid in sorted(self._hunt.untouchable))
-        self.message = "processes of another user are left, which this user may not stop: {}".format(ids)
-        return True
-
-
 class _Keeper:
     def __init__(self, grip: Grip, runner: int, output_read: int, output_write: int) -> None:
         self._grip = grip
@@ -111,8 +83,9 @@ class _Keeper:
         self._news_at = _FOR_EVER
         self._told_at = 0.0
         me = os.getpid()
-        self._hunt = processes.Hunt(lambda all_of_them: processes.only_descendants(all_of_them, me))
-        self._patience = Patience(self._hunt)
+        self._hunt = Hunt(
+            lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
+        )
         self._state: Json = self._first_state()
         records.write_state(grip.state, self._state)
         grip.sign_locks(runner)
@@ -169,8 +142,9 @@ class _Keeper:
     def _pause(self) -> Optional[float]:
         until = min(self._deadline, self._news_at)
         if self._killing:
-            until = min(until, time.monotonic() + self._patience.pause_s)
-        return None if until == _FOR_EVER else max(0.0, until - time.monotonic())
+            until = min(until, time.monotonic() + self._hunt.pause_s)
+        # Bounded: what epoll takes is, and a deadline may be any number of seconds.
+        return None if until == _FOR_EVER else min(max(0.0, until - time.monotonic()), _LONGEST_S)
 
     # -- one round: what happened, what follows
 
@@ -205,7 +179,9 @@ class _Keeper:
         if time.monotonic() >= self._deadline:
             self._killing = True
             self._deadline = _FOR_EVER
-        return self._killing and self._patience.is_over(self._hunt.step())
+        if self._killing:
+            self._hunt.step()
+        return self._killing and self._hunt.is_over
 
     def _take_failure(self) -> None:
         """Find out, once, whether the exec failed; only the child's end or the closed pipe tells."""
@@ -222,7 +198,7 @@ class _Keeper:
         self._state["lost_output_bytes"] = self._output.lost
         known = dict(self._exit or {})
         known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory))
-        known["message"] = self._patience.message or self._message
+        known["message"] = self._hunt.message or self._message
         if self._reason == "runner_died":
             known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
         end = records.make_end(self._state, self._reason or "exited", **known)

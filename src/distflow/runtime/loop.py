@@ -16,6 +16,8 @@ from distflow.runtime.wire import Json, OpError
 
 __all__ = ["Loop"]
 
+_LONGEST_S = 3600.0  # what epoll takes is bounded
+
 
 class Loop:
     """Callbacks on a selector. Nothing is polled: it sleeps until a descriptor, a child's end or a timer wants something."""
@@ -38,7 +40,7 @@ class Loop:
     def run(self) -> None:
         """Serve until ``is_over``."""
         while not self.is_over:
-            pause = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            pause = min(max(0.0, self._timers[0][0] - time.monotonic()), _LONGEST_S) if self._timers else None
             for key, events in self.selector.select(pause):
                 known = self.selector.get_map().get(key.fd)
                 if known is not None and known.data == key.data:  # an earlier callback of this round may have closed it

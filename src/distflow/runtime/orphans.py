@@ -7,12 +7,10 @@ import select
 from typing import AbstractSet, List
 
 from distflow.runtime import attempts, processes, records
-from distflow.runtime.keeper import Patience
+from distflow.runtime.hunt import Hunt
 from distflow.runtime.wire import Json
 
 __all__ = ["end_adopted", "is_pair_alive", "settle"]
-
-_PAUSE_S = 0.005
 
 
 def is_pair_alive(state: Json) -> bool:
@@ -54,22 +52,27 @@ def _end_left(attempt: str, state: Json) -> str:
     session, start = int(command.get("pid") or 0), int(command.get("start") or 0)
     spare = {os.getpid(), os.getppid()}
 
-    def find(everything: List[processes.Process]) -> List[processes.Process]:
-        marked = set(processes.carriers("DISTFLOW_ATTEMPT=" + attempt))
-        leader = [p for p in everything if p.pid == session and p.is_alive]
-        # A living process with the command's id and another start time: the id was given away, and so was the session.
-        ours = session > 1 and all(p.start == start for p in leader)
-        found = {p.pid: p for p in everything if p.pid in marked or (ours and p.sid == session and p.start >= start)}
-        for process in list(found.values()):
-            for below in processes.only_descendants(everything, process.pid):
-                found[below.pid] = below
-        return [process for process in found.values() if process.pid not in spare]
+    def owns(process: processes.Process) -> bool:
+        if process.pid in spare:
+            return False
+        if session > 1 and process.sid == session and process.start >= start:
+            # A living leader with another start time: the command's id was given away again, and its session with it.
+            leader = processes.read_process(session)
+            if leader is None or leader.start == start:
+                return True
+        return processes.carries(process.pid, "DISTFLOW_ATTEMPT=" + attempt)
 
-    hunt = processes.Hunt(find)
-    patience = Patience(hunt)
-    while hunt.find() and not patience.is_over(hunt.step()):
-        select.select([], [], [], _PAUSE_S)
-    return patience.message or ""
+    def find(everything: List[processes.Process]) -> List[processes.Process]:
+        found = {process.pid: process for process in everything if owns(process)}
+        for process in list(found.values()):
+            for below in processes.only_descendants(everything, process.pid, spare):
+                found[below.pid] = below
+        return list(found.values())
+
+    hunt = Hunt(find, owns)
+    while hunt.step() and not hunt.is_over:
+        select.select([], [], [], hunt.pause_s)
+    return hunt.message
 
 
 def end_adopted(spare: AbstractSet[int]) -> bool:
@@ -78,5 +81,8 @@ def end_adopted(spare: AbstractSet[int]) -> bool:
     They are its descendants but for ``spare`` and what is below those.
     """
     me = os.getpid()
-    hunt = processes.Hunt(lambda everything: processes.only_descendants(everything, me, spare))
-    return hunt.step() == 0
+
+    def find(everything: List[processes.Process]) -> List[processes.Process]:
+        return processes.only_descendants(everything, me, spare)
+
+    return not Hunt(find, lambda one: processes.is_below(one, me, spare)).step()

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tarfile
-from typing import IO
+from typing import IO, Optional, Set
 
 from distflow.runtime.blobs import BLOBS
 from distflow.runtime.wire import Json, OpError
@@ -37,15 +37,22 @@ def write_launch(directory: str, launch: Json) -> None:
     os.rename(path + ".new", path)
 
 
-def _inside(top: str, relative: str) -> str:
-    """The path of ``relative`` below ``top``. Raises when it leads outside, by itself or through a link."""
+def _inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
+    """The path of ``relative`` below ``top``. Raises when it leads outside, by itself or through a link.
+
+    ``known`` remembers directories that were found to be inside; whoever makes a link forgets them.
+    """
     if not relative or os.path.isabs(relative) or ".." in relative.split("/") or "\0" in relative:
         raise OpError("bad_request", "the path {!r} does not lie below the attempt's directory".format(relative))
     path = os.path.normpath(os.path.join(top, relative))
+    if known is not None and os.path.dirname(path) in known:
+        return path
     real_top = os.path.realpath(top)
     parent = os.path.realpath(os.path.dirname(path)) if path != os.path.normpath(top) else real_top
     if parent != real_top and not parent.startswith(real_top + os.sep):
         raise OpError("bad_request", "the path {!r} leads through a link out of the attempt's directory".format(relative))
+    if known is not None:
+        known.add(os.path.dirname(path))
     return path
 
 
@@ -86,12 +93,13 @@ def _blob(root: str, file: Json) -> str:
 def _unpack(archive: IO[bytes], top: str) -> None:
     """Unpack files, directories and links that stay inside ``top``; owners, devices and special bits are not taken over."""
     real_top = os.path.realpath(top)
+    known: Set[str] = set()
     with tarfile.open(fileobj=archive, mode="r:*") as tar:
         for member in tar:
             name = os.path.normpath(member.name)
             if name == ".":
                 continue
-            path = _inside(top, name)
+            path = _inside(top, name, known)
             if member.isdir():
                 if os.path.islink(path):
                     os.unlink(path)
@@ -104,6 +112,7 @@ def _unpack(archive: IO[bytes], top: str) -> None:
             if member.isfile():
                 _unpack_file(tar, member, path)
             elif member.issym():
+                known.clear()
                 os.symlink(member.linkname, path)
                 _refuse_outside(path, real_top, member)
             elif member.islnk():

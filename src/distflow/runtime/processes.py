@@ -1,25 +1,22 @@
-"""Processes as /proc shows them, and how to end all descendants of one.
-
-A process that adopts orphans (a child subreaper) can end a whole tree whatever its members do: stop all that are seen, kill
-them, reap, and look again until the kernel says that no child is left.
-"""
+"""Processes as /proc shows them, and the few calls of the kernel that Python has no name for."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-from typing import AbstractSet, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import AbstractSet, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 __all__ = [
-    "Hunt",
     "Process",
     "adopt_orphans",
     "boot_id",
-    "carriers",
+    "carries",
     "close_all_but",
     "die_with_parent",
+    "is_below",
     "is_same",
+    "last_pid",
     "list_processes",
     "only_descendants",
     "read_process",
@@ -128,20 +125,13 @@ def is_same(pid: int, start: int) -> bool:
     return process is not None and process.start == start and process.is_alive
 
 
-def carriers(entry: str) -> List[int]:
-    """Ids of processes whose environment holds exactly ``entry`` (``NAME=value``), as far as we may read it."""
-    wanted = b"\0" + entry.encode() + b"\0"
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open("/proc/{}/environ".format(name), "rb") as file:
-                    environment = file.read()
-            except OSError:
-                continue
-            if wanted in b"\0" + environment + b"\0":
-                found.append(int(name))
-    return found
+def carries(pid: int, entry: str) -> bool:
+    """Whether the process's environment holds exactly ``entry`` (``NAME=value``), as far as we may read it."""
+    try:
+        with open("/proc/{}/environ".format(pid), "rb") as file:
+            return b"\0" + entry.encode() + b"\0" in b"\0" + file.read() + b"\0"
+    except OSError:
+        return False
 
 
 def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet[int] = frozenset()) -> List[Process]:
@@ -161,6 +151,26 @@ def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet
     return found
 
 
+def is_below(process: Process, root: int, spare: AbstractSet[int] = frozenset()) -> bool:
+    """Whether ``process`` descends from ``root``, by way of none of ``spare``. Reads only its ancestors."""
+    current: Optional[Process] = process
+    for _ in range(64):
+        if current is None or current.pid in spare or current.ppid <= 1:
+            return False
+        if current.ppid == root:
+            return True
+        parent = read_process(current.ppid)
+        # The parent died while we looked: its child has a new one, perhaps `root` itself.
+        current = parent if parent is not None else read_process(current.pid)
+    return False
+
+
+def last_pid() -> int:
+    """The id that the kernel gave away last."""
+    with open("/proc/loadavg", "rb", buffering=0) as file:
+        return int(file.read(128).split()[-1])
+
+
 def reap() -> Tuple[List[Tuple[int, int]], bool]:
     """Take every child that has ended: ``[(pid, status)]``, and whether children are left."""
     ended: List[Tuple[int, int]] = []
@@ -172,57 +182,3 @@ def reap() -> Tuple[List[Tuple[int, int]], bool]:
         if pid == 0:
             return ended, True
         ended.append((pid, status))
-
-
-class Hunt:
-    """Ends every process that ``find`` picks from the list of all processes, however fast they fork.
-
-    One ``step`` stops what it sees (so that it cannot fork), looks again until nothing new is there, and kills. Signals go to
-    the process and to its process group: the kernel delivers to a group atomically, so a chain of daemons that fork and exit
-    faster than /proc can be read is hit although each of its members is gone when its id is known.
-    """
-
-    _PASSES = 6
-
-    def __init__(self, find: Callable[[List[Process]], List[Process]]) -> None:
-        self._find = find
-        self._own_group = os.getpgrp()
-        self.untouchable: Dict[int, int] = {}
-        """Processes that we may not signal (another user's, such as what ``sudo`` started): id → start time."""
-
-    def step(self) -> int:
-        """Stop, then kill, what is there now. Returns how many living processes were seen that we may signal."""
-        seen: Dict[Tuple[int, int], Process] = {}
-        self.untouchable.clear()
-        for _ in range(self._PASSES):
-            fresh = [p for p in self._find(list(list_processes())) if p.is_alive and (p.pid, p.start) not in seen]
-            if not fresh:
-                break
-            self.signal(fresh, signal.SIGSTOP)
-            for process in fresh:
-                seen[process.pid, process.start] = process
-        self.signal(seen.values(), signal.SIGKILL)
-        return sum(1 for process in seen.values() if process.pid not in self.untouchable)
-
-    def signal(self, processes: Iterable[Process], signum: int) -> None:
-        """Send ``signum`` to processes and to their groups."""
-        groups: Set[int] = set()
-        for process in processes:
-            try:
-                os.kill(process.pid, signum)
-            except PermissionError:
-                self.untouchable[process.pid] = process.start
-                continue
-            except ProcessLookupError:
-                pass
-            groups.add(process.pgid)
-        for group in groups:
-            if group > 1 and group != self._own_group:
-                try:
-                    os.killpg(group, signum)
-                except (PermissionError, ProcessLookupError):
-                    continue
-
-    def find(self) -> List[Process]:
-        """What is there now and alive."""
-        return [process for process in self._find(list(list_processes())) if process.is_alive]

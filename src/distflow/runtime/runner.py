@@ -11,6 +11,7 @@ from typing import NoReturn
 from distflow.runtime import keeper, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.grip import Grip
+from distflow.runtime.hunt import Hunt
 from distflow.runtime.output import Output
 from distflow.runtime.wire import Json
 
@@ -79,19 +80,19 @@ def _take_over(grip: Grip, keeper_status: int, output_read: int) -> None:
     command = (state.get("command") or {}).get("pid", 0)
     known: Json = {}
     me = os.getpid()
-    hunt = processes.Hunt(lambda all_of_them: processes.only_descendants(all_of_them, me))
-    patience = keeper.Patience(hunt)
+    hunt = Hunt(lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me))
     while True:
         ended, are_left = processes.reap()
         for pid, status in ended:
             if pid == command:
                 known = dict(keeper.as_exit(status), ended_at=now())
-        if not are_left or patience.is_over(hunt.step()):
+        if not are_left or hunt.is_over:
             break
-        signal.sigtimedwait({signal.SIGCHLD}, patience.pause_s)
+        hunt.step()
+        signal.sigtimedwait({signal.SIGCHLD}, hunt.pause_s)
     output = Output(output_read, grip.log, grip.stamps, int(state.get("lost_output_bytes") or 0))
     output.drain()
     grip.unlock()
     known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(grip.directory))
-    known["message"] = patience.message or "the process that keeps the task {}".format(keeper.tell(keeper_status))
+    known["message"] = hunt.message or "the process that keeps the task {}".format(keeper.tell(keeper_status))
     records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known))

@@ -96,7 +96,7 @@ class Watches:
         return status
 
     def stop_the_stuck(self, watch: Watch, grace_s: float, is_done: Callable[[], bool]) -> None:
-        """Kill the keeper when it does not even confirm a stop (somebody may have sent it SIGSTOP): the runner does the rest."""
+        """Kill a keeper that does not even confirm a stop (somebody may have sent it SIGSTOP): the runner does the rest."""
 
         def check() -> None:
             state = records.read_state(watch.directory) or {}

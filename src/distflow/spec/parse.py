@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,11 +23,17 @@ from distflow.spec.schema import spec_problems
 from distflow.spec.tasks import check_tokens, parse_task, replica_names
 from distflow.spec.template import render
 
-__all__ = ["load_spec", "load_spec_text"]
+__all__ = ["load_spec", "load_spec_text", "no_check"]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Pairs = Sequence[tuple[str, str]]
+Check = Callable[[WorkflowSpec], Sequence[Problem]]
+
+
+def no_check(_: WorkflowSpec) -> Sequence[Problem]:
+    """Find nothing."""
+    return ()
 
 
 def load_spec(
@@ -37,12 +43,13 @@ def load_spec(
     set_strings: Pairs = (),
     environment_names: Sequence[str] = (),
     stdin_text: str | None = None,
+    check: Check = no_check,
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in the file at ``path`` and its warnings; raises ``ProblemsFound`` with every finding when it is wrong.
 
     For the path ``-`` the text is ``stdin_text``, and files are relative to the current directory. ``sets`` and
     ``set_strings`` are the variables of ``--set`` and ``--set-string``, ``environment_names`` the names that ``--set-env``
-    sets; its values stay with the caller.
+    sets; its values stay with the caller. ``check`` adds the findings of a higher floor, so that a person sees all at once.
     """
     if path == "-":
         text = decode((stdin_text or "").encode("utf-8", "surrogateescape"), shown="-")
@@ -50,7 +57,9 @@ def load_spec(
     else:
         text = read_text(path)
         base_dir = Path(os.path.abspath(path)).parent
-    return load_spec_text(text, path, base_dir, sets=sets, set_strings=set_strings, environment_names=environment_names)
+    return load_spec_text(
+        text, path, base_dir, sets=sets, set_strings=set_strings, environment_names=environment_names, check=check
+    )
 
 
 def load_spec_text(
@@ -61,6 +70,7 @@ def load_spec_text(
     sets: Pairs = (),
     set_strings: Pairs = (),
     environment_names: Sequence[str] = (),
+    check: Check = no_check,
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in ``text`` and its warnings, as ``load_spec`` does.
 
@@ -79,7 +89,6 @@ def load_spec_text(
     top = View(document, ("workflow",), problems)
     resources = _parse_resources(top)
     groups = _parse_groups(top, resources, base_dir)
-    raise_errors(in_document_order(problems))
     spec = WorkflowSpec(
         name=top.string("name") or "",
         pool=top.string("pool") or None,
@@ -90,6 +99,9 @@ def load_spec_text(
         environment_names=tuple(dict.fromkeys(environment_names)),
         mark=top.key_mark("name"),
     )
+    if all(sum(task.lead for task in group.tasks) == 1 for group in groups):
+        problems += check(spec)
+    raise_errors(in_document_order(problems))
     return spec, in_document_order(problems)
 
 

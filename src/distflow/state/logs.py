@@ -216,11 +216,9 @@ def _merged_tail(readers: Sequence[_Reader], last: int | None, *, final: bool) -
 
 
 def _keyed(number: int, reader: _Reader, *, final: bool) -> Iterator[tuple[float, int, LogLine]]:
-    """Yield the lines with keys that never fall within one task, and never compare lines of two."""
-    latest = 0.0
+    """Yield the lines with keys that never compare lines themselves; one whose clock went back comes at once, in its order."""
     for line in reader.lines(final=final):
-        latest = max(latest, line.time or 0.0)
-        yield latest, number, line
+        yield line.time or 0.0, number, line
 
 
 def _tail_start(path: Path, last: int | None) -> int:

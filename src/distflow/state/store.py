@@ -8,7 +8,6 @@ user_version``) and moved forward step by step.
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,9 +79,13 @@ class Store:
                 # SQLite would create it with the umask's mode.
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version != len(_MIGRATIONS):
-                self._migrate()
+            try:
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if version != len(_MIGRATIONS):
+                    self._migrate()
+            except BaseException:
+                self._db.close()
+                raise
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -119,7 +122,7 @@ class Store:
                 f"INSERT INTO workflows ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  a constant
                 (
                     record.uuid, record.id, record.name, record.number, record.user, record.pool, record.pool_key,
-                    record.state.value, None, record.submitted_at, None, None, json.dumps(record.warnings),
+                    record.state.value, None, record.submitted_at, None, None, msgspec.json.encode(record.warnings).decode(),
                 ),
             )  # fmt: skip
             self._db.execute(
@@ -325,5 +328,5 @@ class Store:
 def _workflow(row: Sequence[object]) -> WorkflowRecord:
     names = _COLUMNS.split(", ")
     values = dict(zip(names, row, strict=True))
-    values["warnings"] = json.loads(str(values["warnings"]))
+    values["warnings"] = msgspec.json.decode(str(values["warnings"]))
     return msgspec.convert(values, WorkflowRecord)

@@ -106,6 +106,9 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
     return with_group(record, again), [_event(record, seen.at, "state", f"{group.name}: waits: {seen.message}", group.name)]
 
 
+_LEASE_LOST = ("start_timeout", "released", "runner_died", "keeper_died", "both_died")
+"""Ends of a pair that waited for its start."""
+
 _Taker = Callable[[GroupRecord, TaskRecord, Observation], tuple[TaskRecord, str]]
 
 
@@ -146,10 +149,10 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[Tas
     if task.state.is_final or not isinstance(seen, Ended):
         return task, ""
     end = end_from(dict(seen.end), seen.at)
-    is_unstarted = task.state is State.INITIALIZING and end.started_at is None
-    if is_unstarted and end.reason in ("start_timeout", "released") and group.state is State.INITIALIZING:
-        # The lease ran out while nobody was there to start it: no failure of the task.
-        return replace(task, state=State.SCHEDULING, node=None, gpu_ids=(), prepared=False), ""
+    was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
+    if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
+        # Nothing has run, so nothing has failed: the gang gives back what it has and queues again.
+        return replace(task, reason=Reason.START_TIMEOUT, prepared=False), f"{task.name}: its lease was lost"
     if task.reason is Reason.START_ERROR:
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
@@ -161,12 +164,16 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[Tas
 def _released(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     if task.state is not State.INITIALIZING:
         return task, ""
-    return replace(task, state=State.SCHEDULING, node=None, gpu_ids=(), prepared=False), ""
+    return _given_back(task), ""
+
+
+def _given_back(task: TaskRecord) -> TaskRecord:
+    return replace(task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), prepared=False)
 
 
 def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     if task.state is State.INITIALIZING:
-        return replace(task, state=State.SCHEDULING, node=None, gpu_ids=(), prepared=False), ""
+        return _given_back(task), ""
     if task.state.is_final:
         return (task, "") if task.log_complete else (replace(task, log_complete=True), "")
     message = f"{task.node} knows nothing of it any more: its directory there is gone"

@@ -134,7 +134,7 @@ class _Step:
         if refused:
             self._stop(Reason.PEER_FAILED, f"{refused[0].name}: {refused[0].message}")
             return
-        given_back = [task for task in group.tasks if task.state is State.SCHEDULING]
+        given_back = [task for task in group.tasks if task.state is State.SCHEDULING or task.reason is Reason.START_TIMEOUT]
         started = [task for task in group.tasks if task.state is State.RUNNING or task.state.is_final]
         if given_back and not started:
             self._withdraw()

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "train_dist.py"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 """For one run, on a machine that is busy with other things."""
 FOREVER = "100000"
 """Epochs of a run that a test ends."""
@@ -271,7 +271,7 @@ def test_ranks_that_wait_for_a_peer_can_be_stopped(start: Start) -> None:
     run.process.terminate()
 
     assert run.wait() == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60, "not only when torch gives up"
     assert_nothing_is_left(run)
 
 

@@ -148,10 +148,10 @@ def nested_anchors(count: int) -> str:
     ids=["lists", "maps", "dashes", "wide", "merges", "merge-bomb", "merge-chain", "alias-chain", "self"],
 )
 def test_hostile_documents_end_soon_and_in_words(text: str, words: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(ProblemsFound, match=words):
         parsed(text)
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20
 
 
 def test_a_document_as_deep_as_allowed_is_read() -> None:

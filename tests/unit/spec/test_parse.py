@@ -232,7 +232,7 @@ def test_standard_input_is_a_spec_too() -> None:
 
 
 def test_the_same_finding_in_an_alias_is_told_once() -> None:
-    text = "workflow:\n  name: j\n  tasks:\n  - &a\n    name: a\n    command: [x]\n    exitActions: {FAIL: 1}\n  - {<<: *a, name: b}\n"
+    text = "workflow:\n  name: j\n  tasks:\n  - &a {name: a, command: [x], exitActions: {FAIL: 1}}\n  - {<<: *a, name: b}\n"
     with pytest.raises(ProblemsFound) as caught:
         load_spec_text(text, "f", Path("/"))
     assert len(caught.value.problems) <= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import subprocess
 import sys
@@ -234,10 +235,10 @@ def test_any_text_is_rendered_or_refused_in_words(text: str) -> None:
     ],
 )
 def test_no_value_grows_without_bound(expression: str) -> None:
-    begun = time.monotonic()
-    said = refusal(expression)
+    begun = time.process_time()
+    said = refusal(expression, limit_s=60)
     assert "too large" in said or "more than 4 MiB" in said
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize(
@@ -249,9 +250,22 @@ def test_no_value_grows_without_bound(expression: str) -> None:
     ],
 )
 def test_no_template_runs_past_its_deadline(template: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     assert "takes too long" in refusal(template, limit_s=0.2)
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
+
+
+def test_every_round_of_a_loop_looks_at_the_clock() -> None:
+    from jinja2.exceptions import SecurityError
+
+    from distflow.spec.sandbox import BoundedEnvironment
+
+    ticks = itertools.count()
+    environment = BoundedEnvironment(limit_s=100, fence=None, clock=lambda: next(ticks))
+    template = environment.from_string(environment.bounded(environment.parse("{% for i in range(99999) %}{% endfor %}")))
+    with pytest.raises(SecurityError, match="takes too long"):
+        template.render()
+    assert next(ticks) < 110
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -208,7 +208,9 @@ def test_text_waits_one_look_for_its_time(tmp_path: Path) -> None:
         with (one.folder / "output.log").open("ab") as log:
             log.write(b"two\n")
 
-    steps = iter([text_alone, lambda: index.write_bytes(index.read_bytes() + late), lambda: None])
+    steps: Iterator[Callable[[], object]] = iter(
+        [text_alone, lambda: index.write_bytes(index.read_bytes() + late), lambda: None]
+    )
     taken: list[LogLine] = []
     left = 3
 
@@ -217,8 +219,7 @@ def test_text_waits_one_look_for_its_time(tmp_path: Path) -> None:
         left -= 1
         next(steps)()
 
-    for line in follow_lines(lambda: [one], wait=wait, is_over=lambda: left == 0):
-        taken.append(line)
+    taken.extend(follow_lines(lambda: [one], wait=wait, is_over=lambda: left == 0))
     assert [(line.time, line.text) for line in taken] == [(1.0, "one"), (2.0, "two")]
 
 

@@ -1,0 +1,166 @@
+"""Hosts in network namespaces, for tests as root: links that can be cut, healed and made slow.
+
+Names carry the id of the test process, so that several runs do not meet, and so that what a killed run has left can be told and
+taken down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from distflow.testing.sshd import Sshd
+
+__all__ = ["NetnsHost", "Network", "missing_netns"]
+
+_PREFIX = "dfn"
+_NAMES = re.compile(rf"^{_PREFIX}[bvh]([0-9a-f]+)(?:-\d+)?$")
+_LOCK = "/tmp/distflow-netns.lock"  # noqa: S108  shared by all test runs of the machine
+
+
+def missing_netns() -> str:
+    """Return why there can be no such hosts here; empty when there can."""
+    if os.getuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "ip not found: apt-get install iproute2"
+    probe = f"{_PREFIX}h{os.getpid():x}-0"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False, timeout=30)
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False, timeout=30)
+    return "" if made.returncode == 0 else f"no network namespaces here: {made.stderr.decode().strip()}"
+
+
+class Network:
+    """A bridge of our own and the hosts at it; a context manager that takes everything down, also what a killed run has left."""
+
+    def __init__(self) -> None:
+        """Make nothing yet."""
+        self._me = f"{os.getpid():x}"
+        self.bridge = f"{_PREFIX}b{self._me}"
+        self._subnet = ""
+        self._numbers = itertools.count(1)
+        self._hosts: list[NetnsHost] = []
+
+    def __enter__(self) -> Network:
+        """Make the bridge."""
+        _take_down_leftovers()
+        with open(_LOCK, "w") as lock:
+            # Two runs must not choose one subnet.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            used = _ip("-j", "addr")
+            self._subnet = next(f"10.76.{number}" for number in range(256) if f'"10.76.{number}.' not in used)
+            _ip("link", "add", self.bridge, "type", "bridge")
+            _ip("addr", "add", f"{self._subnet}.254/24", "dev", self.bridge)
+            _ip("link", "set", self.bridge, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take everything down."""
+        for host in self._hosts:
+            host.close()
+        _ip("link", "del", self.bridge, check=False)
+
+    def host(self, directory: Path, **options: object) -> NetnsHost:
+        """Add a host with a running sshd; ``options`` are those of ``Sshd``."""
+        number = next(self._numbers)
+        host = NetnsHost(self, f"{self._me}-{number}", f"{self._subnet}.{number}", directory, options)
+        self._hosts.append(host)
+        host.open()
+        return host
+
+
+class NetnsHost:
+    """A host with its own network stack. File system and host name are those of the machine."""
+
+    def __init__(self, network: Network, name: str, address: str, directory: Path, options: dict[str, object]) -> None:
+        """Make nothing yet."""
+        self.address = address
+        self.namespace = f"{_PREFIX}h{name}"
+        self._link = f"{_PREFIX}v{name}"
+        self._network = network
+        self._directory = directory
+        self._options = options
+        self._sshd: Sshd | None = None
+
+    @property
+    def sshd(self) -> Sshd:
+        """Its server."""
+        if self._sshd is None:
+            raise RuntimeError("the host is not up")
+        return self._sshd
+
+    def open(self) -> None:
+        """Make the namespace, connect it and start its sshd."""
+        namespace, link = self.namespace, self._link
+        _ip("netns", "add", namespace)
+        _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _ip("link", "set", link, "master", self._network.bridge, "up")
+        _ip("-n", namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", namespace, "link", "set", "lo", "up")
+        _ip("-n", namespace, "link", "set", "eth0", "up")
+        # A known neighbour: packets to a host that is cut off vanish, instead of being answered with "no route" after 3 s.
+        mac = json.loads(_ip("-n", namespace, "-j", "link", "show", "eth0"))[0]["address"]
+        _ip("neigh", "replace", self.address, "lladdr", mac, "dev", self._network.bridge, "nud", "permanent")
+        options = {"port": 22, "alias": namespace, **self._options}
+        self._sshd = Sshd(self._directory, self.address, prefix=self.prefix, **options)  # type: ignore[arg-type]
+        self._sshd.start()
+
+    @property
+    def prefix(self) -> Sequence[str]:
+        """Leads a command that is to run on this host."""
+        return ("ip", "netns", "exec", self.namespace)
+
+    def cut(self) -> None:
+        """Let every packet vanish, both ways; nobody is told."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+
+    def heal(self) -> None:
+        """Let packets through again."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+
+    def slow(self, delay_ms: int, loss_percent: float = 0.0) -> None:
+        """Delay packets to this host, and lose some. Raises ``OSError`` where the kernel cannot."""
+        command = ["tc", "qdisc", "replace", "dev", self._link, "root", "netem", "delay", f"{delay_ms}ms"]
+        done = subprocess.run([*command, "loss", f"{loss_percent}%"], capture_output=True, check=False, timeout=30)
+        if done.returncode != 0:
+            raise OSError(done.stderr.decode().strip())
+
+    def close(self) -> None:
+        """Take it down. May be called twice."""
+        if self._sshd is not None:
+            self._sshd.stop()
+        _ip("link", "del", self._link, check=False)
+        _ip("netns", "del", self.namespace, check=False)
+
+
+def _ip(*words: str, check: bool = True) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=60)
+    if check and done.returncode != 0:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _take_down_leftovers() -> None:
+    """Remove what carries the id of a test process that is gone; its servers died with it."""
+    spaces = [line.split()[0] for line in _ip("netns", "list", check=False).splitlines() if line.strip()]
+    links = [str(link.get("ifname", "")) for link in json.loads(_ip("-j", "link", check=False) or "[]")]
+    for name in (*spaces, *links):
+        found = _NAMES.match(name)
+        if found is None or Path(f"/proc/{int(found[1], 16)}").exists():
+            continue
+        with contextlib.suppress(OSError):
+            if name in spaces:
+                for pid in _ip("netns", "pids", name, check=False).split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), 9)
+                _ip("netns", "del", name)
+            else:
+                _ip("link", "del", name)

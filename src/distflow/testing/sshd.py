@@ -1,0 +1,245 @@
+"""A real, private OpenSSH server for tests: own keys, own configuration, any loopback address, no privileges needed.
+
+Whoever starts it ends it, by its id; one that is left over ends with the test process (PDEATHSIG where that exists).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distflow.testing.waiting import wait_until
+
+__all__ = ["Sshd", "free_port", "make_key", "missing_sshd"]
+
+_SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
+_PR_SET_PDEATHSIG = 1
+
+
+def missing_sshd() -> str:
+    """Return why no server can be started here; empty when one can."""
+    lacking = [program for program in ("sshd", "ssh-keygen") if shutil.which(program, path=_SEARCHED) is None]
+    return f"{' and '.join(lacking)} not found: apt-get install openssh-server" if lacking else ""
+
+
+def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment: str = "test") -> Path:
+    """Generate a key pair at ``path`` and ``path.pub``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", comment, "-f", str(path)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
+    return path
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a port that nobody listens on at ``address`` now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+class Sshd:
+    """One server; a context manager.
+
+    ``user_key`` is accepted, and is made beside the host keys when none is given. ``client_config`` and ``known_hosts`` are files
+    for a client that should get in as ``alias``; ``options`` are lines of ``sshd_config``; ``home`` is the user's home there.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        address: str = "127.0.0.1",
+        *,
+        alias: str = "node",
+        port: int | None = None,
+        user_key: Path | None = None,
+        key_kinds: Sequence[str] = ("ed25519",),
+        options: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """Make keys and files; nothing runs yet. ``prefix`` leads its command (``ip netns exec …``)."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.address = address
+        self.alias = alias
+        self.port = port or free_port(address if not prefix else "127.0.0.1")
+        self.user = pwd.getpwuid(os.getuid()).pw_name
+        self.user_key = user_key or make_key(directory / "user_key")
+        self.host_keys = {kind: make_key(directory / f"host_{kind}", kind=kind) for kind in key_kinds}
+        self.client_config = directory / "ssh_config"
+        self.known_hosts = directory / "known_hosts"
+        self.log = directory / "sshd.log"
+        self.home = directory / "home"
+        self.home.mkdir(exist_ok=True)
+        self._options = dict(options or {})
+        self._prefix = list(prefix)
+        self._config = directory / "sshd_config"
+        self._authorized = directory / "authorized_keys"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._authorized.write_text(self.user_key.with_name(f"{self.user_key.name}.pub").read_text())
+        self.known_hosts.write_text("".join(self.known_lines()))
+        self.client_config.write_text(self.client_stanza())
+
+    def __enter__(self) -> Sshd:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        self.stop()
+
+    @property
+    def known_name(self) -> str:
+        """How known_hosts calls it."""
+        return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
+
+    def known_lines(self, name: str | None = None) -> list[str]:
+        """Return the lines of known_hosts that name its keys."""
+        keys = [path.with_name(f"{path.name}.pub").read_text().split() for path in self.host_keys.values()]
+        return [f"{name or self.known_name} {key[0]} {key[1]}\n" for key in keys]
+
+    def client_stanza(self, **options: str) -> str:
+        """Return a ``Host`` block for a client that should get in."""
+        given = {
+            "HostName": self.address,
+            "Port": str(self.port),
+            "User": self.user,
+            "IdentityFile": str(self.user_key),
+            "IdentitiesOnly": "yes",
+            "IdentityAgent": "none",
+            "UserKnownHostsFile": str(self.known_hosts),
+            "GlobalKnownHostsFile": "none",
+            **options,
+        }
+        return f"Host {self.alias}\n" + "".join(f"  {key} {value}\n" for key, value in given.items() if value)
+
+    def authorize(self, public_key: Path) -> None:
+        """Accept one more key."""
+        with self._authorized.open("a") as file:
+            file.write(public_key.read_text())
+
+    def start(self) -> None:
+        """Run the server, and wait until it answers."""
+        if os.getuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        self._config.write_text(self._server_config())
+        sshd = shutil.which("sshd", path=_SEARCHED)
+        if sshd is None:
+            raise FileNotFoundError(missing_sshd())
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._prefix, sshd, "-D", "-e", "-f", str(self._config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
+            )
+        wait_until(self._answers, 20.0, f"sshd at {self.known_name} answers; its log: {self.log}")
+
+    def stop(self, *, sessions: bool = True) -> None:
+        """End the server, and by default the connections that it serves; may be called twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        served = _descendants(process.pid) if sessions else []
+        for pid in (process.pid, *served):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+
+    def restart(self) -> None:
+        """End it with all connections, and start it again at the same place with the same keys."""
+        self.stop()
+        self.start()
+
+    def freeze(self) -> None:
+        """Stop every process of it: the kernel still accepts connections, nobody answers."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def connections(self) -> int:
+        """Return how many connections it serves, logins in progress included."""
+        return len(_children(self._process.pid)) if self._process is not None else 0
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            # Only sshd's own processes: what a session runs is not frozen.
+            for pid in (self._process.pid, *(pid for pid in _descendants(self._process.pid) if _name(pid) == "sshd")):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def _answers(self) -> bool:
+        if self._process is not None and self._process.poll() is not None:
+            raise RuntimeError(f"sshd ended: {self.log.read_text()[-2000:]}")
+        try:
+            with socket.create_connection((self.address, self.port), timeout=1) as probe:
+                return probe.recv(4) == b"SSH-"
+        except OSError:
+            return False
+
+    def _server_config(self) -> str:
+        given: dict[str, str] = {
+            "Port": str(self.port),
+            "ListenAddress": self.address,
+            "AuthorizedKeysFile": str(self._authorized),
+            "PidFile": "none",
+            "StrictModes": "no",
+            "UsePAM": "no",
+            "PasswordAuthentication": "no",
+            "KbdInteractiveAuthentication": "no",
+            "PermitRootLogin": "yes",
+            "PermitUserRC": "no",
+            "PrintMotd": "no",
+            "PrintLastLog": "no",
+            "UseDNS": "no",
+            "MaxStartups": "500",
+            "MaxSessions": "500",
+            "LogLevel": "VERBOSE",
+            "Subsystem": "sftp internal-sftp",
+            # A home of its own: what the real user's shell reads at its start is slow, or noisy, or says what tests must not know.
+            "SetEnv": f"HOME={self.home}",
+            **self._options,
+        }
+        keys = "".join(f"HostKey {path}\n" for path in self.host_keys.values())
+        return keys + "".join(f"{key} {value}\n" for key, value in given.items())
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes of sshd below ``pid``; what a session has started is not its own."""
+    found: list[int] = []
+    for child in _children(pid):
+        if _name(child) == "sshd":
+            found += [child, *_descendants(child)]
+    return found

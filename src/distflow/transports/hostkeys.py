@@ -1,0 +1,242 @@
+"""Host keys: what known_hosts says of a host, whether the key it showed is that one, and what to type when it is not.
+
+Plain and hashed names, wildcards, ``[host]:port``, ``@revoked`` and ``@cert-authority`` are understood. Nothing is ever added
+silently: ``remember`` is called for ``accept-new`` alone, and only for a host of which nothing is known.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    SSHCertificate,
+    SSHCertificateType,
+    load_ssh_public_identity,
+)
+
+from distflow.transports.sshconfig import matches_list
+
+__all__ = [
+    "KnownKey",
+    "Verdict",
+    "fingerprint",
+    "judge",
+    "key_type_of",
+    "known_algorithms",
+    "parse_known_hosts",
+    "read_known_hosts",
+    "remember",
+]
+
+_CERT = "-cert-v01@openssh.com"
+_ALGORITHMS = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
+_MARKERS: dict[str, Literal["revoked", "authority"]] = {"@revoked": "revoked", "@cert-authority": "authority"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownKey:
+    """One line of a known_hosts file."""
+
+    names: tuple[str, ...]
+    """Patterns, or hashed names."""
+    key_type: str
+    blob: bytes
+    """The public key as it goes over the wire."""
+    file: str
+    line: int
+    kind: Literal["key", "revoked", "authority"] = "key"
+
+    @property
+    def where(self) -> str:
+        """``file:line``."""
+        return f"{self.file}:{self.line}"
+
+    def is_for(self, name: str) -> bool:
+        """Whether the line speaks of the host that known_hosts calls ``name``."""
+        name = name.lower()
+        patterns = [pattern.lower() for pattern in self.names if not pattern.startswith("|")]
+        return matches_list(name, patterns) or any(_is_hash_of(text, name) for text in self.names if text.startswith("|"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What known_hosts says of the key that a host has shown."""
+
+    kind: Literal["known", "unknown", "changed", "revoked"]
+    entries: tuple[KnownKey, ...] = ()
+    """The lines that speak of the host (``changed``) or of the key (``revoked``)."""
+    note: str = ""
+    """Why a certificate did not help."""
+
+
+def parse_known_hosts(text: str, file: str) -> tuple[KnownKey, ...]:
+    """Return the lines of a known_hosts file; those that are no entries are skipped, as OpenSSH does."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
+            continue
+        kind: Literal["key", "revoked", "authority"] = "key"
+        if fields[0].startswith("@"):
+            if fields[0] not in _MARKERS:
+                continue
+            kind = _MARKERS[fields.pop(0)]
+        if len(fields) < 3:
+            continue
+        try:
+            blob = base64.b64decode(fields[2], validate=True)
+        except binascii.Error:
+            continue
+        if key_type_of(blob) == fields[1]:
+            names = tuple(fields[0].split(","))
+            found.append(KnownKey(names=names, key_type=fields[1], blob=blob, file=file, line=number, kind=kind))
+    return tuple(found)
+
+
+def read_known_hosts(files: Sequence[str]) -> tuple[KnownKey, ...]:
+    """Return the entries of all files; those that are not there or not readable say nothing."""
+    found: list[KnownKey] = []
+    for file in files:
+        try:
+            text = Path(file).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        found += parse_known_hosts(text, file)
+    return tuple(found)
+
+
+def known_algorithms(known: Sequence[KnownKey], name: str, supported: Sequence[str]) -> tuple[str, ...]:
+    """Return ``supported`` in the order to ask for, so that a host with several keys shows the one that is known.
+
+    Certificates come first where an authority is known, and are not asked for where none is.
+    """
+    entries = [one for one in known if one.is_for(name)] or [one for one in known if one.is_for(_bare(name))]
+    types = [one.key_type for one in entries if one.kind == "key"]
+    wanted = [algorithm for key_type in types for algorithm in _ALGORITHMS.get(key_type, (key_type,))]
+    ordered = sorted(supported, key=lambda one: wanted.index(one) if one in wanted else len(wanted))
+    certificates = [one + _CERT for one in supported] if any(one.kind == "authority" for one in entries) else []
+    return (*certificates, *ordered)
+
+
+def judge(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes | None = None) -> Verdict:
+    """Return what ``known`` says of the key ``blob`` of the host called ``name``, or of its ``certificate``."""
+    verdict = _judge(known, name, blob, certificate)
+    if verdict.kind == "unknown" and name.startswith("["):
+        # A key that is listed without its port is good there, too, as with OpenSSH; another one there says nothing.
+        bare = _judge(known, _bare(name), blob, certificate)
+        if bare.kind in ("known", "revoked"):
+            return bare
+    return verdict
+
+
+def _judge(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes | None) -> Verdict:
+    entries = [one for one in known if one.is_for(name)]
+    bad = [one for one in entries if one.kind == "revoked" and one.blob == blob]
+    note = ""
+    if certificate is not None:
+        authority, note = _check_certificate(certificate, _bare(name), [one for one in entries if one.kind == "authority"])
+        bad += [one for one in entries if one.kind == "revoked" and one.blob == authority]
+        if not note and not bad:
+            return Verdict(kind="known")
+    if bad:
+        return Verdict(kind="revoked", entries=tuple(bad), note=note)
+    keys = tuple(one for one in entries if one.kind == "key")
+    if any(one.blob == blob for one in keys):
+        return Verdict(kind="known")
+    if not keys:
+        return Verdict(kind="unknown", note=note)
+    return Verdict(kind="changed", entries=tuple(sorted(keys, key=lambda one: one.key_type != key_type_of(blob))), note=note)
+
+
+def remember(file: str, name: str, blob: bytes, *, hashed: bool = False) -> Verdict:
+    """Append the key of a host of which nothing is known to ``file``, under a lock; tell what the file says of it then.
+
+    Raises ``OSError`` when it cannot be written.
+    """
+    path = Path(file)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "a+b") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.seek(0)
+        content = stream.read()
+        # Another connection, or another program, may have been quicker.
+        verdict = judge(parse_known_hosts(content.decode("utf-8", "replace"), file), name, blob)
+        if verdict.kind != "unknown":
+            return verdict
+        written = _hash(name.lower(), secrets.token_bytes(20)) if hashed else name.lower()
+        line = f"{written} {key_type_of(blob)} {base64.b64encode(blob).decode()}\n"
+        missing_newline = content and not content.endswith(b"\n")
+        stream.write((b"\n" if missing_newline else b"") + line.encode())
+    return Verdict(kind="known")
+
+
+def fingerprint(blob: bytes) -> str:
+    """Return the key's kind and fingerprint as ``ssh-keygen -l`` prints it."""
+    digest = base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+    kind = key_type_of(blob).removeprefix("sk-").removeprefix("ssh-").partition("@")[0].partition("-")[0]
+    return f"{kind.upper()} SHA256:{digest}"
+
+
+def key_type_of(blob: bytes) -> str:
+    """Return the name that stands at the beginning of a public key."""
+    length = int.from_bytes(blob[:4], "big")
+    return blob[4 : 4 + length].decode("ascii", "replace") if 0 < length <= len(blob) - 4 else ""
+
+
+def _bare(name: str) -> str:
+    return name[1:].partition("]")[0] if name.startswith("[") else name
+
+
+def _hash(name: str, salt: bytes) -> str:
+    digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+
+
+def _is_hash_of(text: str, name: str) -> bool:
+    try:
+        salt = base64.b64decode(text.split("|")[2], validate=True)
+    except (IndexError, binascii.Error):
+        return False
+    return hmac.compare_digest(_hash(name, salt), text)
+
+
+def _check_certificate(blob: bytes, host: str, authorities: Sequence[KnownKey]) -> tuple[bytes, str]:
+    """Return the key that signed a host's certificate, and why it is not good; empty when it is."""
+    try:
+        found = load_ssh_public_identity(f"{key_type_of(blob)} {base64.b64encode(blob).decode()}".encode())
+        if not isinstance(found, SSHCertificate):
+            return b"", "it is no certificate"
+        line = found.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        authority = base64.b64decode(line.split()[1])
+        found.verify_cert_signature()
+    except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
+        return b"", f"its certificate is not valid: {str(error) or 'wrong signature'}"
+    principals = [principal.decode("utf-8", "replace").lower() for principal in found.valid_principals]
+    now = datetime.now(timezone.utc).timestamp()
+    if not any(one.blob == authority for one in authorities):
+        why = f"its certificate is signed by {fingerprint(authority)}, which is no @cert-authority for it"
+    elif found.type is not SSHCertificateType.HOST:
+        why = "its certificate is one of a user"
+    elif not matches_list(host.lower(), principals):
+        why = f"its certificate is for {', '.join(principals) or 'nobody'}, not for {host}"
+    elif not found.valid_after <= now < found.valid_before:
+        why = "its certificate is not valid at this time"
+    elif found.critical_options:
+        why = "its certificate has options that are not known"
+    else:
+        why = ""
+    return authority, why

@@ -1,0 +1,71 @@
+"""What paramiko, the system and the cryptography raise, told as distflow's errors. One place, proven complete by a test."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import paramiko
+from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
+from paramiko.hostkeys import InvalidHostKey
+from paramiko.pkey import UnknownKeyType
+
+from distflow.errors import NodeError, NodeUnreachable
+
+__all__ = ["FOREIGN", "explain", "foreign_errors"]
+
+FOREIGN: tuple[type[Exception], ...] = (
+    paramiko.SSHException, UnknownKeyType, InvalidHostKey,
+    OSError, EOFError,
+    # paramiko's thread passes on whatever a malformed packet makes it stumble over.
+    InvalidSignature, InvalidTag, UnsupportedAlgorithm, struct.error, ValueError, LookupError,
+)  # fmt: skip
+
+_CODES: dict[int | None, tuple[str, str]] = {
+    errno.ECONNREFUSED: ("nothing listens there (connection refused)", "is sshd running there, and on this port?"),
+    errno.EHOSTUNREACH: ("there is no way to that address (no route to host)", "is the machine on, and in our network?"),
+    errno.ENETUNREACH: ("there is no way to that network", "is this machine online, or a VPN down?"),
+    errno.ETIMEDOUT: ("it does not answer", "is the machine on, or does a firewall drop the packets?"),
+    errno.ECONNRESET: ("it cut the connection", ""),
+    errno.EPIPE: ("it cut the connection", ""),
+}
+
+
+@contextlib.contextmanager
+def foreign_errors(node: str, place: str, doing: str = "") -> Iterator[None]:
+    """Raise foreign errors as ``NodeUnreachable`` of ``node``; ``place`` and ``doing`` say where and on what."""
+    try:
+        yield
+    except NodeError:
+        raise
+    except FOREIGN as error:
+        raise explain(node, place, error, doing) from error
+
+
+def explain(node: str, place: str, error: BaseException | None, doing: str = "") -> NodeUnreachable:
+    """Return ``error`` in words."""
+    what, hint = _words(error)
+    return NodeUnreachable(node, f"{place}: {what}" + (f", while {doing}" if doing else ""), hint=hint)
+
+
+def _words(error: BaseException | None) -> tuple[str, str]:
+    if isinstance(error, socket.gaierror):
+        return "this name has no address", "is it spelled right, or a `Host` of ~/.ssh/config without `HostName`?"
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        return _words(next(iter(error.errors.values()), None))
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return _CODES[errno.ETIMEDOUT]
+    if isinstance(error, OSError):
+        text = os.strerror(error.errno) if isinstance(error.errno, int) else str(error)
+        return _CODES.get(error.errno, (text or type(error).__name__, ""))
+    if isinstance(error, EOFError) or error is None:
+        return "it closed the connection", ""
+    if isinstance(error, paramiko.ChannelException):
+        return f"it refuses to open a channel ({error.text})", "MaxSessions of its sshd may be too low"
+    if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
+        return f"no common algorithm: {error}", ""
+    return f"{str(error) or type(error).__name__}", ""

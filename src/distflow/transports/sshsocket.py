@@ -1,0 +1,141 @@
+"""The bytes below SSH: a TCP connection, or the process of a ``ProxyCommand``. Bounded by one deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+from typing import Any
+
+from distflow.transports.deadline import Deadline
+from distflow.transports.sshhost import SshHost
+
+__all__ = ["ProxyProcess", "connect_tcp"]
+
+_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
+_TAIL = 2000
+
+
+def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
+    """Return a connection to the first address of the host that answers. Raises ``OSError``."""
+    error: OSError | None = None
+    addresses = _resolve(host, deadline)
+    for number, (family, kind, protocol, address) in enumerate(addresses):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            # Those that are left to try have a right to a share of the time.
+            connection.settimeout(max(0.05, deadline.left() / (len(addresses) - number)))
+            if host.bind_address is not None:
+                connection.bind((host.bind_address, 0))
+            connection.connect(address)
+        except OSError as failure:
+            connection.close()
+            error = error or failure
+            continue
+        _tune(connection, host)
+        return connection
+    raise error or socket.gaierror(socket.EAI_NONAME, "no address")
+
+
+def _tune(connection: socket.socket, host: SshHost) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if host.keepalive_s > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
+        # A keepalive that is not acknowledged for this long ends the connection: TCP alone would wait for 15 minutes.
+        unheard_ms = int(host.keepalive_s * max(1, host.keepalive_count) * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard_ms)
+
+
+def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any]]:
+    family = _FAMILIES.get(host.address_family, socket.AF_UNSPEC)
+
+    def look_up() -> list[tuple[int, int, int, Any]]:
+        found = socket.getaddrinfo(host.hostname, host.port, family, socket.SOCK_STREAM)
+        return [(one[0], one[1], one[2], one[4]) for one in found]
+
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.hostname)
+        return look_up()
+    # A resolver whose server is away takes its own time, and cannot be told to hurry.
+    answer: queue.SimpleQueue[list[tuple[int, int, int, Any]] | OSError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answer.put(look_up())
+        except OSError as error:
+            answer.put(error)
+        except UnicodeError:
+            answer.put(socket.gaierror(socket.EAI_NONAME, "this cannot be a name"))
+
+    threading.Thread(target=ask, name=f"address of {host.hostname}", daemon=True).start()
+    try:
+        found = answer.get(timeout=deadline.left())
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(found, OSError):
+        raise found
+    return found
+
+
+class ProxyProcess:
+    """A ``ProxyCommand``, run by the user's shell, behind a socket.
+
+    paramiko's own runs no shell, spins when the command ends, and never takes its exit.
+    """
+
+    def __init__(self, command: str) -> None:
+        """Start it. Raises ``OSError``."""
+        self.command = command
+        self.socket, theirs = socket.socketpair()
+        shell = os.environ.get("SHELL") or "/bin/sh"
+        try:
+            # A session of its own, so that everything the shell starts can be ended by one signal.
+            self._process = subprocess.Popen(
+                [shell, "-c", f"exec {command}"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except BaseException:
+            self.socket.close()
+            raise
+        finally:
+            theirs.close()
+        self._said = b""
+        self._drain = threading.Thread(target=self._listen, name="ProxyCommand", daemon=True)
+        self._drain.start()
+
+    @property
+    def said(self) -> str:
+        """The end of what it wrote to standard error, for messages."""
+        self._drain.join(0.2)
+        return self._said.decode("utf-8", "replace").strip()
+
+    def close(self) -> None:
+        """End the command and everything it started. May be called twice, and never raises."""
+        with contextlib.suppress(OSError):
+            self.socket.close()
+        if self._process.returncode is not None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, number)
+            try:
+                self._process.wait(1.0)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._drain.join(0.5)
+
+    def _listen(self) -> None:
+        if self._process.stderr is None:
+            return
+        with self._process.stderr as pipe:
+            while data := os.read(pipe.fileno(), 4096):
+                self._said = (self._said + data)[-_TAIL:]

@@ -1,0 +1,86 @@
+"""paramiko's transport as distflow wants it: fast and safe algorithms, ends by signal told, reasons for an end kept."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import paramiko
+from paramiko.common import MSG_CHANNEL_REQUEST, cMSG_CHANNEL_REQUEST
+
+from distflow.transports.sshhost import SshHost, pick_algorithms
+
+__all__ = ["HOST_KEY_ALGORITHMS", "Wire", "send_signal"]
+
+# AES-GCM first: twice the throughput of paramiko's default. What OpenSSH has retired (CBC, MD5, 96-bit) is left out.
+_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+_MACS = (
+    "hmac-sha2-256-etm@openssh.com", "hmac-sha2-512-etm@openssh.com", "hmac-sha2-256", "hmac-sha2-512", "hmac-sha1",
+)  # fmt: skip
+HOST_KEY_ALGORITHMS = (
+    "ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "rsa-sha2-512", "rsa-sha2-256",
+)  # fmt: skip
+_WINDOW = 4 << 20
+_TABLE = "_channel_handler_table"
+
+
+class Wire(paramiko.Transport):
+    """One SSH connection over a socket or a channel of another one."""
+
+    # How often paramiko looks up from an idle socket: at its 0.1 s, a hundred idle nodes keep a core busy.
+    _active_check_timeout = 1.0
+
+    def __init__(self, sock: Any, host: SshHost, host_key_algorithms: Sequence[str]) -> None:
+        """Speak over ``sock``; ``host_key_algorithms`` are asked for in this order."""
+        # Without a handler, Python prints paramiko's tracebacks to standard error.
+        log = logging.getLogger("paramiko")
+        if not log.handlers:
+            log.addHandler(logging.NullHandler())
+        super().__init__(sock, default_window_size=_WINDOW)
+        options = self.get_security_options()
+        options.ciphers = pick_algorithms(host.ciphers, _CIPHERS) or _CIPHERS
+        options.digests = pick_algorithms(host.macs, _MACS) or _MACS
+        options.kex = pick_algorithms(host.kex_algorithms, tuple(options.kex)) or tuple(options.kex)
+        self._host_key_algorithms = tuple(host_key_algorithms)
+        self.farewell = ""
+        """What the other side said when it hung up."""
+
+    @property
+    def preferred_keys(self) -> Sequence[str]:
+        """Host key algorithms, best first (paramiko's would put certificates last)."""
+        return self._host_key_algorithms
+
+    def _parse_disconnect(self, message: paramiko.Message) -> None:
+        message.get_int()
+        self.farewell = message.get_text()
+
+
+def _take_request(channel: paramiko.Channel, message: paramiko.Message) -> None:
+    """Handle ``exit-signal``, which paramiko ignores, so that a killed command would have no end."""
+    if message.get_text() == "exit-signal":
+        message.get_boolean()
+        name = "SIG" + message.get_text()
+        channel.exit_status = 128 + getattr(signal.Signals, name, signal.SIGKILL)
+        channel.status_event.set()
+        return
+    message.rewind()
+    message.get_int()
+    channel._handle_request(message)  # type: ignore[attr-defined]  # noqa: SLF001  paramiko offers no other seam
+
+
+setattr(Wire, _TABLE, {**getattr(paramiko.Transport, _TABLE), MSG_CHANNEL_REQUEST: _take_request})
+
+
+def send_signal(channel: paramiko.Channel, name: str) -> None:
+    """Ask sshd to send a signal to the command's process group (OpenSSH 7.9 and newer do)."""
+    if channel.transport is None:
+        return
+    message = paramiko.Message()
+    message.add_byte(cMSG_CHANNEL_REQUEST)
+    message.add_int(channel.remote_chanid)
+    message.add_string("signal")
+    message.add_boolean(False)
+    message.add_string(name)
+    channel.transport._send_user_message(message)  # type: ignore[attr-defined]  # noqa: SLF001  paramiko lacks this request

@@ -1,0 +1,192 @@
+"""The contract of backends (``backends.base.Backend``), held by the fake and by the machines backend on this machine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from distflow.backends.base import (
+    Absent,
+    AttemptKey,
+    Backend,
+    Ended,
+    Leased,
+    LeaseRefused,
+    LeaseRequest,
+    LogComplete,
+    NodeUp,
+    Observation,
+    Prepared,
+    Released,
+    Started,
+    StopAccepted,
+)
+from distflow.backends.machines.backend import MachinesBackend
+from distflow.plan.model import BoundLaunch
+from distflow.pools.model import Node, Pool
+from distflow.supervisor.clock import SystemClock
+from distflow.testing.backend import Behaviour, FakeBackend
+from distflow.testing.waiting import wait_until
+
+T = TypeVar("T", bound=Observation)
+
+
+@dataclass
+class Bench:
+    """A backend under test, and everything it said."""
+
+    backend: Backend
+    node: Node
+    tick: Callable[[], object] = lambda: None
+    seen: list[Observation] = field(default_factory=list)
+    logs: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+    def size(self, key: AttemptKey, file: str) -> int:
+        return len(self.logs.get((key.name, file), b""))
+
+    def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
+        held = self.logs.get((key.name, file), b"")
+        assert offset <= len(held), "a gap in the log"
+        self.logs[key.name, file] = held[:offset] + data
+
+    def await_one(self, kind: type[T], **match: Any) -> T:
+        def find() -> T | None:
+            self.tick()
+            for one in self.seen:
+                if isinstance(one, kind) and all(getattr(one, name) == value for name, value in match.items()):
+                    return one
+            return None
+
+        return wait_until(find, 30, f"{kind.__name__} {match}")
+
+    def key(self, task: str = "t", attempt: int = 0, workflow: str = "w1") -> AttemptKey:
+        return AttemptKey(workflow=workflow, group="g", task=task, attempt=attempt, node=self.node.name)
+
+    def request(self, *tasks: str, gpus: int = 0, workflow: str = "w1", port: int | str | None = "any") -> LeaseRequest:
+        return LeaseRequest(
+            workflow=workflow, group="g", attempt=0, nodes=dict.fromkeys(tasks, self.node.name),
+            gpus=dict.fromkeys(tasks, gpus), master=tasks[0], port=port, start_timeout_s=30,
+        )  # fmt: skip
+
+    def launch(self, script: str, task: str = "t") -> BoundLaunch:
+        return BoundLaunch(task=task, node=self.node.name, argv=("sh", "-c", script), environment={"A": "b c"})
+
+    def begin(self, script: str, task: str = "t") -> AttemptKey:
+        """Lease, prepare and start one attempt."""
+        key = self.key(task)
+        self.backend.lease(self.request(task))
+        self.await_one(Leased)
+        self.backend.prepare(key, self.launch(script, task), {}, 5.0)
+        self.await_one(Prepared, key=key)
+        self.backend.start(key)
+        self.await_one(Started, key=key)
+        return key
+
+
+def _node(folder: Path) -> Node:
+    return Node(
+        name="local", host="localhost", address="127.0.0.1", root=str(folder / "node"), python=sys.executable, gpus=2,
+        lease_dir=str(folder / "leases"),
+    )  # fmt: skip
+
+
+def _fake(folder: Path) -> Bench:
+    node = _node(folder)
+    pool = Pool(name="p", backend="local", nodes=(node,))
+
+    def behave(key: AttemptKey) -> Behaviour:
+        if key.task == "long":
+            return Behaviour(seconds=float("inf"))
+        return Behaviour(seconds=0.1, exit_code=3, output=b"out\nerr\n")
+
+    bench = Bench(backend=None, node=node)  # type: ignore[arg-type]
+    fake = FakeBackend(pool, clock=SystemClock(), sink=bench.seen.append, logs=bench, behaviour=behave)
+    bench.backend, bench.tick = fake, fake.tick
+    return bench
+
+
+def _machines(folder: Path) -> Bench:
+    node = _node(folder)
+    pool = Pool(name="p", backend="local", nodes=(node,))
+    bench = Bench(backend=None, node=node)  # type: ignore[arg-type]
+    (folder / "blobs").mkdir()
+    bench.backend = MachinesBackend(pool, blobs=folder / "blobs", sink=bench.seen.append, logs=bench)
+    return bench
+
+
+@pytest.fixture(params=[_fake, _machines], ids=["fake", "local"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    made: Bench = request.param(tmp_path)
+    made.backend.connect([made.node])
+    made.await_one(NodeUp)
+    yield made
+    made.backend.close()
+    made.backend.close()
+
+
+def test_no_command_blocks(bench: Bench) -> None:
+    begin = time.monotonic()
+    bench.backend.lease(bench.request("t"))
+    bench.backend.release(bench.key("t"))
+    assert time.monotonic() - begin < 5
+
+
+def test_a_life_is_told_in_order_with_all_of_its_output(bench: Bench) -> None:
+    key = bench.begin("echo out; echo err >&2; exit 3")
+    end = bench.await_one(Ended, key=key).end
+    assert (end["exit_code"], end["reason"]) == (3, "exited")
+    bench.await_one(LogComplete, key=key)
+    assert bench.logs[key.name, "output.log"] == b"out\nerr\n"
+    kinds = [type(one) for one in bench.seen if getattr(one, "key", None) == key]
+    assert kinds.index(Prepared) < kinds.index(Started) < kinds.index(Ended) < kinds.index(LogComplete)
+
+
+def test_commands_may_be_repeated(bench: Bench) -> None:
+    key = bench.begin("sleep 600", "long")
+    started = bench.await_one(Started, key=key).started_at
+    bench.seen.clear()
+    bench.backend.start(key)
+    bench.backend.watch([key])
+    bench.backend.stop(key, grace_s=5, why="test")
+    bench.backend.stop(key, grace_s=5, why="test")
+    end = bench.await_one(Ended, key=key).end
+    assert end["reason"] == "stopped"
+    assert end["started_at"] == started
+
+
+def test_a_lease_is_all_or_nothing(bench: Bench) -> None:
+    bench.backend.lease(bench.request("a", gpus=2))
+    granted = bench.await_one(Leased).binding
+    assert granted.tasks["a"].gpu_ids == (0, 1)
+    assert isinstance(granted.port, int)
+    bench.backend.lease(bench.request("b", "c", gpus=1, workflow="w2"))
+    refused = bench.await_one(LeaseRefused)
+    assert not refused.is_final
+    assert refused.message
+    bench.backend.release(bench.key("a"))
+    bench.await_one(Released, key=bench.key("a"))
+    bench.seen.clear()
+    bench.backend.lease(bench.request("b", "c", gpus=1, workflow="w2"))
+    again = bench.await_one(Leased).binding
+    assert sorted(gpu for one in again.tasks.values() for gpu in one.gpu_ids) == [0, 1]
+    for task in ("b", "c"):
+        bench.backend.release(bench.key(task, workflow="w2"))
+        bench.await_one(Released, key=bench.key(task, workflow="w2"))
+
+
+def test_what_a_node_does_not_know_is_absent(bench: Bench) -> None:
+    bench.backend.watch([bench.key("nobody")])
+    bench.await_one(Absent, key=bench.key("nobody"))
+
+
+def test_a_stop_is_accepted_and_then_proved(bench: Bench) -> None:
+    key = bench.begin("sleep 600", "long")
+    bench.backend.stop(key, grace_s=5, why="test")
+    bench.await_one(StopAccepted, key=key)
+    bench.await_one(Ended, key=key)

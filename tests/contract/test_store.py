@@ -1,0 +1,208 @@
+"""The store's contract: one transaction each, numbers without gaps, errors of one kind, tolerance to its own past."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import NotFound, StateError, StoreTooNew
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.directory import StateDirectory
+from distflow.state.record import CancelRequest, Event
+from distflow.state.store import Store
+from unit.state.stored import T0, completed_group, failed_group, running_group, submit, task, workflow
+
+WRITERS, EACH = 4, 12
+
+WRITER = """
+import sys, uuid
+from dataclasses import replace
+from pathlib import Path
+from distflow.state.store import Store
+from unit.state.stored import completed_group, submit, workflow
+with Store(Path(sys.argv[1])) as store:
+    for number in range(int(sys.argv[2])):
+        print(submit(store, replace(workflow([completed_group()]), uuid=str(uuid.uuid4()))).id)
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Return an empty store."""
+    with Store(tmp_path / "store.sqlite3") as made:
+        yield made
+
+
+def told(record_uuid: str, text: str) -> Event:
+    return Event(at=T0, kind="state", text=text, workflow=record_uuid)
+
+
+def test_writers_at_once_number_without_gaps_or_repetition(tmp_path: Path) -> None:
+    # The file is new for all of them, so its creation is part of the race.
+    path = tmp_path / "store.sqlite3"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(EACH)], stdout=subprocess.PIPE, env=environment)
+        for _ in range(WRITERS)
+    ]
+    said = [writer.communicate()[0].decode().split() for writer in writers]
+    assert [writer.returncode for writer in writers] == [0] * WRITERS
+    assert sorted(int(one.rpartition("-")[2]) for ids in said for one in ids) == list(range(1, WRITERS * EACH + 1))
+    with Store(path) as store:
+        assert {record.id for record in store.list(count=100)} == {one for ids in said for one in ids}
+
+
+def test_numbers_are_counted_for_each_name(store: Store) -> None:
+    names = ["a", "b", "a", "a-1"]
+    ids = [submit(store, workflow(name=name, number=number)).id for number, name in enumerate(names)]
+    assert ids == ["a-1", "b-1", "a-2", "a-1-1"]
+
+
+def test_what_was_stored_is_found_by_id_and_uuid(store: Store) -> None:
+    record = submit(store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE, warnings=["w"]))
+    assert store.find("digits-1") == store.find(record.uuid) == record
+    assert store.plan(record.uuid).name == "digits"
+    assert store.pool(record.uuid).backend == "ssh"
+    assert store.document(record.uuid, "template").startswith("# template")
+    assert store.uuids() == {record.uuid}
+
+
+def test_what_is_not_there_is_named_with_what_is_near(store: Store) -> None:
+    with pytest.raises(NotFound) as empty:
+        store.find("digits-2")
+    assert "workflow list" in empty.value.hint
+    submit(store, workflow())
+    with pytest.raises(NotFound, match=r"near it: digits-1"):
+        store.find("digits-2")
+
+
+def test_records_and_events_are_saved_together_or_not_at_all(store: Store) -> None:
+    record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
+    after = replace(record, state=WorkflowState.FAILED, groups=(failed_group(),))
+    with pytest.raises(StateError):
+        store.save([after], [told(record.uuid, "fine"), told(record.uuid, object())])  # type: ignore[arg-type]
+    assert store.find(record.id) == record
+    assert store.events(record.uuid) == ()
+    store.save([after], [told(record.uuid, "fine")])
+    assert store.find(record.id) == after
+    assert [event.text for event in store.events(record.uuid)] == ["fine"]
+
+
+def test_events_go_on_from_where_a_reader_was(store: Store) -> None:
+    record = submit(store, workflow(), events=[("one", None), ("two", "worker")])
+    other = submit(store, workflow(number=2), events=[("elsewhere", None)])
+    first = store.events(record.uuid)
+    assert [(event.text, event.task) for event in first] == [("one", None), ("two", "worker")]
+    store.add_events([told(record.uuid, "three"), told(other.uuid, "elsewhere")])
+    assert [event.text for event in store.events(record.uuid, after=first[-1].sequence)] == ["three"]
+
+
+def test_progress_does_not_undo_a_request_to_cancel(store: Store) -> None:
+    record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
+    request = CancelRequest(at=T0, by="bob", message="wrong data")
+    store.request_cancel(record.uuid, request, told(record.uuid, "bob asked for its end"))
+    # The supervisor has not seen it when it saves.
+    store.save([record], [])
+    assert store.find(record.id).cancel == request
+    store.request_cancel(record.uuid, replace(request, force=True), told(record.uuid, "again"))
+    found = store.find(record.id).cancel
+    assert found is not None
+    assert found.force
+
+
+def test_work_is_unfinished_until_its_logs_are_here(store: Store) -> None:
+    assert not store.has_unfinished()
+    waits = replace(completed_group(), tasks=(task("master"), task("worker", log_complete=False)))
+    record = submit(store, workflow([waits]))
+    assert [one.id for one in store.unfinished()] == ["digits-1"]
+    store.save([replace(record, groups=(completed_group(),))], [])
+    assert store.unfinished() == ()
+    assert not store.has_unfinished()
+
+
+def test_lists_are_filtered_and_the_newest_first(store: Store) -> None:
+    ends = [(WorkflowState.COMPLETED, None), (WorkflowState.FAILED, None), (WorkflowState.FAILED, Reason.EXEC_TIMEOUT)]
+    for number, (state, reason) in enumerate(ends):
+        submit(store, workflow(number=number, at=T0 + number, state=state, reason=reason, pool=f"p{number % 2}"))
+
+    def ids(**filters: object) -> list[str]:
+        return [record.id for record in store.list(**filters)]  # type: ignore[arg-type]
+
+    assert ids() == ["digits-3", "digits-2", "digits-1"]
+    assert ids(count=1, offset=1) == ["digits-2"]
+    assert ids(pools=["p0"]) == ["digits-3", "digits-1"]
+    assert ids(name="s-2") == ["digits-2"]
+    assert ids(name="%") == []
+    # A state without a reason is a pair of its own.
+    assert ids(ends=[(WorkflowState.FAILED, None)]) == ["digits-2"]
+    assert ids(ends=[(WorkflowState.FAILED, Reason.EXEC_TIMEOUT), (WorkflowState.COMPLETED, None)]) == ["digits-3", "digits-1"]
+
+
+def test_a_newer_store_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    Store(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StoreTooNew, match="newer distflow"):
+        Store(path)
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (99,)
+    db.close()
+
+
+def test_fields_of_a_newer_record_are_ignored_and_missing_ones_have_their_defaults(store: Store) -> None:
+    record = submit(store, workflow([completed_group()]))
+    text = store._db.execute("SELECT record FROM groups").fetchone()[0]
+    raw = json.loads(text)
+    raw["colour"] = {"of": ["the", "future"]}
+    raw["tasks"][0]["mood"] = "fine"
+    del raw["tasks"][0]["gpu_ids"]
+    store._db.execute("UPDATE groups SET record = ?", (json.dumps(raw).encode(),))
+    found = store.find(record.id).groups[0]
+    assert found.tasks[0] == replace(completed_group().tasks[0], gpu_ids=())
+    assert found.state is State.COMPLETED
+
+
+def test_a_file_that_is_no_store_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    path.write_bytes(b"this is not a database" * 100)
+    with pytest.raises(StateError, match="DISTFLOW_STATE"):
+        Store(path)
+
+
+def test_a_torn_record_is_an_error_not_a_bug(store: Store) -> None:
+    record = submit(store, workflow([completed_group()]))
+    store._db.execute("UPDATE groups SET record = ?", (b'{"name": "tra',))
+    with pytest.raises(StateError):
+        store.find(record.id)
+
+
+def test_a_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StateError, match="cannot use"):
+        Store(tmp_path / "file" / "store.sqlite3")
+    with pytest.raises(StateError, match="cannot use the state directory"):
+        StateDirectory(tmp_path / "file" / "state").ensure()
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    with pytest.raises(StateError, match="cannot use"):
+        StateDirectory(closed / "state").ensure()
+    with pytest.raises(StateError, match="cannot use"):
+        Store(closed / "store.sqlite3")
+
+
+def test_the_file_is_for_its_owner_alone(store: Store) -> None:
+    assert store.path.stat().st_mode & 0o777 == 0o600

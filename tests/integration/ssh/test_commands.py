@@ -1,0 +1,242 @@
+"""Commands over a real sshd: what the contract suite does not ask."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from distflow.backends.machines.bootstrap import connect
+from distflow.errors import DistflowError, NodeUnreachable
+from distflow.shell import quote
+from distflow.testing.sshd import Sshd
+from distflow.testing.waiting import wait_until
+from distflow.transports.base import Transport
+from distflow.transports.fanout import fan_out
+from distflow.transports.ssh import SshDestination, SshTransport
+from integration.ssh.conftest import MakeServer, Reach
+
+pytestmark = pytest.mark.ssh
+
+_MIB = 1 << 20
+
+
+def _fails(transport: Transport) -> bool:
+    try:
+        transport.run(["true"], timeout_s=5)
+    except NodeUnreachable:
+        return True
+    return False
+
+
+def test_aes_gcm_is_agreed_on_without_compression(server: Sshd, reach: Reach) -> None:
+    transport = reach(server)
+    transport.run(["true"], timeout_s=20)
+    link = transport._link
+    assert link is not None
+    wire = link._wire
+    assert wire is not None
+    assert wire.local_cipher == wire.remote_cipher == "aes128-gcm@openssh.com"
+    assert wire.local_compression == "none"
+
+
+def test_nothing_is_connected_before_it_is_needed(server: Sshd) -> None:
+    before = server.log.read_text().count("Connection from")
+    transport = SshTransport("gpu1", SshDestination(host="gpu1", config_file=str(server.client_config)))
+    transport.close()
+    assert server.log.read_text().count("Connection from") == before
+
+
+def test_many_threads_share_one_connection(server: Sshd, reach: Reach) -> None:
+    transport = reach(server)
+    before = server.log.read_text().count("Accepted publickey")
+    answers: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda n=n: answers.append(transport.run(["echo", str(n)], timeout_s=30).stdout))
+        for n in range(8)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(answers) == [b"%d\n" % n for n in range(8)]
+    assert server.log.read_text().count("Accepted publickey") == before + 1
+
+
+def test_32_mib_each_way_at_once_with_noise_on_stderr(server: Sshd, reach: Reach) -> None:
+    code = (
+        "import os,sys,threading\n"
+        "def noise():\n for _ in range(4096): os.write(2, b'n' * 1024)\n"
+        "thread = threading.Thread(target=noise); thread.start()\n"
+        "while data := os.read(0, 1 << 20):\n"
+        " while data: data = data[os.write(1, data):]\n"
+        "thread.join()"
+    )
+    data = os.urandom(_MIB) * 32
+    done = reach(server).run([sys.executable, "-c", code], input=data, timeout_s=60)
+    assert done.exit_code == 0
+    assert done.stdout == data
+    assert len(done.stderr) == 4 * _MIB
+
+
+def test_a_channel_carries_32_mib_each_way(server: Sshd, reach: Reach) -> None:
+    channel = reach(server).open(["cat"])
+    data = os.urandom(_MIB) * 32
+    writer = threading.Thread(target=channel.write, args=(data,), daemon=True)
+    writer.start()
+    received = bytearray()
+    while len(received) < len(data):
+        piece = channel.read()
+        assert piece
+        assert len(piece) <= 65536
+        received += piece
+    writer.join(10)
+    channel.close()
+    assert received == data
+
+
+def test_close_may_be_called_twice_and_is_final(server: Sshd, reach: Reach) -> None:
+    transport = reach(server)
+    channel = transport.open(["cat"])
+    transport.close()
+    transport.close()
+    assert channel.read() == b""
+    channel.close()
+    channel.close()
+    with pytest.raises(NodeUnreachable, match="gpu1: the transport is closed"):
+        transport.open(["true"])
+    with pytest.raises(NodeUnreachable, match="gpu1: the transport is closed"):
+        transport.run(["true"], timeout_s=5)
+
+
+def test_the_end_of_the_connection_is_told_and_the_next_use_connects_again(make_server: MakeServer, reach: Reach) -> None:
+    server = make_server()
+    transport = reach(server)
+    channel = transport.open(["cat"])
+    channel.write(b"one\n")
+    assert channel.read() == b"one\n"
+    server.restart()
+    assert channel.read() == b""
+    assert "[ssh] gpu9: " in channel.stderr_tail()
+    with pytest.raises(NodeUnreachable):
+        wait_until(lambda: channel.write(b"two\n"), 5, "the end is noticed")
+    channel.close()
+    assert transport.run(["echo", "again"], timeout_s=20).stdout == b"again\n"
+
+
+def test_a_run_that_loses_its_connection_says_so(make_server: MakeServer, reach: Reach) -> None:
+    server = make_server()
+    transport = reach(server)
+    found: list[NodeUnreachable] = []
+
+    def run() -> None:
+        with pytest.raises(NodeUnreachable, match="gpu9: the connection broke while `sleep` ran: ") as caught:
+            transport.run(["sleep", "30"], timeout_s=30)
+        found.append(caught.value)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: "Starting session" in server.log.read_text(), 20, "the command runs")
+    server.stop()
+    thread.join(10)
+    assert found
+
+
+def test_a_server_that_is_away_is_an_error_each_time_and_comes_back(make_server: MakeServer, reach: Reach) -> None:
+    server = make_server()
+    transport = reach(server)
+    assert transport.run(["echo", "1"], timeout_s=20).stdout == b"1\n"
+    server.stop()
+    wait_until(lambda: _fails(transport), 10, "the end is noticed")
+    assert _fails(transport)
+    server.start()
+    assert transport.run(["echo", "2"], timeout_s=20).stdout == b"2\n"
+
+
+def test_what_a_forced_command_prints_does_not_keep_the_agent_from_answering(make_server: MakeServer, reach: Reach) -> None:
+    server = make_server(alias="noisy")
+    wrapper = server.directory / "wrapper"
+    wrapper.write_text(
+        '#!/bin/sh\necho "Welcome to the cluster!"\nprintf "no newline at the end"\necho warning >&2\n'
+        'exec /bin/sh -c "$SSH_ORIGINAL_COMMAND"\n'
+    )
+    wrapper.chmod(0o755)
+    server._options["ForceCommand"] = str(wrapper)
+    server.restart()
+    link = connect(reach(server), str(server.home / "root"), sys.executable, timeout_s=30)
+    try:
+        assert link.request("hello", watch=[])["facts"]["python"]
+        assert "Welcome to the cluster!" in link.noise
+    finally:
+        link.close()
+
+
+def test_what_a_start_up_file_prints_does_not_either(make_server: MakeServer, reach: Reach) -> None:
+    server = make_server(alias="chatty")
+    for name in (".bashrc", ".zshenv", ".profile"):
+        (server.home / name).write_text("echo stale file handle; cat /no/such/motd\n")
+    link = connect(reach(server), "~/root", sys.executable, timeout_s=30)
+    try:
+        assert link.request("hello", watch=[])["facts"]["root"] == str(server.home / "root")
+    finally:
+        link.close()
+
+
+def test_a_command_survives_the_end_of_the_connection(server: Sshd, reach: Reach, tmp_path: Path) -> None:
+    transport = reach(server)
+    code = f"import os,sys\nos.write(1, b'up')\nwhile os.read(0, 1): pass\nopen({str(tmp_path / 'proof')!r}, 'w').close()"
+    channel = transport.open([sys.executable, "-c", code])
+    assert channel.read() == b"up"
+    transport.close()
+    wait_until((tmp_path / "proof").exists, 10, "the command went on after the connection")
+
+
+def test_fan_out_gives_one_result_or_one_error_of_each(server: Sshd, make_server: MakeServer, reach: Reach) -> None:
+    other, gone = make_server("gpu2", "127.0.1.2"), make_server("gpu3", "127.0.1.3")
+    gone.stop()
+    transports = [reach(one) for one in (server, gone, other)]
+    outcomes = fan_out(transports, lambda one: one.run(["echo", one.name], timeout_s=20).stdout)
+    assert [one.node for one in outcomes] == ["gpu1", "gpu3", "gpu2"]
+    assert [one.value for one in outcomes] == [b"gpu1\n", None, b"gpu2\n"]
+    assert [one.is_ok for one in outcomes] == [True, False, True]
+    assert isinstance(outcomes[1].error, NodeUnreachable)
+    assert "nothing listens there" in str(outcomes[1].error)
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "fish", "tcsh"])
+def test_arguments_arrive_through_every_login_shell(shell: str, make_server: MakeServer, reach: Reach) -> None:
+    path = shutil.which(shell)
+    if path is None:
+        pytest.skip(f"{shell} is not here")
+    # sshd gives the line to the user's shell with -c; a forced command that does the same stands in for another account.
+    forced = f'{quote([path])} -c "$SSH_ORIGINAL_COMMAND"'
+    server = make_server(alias=shell, options={"ForceCommand": forced})
+    words = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb\n", "*", "", "ü→", "-n", "\\", "\\\\n", "!x", "~", "=ls", "%d", "a\tb"]
+    done = reach(server).run(["printf", "%s\\0", *words], timeout_s=20)
+    assert done.stdout.decode().split("\0")[:-1] == words, done.stderr
+    assert reach(server).run(["/no/such/program"], timeout_s=20).exit_code == 127
+
+
+def test_a_node_that_runs_no_commands_says_so(make_server: MakeServer, reach: Reach) -> None:
+    server = make_server(options={"MaxSessions": "0"})
+    with pytest.raises(DistflowError, match="gpu9: .*channel") as caught:
+        reach(server).run(["true"], timeout_s=10)
+    assert "MaxSessions" in caught.value.hint
+
+
+def test_a_frozen_server_ends_the_wait_to_start_a_command(make_server: MakeServer, reach: Reach) -> None:
+    server = make_server()
+    transport = reach(server, connect_timeout_s=10)
+    transport.run(["true"], timeout_s=20)
+    server.freeze()
+    before = time.monotonic()
+    with pytest.raises(NodeUnreachable, match="did not start a command within 1 s"):
+        transport.run(["true"], timeout_s=1)
+    assert time.monotonic() - before < 4
+    server.thaw()
+    assert transport.run(["echo", "thawed"], timeout_s=20).stdout == b"thawed\n"

@@ -1,0 +1,115 @@
+"""Links that are cut: hosts in network namespaces, whose packets vanish when a test says so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import NodeUnreachable
+from distflow.testing.netns import NetnsHost, Network
+from distflow.testing.waiting import wait_until
+from integration.ssh.conftest import Reach
+from integration.ssh.test_hostkeys import works
+
+pytestmark = pytest.mark.ssh
+
+
+@pytest.fixture(scope="module")
+def host(network: Network, tmp_path_factory: pytest.TempPathFactory) -> NetnsHost:
+    return network.host(tmp_path_factory.mktemp("far"))
+
+
+def test_a_host_on_port_22_of_its_own_address(host: NetnsHost, reach: Reach) -> None:
+    transport = reach(host.sshd)
+    assert works(transport)
+    assert transport.reached_address == host.address
+
+
+def test_a_host_that_is_cut_off_does_not_answer_and_comes_back(host: NetnsHost, reach: Reach) -> None:
+    transport = reach(host.sshd, connect_timeout_s=1.0)
+    host.cut()
+    try:
+        before = time.monotonic()
+        with pytest.raises(NodeUnreachable, match=r"did not answer within 1 s"):
+            transport.open(["true"])
+        assert time.monotonic() - before < 3
+    finally:
+        host.heal()
+    assert works(transport)
+
+
+def test_a_channel_over_a_cut_link_is_closed_at_once(host: NetnsHost, reach: Reach) -> None:
+    transport = reach(host.sshd)
+    channel = transport.open(["cat"])
+    channel.write(b"one\n")
+    assert channel.read() == b"one\n"
+    outcome: list[BaseException | None] = []
+
+    def write() -> None:
+        # More than every buffer on the way holds.
+        try:
+            channel.write(b"x" * (64 << 20))
+            outcome.append(None)
+        except NodeUnreachable as error:
+            outcome.append(error)
+
+    host.cut()
+    try:
+        threads = [threading.Thread(target=write), threading.Thread(target=channel.read)]
+        for thread in threads:
+            thread.start()
+        threads[0].join(0.5)
+        assert threads[0].is_alive()
+        before = time.monotonic()
+        channel.close()
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()
+        assert time.monotonic() - before < 5
+        assert isinstance(outcome[0], NodeUnreachable)
+    finally:
+        host.heal()
+    assert works(transport)
+
+
+def test_a_run_over_a_cut_link_ends_with_its_timeout(host: NetnsHost, reach: Reach, tmp_path: Path) -> None:
+    transport = reach(host.sshd)
+    assert works(transport)
+    outcome: list[str] = []
+
+    def run() -> None:
+        try:
+            transport.run(["sh", "-c", f"touch {tmp_path / 'up'}; sleep 30"], timeout_s=3)
+        except NodeUnreachable as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until((tmp_path / "up").exists, 10, "the command runs")
+    host.cut()
+    try:
+        thread.join(8)
+        assert outcome == [f"{host.namespace}: `sh` did not end within 3 s"]
+        before = time.monotonic()
+        transport.close()
+        assert time.monotonic() - before < 2
+    finally:
+        host.heal()
+
+
+def test_keepalives_notice_a_link_that_is_cut(host: NetnsHost, reach: Reach) -> None:
+    transport = reach(host.sshd, keepalive_s=1.0)
+    channel = transport.open(["cat"])
+    ended = threading.Thread(target=channel.read)
+    ended.start()
+    host.cut()
+    try:
+        ended.join(15)
+        assert not ended.is_alive()
+        assert "[ssh]" in channel.stderr_tail()
+    finally:
+        host.heal()
+        channel.close()

@@ -1,0 +1,94 @@
+"""What people do all day: submit and wait, follow, query, cancel, time out."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+
+SPEC = """
+workflow:
+  name: work
+  timeout: {TIMEOUT}
+  tasks:
+  - {name: only, command: [sh, -c, 'COMMAND']}
+"""
+
+
+def _spec(cli: Cli, command: str, timeout: str = "exec_timeout: 10m") -> str:
+    return cli.spec(SPEC.replace("COMMAND", command).replace("TIMEOUT", timeout))
+
+
+def test_wait_ends_as_the_workflow_ends(cli: Cli) -> None:
+    good = cli.run("workflow", "submit", _spec(cli, "echo one; echo two"), "--wait")
+    assert good.code == 0
+    assert "[only] one\n[only] two\n" in good.out
+    bad = cli.run("workflow", "submit", _spec(cli, "echo before; exit 3"), "--wait")
+    assert bad.code == 1
+    assert "before" in bad.out
+    assert "exit code 3" in bad.err
+
+
+def test_wait_with_json_prints_one_document(cli: Cli) -> None:
+    done = cli.run("workflow", "submit", _spec(cli, "echo one"), "--wait", "-t", "json")
+    assert json.loads(done.out)["status"] == "COMPLETED"
+
+
+def test_interrupting_wait_detaches_and_says_how_to_cancel(cli: Cli) -> None:
+    process = cli.start("workflow", "submit", _spec(cli, "echo up; sleep 600"), "--wait")
+    assert process.stdout is not None
+    wait_until(lambda: json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"], 20)
+    cli.await_log("work-1", "up")
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "distflow workflow cancel work-1" in words
+    assert cli.query("work-1")["status"] == "RUNNING"
+    assert cli.run("workflow", "query", "work-1", "--exit-status").code == 4
+    assert cli.run("workflow", "cancel", "work-1", "--wait", "30", "-m", "enough").code == 0
+    assert cli.query("work-1")["status"] == "FAILED_CANCELED"
+    assert cli.run("workflow", "query", "work-1", "--exit-status").code == 1
+    assert "enough" in cli.run("workflow", "events", "work-1").out
+    assert cli.run("workflow", "cancel", "work-1").code == 2
+
+
+def test_a_workflow_that_runs_too_long_is_ended(cli: Cli) -> None:
+    workflow = cli.submit(_spec(cli, "sleep 600", "exec_timeout: 1s"))
+    cli.await_status(workflow, "FAILED_EXEC_TIMEOUT")
+    assert "exec_timeout" in cli.run("workflow", "query", workflow).out
+
+
+def test_a_command_that_does_not_exist_says_so(cli: Cli) -> None:
+    workflow = cli.submit(cli.spec("workflow: {name: typo, tasks: [{name: only, command: [pyhton3, x.py]}]}"))
+    answer = cli.await_status(workflow, "FAILED_START_ERROR")
+    assert "pyhton3" in answer["groups"][0]["first_cause"]["message"]
+
+
+def test_the_spec_is_kept_as_it_was(cli: Cli) -> None:
+    path = cli.spec(
+        "workflow: {name: kept, tasks: [{name: only, command: [echo, '{{word}}']}]}\n\ndefault-values: {word: hi}\n"
+    )
+    workflow = cli.submit(path)
+    cli.spec("changed: yes")
+    assert "default-values" in cli.run("workflow", "spec", workflow, "--template").out
+    assert "echo, 'hi'" in cli.run("workflow", "spec", workflow).out
+    cli.await_status(workflow, "COMPLETED")
+
+
+def test_node_clean_removes_what_ended_and_nothing_else(cli: Cli) -> None:
+    done = cli.submit(_spec(cli, "echo bye"))
+    cli.await_status(done, "COMPLETED")
+    running = cli.submit(_spec(cli, "echo up; sleep 600"))
+    cli.await_running(running)
+    uuid, other = cli.query(done)["uuid"], cli.query(running)["uuid"]
+    assert (cli.root / uuid).is_dir()
+    said = cli.run("node", "clean", "--older-than", "0s", "--dry-run", "-t", "json")
+    assert json.loads(said.out)["nodes"][0]["removed"] == [uuid]
+    assert (cli.root / uuid).is_dir()
+    assert cli.run("node", "clean", "--older-than", "0s").code == 0
+    assert not (cli.root / uuid).exists()
+    assert (cli.root / other).is_dir()
+    assert "bye" in cli.logs(done)
+    assert cli.run("workflow", "cancel", running, "--wait", "30").code == 0

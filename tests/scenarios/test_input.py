@@ -1,0 +1,179 @@
+"""Wrong input of every kind: one clear error, the right exit code, and nothing changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scenarios.conftest import Cli
+
+GOOD = """
+workflow:
+  name: good
+  tasks:
+  - {name: only, command: [sh, -c, 'echo hello; exit 0']}
+"""
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _binary(path: Path) -> None:
+    path.write_bytes(b"\x7fELF\0\0\0")
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(100 << 20)
+
+
+def _not_utf8(path: Path) -> None:
+    path.write_bytes(b"workflow:\n  name: caf\xe9\n")
+
+
+def _aliases(path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    path.write_text("\n".join(lines))
+
+
+def _nested(path: Path) -> None:
+    path.write_text("workflow: " + "[" * 20000)
+
+
+def _empty(path: Path) -> None:
+    path.write_text("")
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _missing(path: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "make", [_directory, _binary, _huge, _not_utf8, _aliases, _nested, _empty, _fifo, _missing], ids=lambda make: make.__name__
+)
+def test_a_spec_that_is_none_is_one_error(cli: Cli, make: Callable[[Path], None]) -> None:
+    make(cli.folder / "spec.yaml")
+    for command in (["submit"], ["validate"], ["submit", "--dry-run"]):
+        done = cli.run("workflow", *command, "spec.yaml", timeout=30)
+        assert done.code == 2, done.err
+        assert "spec.yaml" in done.err
+        assert "Traceback" not in done.err
+        assert done.out == ""
+    assert cli.run("workflow", "list", "-t", "json").out == '{\n  "workflows": []\n}\n'
+
+
+def test_every_problem_is_reported_at_once_with_its_line(cli: Cli) -> None:
+    spec = cli.spec(
+        """workflow:
+  name: bad name
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      comand: [sh, -c, 'python3 train.py --offset 0 --size 8 --world_size 16']
+      command: [sh, -c, 'python3 train.py --offset 0 --size 8 --world_size 16']
+    - name: worker
+      command: [sh, -c, 'python3 train.py --offset 9 --size 8 --world_size 16']
+"""
+    )
+    done = cli.run("workflow", "validate", spec)
+    assert done.code == 2
+    assert "spec.yaml:2:" in done.err
+    assert "spec.yaml:8:" in done.err
+    assert "command" in done.err
+    assert "did you mean" in done.err
+
+
+def test_a_file_to_inject_that_is_missing_is_found_before_anything_starts(cli: Cli) -> None:
+    spec = cli.spec(GOOD.replace("command:", "files: [{path: /x.py, localpath: nowhere/x.py}], command:"))
+    done = cli.run("workflow", "submit", spec)
+    assert done.code == 2
+    assert "nowhere/x.py" in done.err
+
+
+def test_a_state_directory_that_cannot_be_written_is_code_5(cli: Cli) -> None:
+    blocked = cli.folder / "blocked"
+    blocked.write_text("a file, not a directory")
+    cli.environment["DISTFLOW_STATE"] = str(blocked / "state")
+    for command in (["submit", cli.spec(GOOD)], ["list"], ["query", "x-1"]):
+        done = cli.run("workflow", *command)
+        assert done.code == 5, done.err
+        assert str(blocked) in done.err
+        assert "Traceback" not in done.err
+
+
+def test_a_store_that_is_none_is_code_5(cli: Cli) -> None:
+    cli.state.mkdir()
+    (cli.state / "distflow.sqlite3").write_bytes(b"this is no database" * 100)
+    done = cli.run("workflow", "list")
+    assert done.code == 5
+    assert "distflow.sqlite3" in done.err
+
+
+def _mount(folder: Path, size: str) -> bool:
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def test_a_full_disk_on_the_node_is_named_and_loses_nothing(cli: Cli) -> None:
+    if os.getuid() != 0 or not _mount(cli.root, "400k"):
+        pytest.skip("needs to mount a small disk, which root alone may")
+    try:
+        workflow = cli.submit(cli.spec(GOOD))
+        answer = cli.await_status(workflow, "FAILED", "FAILED_START_ERROR", "COMPLETED")
+        if answer["status"] != "COMPLETED":
+            assert "space" in str(answer["groups"][0])
+    finally:
+        subprocess.run(["umount", "-l", cli.root], check=True)
+
+
+def test_a_disk_that_fills_up_while_a_task_writes_does_not_lose_its_end(cli: Cli) -> None:
+    if os.getuid() != 0 or not _mount(cli.root, "3m"):
+        pytest.skip("needs to mount a small disk, which root alone may")
+    try:
+        spec = cli.spec(GOOD.replace("echo hello; exit 0", "head -c 8000000 /dev/zero; exit 7"))
+        workflow = cli.submit(spec)
+        cli.await_status(workflow, "FAILED")
+        task = cli.tasks(workflow)["only"]
+        assert task["exit_code"] == 7
+        assert "disk was full" in str(task["failure_message"])
+    finally:
+        subprocess.run(["umount", "-l", cli.root], check=True)
+
+
+def test_wrong_words_on_the_command_line_are_code_2(cli: Cli) -> None:
+    for words in (
+        ["workflow", "submit"],
+        ["workflow", "query", "nope-1"],
+        ["workflow", "quary", "x"],
+        ["workflow", "list", "-s", "RUNING"],
+    ):
+        done = cli.run(*words)
+        assert done.code == 2, (words, done.err)
+        assert "Traceback" not in done.err
+
+
+def test_secrets_of_the_command_line_are_masked_and_stored_apart(cli: Cli) -> None:
+    spec = cli.spec(GOOD.replace("echo hello", 'test \\"$TOKEN\\" = canary-5ecret && echo it arrived').replace("'", '"'))
+    workflow = cli.submit(spec, "--set-env", "TOKEN=canary-5ecret")
+    cli.await_status(workflow, "COMPLETED")
+    assert "it arrived" in cli.logs(workflow)
+    holders = [path for path in cli.folder.rglob("*") if path.is_file() and b"canary-5ecret" in path.read_bytes()]
+    # The spec itself names the value it compares with; nothing else may.
+    allowed = {"spec.yaml", "distflow.sqlite3", "distflow.sqlite3-wal", "launch.json"}
+    assert {path.name for path in holders} <= allowed, holders
+    bad = cli.run("workflow", "submit", spec, "--set-env", "canary-5ecret")
+    assert bad.code == 2
+    assert "canary-5ecret" not in bad.err

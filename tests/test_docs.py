@@ -1,0 +1,481 @@
+"""What README and docs/ show is true: links lead somewhere, specs are valid, commands print what stands below them.
+
+The language of the pages, all in fenced blocks:
+
+* ``console``: a line that begins with ``$ `` is run (``\\`` at its end goes on in the next line); the lines below it are what a
+  terminal shows then, standard output and error together. ``…`` stands for anything within a line, and alone on a line for
+  any lines. A command must exit with 0, unless the next one asks for ``$?``. Commands that only look (``query``, ``list``,
+  ``logs``, ``events``) are asked again until they say so.
+* ``yaml``: a spec, which ``distflow workflow validate`` accepts.
+* ``text`` and ``json``: not checked.
+
+A comment before a block says more: ``<!-- file: train.yaml -->`` puts it into the page's directory, where its commands run
+beside copies of ``workflow_specs`` and ``scripts``; ``<!-- any order -->`` is for lines of several tasks;
+``<!-- not run: reason -->`` (one of ``REASONS``), ``<!-- fragment -->``, ``<!-- not a spec -->``, ``<!-- wrong: message -->``
+and ``<!-- configuration -->`` take a block out of the rule, or put it under another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import pty
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.testing.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+LANGUAGES = {"console", "yaml", "text", "json"}
+REASONS = {
+    "installs software",
+    "trains with torch; tests/scenarios run this spec",
+    "runs the whole test suite",
+    "takes minutes",
+    "changes your shell",
+    "needs a git repository",
+}
+COLUMNS, LINES = 110, 40
+LIMIT_S = 120.0
+LOOK_S = 60.0
+LOOKS = re.compile(r"distflow workflow (query|list|logs|events)\b(?!.*( -f\b| --follow\b| -w\b| --watch\b))")
+
+
+# -- the language of the pages ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    notes: tuple[str, ...]
+    text: str
+
+    @property
+    def place(self) -> str:
+        """Where a person finds it."""
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def note(self, name: str) -> str | None:
+        """The argument of one of its comments, ``""`` when it has none; ``None`` without the comment."""
+        for note in self.notes:
+            word, _, argument = note.partition(":")
+            if word == name:
+                return argument.strip()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A command of a page, and what the page says that it prints."""
+
+    block: Block
+    command: str
+    output: tuple[str, ...]
+
+
+def blocks_of(page: Path, text: str | None = None) -> Iterator[Block]:
+    """Yield the fenced blocks of a page with the comments in front of them."""
+    notes: list[str] = []
+    language, begin, inside = "", 0, False
+    body: list[str] = []
+    for number, line in enumerate((text or page.read_text(encoding="utf-8")).split("\n"), 1):
+        if inside and line == "```":
+            yield Block(page, begin, language, tuple(notes), "".join(f"{one}\n" for one in body))
+            inside, notes, body = False, [], []
+        elif inside:
+            body.append(line)
+        elif line.startswith("```"):
+            language, begin, inside = line[3:].strip(), number, True
+        elif comment := re.fullmatch(r"<!-- (.*) -->", line):
+            notes.append(comment.group(1))
+        elif line.strip():
+            notes = []
+    assert not inside, f"{page.name}:{begin}: the block is not closed"
+
+
+def shown_in(block: Block) -> Iterator[Shown]:
+    """Yield the commands of a console block."""
+    command: list[str] = []
+    output: list[str] = []
+    for line in block.text.splitlines():
+        if command and command[-1].endswith("\\") and not output:
+            command.append(line)
+        elif line.startswith("$ "):
+            if command:
+                yield Shown(block, "\n".join(command), tuple(output))
+            command, output = [line.removeprefix("$ ")], []
+        else:
+            assert command, f"{block.place}: output before the first command"
+            output.append(line)
+    if command:
+        yield Shown(block, "\n".join(command), tuple(output))
+
+
+@cache
+def all_blocks() -> tuple[Block, ...]:
+    """Every block of every page."""
+    return tuple(block for page in PAGES for block in blocks_of(page))
+
+
+# -- comparing what is shown with what is printed ---------------------------------------------------------------------
+
+_PASSING = (
+    (re.compile(r"\b[0-9]{4}/[0-9]{2}/[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}\b"), "<second>"),
+    (re.compile(r"\b[A-Z][a-z]{2} [0-9]{2}, [0-9]{4} [0-9]{2}:[0-9]{2} [A-Z]+\b"), "<minute>"),
+    (re.compile(r"\b[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+\b"), "<time>"),
+    (re.compile(r"(?<![\d:])[0-9]{1,2}(:[0-9]{2}){1,2}\b(?![\d:])"), "<elapsed>"),
+    (re.compile(r"\bpid [0-9]+"), "pid <n>"),
+    (re.compile(r"\b(port |127\.0\.0\.1:)[0-9]{5}\b"), r"\1<n>"),
+    (re.compile(r"\b[0-9a-f]{32}\b"), "<uuid>"),
+)
+"""What differs from run to run, and what stands for it."""
+
+
+def normal(line: str) -> str:
+    """Return a line without what differs from run to run; its columns then do not count."""
+    passed = line
+    for pattern, word in _PASSING:
+        passed = pattern.sub(word, passed)
+    if passed != line:
+        passed = re.sub(r" +", " ", passed)
+    # The rule under a table's header is as long as its longest row.
+    return re.sub(r"^={5,}$", "====", passed.rstrip())
+
+
+def pattern_of(line: str) -> str:
+    """Return a regular expression for one line of a page."""
+    return ".*".join(re.escape(piece) for piece in normal(line).split("…"))
+
+
+def is_as_shown(expected: tuple[str, ...], printed: str, *, any_order: bool = False) -> bool:
+    """Tell whether a command printed what the page shows."""
+    lines = [normal(line) for line in printed.splitlines()]
+    if any_order:
+        wanted = [line for line in expected if line.strip() != "…"]
+        for line in wanted:
+            found = next((one for one in lines if re.fullmatch(pattern_of(line), one)), None)
+            if found is None:
+                return False
+            lines.remove(found)
+        return not lines or len(wanted) < len(expected)
+    pieces = (r"(?:[^\n]*\n)*?" if line.strip() == "…" else pattern_of(line) + "\n" for line in expected)
+    return re.fullmatch("".join(pieces), "".join(f"{line}\n" for line in lines)) is not None
+
+
+# -- running commands as on a terminal --------------------------------------------------------------------------------
+
+
+class Terminal:
+    """The directory in which a page's commands run, and what runs them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "project"
+        self.folder.mkdir()
+        for name in ("workflow_specs", "scripts"):
+            shutil.copytree(ROOT / name, self.folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        self.state = folder / "state"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {
+            **os.environ, "PATH": path, "HOME": str(folder), "DISTFLOW_STATE": str(self.state), "USER": "ada", "LOGNAME": "ada",
+            "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb", "TZ": "UTC",
+        }  # fmt: skip
+        self._code = 0
+
+    def run(self, command: str) -> tuple[int, str]:
+        """Run a command in a shell that knows the exit code of the one before; return its own, and what was to be seen."""
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        process = subprocess.Popen(
+            ["bash", "-c", f"(exit {self._code})\n{command}"], stdin=subprocess.DEVNULL, stdout=slave, stderr=slave,
+            cwd=self.folder, env=self.environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(slave)
+        data = b""
+        try:
+            while select.select([master], [], [], LIMIT_S)[0]:
+                try:
+                    more = os.read(master, 65536)
+                except OSError:  # Linux says EIO when the last process that had the terminal is gone
+                    break
+                if not more:
+                    break
+                data += more
+            self._code = process.wait(LIMIT_S)
+        finally:
+            os.close(master)
+            process.kill()
+        return self._code, seen(data.decode("utf-8", "replace"))
+
+    def end(self) -> None:
+        """End what the page left running, and wait until nobody works in the directory any more."""
+        from distflow.state.directory import StateDirectory
+        from distflow.supervisor.process import is_running
+
+        if not self.state.exists():
+            return
+        distflow = "distflow workflow"
+        self.run(f"{distflow} list -c 1000 -s PENDING -s RUNNING -t json | grep '\"name\"' | cut -d'\"' -f4 > left")
+        left = (self.folder / "left").read_text().split()
+        if left:
+            self.run(f"{distflow} cancel --force --wait 60 {' '.join(left)}")
+        wait_until(lambda: not is_running(StateDirectory(self.state)), 60)
+
+
+def seen(text: str) -> str:
+    """Return what is left on a terminal: a line that was cleared and written again shows its last text."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return "\n".join(re.split(r"\r(?:\x1b\[K)?", line)[-1] for line in lines)
+
+
+# -- the pages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    blocks = [block for block in all_blocks() if block.page == page and block.note("not run") is None]
+    if not any(block.language == "console" for block in blocks):
+        pytest.skip("no commands")
+    terminal = Terminal(tmp_path)
+    try:
+        for block in blocks:
+            name = block.note("file")
+            if name:
+                (terminal.folder / name).write_text(block.text)
+            if block.language == "console":
+                _run_block(terminal, block)
+    finally:
+        terminal.end()
+
+
+def _run_block(terminal: Terminal, block: Block) -> None:
+    commands = list(shown_in(block))
+    for position, shown in enumerate(commands):
+        printed, code = "", 0
+
+        def right(shown: Shown = shown) -> bool:
+            nonlocal printed, code
+            code, printed = terminal.run(shown.command)
+            return not shown.output or is_as_shown(shown.output, printed, any_order=block.note("any order") is not None)
+
+        if not right() and LOOKS.match(shown.command):
+            with contextlib.suppress(TimeoutError):
+                wait_until(right, LOOK_S)
+        asked = position + 1 < len(commands) and "$?" in commands[position + 1].command
+        expected = "\n".join(shown.output)
+        told = f"{block.place}: $ {shown.command}\n\n-- the page shows --\n{expected}\n-- it printed --\n{printed}"
+        assert not shown.output or is_as_shown(shown.output, printed, any_order=block.note("any order") is not None), told
+        assert asked or code == 0, f"{told}\n-- and ended with exit code {code}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_specs_are_valid(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from distflow.cli.app import run
+    from distflow.pools.load import parse_configuration
+    from distflow.pools.machine import this_machine
+
+    for name in ("workflow_specs", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for block in all_blocks():
+        if block.page != page or block.language != "yaml" or block.note("fragment") is not None:
+            continue
+        yaml_text = block.text
+        if block.note("not a spec") is not None:
+            yaml.safe_load(yaml_text)
+            continue
+        if block.note("configuration") is not None or block.note("file") == "distflow.yaml":
+            parse_configuration(yaml_text, block.place, root="/tmp/node", machine=this_machine())
+            continue
+        (tmp_path / "shown.yaml").write_text(yaml_text)
+        code = run(["workflow", "validate", "shown.yaml"])
+        said = capsys.readouterr()
+        wrong = block.note("wrong")
+        if wrong is None:
+            assert code == 0, f"{block.place}\n{said.err}"
+        else:
+            assert code == 2, block.place
+            assert wrong in said.err, f"{block.place}\n{said.err}"
+
+
+def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
+    for block in all_blocks():
+        assert block.language in LANGUAGES, f"{block.place}: `{block.language}`"
+        assert bool(block.note("not run")) == (block.note("not run") is not None), f"{block.place}: no reason"
+        assert block.note("not run") in (None, *REASONS), f"{block.place}: not an agreed reason: {block.note('not run')}"
+        if block.language == "console":
+            for shown in shown_in(block):
+                # Each command has a shell of its own.
+                assert not re.match(r"(cd|export|alias|source) ", shown.command), f"{block.place}: {shown.command}"
+        if block.language == "text":
+            assert not block.text.startswith("$ "), f"{block.place}: a command that is not run"
+
+
+def test_there_are_commands_and_specs() -> None:
+    commands = [shown for block in all_blocks() if block.language == "console" for shown in shown_in(block)]
+    run = [shown for shown in commands if shown.block.note("not run") is None]
+    assert len(run) > 30
+    assert sum(bool(shown.output) for shown in run) > 20
+    assert sum(block.language == "yaml" and block.note("fragment") is None for block in all_blocks()) > 8
+
+
+# -- words in the text ------------------------------------------------------------------------------------------------
+
+
+def _prose(page: Path) -> str:
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@cache
+def _slugger() -> ModuleType:
+    description = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "generate_docs.py")
+    assert description is not None
+    assert description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules["generate_docs"] = module
+    description.loader.exec_module(module)
+    return module
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page; a repeated one gets a number."""
+    seen_before: dict[str, int] = {}
+    found = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", _prose(page), re.MULTILINE):
+        slug: str = _slugger().slug(heading)
+        count = seen_before.get(slug, 0)
+        seen_before[slug] = count + 1
+        found.add(f"{slug}-{count}" if count else slug)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", _prose(page))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"(https?|mailto):", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        assert there.is_relative_to(ROOT), f"{page.name}: {target} leaves the repository"
+        assert not anchor or anchor in anchors_of(there), f"{page.name}: {target}: no such heading"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    missing = [
+        page.name for page in PAGES if page.parent.name == "docs" and page.name != "README.md" and page.name not in index
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_named_in_the_text_exist(page: Path) -> None:
+    for words in re.findall(r"`distflow ((?:[a-z]+ ?)+[^`\n]*)`", _prose(page)):
+        subject, options = _help_of(tuple(words.split()))
+        named = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", words))
+        assert named <= options, f"{page.name}: `distflow {words}`: {subject} has no {sorted(named - options)}"
+
+
+@cache
+def _help_of(words: tuple[str, ...]) -> tuple[str, set[str]]:
+    """Return the command that words begin with, and its options. Fails for a command that does not exist."""
+    import typer
+
+    from distflow.cli.app import app
+
+    command: Any = typer.main.get_command(app)
+    named = ["distflow"]
+    for word in words:
+        if word.startswith("-") or not hasattr(command, "get_command"):
+            break
+        found = command.get_command(command.context_class(command), word)
+        assert found is not None, f"`{' '.join(named)} {word}` is no command"
+        command = found
+        named.append(word)
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return " ".join(named), {*options, "--help"}
+
+
+# -- the judge itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "right"),
+    [
+        (("a b c",), "a b c\n", True),
+        (("a b c",), "a b d\n", False),
+        (("a",), "a\nb\n", False),
+        (("a", "b"), "a\n", False),
+        (("a … c",), "a b c\n", True),
+        (("a … c",), "a b\nx c\n", False),
+        (("a", "…", "c"), "a\nb\nb\nc\n", True),
+        (("a", "…", "c"), "a\nc\n", True),
+        (("a", "…"), "b\na\n", False),
+        (("Elapsed  0:05",), "Elapsed  1:12:40\n", True),
+        (("Status  FAILED   0:05",), "Status  COMPLETED  0:05\n", False),
+        (("started (pid 12)",), "started (pid 99999)\n", True),
+        (("  indented",), "indented\n", False),
+        (("2026/01/01 10:00:00 x",), "2027/02/03 11:12:13 x\n", True),
+    ],
+)
+def test_output_is_compared(expected: tuple[str, ...], printed: str, *, right: bool) -> None:
+    assert is_as_shown(expected, printed) is right
+
+
+def test_lines_in_any_order_are_all_wanted() -> None:
+    assert is_as_shown(("a", "b"), "b\na\n", any_order=True)
+    assert not is_as_shown(("a", "a"), "a\nb\n", any_order=True)
+    assert not is_as_shown(("a",), "a\nb\n", any_order=True)
+    assert is_as_shown(("a", "…"), "b\na\n", any_order=True)
+
+
+def test_a_terminal_shows_the_last_text_of_a_line() -> None:
+    assert (
+        seen("x-1\r\nx-1 PENDING\r\x1b[K[a] hello\r\nx-1 RUNNING\r\x1b[Kx-1 COMPLETED\r\n") == "x-1\n[a] hello\nx-1 COMPLETED\n"
+    )
+
+
+def test_blocks_are_read_with_their_comments() -> None:
+    text = "<!-- file: a.yaml -->\n\n```yaml\na: 1\n```\ntext\n```console\n$ one \\\n  two\nout\n$ three\n```\n"
+    first, second = blocks_of(PAGES[0], text)
+    assert (first.note("file"), first.text, first.note("fragment")) == ("a.yaml", "a: 1\n", None)
+    assert [(shown.command, shown.output) for shown in shown_in(second)] == [("one \\\n  two", ("out",)), ("three", ())]
+    assert second.notes == ()
+
+
+def test_a_wrong_page_is_found(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    for text, right in (("$ echo hello\nhello\n", True), ("$ echo hello\ngoodbye\n", False), ("$ exit 3\n", False)):
+        block = Block(PAGES[0], 1, "console", (), text)
+        if right:
+            _run_block(terminal, block)
+        else:
+            with pytest.raises(AssertionError):
+                _run_block(terminal, block)
+    _run_block(terminal, Block(PAGES[0], 1, "console", (), "$ (exit 3)\n$ echo $?\n3\n"))

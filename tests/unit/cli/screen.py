@@ -1,0 +1,53 @@
+"""What the tests of commands share: running them in this process, and holding their output against goldens."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.cli.app import run
+from distflow.state.directory import StateDirectory
+from distflow.state.store import Store
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "cli"
+RENEW = "DISTFLOW_RENEW_GOLDENS=1 pytest tests/unit/cli"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Screen:
+    """Runs commands on a state directory, and keeps what they wrote."""
+
+    def __init__(self, directory: StateDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+        self.directory = directory
+        self.store = Store(directory.store)
+        self.out = ""
+        self.err = ""
+        self._capsys = capsys
+
+    def run(self, *arguments: str) -> int:
+        """Run ``distflow workflow …`` and return its exit code."""
+        self._capsys.readouterr()
+        code = run(["workflow", *arguments])
+        self.out, self.err = self._capsys.readouterr()
+        return code
+
+
+def hold_against(golden: str, found: str) -> None:
+    """Fail with the difference and the command that renews the golden."""
+    path = GOLDENS / golden
+    if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
+        path.write_text(found, encoding="utf-8")
+    wanted = path.read_text(encoding="utf-8") if path.exists() else ""
+    if found != wanted:
+        lines = difflib.unified_diff(wanted.splitlines(), found.splitlines(), golden, "now", lineterm="")
+        pytest.fail("\n".join([*lines, "", f"if this is right: {RENEW}"]), pytrace=False)

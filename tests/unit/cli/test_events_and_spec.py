@@ -1,0 +1,56 @@
+"""``events`` and ``spec``: the story of a workflow, and what it was made of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distflow.state.record import WorkflowRecord
+from unit.cli.screen import Screen, hold_against
+from unit.state.stored import completed_group, submit, workflow
+
+
+@pytest.fixture
+def digits(screen: Screen) -> WorkflowRecord:
+    """Store a workflow with a story."""
+    events = [
+        ("submitted by ada", None),
+        ("training: has its nodes: master on gpu1, worker on gpu2, port 29512", None),
+        ("master: started on gpu1, ranks 0-7 (pid 4711)", "master"),
+        ("worker: started on gpu2, ranks 8-15 (pid 815)", "worker"),
+        ("workflow digits-1: COMPLETED", None),
+    ]
+    return submit(screen.store, workflow([completed_group()]), spec="workflow:\n  name: digits", events=events)
+
+
+def test_the_story_is_told_in_order(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("events", digits.id) == 0
+    hold_against("events.txt", screen.out)
+    told = screen.out
+    assert screen.run("events", digits.uuid, "--follow") == 0
+    assert screen.out == told
+
+
+def test_programs_get_one_document(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("events", digits.id, "--format-type", "json") == 0
+    hold_against("events.json", screen.out)
+    told = json.loads(screen.out)["events"]
+    assert screen.run("events", digits.id, "-f", "--format-type", "json") == 0
+    assert [json.loads(line) for line in screen.out.splitlines()] == told
+
+
+def test_one_task_can_be_asked_for(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("events", digits.id, "-t", "worker") == 0
+    assert screen.out == "2025/04/11 21:31:16 [worker] started on gpu2, ranks 8-15 (pid 815)\n"
+    assert screen.run("events", digits.id, "-t", "wroker") == 2
+    assert "did you mean `worker`?" in screen.err
+
+
+def test_the_spec_is_given_as_it_ran_or_as_it_was_submitted(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("spec", digits.id) == 0
+    assert screen.out == "workflow:\n  name: digits\n"
+    assert screen.run("spec", digits.id, "--template") == 0
+    assert screen.out == "# template\nworkflow:\n  name: digits\n"
+    assert screen.run("spec", "nothing-1") == 2
+    assert screen.err.startswith("error: there is no workflow 'nothing-1'\n")

@@ -1,0 +1,136 @@
+"""``submit --wait`` and ``logs -f``: looking on until the end."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from distflow.cli.live import Watch, follow_workflow
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.record import End, GroupRecord, WorkflowRecord
+from unit.cli.screen import Screen, Terminal
+from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
+
+
+class Play:
+    """A workflow that runs, in steps: one is taken at each wait."""
+
+    def __init__(self, screen: Screen) -> None:
+        self.screen = screen
+        self.record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
+        self.steps: list[Callable[[], object]] = []
+        self.waits = 0
+
+    def prints(self, name: str, at: float, data: bytes) -> None:
+        self.steps.append(lambda: task_log(self.screen.directory, self.record, name, [(T0 + at, data)]))
+
+    def ends(self, group: GroupRecord, state: WorkflowState, reason: Reason | None = None) -> None:
+        ended = replace(self.record, groups=(group,), state=state, reason=reason, ended_at=T0 + 95)
+        self.steps.append(lambda: self.screen.store.save([ended], []))
+
+    def wait(self, seconds: float) -> None:
+        assert 0 < seconds <= 1
+        self.waits += 1
+        assert self.waits < 500, "it does not end"
+        if self.steps:
+            self.steps.pop(0)()
+
+    def follow(self, out: io.StringIO, err: io.StringIO) -> WorkflowRecord:
+        with supervised(self.screen.directory):
+            return follow_workflow(self.screen.directory, self.screen.store, self.record, out=out, err=err, wait=self.wait)
+
+
+def test_logs_go_to_one_stream_and_words_to_the_other(screen: Screen) -> None:
+    play = Play(screen)
+    play.prints("master", 20, b"epoch 1\n")
+    play.prints("worker", 21, b"epoch 1\nhalf a li")
+    play.prints("worker", 22, b"ne\n")
+    play.ends(completed_group(), WorkflowState.COMPLETED)
+    out, err = io.StringIO(), io.StringIO()
+    assert play.follow(out, err).state is WorkflowState.COMPLETED
+    assert out.getvalue() == "[master] epoch 1\n[worker] epoch 1\n[worker] half a line\n"
+    assert err.getvalue().splitlines() == [
+        "digits-1: RUNNING",
+        "training: RUNNING",
+        "digits-1: COMPLETED",
+        "training: COMPLETED",
+        "master: COMPLETED",
+        "worker: COMPLETED",
+    ]
+
+
+def test_a_terminal_has_a_status_line_at_the_bottom(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    play = Play(screen)
+    play.prints("master", 20, b"epoch 1\n")
+    play.ends(failed_group(), WorkflowState.FAILED, Reason.EXIT_CODE)
+    out, err = Terminal(), io.StringIO()
+    play.follow(out, err)
+    lines = out.getvalue().split("\r\x1b[K")
+    assert lines[0].startswith("digits-1 RUNNING ")
+    assert lines[0].endswith("  master RUNNING · worker RUNNING")
+    assert lines[1].startswith("[master] epoch 1\ndigits-1 RUNNING ")
+    assert lines[-1] == "digits-1 FAILED 1:23  master FAILED · worker FAILED\n"
+    assert err.getvalue() == "worker: the last 48 bytes of its output never came from worker-node\n"
+
+
+def test_the_status_line_never_wraps(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    play = Play(screen)
+    play.ends(completed_group(), WorkflowState.COMPLETED)
+    out = Terminal()
+    play.follow(out, io.StringIO())
+    first = out.getvalue().split("\r\x1b[K")[0]
+    assert first.startswith("digits-1 RUNNING")
+    assert first.endswith("…")
+    assert len(first) <= 29
+
+
+def test_an_interrupt_clears_the_line_and_passes_through(screen: Screen) -> None:
+    play = Play(screen)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    play.steps = [lambda: None, interrupt]
+    out = Terminal()
+    with pytest.raises(KeyboardInterrupt):
+        play.follow(out, io.StringIO())
+    assert out.getvalue().endswith("\r\x1b[K")
+
+
+def test_after_the_end_the_rest_of_the_output_is_awaited_but_not_for_ever(screen: Screen) -> None:
+    play = Play(screen)
+    end = End(ended_at=T0 + 90, exit_code=0, output_bytes=1000)
+    drained = tuple(task(name, end=end, log_complete=False) for name in ("master", "worker"))
+    play.ends(replace(completed_group(), tasks=drained), WorkflowState.COMPLETED)
+    play.steps += [lambda: None] * 40
+    play.prints("worker", 91, b"a late line\n")
+    out, err = io.StringIO(), io.StringIO()
+    play.follow(out, err)
+    assert out.getvalue() == "[worker] a late line\n"
+    # 10 s without news at 0.15 s a look, counted anew from the late line.
+    assert 41 + 66 <= play.waits <= 41 + 66 + 6
+    assert "worker: 988 bytes of its output are still on worker-node" in err.getvalue()
+
+
+def test_only_the_chosen_tasks_must_be_complete(screen: Screen) -> None:
+    tasks = (task("master"), task("worker", State.COMPLETED, log_complete=False))
+    record = submit(screen.store, workflow([replace(completed_group(), tasks=tasks)]))
+    assert Watch(screen.directory, screen.store, record, tasks={"master"}).logs_are_over()
+    assert not Watch(screen.directory, screen.store, record).logs_are_over()
+
+
+def test_many_tasks_are_counted(screen: Screen) -> None:
+    from distflow.cli.views import changes, status_line
+
+    tasks = tuple(task(f"worker{number}", State.RUNNING) for number in range(60))
+    waiting = tuple(task(f"late{number}", State.INITIALIZING) for number in range(4))
+    record = workflow([replace(running_group(), tasks=(*tasks, *waiting))], state=WorkflowState.RUNNING)
+    record = replace(record, id="wide-1")
+    assert status_line(record, now=T0 + 54) == "wide-1 RUNNING 0:42  60 RUNNING · 4 INITIALIZING"
+    assert list(changes(None, record)) == ["wide-1: RUNNING", "training: RUNNING"]
+    assert list(changes(record, record)) == []

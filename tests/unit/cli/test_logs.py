@@ -1,0 +1,128 @@
+"""``logs``: what the tasks printed, chosen, marked, and what is missing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.record import End, TaskRecord, WorkflowRecord
+from unit.cli.screen import Screen, hold_against
+from unit.state.stored import T0, completed_group, submit, task, task_log, workflow, write_log
+
+
+@pytest.fixture
+def digits(screen: Screen) -> WorkflowRecord:
+    """Store a workflow that completed, with its logs."""
+    record = submit(screen.store, workflow([completed_group()]))
+    task_log(screen.directory, record, "master", [(T0 + 20, b"epoch 1\n"), (T0 + 40.25, b"  0%|  |\r100%|##|\nlast")])
+    task_log(screen.directory, record, "worker", [(T0 + 21, "größe\n".encode()), (T0 + 39, b"epoch 2\n")])
+    return record
+
+
+def test_tasks_are_merged_by_time_with_their_names(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("logs", digits.id) == 0
+    hold_against("logs.txt", screen.out)
+    assert screen.err == ""
+
+
+def test_times_are_as_osmo_shows_them(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("logs", digits.id, "--timestamps") == 0
+    hold_against("logs_timestamps.txt", screen.out)
+
+
+def test_programs_get_one_array(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("logs", digits.id, "--format-type", "json") == 0
+    hold_against("logs.json", screen.out)
+    assert [one["task"] for one in json.loads(screen.out)] == ["master", "worker", "worker", "master", "master"]
+
+
+def test_following_programs_get_an_object_on_each_line(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("logs", digits.id, "-f", "-n", "2", "--format-type=json") == 0
+    assert [json.loads(line)["text"] for line in screen.out.splitlines()] == ["100%|##|", "last"]
+
+
+def test_nothing_printed_is_nothing_shown(screen: Screen) -> None:
+    record = submit(screen.store, workflow([completed_group()]))
+    assert screen.run("logs", record.id) == 0
+    assert (screen.out, screen.err) == ("", "")
+    assert screen.run("logs", record.id, "--format-type", "json") == 0
+    assert json.loads(screen.out) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["-t", "worker"], ["[worker] größe", "[worker] epoch 2"]),
+        (["--rank", "9"], ["[worker] größe", "[worker] epoch 2"]),
+        (["--rank", "7", "--no-prefix"], ["epoch 1", "100%|##|", "last"]),
+        (["-n", "3"], ["[worker] epoch 2", "[master] 100%|##|", "[master] last"]),
+        (["-n", "1", "-t", "worker"], ["[worker] epoch 2"]),
+        (["-n", "0"], []),
+        (["-t", "worker", "--rank", "0", "-n", "2"], ["[master] 100%|##|", "[master] last"]),
+        (["-f", "-n", "1"], ["[master] last"]),
+    ],
+)
+def test_what_is_shown_can_be_chosen(screen: Screen, digits: WorkflowRecord, arguments: list[str], lines: list[str]) -> None:
+    assert screen.run("logs", digits.id, *arguments) == 0
+    assert screen.out.splitlines() == lines
+
+
+def test_later_attempts_are_marked_and_can_be_chosen(screen: Screen) -> None:
+    group = replace(completed_group(), tasks=(task("master", attempt=1),))
+    record = submit(screen.store, workflow([group]))
+    task_log(screen.directory, record, "master", [(T0, b"first\n")])
+    write_log(screen.directory.logs / record.uuid / "training" / "master" / "1", [(T0 + 5, b"second\n")])
+    screen.run("logs", record.id)
+    assert screen.out == "[master] first\n[master retry-1] second\n"
+    screen.run("logs", record.id, "-r", "1")
+    assert screen.out == "[master retry-1] second\n"
+
+
+def test_an_unknown_task_is_an_error_that_names_all(screen: Screen, digits: WorkflowRecord) -> None:
+    assert screen.run("logs", digits.id, "-t", "workers") == 2
+    assert screen.err == "error: digits-1 has no task 'workers'\ndid you mean `worker`? tasks: `master`, `worker`\n"
+    assert screen.run("logs", digits.id, "--rank", "16") == 2
+    assert screen.err == "error: no task of digits-1 holds rank 16\nranks: master 0-7, worker 8-15\n"
+    assert screen.run("logs", digits.id, "-t", "json", "--format-type", "json") == 2
+    assert json.loads(screen.out)["error"]["message"] == "digits-1 has no task 'json'"
+
+
+def test_what_is_missing_is_told(screen: Screen) -> None:
+    def ended(name: str, *, lost: int = 0, complete: bool = True) -> TaskRecord:
+        end = End(ended_at=T0 + 90, exit_code=1, output_bytes=1207, lost_output_bytes=lost)
+        return task(name, State.FAILED, reason=Reason.EXIT_CODE, end=end, log_complete=complete)
+
+    tasks = (ended("master", lost=5000), ended("worker", complete=False))
+    group = replace(completed_group(), state=State.FAILED, tasks=tasks)
+    # Completed in the store's sense, so that no supervisor is started for it: the node will never be asked again.
+    record = submit(screen.store, workflow([group], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
+    task_log(screen.directory, record, "master", [(T0, b"1234567\n")])
+    task_log(screen.directory, record, "worker", [(T0, b"x" * 207)])
+    screen.store._db.execute("UPDATE workflows SET unfinished = 0")
+    assert screen.run("logs", record.id, "-n", "0") == 0
+    assert screen.err.splitlines() == [
+        "master: the last 1,199 bytes of its output never came from master-node",
+        "master: 5,000 bytes of its output were lost: master-node's disk was full",
+        "worker: 1,000 bytes of its output are still on worker-node",
+    ]
+    assert screen.run("logs", record.id, "-t", "master", "-n", "0") == 0
+    assert "worker" not in screen.err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(screen: Screen) -> None:
+    record = submit(screen.store, workflow([completed_group()]))
+    task_log(screen.directory, record, "master", [(T0, b"a line of some length\n" * 200_000)])
+    command = [sys.executable, "-m", "distflow", "workflow", "logs", record.id]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"[master] a line of some length\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

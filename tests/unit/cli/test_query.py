@@ -1,0 +1,172 @@
+"""``query``: what people and programs see of a workflow, and the exit codes for scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from distflow.cli.live import watch_workflow
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.record import CancelRequest, Event, GroupRecord
+from unit.cli.screen import Screen, Terminal, hold_against
+from unit.state.stored import (
+    T0,
+    completed_group,
+    failed_group,
+    running_group,
+    submit,
+    supervised,
+    task,
+    task_log,
+    workflow,
+)
+
+
+def failed(screen: Screen) -> str:
+    record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
+    task_log(screen.directory, record, "worker", [(T0 + 90, b"epoch 1\nRuntimeError: \x1b[31mshapes\x1b[0m differ\n")])
+    task_log(screen.directory, record, "master", [(T0 + 90, b"epoch 1\n 10%\r" + b" 20% " * 50)])
+    return record.id
+
+
+def test_a_failure_names_its_first_cause(screen: Screen) -> None:
+    assert screen.run("query", failed(screen)) == 0
+    assert screen.err == ""
+    hold_against("query_failed.txt", screen.out)
+
+
+def test_verbose_adds_what_is_needed_on_the_node(screen: Screen) -> None:
+    assert screen.run("query", failed(screen), "-v") == 0
+    hold_against("query_failed_verbose.txt", screen.out)
+
+
+def test_programs_get_one_document(screen: Screen) -> None:
+    assert screen.run("query", failed(screen), "--format-type", "json") == 0
+    hold_against("query_failed.json", screen.out)
+    assert json.loads(screen.out)["groups"][0]["first_cause"]["task"] == "worker"
+
+
+def test_outputs_and_warnings_are_shown(screen: Screen) -> None:
+    record = submit(screen.store, workflow([completed_group()], warnings=["spec.yaml:9: outputs stay on the node"]))
+    assert screen.run("query", record.uuid) == 0
+    hold_against("query_completed.txt", screen.out)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "code"),
+    [
+        (WorkflowState.COMPLETED, None, 0),
+        (WorkflowState.FAILED, Reason.EXIT_CODE, 1),
+        (WorkflowState.CANCELED, Reason.CANCELED, 1),
+        (WorkflowState.RUNNING, None, 4),
+        (WorkflowState.PENDING, None, 4),
+    ],
+)
+def test_the_exit_status_is_for_scripts(screen: Screen, state: WorkflowState, reason: Reason | None, code: int) -> None:
+    group = completed_group() if state.is_final else running_group()
+    record = submit(screen.store, workflow([group], state=state, reason=reason))
+    with supervised(screen.directory):
+        assert screen.run("query", record.id, "--exit-status") == code
+        assert record.id in screen.out
+        assert screen.run("query", record.id) == 0
+
+
+def test_a_waiting_gang_says_for_what(screen: Screen) -> None:
+    waits = GroupRecord(
+        name="training",
+        state=State.SCHEDULING,
+        message="needs 16 GPUs on 2 nodes, 8 are free",
+        tasks=tuple(
+            replace(task(name, State.SCHEDULING), node=None, gpu_ids=(), started_at=None, pid=None)
+            for name in ("master", "worker")
+        ),
+    )
+    after = GroupRecord(name="report", state=State.WAITING, tasks=(replace(task("report", State.WAITING), started_at=None),))
+    record = submit(screen.store, workflow([waits, after], state=WorkflowState.PENDING))
+    with supervised(screen.directory):
+        screen.run("query", record.id)
+    assert "waits: needs 16 GPUs on 2 nodes, 8 are free" in screen.out
+    assert "waits for the groups before it" in screen.out
+    assert screen.err == ""
+
+
+def test_who_canceled_it_and_why(screen: Screen) -> None:
+    group = replace(
+        failed_group(), cause=None, state=State.CANCELED, reason=Reason.CANCELED, message="canceled by bob: wrong data"
+    )
+    record = submit(screen.store, workflow([group], state=WorkflowState.CANCELED, reason=Reason.CANCELED))
+    told = Event(at=T0, kind="cancel", text="bob asked for its end", workflow=record.uuid)
+    screen.store.request_cancel(record.uuid, CancelRequest(at=T0, by="bob", message="wrong data"), told)
+    screen.run("query", record.id)
+    assert "Status       FAILED_CANCELED\n" in screen.out
+    assert "Canceled by  bob: wrong data\n" in screen.out
+    screen.run("query", record.id, "-t", "json")
+    assert json.loads(screen.out)["cancelled_by"] == "bob"
+
+
+def test_an_old_answer_says_how_old(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING), events=[("submitted", None)])
+    # Nothing is to be started here: this test is about the words.
+    monkeypatch.setattr("distflow.cli.wiring.wake_if_needed", lambda *_: None)
+    assert screen.run("query", record.id, "-t", "json") == 0
+    assert screen.err == "no supervisor was at work: this is as of 2025/04/11 21:31:07; one is starting now\n"
+    assert json.loads(screen.out)["status"] == "RUNNING"
+
+
+def test_an_unknown_workflow_is_an_error_that_names_the_nearest(screen: Screen) -> None:
+    submit(screen.store, workflow([completed_group()]))
+    assert screen.run("query", "digits-7") == 2
+    assert screen.err == "error: there is no workflow 'digits-7'\nnear it: digits-1\n"
+    assert screen.out == ""
+    assert screen.run("query", "digits-7", "--format-type=json") == 2
+    assert json.loads(screen.out)["error"]["code"] == 2
+
+
+def test_a_watch_tells_every_change_and_ends_with_the_workflow(screen: Screen) -> None:
+    record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
+    ended = replace(record, state=WorkflowState.FAILED, reason=Reason.EXIT_CODE, groups=(failed_group(),))
+    steps: Iterator[Callable[[], object]] = iter([lambda: None, lambda: screen.store.save([ended], [])])
+    out = io.StringIO()
+    with supervised(screen.directory):
+        final = watch_workflow(
+            screen.directory, screen.store, record, lambda one: one.status, out=out, wait=lambda _: next(steps)()
+        )
+    assert final.state is WorkflowState.FAILED
+    assert out.getvalue().splitlines() == [
+        "digits-1: RUNNING",
+        "training: RUNNING",
+        "digits-1: FAILED",
+        "training: FAILED: worker: exit code 1: RuntimeError: shapes differ",
+        "master: FAILED: stopped because another task of its group failed first",
+        "worker: FAILED: exit code 1: RuntimeError: shapes differ",
+    ]
+
+
+def test_a_watch_on_a_terminal_is_gone_in_the_end(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
+    ended = replace(record, state=WorkflowState.COMPLETED, groups=(completed_group(),))
+    out = Terminal()
+    with supervised(screen.directory):
+        watch_workflow(
+            screen.directory,
+            screen.store,
+            record,
+            lambda one: f"it is {one.status}\n",
+            out=out,
+            wait=lambda _: screen.store.save([ended], []),
+        )
+    assert "it is RUNNING" in out.getvalue()
+    assert out.getvalue().endswith("\x1b[1A\x1b[2K")
+
+
+def test_watching_what_has_ended_is_asking_once(screen: Screen) -> None:
+    assert screen.run("query", failed(screen), "--watch", "--exit-status") == 1
+    assert screen.out.startswith("digits-1: FAILED\n")
+    assert "First cause: worker on worker-node, rank 11" in screen.out
+    assert screen.run("query", "digits-1", "--watch", "-t", "json") == 0
+    assert json.loads(screen.out)["status"] == "FAILED"

@@ -1,0 +1,82 @@
+"""Choosing a workflow by completion, and tables."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from distflow.cli.reading import complete_workflow
+from distflow.cli.tables import Paint, cut, plain, table, terminal_width, visible_width
+from distflow.cli.times import duration, iso, local_minute, local_second
+from unit.cli.screen import Screen, Terminal
+from unit.state.stored import T0, completed_group, submit, workflow
+
+
+def test_ids_are_completed_the_newest_first(screen: Screen) -> None:
+    for number, name in enumerate(("digits", "wide", "digits")):
+        submit(screen.store, workflow([completed_group()], name=name, number=number, at=T0 + number))
+    assert complete_workflow("dig") == ["digits-2", "digits-1"]
+    assert complete_workflow("") == ["digits-2", "wide-1", "digits-1"]
+    assert complete_workflow("x") == []
+
+
+def test_completion_touches_and_says_nothing_when_there_is_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DISTFLOW_STATE", str(tmp_path / "none"))
+    assert complete_workflow("d") == []
+    assert list(tmp_path.iterdir()) == []
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "distflow.sqlite3").write_bytes(b"no database" * 100)
+    monkeypatch.setenv("DISTFLOW_STATE", str(broken))
+    assert complete_workflow("d") == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_columns_stay_aligned_with_colours_and_wide_characters() -> None:
+    paint = Paint(enabled=True)
+    text = table(("Name", "Status", "Line"), [("日本", paint.status("RUNNING"), "x"), ("ab", "", "y")])
+    lines = [plain(line) for line in text.splitlines()]
+    assert lines == ["Name  Status   Line", "===================", "日本  RUNNING  x", "ab    -        y"]
+
+
+def test_only_the_last_column_is_cut() -> None:
+    text = table(("Task", "Last log line"), [("worker", "日本日本日本日本日本")], width=24)
+    assert text.splitlines()[-1] == "worker  日本日本日本日…"
+    assert max(map(visible_width, text.splitlines())) <= 24
+
+
+def test_text_of_tasks_cannot_disturb_a_terminal() -> None:
+    assert plain("\x1b[2J\x1b]0;title\x07a\tb\x9bc\x00") == "a b c "
+    assert cut("\x1b[31mred\x1b[0m", 3) == "\x1b[31mred\x1b[0m"
+    assert cut("\x1b[31mreddish\x1b[0m", 4) == "red…"
+
+
+def test_colours_are_for_terminals_that_want_them() -> None:
+    assert Paint.of(Terminal(), {}).enabled
+    assert not Paint.of(Terminal(), {"NO_COLOR": "1"}).enabled
+    assert not Paint.of(Terminal(), {"TERM": "dumb"}).enabled
+    assert not Paint.of(io.StringIO(), {}).enabled
+
+
+def test_a_width_is_only_known_of_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert terminal_width(io.StringIO()) is None
+    monkeypatch.setenv("COLUMNS", "77")
+    assert terminal_width(Terminal()) == 77
+    monkeypatch.setenv("COLUMNS", "wide")
+    assert terminal_width(Terminal()) == 80
+
+
+@pytest.mark.usefixtures("screen")
+def test_times_are_written_for_people_and_for_programs() -> None:
+    assert local_minute(T0) == "Apr 11, 2025 21:31 UTC"
+    assert local_second(T0) == "2025/04/11 21:31:07"
+    assert iso(T0 + 0.25) == "2025-04-11T21:31:07.250"
+    assert (local_minute(None), iso(None), duration(None)) == ("-", None, "-")
+    assert len(local_second(None)) == len(local_second(T0))
+    assert [duration(value) for value in (0, 59.9, 61, 3600, 86400 * 2 + 5, -3)] == [
+        "0:00", "0:59", "1:01", "1:00:00", "2d 0:00:05", "0:00",
+    ]  # fmt: skip

@@ -1,0 +1,51 @@
+"""Plan and binding make what runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distflow.plan.bind import bind
+from distflow.plan.model import Binding, PlannedFile, TaskBinding
+from unit.supervisor.gangs import group_plan, node
+
+NODES = {
+    "n1": node("n1"),
+    "n2": replace(node("n2"), environment={"SITE": "west", "MASTER_ADDR": "nonsense"}, setup="module load cuda"),
+}
+BINDING = Binding(
+    tasks={
+        "t0": TaskBinding(node="n1", address="10.0.0.1", interface="eth0", gpu_ids=(0, 1)),
+        "t1": TaskBinding(node="n2", address="10.0.0.2", interface="", gpu_ids=(4, 5)),
+    },
+    port=29512,
+)
+
+
+def test_every_placeholder_is_filled_but_the_directory() -> None:
+    plan = group_plan()
+    launch = replace(
+        plan.launches[1],
+        argv=("run", "@@ADDRESS:t0@@:@@MASTER_PORT@@", "@@ATTEMPT_DIR@@/output"),
+        environment={"MASTER_ADDR": "@@MASTER_ADDR@@", "CUDA_VISIBLE_DEVICES": "@@GPU_IDS@@", "ID": "@@WORKFLOW_ID@@"},
+        files=(PlannedFile(path="files/a", shown="/a", text="to @@ADDRESS:t1@@ on @@NODE@@"),),
+    )
+    bound = bind(replace(plan, launches=(plan.launches[0], launch)), BINDING, workflow_id="w-7", nodes=NODES)["t1"]
+    assert bound.argv == ("run", "10.0.0.1:29512", "@@ATTEMPT_DIR@@/output")
+    assert bound.environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert bound.environment["ID"] == "w-7"
+    assert bound.files[0].text == "to 10.0.0.2 on n2"
+    assert bound.setup == "module load cuda"
+
+
+def test_the_nodes_environment_stands_below_the_plans() -> None:
+    bound = bind(group_plan(), BINDING, workflow_id="w-7", nodes=NODES)["t1"]
+    assert bound.environment["SITE"] == "west"
+    assert bound.environment["MASTER_ADDR"] == "10.0.0.1"
+
+
+def test_an_unknown_interface_is_left_to_torch() -> None:
+    plan = group_plan()
+    launches = tuple(replace(launch, environment={"NCCL_SOCKET_IFNAME": "@@IFNAME@@"}) for launch in plan.launches)
+    bound = bind(replace(plan, launches=launches), BINDING, workflow_id="w-7", nodes=NODES)
+    assert bound["t0"].environment["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert "NCCL_SOCKET_IFNAME" not in bound["t1"].environment

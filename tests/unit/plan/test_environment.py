@@ -1,0 +1,67 @@
+"""What a task finds in its environment, and above all what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.layout.ranks import TaskRanks, World
+from distflow.plan.environment import task_environment
+from distflow.spec.model import ResourceSpec
+
+
+def _environment(size: int = 8, tasks: int = 2, resource: ResourceSpec | None = None, **given: str) -> dict[str, str]:
+    members = tuple(TaskRanks(task=f"t{i}", offset=i * size, size=size, node_rank=i) for i in range(tasks))
+    world = World(world_size=size * tasks, tasks=members, style="ranks")
+    return task_environment(
+        group="g", task="t1", ranks=members[1], world=world, resource=resource or ResourceSpec(), given=given
+    )
+
+
+def test_torchrun_alone_joins_the_right_world() -> None:
+    environment = _environment()
+    assert {name: environment[name] for name in environment if name.startswith("PET_")} == {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_NPROC_PER_NODE": "8",
+        "PET_MASTER_ADDR": "@@MASTER_ADDR@@",
+        "PET_MASTER_PORT": "@@MASTER_PORT@@",
+    }
+
+
+def test_a_task_of_several_ranks_is_no_rank_itself() -> None:
+    # A bare `python train.py` would join a world of sixteen as one process, and hang.
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} & set(_environment())
+
+
+def test_a_task_of_one_rank_is_that_rank() -> None:
+    environment = _environment(size=1)
+    assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "0", "2")
+
+
+def test_the_layout_is_told_in_our_words_too() -> None:
+    environment = _environment()
+    assert environment["DISTFLOW_RANK_OFFSET"] == "8"
+    assert environment["DISTFLOW_RANK_SIZE"] == "8"
+    assert environment["DISTFLOW_WORLD_SIZE"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"), [(None, None), (0, "@@GPU_IDS@@"), (4, "@@GPU_IDS@@")], ids=["not said", "none", "four"]
+)
+def test_gpus_are_hidden_unless_the_spec_says_nothing(gpu: int | None, expected: str | None) -> None:
+    assert _environment(resource=ResourceSpec(gpu=gpu)).get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_threads_are_shared_among_the_processes() -> None:
+    assert _environment(resource=ResourceSpec(cpu=32))["OMP_NUM_THREADS"] == "4"
+    assert _environment()["OMP_NUM_THREADS"] == "1"
+    assert _environment(OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
+
+
+def test_what_the_spec_gives_wins() -> None:
+    assert _environment(MASTER_PORT="29500", NCCL_SOCKET_IFNAME="ib0")["MASTER_PORT"] == "29500"
+
+
+def test_a_task_without_a_world_knows_of_none() -> None:
+    environment = task_environment(group="g", task="t", ranks=None, world=None, resource=ResourceSpec(), given={})
+    assert not {name for name in environment if name.startswith(("PET_", "MASTER_", "NCCL_", "RANK", "WORLD"))}

@@ -1,0 +1,65 @@
+"""Tokens become numbers and placeholders; mentions of injected paths follow the files."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.layout.ranks import TaskRanks, World
+from distflow.plan.tokens import place_of, rewriter
+
+MASTER = TaskRanks(task="master", offset=0, size=8, node_rank=0)
+WORKER = TaskRanks(task="worker", offset=8, size=8, node_rank=1)
+WORLD = World(world_size=16, tasks=(MASTER, WORKER), style="ranks")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{host:master}}:{{master_port}}", "@@ADDRESS:master@@:@@MASTER_PORT@@"),
+        ("{{ host:master }}", "@@ADDRESS:master@@"),
+        ("--offset {{rank_offset}} --size {{rank_size}}", "--offset 8 --size 8"),
+        ("{{world_size}} {{node_rank}} {{num_nodes}}", "16 1 2"),
+        ("{{output}}/model", "@@ATTEMPT_DIR@@/output/model"),
+        ("{{workflow_id}}", "@@WORKFLOW_ID@@"),
+        ("{{nothing_known}}", "{{nothing_known}}"),
+    ],
+)
+def test_each_token_has_its_value(text: str, expected: str) -> None:
+    assert rewriter(WORKER, WORLD, [])(text) == expected
+
+
+def test_rank_tokens_stay_text_where_there_is_no_world() -> None:
+    assert rewriter(None, None, [])("{{rank_offset}} {{master_addr}}") == "{{rank_offset}} @@MASTER_ADDR@@"
+
+
+FILES = [("/train.py", False), ("/tmp/entry.sh", False), ("/data", True), ("/data/train.py", False)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/train.py", "@@ATTEMPT_DIR@@/files/train.py"),
+        ("python3 /train.py --x", "python3 @@ATTEMPT_DIR@@/files/train.py --x"),
+        ("--script=/train.py", "--script=@@ATTEMPT_DIR@@/files/train.py"),
+        ("'/train.py'", "'@@ATTEMPT_DIR@@/files/train.py'"),
+        ("/train.py.", "@@ATTEMPT_DIR@@/files/train.py."),
+        # Other paths that merely contain it.
+        ("/train.py.bak", "/train.py.bak"),
+        ("/train.pyc", "/train.pyc"),
+        ("/opt/train.py", "/opt/train.py"),
+        ("./train.py", "./train.py"),
+        ("s3://bucket/train.py", "s3://bucket/train.py"),
+        ("/train.py/x", "/train.py/x"),
+        # A directory takes along what lies in it.
+        ("ls /data /data/x.bin", "ls @@ATTEMPT_DIR@@/files/data @@ATTEMPT_DIR@@/files/data/x.bin"),
+        ("/database /data-old", "/database /data-old"),
+        ("/data/train.py", "@@ATTEMPT_DIR@@/files/data/train.py"),
+    ],
+)
+def test_exactly_the_injected_paths_are_rewritten(text: str, expected: str) -> None:
+    assert rewriter(None, None, FILES)(text) == expected
+
+
+def test_relative_files_lie_in_the_working_directory() -> None:
+    assert place_of("conf/a.yaml") == "work/conf/a.yaml"
+    assert place_of("/tmp/a.sh") == "files/tmp/a.sh"

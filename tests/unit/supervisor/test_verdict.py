@@ -1,0 +1,91 @@
+"""How ends are read, and who is to blame."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.lifecycle.states import Reason, State
+from distflow.state.record import End, GroupRecord, TaskRecord
+from distflow.supervisor.verdict import conclude, end_from, first_cause, signal_name
+
+RUNNING = GroupRecord(name="g", tasks=(), state=State.RUNNING)
+
+
+def _stopping(reason: Reason | None) -> GroupRecord:
+    return GroupRecord(name="g", tasks=(), state=State.STOPPING, stop_reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("group", "end", "expected"),
+    [
+        (RUNNING, End(ended_at=1, exit_code=0), (State.COMPLETED, None)),
+        (RUNNING, End(ended_at=1, exit_code=3), (State.FAILED, Reason.EXIT_CODE)),
+        (RUNNING, End(ended_at=1, signal=9), (State.FAILED, Reason.SIGNAL)),
+        (RUNNING, End(ended_at=1, reason="start_error", exit_code=127), (State.FAILED, Reason.START_ERROR)),
+        (RUNNING, End(ended_at=1, reason="runner_died", signal=9), (State.FAILED, Reason.INTERNAL)),
+        (RUNNING, End(ended_at=1, reason="keeper_died", exit_code=0), (State.COMPLETED, None)),
+        (RUNNING, End(ended_at=1, reason="rebooted"), (State.FAILED, Reason.NODE_LOST)),
+        (RUNNING, End(ended_at=1, reason="stopped", signal=15), (State.FAILED, Reason.INTERNAL)),
+        (_stopping(Reason.CANCELED), End(ended_at=1, reason="stopped", signal=15), (State.CANCELED, Reason.CANCELED)),
+        (_stopping(Reason.PEER_FAILED), End(ended_at=1, reason="stopped", signal=15), (State.FAILED, Reason.PEER_FAILED)),
+        (_stopping(Reason.EXEC_TIMEOUT), End(ended_at=1, reason="stopped", signal=15), (State.FAILED, Reason.EXEC_TIMEOUT)),
+        (_stopping(None), End(ended_at=1, reason="stopped", signal=15), (State.COMPLETED, None)),
+        # It failed by itself just before the stop reached it.
+        (_stopping(Reason.PEER_FAILED), End(ended_at=1, exit_code=1), (State.FAILED, Reason.EXIT_CODE)),
+    ],
+)
+def test_an_end_has_one_reading(group: GroupRecord, end: End, expected: tuple[State, Reason | None]) -> None:
+    task = conclude(TaskRecord(name="t", state=State.RUNNING), group, end)
+    assert (task.state, task.reason) == expected
+
+
+def test_lost_output_is_said() -> None:
+    task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, exit_code=0, lost_output_bytes=12))
+    assert "12 bytes of output lost" in task.message
+
+
+def test_unknown_fields_of_a_node_are_ignored() -> None:
+    assert end_from({"exit_code": 4, "mood": "bad"}, 7.0) == End(ended_at=7.0, exit_code=4)
+
+
+def _failed(name: str, at: float, message: str = "", reason: Reason = Reason.EXIT_CODE, **error: object) -> TaskRecord:
+    body = {"message": {"message": message}} | error if message else None
+    end = End(ended_at=at, exit_code=1, error=body)
+    return TaskRecord(name=name, state=State.FAILED, reason=reason, ended_at=at, end=end, message="exit code 1", ranks="0-7")
+
+
+def test_the_earliest_failure_is_the_cause() -> None:
+    cause = first_cause([_failed("b", 2.0), _failed("a", 1.0)], {})
+    assert cause is not None
+    assert cause.task == "a"
+
+
+def test_a_loser_of_its_peer_is_not_blamed_though_it_fell_first() -> None:
+    bystander = _failed("a", 1.0, "RuntimeError: [...] Connection closed by peer [127.0.0.1]:4242")
+    culprit = _failed("b", 1.2, "ValueError: bad label", rank=9)
+    cause = first_cause([bystander, culprit], {})
+    assert cause is not None
+    assert (cause.task, cause.ranks) == ("b", "9")
+    assert "bad label" in cause.message
+
+
+def test_the_printed_lines_tell_a_bystander_too() -> None:
+    lines = {"a": ("Traceback …", "RuntimeError: Connection reset by peer")}
+    cause = first_cause([_failed("a", 1.0), _failed("b", 2.0)], lines)
+    assert cause is not None
+    assert cause.task == "b"
+
+
+def test_what_was_stopped_is_never_the_cause() -> None:
+    assert first_cause([_failed("a", 1.0, reason=Reason.PEER_FAILED)], {}) is None
+
+
+def test_a_lost_node_is_blamed_last() -> None:
+    cause = first_cause([_failed("a", 1.0, reason=Reason.NODE_LOST), _failed("b", 9.0)], {})
+    assert cause is not None
+    assert cause.task == "b"
+
+
+def test_signals_have_names() -> None:
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(63) == "signal 63"

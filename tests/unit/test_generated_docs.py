@@ -1,0 +1,93 @@
+"""The generated parts of docs/ are what ``make docs`` would write now, and the tables they come from are whole."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from distflow.lifecycle.states import Reason, State
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+GENERATED = {
+    "configuration.md": ["configuration"],
+    "exit-codes.md": ["exit-codes", "error-tree"],
+    "rank-layout.md": ["layout-rules"],
+    "spec.md": ["spec"],
+    "states.md": ["states", "workflow-states", "reasons", "statuses"],
+}
+
+
+def _load(path: Path) -> ModuleType:
+    description = importlib.util.spec_from_file_location(path.stem, path)
+    assert description is not None
+    assert description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    # Dataclasses look their module up while they are made.
+    sys.modules[path.stem] = module
+    description.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    """scripts/generate_docs.py."""
+    return _load(ROOT / "scripts" / "generate_docs.py")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_as_make_docs_would_write_it(page: Path, generator: ModuleType) -> None:
+    before = page.read_text(encoding="utf-8")
+    after: str = generator.renewed(before)
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), page.name, "now", lineterm="", n=1))
+    if lines:
+        pytest.fail("\n".join([*lines[:60], "", "renew it: make docs"]), pytrace=False)
+
+
+def test_every_part_stands_where_it_belongs(generator: ModuleType) -> None:
+    found = {page.name: parts for page in PAGES if (parts := generator.parts_of(page.read_text(encoding="utf-8")))}
+    assert found == GENERATED
+    assert sorted(part for parts in found.values() for part in parts) == sorted(generator.PARTS)
+
+
+def test_a_page_that_differs_is_found(generator: ModuleType) -> None:
+    page = (ROOT / "docs" / "states.md").read_text(encoding="utf-8")
+    wrong = page.replace("a person canceled it", "a person cancelled it", 1)
+    assert wrong != page
+    assert generator.renewed(wrong) == page
+
+
+def test_every_key_of_the_spec_is_in_its_reference(generator: ModuleType) -> None:
+    import json
+
+    schema = json.loads((ROOT / "src/distflow/spec/workflow.schema.json").read_text(encoding="utf-8"))
+    keys = {key for rule in (schema, *schema["$defs"].values()) for key in rule.get("properties", {})}
+    text: str = generator.spec_reference()
+    assert len(keys) > 40
+    missing = [key for key in keys if not re.search(rf"^\| `{re.escape(key)}`", text, re.MULTILINE)]
+    assert not missing
+
+
+def test_every_error_is_in_the_tree_with_its_exit_code(generator: ModuleType) -> None:
+    tree: str = generator.error_tree()
+    for error in generator.FAMILY:
+        if error.__name__ != "DistflowError":
+            assert re.search(rf"─ {error.__name__} +{error.exit_code} ", tree), error.__name__
+
+
+def test_every_state_and_reason_is_in_its_table(generator: ModuleType) -> None:
+    states, reasons = generator.state_table(), generator.reason_table()
+    assert all(f"| `{state.value}` |" in states for state in State)
+    assert all(f"| `{reason.value}` |" in reasons for reason in Reason)
+
+
+def test_anchors_are_those_of_github(generator: ModuleType) -> None:
+    assert generator.slug("An entry of `workflow.resources`") == "an-entry-of-workflowresources"
+    assert generator.slug("What survives what?") == "what-survives-what"
+    assert generator.slug("torchrun: node ranks are 0 … nnodes − 1") == "torchrun-node-ranks-are-0--nnodes--1"
