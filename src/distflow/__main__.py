@@ -1,6 +1,6 @@
 """``python -m distflow``: the command line."""
 
-from distflow.cli.app import main
+from distflow.cli.entry import main
 
 if __name__ == "__main__":
     main()

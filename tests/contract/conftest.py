@@ -15,18 +15,30 @@ import pytest
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.link import AgentLink, Event
 from distflow.errors import NodeUnreachable
+from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Transport
 from distflow.transports.local import LocalTransport
+from distflow.transports.ssh import SshDestination, SshTransport
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {"local": LocalTransport}
-"""Name → a way to make one that reaches this machine. SSH joins with one entry."""
+"""Name → a way to make one that reaches this machine; `over_ssh` is one more."""
 
 
-@pytest.fixture(params=sorted(TRANSPORTS))
+@pytest.fixture(scope="session")
+def over_ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Transport]]:
+    """A way to make transports that reach this machine through a real sshd."""
+    if why := missing_sshd():
+        pytest.skip(why)
+    with Sshd(tmp_path_factory.mktemp("sshd"), alias="here") as server:
+        yield lambda: SshTransport("here", SshDestination(host="here", config_file=str(server.client_config)))
+
+
+@pytest.fixture(params=[*sorted(TRANSPORTS), pytest.param("ssh", marks=pytest.mark.ssh)])
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     """A transport to this machine."""
-    made = TRANSPORTS[request.param]()
+    make = request.getfixturevalue("over_ssh") if request.param == "ssh" else TRANSPORTS[request.param]
+    made: Transport = make()
     yield made
     made.close()
 

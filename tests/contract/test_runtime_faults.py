@@ -78,7 +78,14 @@ def _no_daemon_is_left_to_the_next_test(marker: str) -> Iterator[None]:
     yield
     # A test that fails must not leave a bomb ticking on the machine.
     hunt = Hunt(lambda everything: [one for one in everything if has(one, marker)], lambda one: has(one, marker))
-    wait_until(lambda: not hunt.step(), 30, "the daemons of a failed test are gone")
+
+    def is_clean() -> bool:
+        caught = hunt.step()
+        for pid in processes_with(marker):  # the hunt may be what is broken
+            kill(pid)
+        return not caught and not processes_with(marker)
+
+    wait_until(is_clean, 30, "the daemons of a failed test are gone")
 
 
 def has(process: Process, marker: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from distflow.backends.base import Backend, LogSink, Sink
+from distflow.errors import InputError
 from distflow.pools.model import Pool
 
 __all__ = ["BACKENDS", "open_backend"]
@@ -17,7 +18,12 @@ BACKENDS: Mapping[str, str] = MappingProxyType({"local": "distflow.backends.mach
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Backend:
-    """Return the backend of a pool. ``blobs`` holds the files that specs send, by digest."""
+    """Return the backend of a pool. ``blobs`` holds the files that specs send, by digest.
+
+    Raises ``InputError`` for a backend that this version does not have.
+    """
+    if pool.backend not in BACKENDS:
+        raise InputError(f"this version of distflow has no backend {pool.backend!r}", hint=f"it has: {', '.join(BACKENDS)}")
     module = importlib.import_module(BACKENDS[pool.backend])
     backend: Backend = module.open_backend(pool, blobs=blobs, sink=sink, logs=logs)
     return backend

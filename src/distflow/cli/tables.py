@@ -62,7 +62,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | 
 
     >>> print(table(("Task", "Status"), [("master", "RUNNING"), ("worker-12", "")]), end="")
     Task       Status
-    =================
+    ==================
     master     RUNNING
     worker-12  -
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +26,7 @@ def state_directory() -> StateDirectory:
 @contextmanager
 def open_store(directory: StateDirectory) -> Iterator[Store]:
     """Open the store for one command."""
-    with _without_typing_extensions():
-        from distflow.state.store import Store  # sqlite3 and msgspec, not needed for --help
+    from distflow.state.store import Store  # sqlite3 and msgspec, not needed for --help
 
     with Store(directory.store) as store:
         yield store
@@ -55,17 +53,3 @@ def wake_if_needed(directory: StateDirectory, store: Store, *, wait: bool = Fals
 
         if wait or not is_running(directory):
             ensure_supervisor(directory, wait=wait)
-
-
-@contextmanager
-def _without_typing_extensions() -> Iterator[None]:
-    """Keep msgspec from importing ``typing_extensions``, which it does without, and which costs as much as the interpreter."""
-    if "typing_extensions" in sys.modules:
-        yield
-        return
-    # The import system takes this as "there is none".
-    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["typing_extensions"]

@@ -26,9 +26,9 @@ from distflow.backends.base import (
     PrepareFailed,
     Unanswered,
 )
-from distflow.lifecycle.states import State
+from distflow.errors import InputError
+from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.bind import bind
-from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.state.mirror import Mirror
@@ -194,9 +194,13 @@ class Supervisor:
                 if record.cancel != known.record.cancel:
                     self._workflows[record.uuid] = replace(known, record=replace(known.record, cancel=record.cancel))
                 continue
-            plan: Plan = self._store.plan(record.uuid)
+            try:
+                backend = self._backend(record)
+                plan = self._store.plan(record.uuid)
+            except InputError as error:
+                self._refuse(record, error.message)
+                continue
             self._workflows[record.uuid] = Workflow(record=record, plan=plan)
-            backend = self._backend(record)
             keys = [
                 key
                 for group in record.groups
@@ -205,6 +209,26 @@ class Supervisor:
             ]
             if keys:
                 backend.watch(keys)
+
+    def _refuse(self, record: WorkflowRecord, message: str) -> None:
+        """End a workflow that this distflow cannot run, in words; nothing of it is anywhere."""
+        now = self._clock.now()
+        groups = tuple(
+            replace(
+                group,
+                state=State.FAILED,
+                reason=Reason.START_ERROR,
+                message=message,
+                ended_at=now,
+                tasks=tuple(
+                    replace(task, state=State.FAILED, reason=Reason.START_ERROR, ended_at=now, log_complete=True)
+                    for task in group.tasks
+                ),
+            )
+            for group in record.groups
+        )
+        ended = replace(record, state=WorkflowState.FAILED, reason=Reason.START_ERROR, ended_at=now, groups=groups)
+        self._store.save([ended], [Event(at=now, kind="state", text=f"cannot run: {message}", workflow=record.uuid)])
 
     def _backend(self, record: WorkflowRecord) -> Backend:
         key = record.pool_key

@@ -13,6 +13,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from distflow.errors import SupervisorError
@@ -22,6 +23,7 @@ __all__ = ["Lock", "ensure_supervisor", "is_running", "open_wake_socket", "wake"
 
 _READY_TIMEOUT_S = 30.0
 _LOG_LIMIT = 4 << 20
+_LOCK_PAUSES_S = (0.01, 0.03, 0.1, 0.2)
 
 
 class Lock:
@@ -33,13 +35,20 @@ class Lock:
         self._handle = -1
 
     def take(self) -> bool:
-        """Take the lock and return True, or False when another process has it."""
+        """Take the lock and return True, or False when another process has it.
+
+        Readers hold it for an instant when they look (``is_running``), so one refusal is not believed.
+        """
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return False
+        for pause_s in (*_LOCK_PAUSES_S, None):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if pause_s is None:
+                    os.close(handle)
+                    return False
+                threading.Event().wait(pause_s)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         self._handle = handle

@@ -39,7 +39,7 @@ def missing_netns() -> str:
 
 
 class Network:
-    """A bridge of our own and the hosts at it; a context manager that takes everything down, also what a killed run has left."""
+    """A bridge of our own and the hosts at it; a context manager that takes all down, also what a killed run has left."""
 
     def __init__(self) -> None:
         """Make nothing yet."""

@@ -34,7 +34,9 @@ def missing_sshd() -> str:
 def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment: str = "test") -> Path:
     """Generate a key pair at ``path`` and ``path.pub``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", comment, "-f", str(path)]
+    # Its primes take seconds to find at the default size.
+    size = ["-b", "2048"] if kind == "rsa" else []
+    command = ["ssh-keygen", "-q", "-t", kind, *size, "-N", passphrase, "-C", comment, "-f", str(path)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
     return path
 
@@ -49,8 +51,8 @@ def free_port(address: str = "127.0.0.1") -> int:
 class Sshd:
     """One server; a context manager.
 
-    ``user_key`` is accepted, and is made beside the host keys when none is given. ``client_config`` and ``known_hosts`` are files
-    for a client that should get in as ``alias``; ``options`` are lines of ``sshd_config``; ``home`` is the user's home there.
+    ``user_key`` is accepted, and is made beside the host keys when none is given. ``client_config`` and ``known_hosts`` are
+    files for a client that should get in as ``alias``; ``options`` are lines of ``sshd_config``; ``home`` is the user's there.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class Sshd:
             "MaxSessions": "500",
             "LogLevel": "VERBOSE",
             "Subsystem": "sftp internal-sftp",
-            # A home of its own: what the real user's shell reads at its start is slow, or noisy, or says what tests must not know.
+            # A home of its own: what the real user's shell reads at its start is slow or noisy, and no business of tests.
             "SetEnv": f"HOME={self.home}",
             **self._options,
         }

@@ -40,9 +40,7 @@ class SshTransport:
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end; the time to connect counts."""
         deadline = Deadline(timeout_s)
-        link = self._connected(deadline)
-        channel = link.execute(remote_command(argv), deadline)
-        return run_to_end(link, channel, argv[0], input, deadline)
+        return run_to_end(self._connected(deadline), argv, input, deadline)
 
     def open(self, argv: Sequence[str]) -> SshChannel:
         """Start a command and keep a channel to it."""

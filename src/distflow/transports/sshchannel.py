@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import paramiko
 
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Completed
 from distflow.transports.deadline import Deadline
+from distflow.transports.sshcommand import remote_command
 from distflow.transports.ssherrors import FOREIGN, foreign_errors
 from distflow.transports.sshlink import SshLink
-from distflow.transports.sshwire import send_signal
 
 __all__ = ["SshChannel", "run_to_end"]
 
@@ -24,6 +26,9 @@ _PACKET = 32000
 _TAIL = 16384
 _DRAINED_S = 2.0
 _FAREWELL_S = 1.0
+_LATE_S = 2.0
+"""For stopping a command that took too long: finding its process, killing it, hearing that it is gone."""
+_STOPPED_S = 3 * _LATE_S
 
 
 class SshChannel:
@@ -84,9 +89,13 @@ class SshChannel:
                     del self._stderr[:-_TAIL]
 
 
-def run_to_end(link: SshLink, channel: paramiko.Channel, program: str, given: bytes, deadline: Deadline) -> Completed:
-    """Feed and drain a command until it ends; stop it and raise ``NodeUnreachable`` when ``deadline`` passes."""
+def run_to_end(link: SshLink, argv: Sequence[str], given: bytes, deadline: Deadline) -> Completed:
+    """Run a command, feeding and draining it; stop it and raise ``NodeUnreachable`` when ``deadline`` passes."""
+    program, mark = argv[0], f"distflow-{secrets.token_hex(8)}"
     stderr = bytearray()
+    pid = re.compile(rf"{mark} (\d+)\n".encode())
+    # A command that starts too late is stopped as well, for which it must have started.
+    channel = link.execute(remote_command(argv, mark), deadline, grace_s=_LATE_S)
 
     def collect() -> None:
         with contextlib.suppress(*FOREIGN):
@@ -99,14 +108,20 @@ def run_to_end(link: SshLink, channel: paramiko.Channel, program: str, given: by
             _send(link, channel, given)
             channel.shutdown_write()
 
+    def stop() -> None:
+        patience = Deadline(_LATE_S)
+        while (found := pid.search(stderr)) is None and not patience.has_passed and not channel.status_event.wait(0.02):
+            continue
+        if found is not None and not channel.status_event.is_set():
+            with contextlib.suppress(NodeUnreachable):
+                _kill(link, found[1].decode())
+        channel.close()
+
     def expire() -> None:
-        def stop() -> None:
-            with contextlib.suppress(*FOREIGN):
-                send_signal(channel, "KILL")
-            channel.close()
+        is_late.set()
+        _let_go(link, channel, stop, patience_s=_STOPPED_S)
 
-        _let_go(link, channel, stop)
-
+    is_late = threading.Event()
     timer = threading.Timer(deadline.left(), expire)
     helpers = [threading.Thread(target=one, name=f"{program} on {link.node}", daemon=True) for one in (collect, feed)]
     timer.daemon = True
@@ -117,18 +132,25 @@ def run_to_end(link: SshLink, channel: paramiko.Channel, program: str, given: by
         with foreign_errors(link.node, link.place, f"running `{program}`"):
             while data := channel.recv(_BULK):
                 stdout += data
-        channel.status_event.wait(deadline.left())
+        channel.status_event.wait(max(deadline.left(), _LATE_S))
         helpers[0].join(_DRAINED_S)
-        is_late = deadline.has_passed
     finally:
         timer.cancel()
         _let_go(link, channel, channel.close)
-    if channel.exit_status >= 0:
-        return Completed(exit_code=channel.exit_status, stdout=bytes(stdout), stderr=bytes(stderr))
-    if is_late:
+    if is_late.is_set():
         raise NodeUnreachable(link.node, f"`{program}` did not end within {deadline.seconds:g} s")
-    why = link.why_it_ended() or "its sshd did not say how it ended"
-    raise NodeUnreachable(link.node, f"the connection broke while `{program}` ran: {why}")
+    if channel.exit_status < 0:
+        why = link.why_it_ended() or "its sshd did not say how it ended"
+        raise NodeUnreachable(link.node, f"the connection broke while `{program}` ran: {why}")
+    return Completed(exit_code=channel.exit_status, stdout=bytes(stdout), stderr=pid.sub(b"", bytes(stderr), count=1))
+
+
+def _kill(link: SshLink, pid: str) -> None:
+    """Kill a process group on the node. sshd itself sends signals neither for root nor below a forced command."""
+    script = "kill -s KILL -- -$1 2>/dev/null || kill -s KILL $1"
+    channel = link.execute(remote_command(["sh", "-c", script, "sh", pid]), Deadline(_LATE_S))
+    channel.status_event.wait(_LATE_S)
+    channel.close()
 
 
 def _send(link: SshLink, channel: paramiko.Channel, data: bytes) -> None:
@@ -140,7 +162,7 @@ def _send(link: SshLink, channel: paramiko.Channel, data: bytes) -> None:
         position += sent
 
 
-def _let_go(link: SshLink, channel: paramiko.Channel, goodbye: Callable[[], None]) -> None:
+def _let_go(link: SshLink, channel: paramiko.Channel, goodbye: Callable[[], None], *, patience_s: float = _FAREWELL_S) -> None:
     """Say goodbye to a command; when that does not get through, the connection is dead and is closed as a whole."""
     if channel.closed:
         return
@@ -151,6 +173,6 @@ def _let_go(link: SshLink, channel: paramiko.Channel, goodbye: Callable[[], None
 
     thread = threading.Thread(target=say, name=f"goodbye to {link.node}", daemon=True)
     thread.start()
-    thread.join(_FAREWELL_S)
+    thread.join(patience_s)
     if thread.is_alive():
         link.close()

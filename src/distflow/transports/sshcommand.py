@@ -13,13 +13,14 @@ __all__ = ["remote_command"]
 _SPECIAL = re.compile(rb"[^A-Za-z0-9 _%+=:,./@<>()\[\]{}*?#&;|~^-]")
 
 
-def remote_command(argv: Sequence[str]) -> str:
-    """Return the line.
+def remote_command(argv: Sequence[str], mark: str = "") -> str:
+    """Return the line; with a ``mark``, that and the command's process id are written to standard error first.
 
     sshd hands it to the login shell. Quotes, backslashes, newlines and ``!`` mean other things in fish and csh, so they travel
     as octal numbers inside one pair of single quotes, and a POSIX shell, which takes the login shell's place, spells them out.
     """
-    words = ("exec " + quote(argv)).encode("utf-8", "surrogateescape")
+    first = f'printf "{mark} %d\\n" $$ >&2; ' if mark else ""
+    words = f"{first}exec {quote(argv)}".encode("utf-8", "surrogateescape")
     octal = _SPECIAL.sub(lambda found: b"\\0%03o" % found[0][0], words).decode("ascii")
     # A % means something to printf only in its format.
     return f"""exec /bin/sh -c 'eval "$(printf %b "{octal}")"'"""

@@ -74,8 +74,9 @@ class _Agent(AgentSSH):
 
 def authenticate(node: str, wire: paramiko.Transport, host: SshHost, place: str, deadline: Deadline) -> None:
     """Prove one of our keys to the host. Raises ``AuthenticationRefused``, and ``NodeUnreachable`` when it hangs up."""
-    ring = _gather(host, deadline)
+    ring = _Keyring()
     try:
+        _gather(ring, host, deadline)
         _try_all(node, wire, host, ring, place, deadline)
     finally:
         if ring.agent is not None:
@@ -143,9 +144,8 @@ def _refusal(
     return AuthenticationRefused(node, message, hint="\n".join(hints))
 
 
-def _gather(host: SshHost, deadline: Deadline) -> _Keyring:
-    """Return what ssh would try: the agent's keys that are also configured, its others, then the files."""
-    ring = _Keyring()
+def _gather(ring: _Keyring, host: SshHost, deadline: Deadline) -> None:
+    """Find what ssh would try: the agent's keys that are also configured, its others, then the files."""
     held = _ask_agent(host, ring, deadline)
     named: list[_Identity] = []
     from_files: list[_Identity] = []
@@ -164,15 +164,12 @@ def _gather(host: SshHost, deadline: Deadline) -> _Keyring:
             key, into = loaded, from_files
         fitting = [one for one in (*([beside] if beside else []), *certificates) if _key_in(one) == key.asbytes()]
         for certificate in fitting:
-            signed = copy.copy(key)
-            signed.public_blob = certificate
-            into.append(_Identity(signed, f"{fingerprint(key.asbytes())} {place} with certificate"))
+            into.append(_Identity(_certified(key, certificate), f"{fingerprint(key.asbytes())} {place} with certificate"))
         into.append(_Identity(key, f"{fingerprint(key.asbytes())} {place}"))
     others = [] if host.identities_only else [
         _Identity(key, f"{fingerprint(key.asbytes())} {key.comment} (agent)") for key in held.values()
     ]  # fmt: skip
     ring.identities = named + others + from_files
-    return ring
 
 
 def _ask_agent(host: SshHost, ring: _Keyring, deadline: Deadline) -> dict[bytes, AgentKey]:
@@ -237,6 +234,14 @@ def _read_certificate(file: str, ring: _Keyring) -> PublicBlob | None:
     except (OSError, ValueError, struct.error, paramiko.SSHException) as error:
         ring.notes.append(f"{_short(file)} is no certificate: {error}")
         return None
+
+
+def _certified(key: paramiko.PKey, certificate: PublicBlob) -> paramiko.PKey:
+    """Return the key as one that shows its certificate."""
+    # An agent's key cannot be copied: it looks every attribute up in itself.
+    shown = AgentKey(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
+    shown.public_blob = certificate
+    return shown
 
 
 def _key_in(certificate: PublicBlob) -> bytes:

@@ -34,6 +34,7 @@ from distflow.transports.sshwire import HOST_KEY_ALGORITHMS, Wire
 __all__ = ["SshLink"]
 
 _MOST_HOPS = 16
+_STUCK_S = 3.0
 _T = TypeVar("_T")
 
 
@@ -79,16 +80,22 @@ class SshLink:
         """Whether it stands, as far as is known."""
         return self._wire is not None and self._wire.is_active() and not self._is_closed
 
-    def execute(self, command: str, deadline: Deadline) -> paramiko.Channel:
-        """Start a command in a new channel."""
+    def execute(self, command: str, deadline: Deadline, *, grace_s: float = 0.0) -> paramiko.Channel:
+        """Start a command in a new channel; ``grace_s`` after ``deadline`` it is given up."""
         wire = self._wire
         if wire is None or self._is_closed:
             raise NodeUnreachable(self.node, f"{self.place}: the connection is closed")
         late = f"{self.place} did not start a command within {deadline.seconds:g} s"
-        # What is waiting for an answer can only be freed by closing the connection under it.
-        with self._hurry(deadline, late), foreign_errors(self.node, self.place, "starting a command"):
-            channel = wire.open_session(timeout=max(0.1, deadline.left()))
-            channel.exec_command(command)
+        # Others may use the connection: it is closed only when not even our requests can be sent.
+        with self._hurry(deadline, late, grace_s + _STUCK_S), foreign_errors(self.node, self.place, "starting a command"):
+            channel = wire.open_session(timeout=max(0.1, deadline.left() + grace_s))
+            hang_up = threading.Timer(deadline.left() + grace_s, channel.close)
+            hang_up.daemon = True
+            hang_up.start()
+            try:
+                channel.exec_command(command)
+            finally:
+                hang_up.cancel()
             return channel
 
     def why_it_ended(self) -> str:
@@ -114,12 +121,15 @@ class SshLink:
                 self._opened.append(close)
                 return thing
         close()
-        raise NodeUnreachable(self.node, f"{self.place}: the connection was closed while it was made")
+        raise self._was_closed()
+
+    def _was_closed(self) -> NodeUnreachable:
+        return NodeUnreachable(self.node, f"{self.place}: the connection was closed while it was made")
 
     @contextlib.contextmanager
-    def _hurry(self, deadline: Deadline, late: str) -> Iterator[None]:
-        """Close the connection when ``deadline`` passes within the block, and say ``late`` then."""
-        timer = threading.Timer(deadline.left(), self.close)
+    def _hurry(self, deadline: Deadline, late: str, grace_s: float = 0.0) -> Iterator[None]:
+        """Close the connection ``grace_s`` after ``deadline`` when the block lasts that long, and say ``late`` then."""
+        timer = threading.Timer(deadline.left() + grace_s, self.close)
         timer.daemon = True
         timer.start()
         try:
@@ -195,12 +205,16 @@ class SshLink:
         wire = Wire(sock, host, known_algorithms(known, host.key_name, supported))
         self._keep(wire, wire.close)
         wire.banner_timeout = wire.handshake_timeout = max(0.1, deadline.left())
+        # paramiko does not tell when it is closed by us.
         is_done = threading.Event()
+        self._keep(is_done, is_done.set)
         wire.start_client(event=is_done)
         in_time = is_done.wait(deadline.left())
         if not in_time or not wire.is_active():
             # Or its timer, which is no daemon, keeps the whole process alive.
             wire.packetizer.complete_handshake()
+            if self._is_closed:
+                raise self._was_closed()
             raise self._no_handshake(wire, host, place, proxy, deadline, in_time=in_time)
         key = wire.get_remote_server_key()
         certificate = key.public_blob.key_blob if key.public_blob is not None else None

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import paramiko
-from paramiko.common import MSG_CHANNEL_REQUEST, cMSG_CHANNEL_REQUEST
+from paramiko.common import MSG_CHANNEL_REQUEST
 
 from distflow.transports.sshhost import SshHost, pick_algorithms
 
-__all__ = ["HOST_KEY_ALGORITHMS", "Wire", "send_signal"]
+__all__ = ["HOST_KEY_ALGORITHMS", "Wire"]
 
 # AES-GCM first: twice the throughput of paramiko's default. What OpenSSH has retired (CBC, MD5, 96-bit) is left out.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
@@ -71,16 +71,3 @@ def _take_request(channel: paramiko.Channel, message: paramiko.Message) -> None:
 
 
 setattr(Wire, _TABLE, {**getattr(paramiko.Transport, _TABLE), MSG_CHANNEL_REQUEST: _take_request})
-
-
-def send_signal(channel: paramiko.Channel, name: str) -> None:
-    """Ask sshd to send a signal to the command's process group (OpenSSH 7.9 and newer do)."""
-    if channel.transport is None:
-        return
-    message = paramiko.Message()
-    message.add_byte(cMSG_CHANNEL_REQUEST)
-    message.add_int(channel.remote_chanid)
-    message.add_string("signal")
-    message.add_boolean(False)
-    message.add_string(name)
-    channel.transport._send_user_message(message)  # type: ignore[attr-defined]  # noqa: SLF001  paramiko lacks this request

