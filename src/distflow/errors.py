@@ -80,6 +80,8 @@ class NodeError(DistflowError):
         """Name the ``node`` in front of the message."""
         super().__init__(f"{node}: {message}", hint=hint)
         self.node = node
+        self.detail = message
+        """The message without the node, for where that is named already."""
 
 
 class TransportError(NodeError):

@@ -275,9 +275,11 @@ def test_both_are_killed_under_the_agent_that_forked_them(node: NodeUnderTest, m
 
 def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
-    stays = "trap '' TERM; echo up; while :; do sleep 1; done"
-    # One keeps its mark and leaves the session; one drops its mark and stays in the session.
-    argv = ["sh", "-c", 'setsid sh -c "$1" $0 & env -i sh -c "$1" $0 & sleep 60', marker, stays]
+    marked = "trap '' TERM; echo up; while :; do sleep 1; done"
+    unmarked = "import os, signal; os.setpgid(0, 0); print('up', flush=True); signal.pause()"
+    # One keeps its mark and leaves the session; one drops its mark, stays there, and shares no group with a marked one.
+    script = 'setsid sh -c "$1" $0 & env -i "$3" -I -S -c "$2" $0 & sleep 60'
+    argv = ["sh", "-c", script, marker, marked, unmarked, sys.executable]
     attempt = node.start(link, argv, lease={"gpus": 1, "gpu_ids": [0]})
     wait_until(lambda: node.output(attempt).count("up") == 2)
     agent = agent_of(link)

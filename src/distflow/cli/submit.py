@@ -18,8 +18,10 @@ from distflow.cli.command import Format, FormatOption, command_app
 from distflow.cli.submission import Checked, Overrides, Ready, check, choose_pool, parse_overrides, plan_for, pool_key, propose
 from distflow.documents.problems import Problem, ProblemsFound, Severity
 from distflow.errors import WorkflowEnded
+from distflow.lifecycle.states import WorkflowState
 from distflow.plan.compile import compile_plan
 from distflow.plan.render import plan_json, plan_text, script
+from distflow.pools.model import Configuration
 from distflow.spec.bundles import bundle_files
 from distflow.state.directory import StateDirectory
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
@@ -98,24 +100,38 @@ def validate(
     """Check specs, above all their rank layout. Works offline, reaches no node and starts nothing."""
     overrides = parse_overrides(sets or [], set_string or [], [])
     configuration = wiring.configuration()
-    results = []
+    results: list[dict[str, object]] = []
+    problems: list[Problem] = []
     for file in files:
-        checked = check(file, overrides)
-        chosen = choose_pool(configuration, pool, checked.spec)
-        with tempfile.TemporaryDirectory() as blobs:
-            bundles, problems = bundle_files(checked.spec, Path(blobs))
-        if problems:
-            raise ProblemsFound([*problems, *checked.warnings])
-        plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
-        # Whether it fits here is no fault of the spec: it may be meant for other machines.
-        _, misfits = propose(plan, chosen, checked.spec, Severity.WARNING)
-        warnings = [*checked.warnings, *misfits]
+        try:
+            checked, warnings = _validate_one(file, overrides, configuration, pool)
+        except ProblemsFound as error:
+            problems += error.problems
+            continue
         if format_type is Format.TEXT:
             _warn(warnings)
             print(_valid_text(file, checked), end="")
         results.append({"file": file, "valid": True, "warnings": [problem.as_json() for problem in warnings]})
+    if problems:
+        raise ProblemsFound(problems)
     if format_type is Format.JSON:
         print(json.dumps({"specs": results}, indent=2))
+
+
+def _validate_one(
+    file: str, overrides: Overrides, configuration: Configuration, pool: str | None
+) -> tuple[Checked, list[Problem]]:
+    """Check one spec and return it with its warnings. Raises ``ProblemsFound``."""
+    checked = check(file, overrides)
+    chosen = choose_pool(configuration, pool, checked.spec)
+    with tempfile.TemporaryDirectory() as blobs:
+        bundles, problems = bundle_files(checked.spec, Path(blobs))
+    if problems:
+        raise ProblemsFound([*problems, *checked.warnings])
+    plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
+    # Whether it fits here is no fault of the spec: it may be meant for other machines.
+    _, misfits = propose(plan, chosen, checked.spec, Severity.WARNING)
+    return checked, [*checked.warnings, *misfits]
 
 
 def _valid_text(file: str, checked: Checked) -> str:
@@ -216,8 +232,18 @@ def _wait(directory: StateDirectory, store: Store, record: WorkflowRecord, forma
         from distflow.cli.views import workflow_json
 
         print(json.dumps(workflow_json(final), indent=2))
-    if final.state.value != "COMPLETED":
+    if final.state is not WorkflowState.COMPLETED:
+        if sys.stderr.isatty():
+            _print_causes(final)
         raise WorkflowEnded("")
+
+
+def _print_causes(record: WorkflowRecord) -> None:
+    """Say why it failed, where the status line has just said that it did."""
+    for group in record.groups:
+        if group.message:
+            print(f"{group.name}: {group.status}: {group.message}", file=sys.stderr)
+    print(f"more: distflow workflow query {record.id}", file=sys.stderr)
 
 
 def _warn(warnings: tuple[Problem, ...] | list[Problem]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["TaskRanks", "World"]
+__all__ = ["TaskRanks", "World", "rank_words"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,11 @@ class TaskRanks:
     def text(self) -> str:
         """Return ``8-15``, or ``8`` for a single rank."""
         return str(self.offset) if self.size == 1 else f"{self.offset}-{self.offset + self.size - 1}"
+
+
+def rank_words(text: str) -> str:
+    """Return ``rank 3`` or ``ranks 0-7`` for the text of some ranks, and ``""`` for none."""
+    return f"rank{'s' if '-' in text else ''} {text}" if text else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

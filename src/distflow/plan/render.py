@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from distflow.layout.ranks import rank_words
 from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedFile
 from distflow.shell import MASK, quote_with_variables
 
@@ -91,7 +92,7 @@ def _headline(group: GroupPlan) -> str:
 def _task_lines(launch: Launch, node: str | None) -> list[str]:
     head = f"  task {launch.task}" + (" (lead)" if launch.lead else "")
     head += f" on {node}" if node else ""
-    head += f", ranks {launch.ranks.text}" if launch.ranks else ""
+    head += f", {rank_words(launch.ranks.text)}" if launch.ranks else ""
     lines = [head, "    command      " + " ".join(shlex.quote(_shown(word)) for word in launch.argv)]
     for position, (name, value) in enumerate(launch.environment.items()):
         lines.append(f"    {'environment' if position == 0 else '':12} {name}={_shown(value)}")

@@ -122,7 +122,9 @@ def create(root: str, request: Json, umask: int) -> int:
             os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
         return _create(directory, attempt, request, umask)
     except OSError as error:
-        raise OpError.from_os(error, "the attempt cannot be made") from error
+        raise OpError.from_os(
+            error, "{} cannot be made; free space there, or give the node another `root`".format(directory)
+        ) from error
     finally:
         os.close(task)
 

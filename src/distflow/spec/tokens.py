@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-__all__ = ["PLAIN_TOKENS", "RANK_TOKENS", "TOKEN_NAMES", "Shield", "choose_fence", "find_tokens"]
+__all__ = ["PLAIN_TOKENS", "RANK_TOKENS", "TOKEN_NAMES", "Shield", "Token", "choose_fence", "find_tokens"]
 
 PLAIN_TOKENS = ("uuid", "workflow_id", "output")
 """Always tokens, also when a variable has that name (as in OSMO)."""

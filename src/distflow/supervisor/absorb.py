@@ -22,6 +22,7 @@ from distflow.backends.base import (
     Started,
     StopAccepted,
 )
+from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
@@ -135,8 +136,8 @@ def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[T
         started_at=seen.started_at,
         output_dir=f"{seen.directory}/output" if seen.directory else None,
     )
-    ranks = f", ranks {task.ranks}" if task.ranks else ""
-    return running, f"{task.name}: started on {task.node}{ranks} (pid {seen.pid})"
+    where = ", ".join(filter(None, [task.node, rank_words(task.ranks)]))
+    return running, f"{task.name}: started on {where} (pid {seen.pid})"
 
 
 def _stop_accepted(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:

@@ -8,14 +8,16 @@ import select
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Completed
 
-__all__ = ["LocalChannel", "LocalTransport"]
+__all__ = ["LocalChannel", "LocalTransport", "login_environment"]
 
 _READ = 65536
+_OF_A_LOGIN = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"})
+_PREFIXES_OF_A_LOGIN = ("LC_", "PYENV_", "XDG_")
 _TAIL = 16384
 _DRAINED_S = 2.0
 
@@ -151,7 +153,17 @@ class LocalChannel:
 def _start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C in our terminal is for us to handle.
     pipe = subprocess.PIPE
-    return subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
+    return subprocess.Popen(
+        list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=login_environment(os.environ)
+    )
+
+
+def login_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what of an environment a login would give, as SSH does.
+
+    What else the shell of whoever started the supervisor held (a WORLD_SIZE, a token) must not reach the tasks of others.
+    """
+    return {name: value for name, value in environ.items() if name in _OF_A_LOGIN or name.startswith(_PREFIXES_OF_A_LOGIN)}
 
 
 def _not_started(argv: Sequence[str], error: OSError) -> Completed:

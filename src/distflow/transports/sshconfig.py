@@ -99,6 +99,10 @@ def read_config(host: str, given: Values, config_file: str | None = None, read: 
     reader = _Reader(host, {key: list(found) for key, found in given.items()}, read or _read_file)
     for is_final in (False, True):
         reader.is_final = is_final
+        if is_final:
+            # The second reading, for `Match final`, finds a name that is settled.
+            settled = reader.hostname().replace("%", "%%")
+            reader.values.setdefault("hostname", [Directive((settled,), "")])
         for path, folder in _files(config_file):
             reader.file(path, folder, 0, is_active=True)
         if not reader.wants_final:
@@ -206,7 +210,7 @@ class _Reader:
     def _holds(self, kind: str, argument: str) -> bool:
         patterns = argument.split(",")
         if kind == "host":
-            return matches_list(self._hostname().lower(), [pattern.lower() for pattern in patterns])
+            return matches_list(self.hostname().lower(), [pattern.lower() for pattern in patterns])
         if kind == "originalhost":
             return matches_list(self.host.lower(), [pattern.lower() for pattern in patterns])
         if kind == "user":
@@ -221,13 +225,14 @@ class _Reader:
         found = self.values.get(keyword)
         return found[0].words[0] if found else ""
 
-    def _hostname(self) -> str:
+    def hostname(self) -> str:
+        """Return where the connection goes, as far as is known now."""
         return self._first("hostname").replace("%h", self.host).replace("%%", "%") or self.host
 
     def _try(self, command: str) -> bool:
         """Return whether a command of ``Match exec`` ends with 0."""
         user = self._first("user") or local_user()
-        tokens = {"%": "%", "h": self._hostname(), "n": self.host, "p": self._first("port") or "22", "r": user,
+        tokens = {"%": "%", "h": self.hostname(), "n": self.host, "p": self._first("port") or "22", "r": user,
                   "u": local_user(), "d": os.path.expanduser("~"), "i": str(os.getuid()),
                   "l": os.uname().nodename, "L": os.uname().nodename.partition(".")[0]}  # fmt: skip
         line = re.sub("%(.)", lambda found: tokens.get(found[1], found[0]), command)

@@ -68,4 +68,4 @@ def _words(error: BaseException | None) -> tuple[str, str]:
         return f"it refuses to open a channel ({error.text})", "MaxSessions of its sshd may be too low"
     if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
         return f"no common algorithm: {error}", ""
-    return f"{str(error) or type(error).__name__}", ""
+    return " ".join(str(error).split()) or type(error).__name__, ""

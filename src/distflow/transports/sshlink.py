@@ -29,7 +29,7 @@ from distflow.transports.ssherrors import explain, foreign_errors
 from distflow.transports.sshhost import Hop, SshHost, pick_algorithms, resolve_destination, resolve_hop
 from distflow.transports.sshkeys import authenticate
 from distflow.transports.sshsocket import ProxyProcess, connect_tcp
-from distflow.transports.sshwire import HOST_KEY_ALGORITHMS, Wire
+from distflow.transports.sshwire import HOST_KEY_ALGORITHMS, Tunnel, Wire
 
 __all__ = ["SshLink"]
 
@@ -89,7 +89,7 @@ class SshLink:
         # Others may use the connection: it is closed only when not even our requests can be sent.
         with self._hurry(deadline, late, grace_s + _STUCK_S), foreign_errors(self.node, self.place, "starting a command"):
             channel = wire.open_session(timeout=max(0.1, deadline.left() + grace_s))
-            hang_up = threading.Timer(deadline.left() + grace_s, channel.close)
+            hang_up = threading.Timer(deadline.left() + grace_s, Tunnel(channel).close)
             hang_up.daemon = True
             hang_up.start()
             try:
@@ -182,7 +182,8 @@ class SshLink:
                 told = "is not allowed to forward" if error.code == 1 else "cannot connect"
                 raise NodeUnreachable(self.node, f"{via} {told} to {place} ({error.text})") from error
             raise explain(self.node, via, error, f"connecting to {place}") from error
-        return self._keep(channel, channel.close)
+        tunnel = Tunnel(channel)
+        return self._keep(tunnel, tunnel.close)
 
     def _dial(self, host: SshHost, place: str, deadline: Deadline) -> socket.socket:
         try:

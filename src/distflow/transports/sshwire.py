@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from paramiko.common import MSG_CHANNEL_REQUEST
 
 from distflow.transports.sshhost import SshHost, pick_algorithms
 
-__all__ = ["HOST_KEY_ALGORITHMS", "Wire"]
+__all__ = ["HOST_KEY_ALGORITHMS", "Tunnel", "Wire"]
 
 # AES-GCM first: twice the throughput of paramiko's default. What OpenSSH has retired (CBC, MD5, 96-bit) is left out.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
@@ -24,6 +25,39 @@ HOST_KEY_ALGORITHMS = (
 )  # fmt: skip
 _WINDOW = 4 << 20
 _TABLE = "_channel_handler_table"
+
+
+class Tunnel:
+    """A channel of one connection as the socket of another: its ``close`` never raises.
+
+    paramiko closes its socket before it wakes those who wait for the connection, so an error there would leave them waiting.
+    """
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        """Take over ``channel``."""
+        self._channel = channel
+
+    def send(self, data: bytes) -> int:
+        """Send some of ``data``."""
+        return self._channel.send(data)
+
+    def recv(self, size: int) -> bytes:
+        """Wait for data."""
+        return self._channel.recv(size)
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Bound how long the others wait."""
+        self._channel.settimeout(seconds)
+
+    def close(self) -> None:
+        """Let go. May be called twice, and never raises."""
+        with contextlib.suppress(paramiko.SSHException, OSError, EOFError):
+            self._channel.close()
+
+    @property
+    def _closed(self) -> bool:
+        """As the sockets of Python have it; paramiko looks at it."""
+        return self._channel.closed
 
 
 class Wire(paramiko.Transport):

@@ -20,17 +20,17 @@ CASES = {
     "negation": "Host * !gpu1\n  Port 1\nHost *\n  Port 3\n",
     "question marks": "Host gpu?\n  Port 4\n",
     "patterns are no regular expressions": "Host gpu[1]\n  Port 9\nHost g.u1\n  Port 9\nHost gpu1\n  Port 5\n",
-    "identities add up": "IdentityFile ~/a\nHost gpu1\n  IdentityFile ~/b\n  IdentityFile ~/a\nHost other\n  IdentityFile ~/c\n",
+    "identities add up": "IdentityFile ~/a\nHost gpu1\n  IdentityFile ~/b\n  IdentityFile ~/a\nHost x\n  IdentityFile ~/c\n",
     "tokens": "Host gpu1\n  HostName %h.example\n  User u\n  Port 7\n  IdentityFile ~/k/%r@%h:%p-%n-%u-%i-%%\n",
     "environment": "Host gpu1\n  IdentityFile ${HOME}/k\n  UserKnownHostsFile ${HOME}/x ~/y\n",
-    "match host sees HostName": "Host gpu1\n  HostName big.example\nMatch host big.*\n  Port 8\nMatch originalhost gpu1\n  User o\n",
+    "match host sees HostName": "HostName big.org\nMatch host big.*\n  Port 8\nMatch originalhost gpu1\n  User o\n",
     "match negated": "Match !host gpu1\n  Port 1\nMatch host gpu1,other\n  Port 2\n",
     "match user sees User": "Host gpu1\n  User ann\nMatch user bob\n  Port 1\nMatch user ann\n  Port 2\n",
     "match local user": "Match localuser nobody\n  Port 1\nMatch all\n  Port 2\n",
     "match exec": 'Match exec "test %h = gpu1"\n  Port 1\nMatch exec false\n  User x\nMatch exec true\n  User y\n',
     "match exec runs only where the rest holds": "Match host other exec \"touch ran\"\n  Port 1\nHost *\n  Port 2\n",
     "match final": "Match final\n  Port 9\n  User late\nHost gpu1\n  User early\n",
-    "match all and final": "Host gpu1\n  Port 1\nMatch final all\n  HostName later.example\n",
+    "match all and final": "Host gpu1\n  Port 1\nMatch final all\n  HostName later.example\n  User late\n",
     "include in a block that does not hold": "Host other\n  Include more\n  Port 5\nHost gpu1\n  User me\n",
     "include in a block that holds": "Host gpu1\n  Include more\n  Port 5\nHost *\n  Port 6\n",
     "include at the top": "Include more\nPort 5\n",
@@ -39,23 +39,14 @@ CASES = {
     "proxy jump first": "Host gpu1\n  ProxyJump a,b@c:22\n  ProxyCommand nc %h %p\n",
     "proxy command first": "Host gpu1\n  ProxyCommand nc -x \"%n\" %h %p # kept\n  ProxyJump a\n",
     "proxy none": "Host gpu1\n  ProxyCommand none\n  ProxyJump none\nHost *\n  ProxyJump a\n",
-    "known hosts": "Host gpu1\n  UserKnownHostsFile ~/one \"~/two words\"\n  GlobalKnownHostsFile /etc/three\n  HostKeyAlias alias\n",
+    "known hosts": "Host gpu1\n  UserKnownHostsFile ~/one \"~/two words\"\n  GlobalKnownHostsFile /three\n  HostKeyAlias me\n",
     "times": "Host gpu1\n  ConnectTimeout 1m30s\n  ServerAliveInterval 7\n  ServerAliveCountMax 2\n",
-    "host keys": "Host gpu1\n  StrictHostKeyChecking accept-new\n  HashKnownHosts yes\n  IdentitiesOnly yes\n  AddressFamily inet\n",
+    "host keys": "StrictHostKeyChecking accept-new\nHashKnownHosts yes\nIdentitiesOnly yes\nAddressFamily inet\n",
     "agents": "Host gpu1\n  IdentityAgent ~/agent.sock\n  CertificateFile ~/x-cert.pub\n",
-    "tags": "Host gpu1\n  User me\n",
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _files(monkeypatch: pytest.MonkeyPatch) -> Path:
-    # ssh takes the home of the user database, not HOME: both must mean the same place here.
-    home = Path("~").expanduser()
-    monkeypatch.chdir(home)
-    return home
-
-
-def openssh(config: Path, home: Path) -> dict[str, list[str]]:
+def openssh(config: Path) -> dict[str, list[str]]:
     done = subprocess.run(["ssh", "-G", "-F", str(config), "gpu1"], capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[str]] = {}
@@ -70,7 +61,9 @@ def ours(config: Path) -> SshHost:
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_we_read_as_openssh_does(case: str, _files: Path, tmp_path: Path) -> None:
+def test_we_read_as_openssh_does(case: str, tmp_path: Path) -> None:
+    # ssh takes the home of the user database, not HOME: both mean the same place here.
+    home = Path.home()
     real_home = subprocess.run(["sh", "-c", "eval echo ~$(id -un)"], capture_output=True, text=True, check=True).stdout.strip()
     included = {
         "more": "User included\nHost gpu1\n  HostName from.include\nHost other\n  Port 77\n",
@@ -86,10 +79,10 @@ def test_we_read_as_openssh_does(case: str, _files: Path, tmp_path: Path) -> Non
         text = text.replace(f"Include {name}", f"Include {tmp_path}/{name}")
     config = tmp_path / "config"
     config.write_text(text)
-    theirs, host = openssh(config, _files), ours(config)
+    theirs, host = openssh(config), ours(config)
 
     def path(text: str) -> str:
-        return text.replace(real_home, "~H").replace(str(_files), "~H").replace("~/", "~H/")
+        return text.replace(real_home, "~H").replace(str(home), "~H").replace("~/", "~H/")
 
     assert host.hostname == theirs["hostname"][0]
     assert host.port == int(theirs["port"][0])
@@ -98,7 +91,7 @@ def test_we_read_as_openssh_does(case: str, _files: Path, tmp_path: Path) -> Non
     assert host.hash_known_hosts == (theirs["hashknownhosts"] == ["yes"])
     assert host.address_family == theirs["addressfamily"][0]
     assert (host.host_key_alias or "none") == theirs.get("hostkeyalias", ["none"])[0]
-    assert host.connect_timeout_s == {"none": 10.0}.get(theirs["connecttimeout"][0], None) or float(theirs["connecttimeout"][0])
+    assert host.connect_timeout_s == {"none": 10.0}.get(theirs["connecttimeout"][0]) or float(theirs["connecttimeout"][0])
     assert host.host_key_policy == ("accept-new" if theirs["stricthostkeychecking"] == ["accept-new"] else "strict")
     jumps = ",".join(
         f"{hop.user + '@' if hop.user else ''}{hop.host}{f':{hop.port}' if hop.port else ''}" for hop in host.proxy_jump

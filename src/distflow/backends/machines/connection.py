@@ -29,7 +29,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.link import AgentLink
-from distflow.errors import DistflowError, NodeUnreachable
+from distflow.errors import DistflowError, NodeError, NodeUnreachable
 from distflow.pools.model import Node, Pool
 from distflow.transports.base import Transport
 
@@ -192,7 +192,7 @@ class Connection:
                 tries = 0
                 self._broken.wait()
             except DistflowError as error:
-                self._error = error.message
+                self._error = _words(error)
             with self._lock:
                 self._link = None
                 self._streams.clear()
@@ -231,7 +231,7 @@ class Connection:
             self.report(key, answer["attempts"].get(key.name) or {"phase": "absent"})
 
     def _closed(self, error: DistflowError | None) -> None:
-        self._error = error.message if error is not None else "closed"
+        self._error = _words(error) if error is not None else "closed"
         with self._lock:
             self._link = None
         self._broken.set()
@@ -294,3 +294,9 @@ class Connection:
             complete = drained == set(_LOG_FILES)
         if complete:
             self._sink(LogComplete(at=now(), key=key))
+
+
+def _words(error: DistflowError) -> str:
+    """Return what happened and what to do, on one line, without the node: that is named beside it."""
+    what = error.detail if isinstance(error, NodeError) else error.message
+    return f"{what} ({error.hint})" if error.hint else what
