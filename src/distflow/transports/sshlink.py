@@ -89,7 +89,7 @@ class SshLink:
         # Others may use the connection: it is closed only when not even our requests can be sent.
         with self._hurry(deadline, late, grace_s + _STUCK_S), foreign_errors(self.node, self.place, "starting a command"):
             channel = wire.open_session(timeout=max(0.1, deadline.left() + grace_s))
-            hang_up = threading.Timer(deadline.left() + grace_s, Tunnel(channel).close)
+            hang_up = threading.Timer(deadline.left() + grace_s, lambda: _quietly(channel.close))
             hang_up.daemon = True
             hang_up.start()
             try:
@@ -112,8 +112,7 @@ class SshLink:
             opened, self._opened = self._opened, []
         # In the order in which they were opened: what lies further out then has nothing to wait for.
         for close in opened:
-            with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-                close()
+            _quietly(close)
 
     def _keep(self, thing: _T, close: Callable[[], object]) -> _T:
         with self._lock:
@@ -290,6 +289,11 @@ class SshLink:
             words += ["-p", str(given.port)] if given.port is not None else []
             words += ["-l", given.user] if given.user is not None else []
         return quote([*words, host.alias, "true"])
+
+
+def _quietly(close: Callable[[], object]) -> None:
+    with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+        close()
 
 
 def _removals(entries: Sequence[KnownKey], host: SshHost) -> str:
