@@ -23,7 +23,8 @@ demo: $(STAMP)
 	$(BIN)/distflow workflow submit workflow_specs/pytorch_dist.yaml --wait
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	@sh scripts/install_sshd.sh
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

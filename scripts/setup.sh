@@ -5,18 +5,7 @@ set -eu
 VENV=$1
 PYTHON=${PYTHON:-python3}
 
-as_root() {
-    if [ "$(id -u)" = 0 ]; then "$@"
-    elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then sudo -n "$@"
-    else return 1
-    fi
-}
-
-apt_install() {
-    command -v apt-get >/dev/null 2>&1 || return 1
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@" && return 0
-    as_root apt-get update -q && as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"
-}
+. "$(dirname "$0")/apt.sh"
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
     echo "distflow needs Python 3.10 or newer; $PYTHON is $("$PYTHON" -V 2>&1). Try: make PYTHON=python3.12 ..." >&2

@@ -13,7 +13,9 @@ from distflow.pools.model import Pool
 
 __all__ = ["BACKENDS", "open_backend"]
 
-BACKENDS: Mapping[str, str] = MappingProxyType({"local": "distflow.backends.machines.backend"})
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"local": "distflow.backends.machines.backend", "ssh": "distflow.backends.machines.backend"}
+)
 """Backend → module with ``open_backend(pool, blobs, sink, logs)``."""
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from distflow.documents.document import Document, path_text
 from distflow.documents.document import Path as KeyPath
@@ -133,6 +133,11 @@ def _local_node(root: str, machine: Machine) -> Node:
     )
 
 
+def _ssh_node() -> Node:
+    """What is assumed of a machine behind SSH: the rest it says itself when it is reached."""
+    return Node(name="", host="", root="~/.distflow", python="python3")
+
+
 def _default_pool(top: View, names: Sequence[str]) -> str:
     default = top.string("default_pool")
     if default is None:
@@ -146,31 +151,42 @@ def _default_pool(top: View, names: Sequence[str]) -> str:
 
 def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
     backend = pool.string("backend") or ""
-    if backend in ("ssh", "slurm", "ray", "kubernetes"):
+    if backend in ("slurm", "ray", "kubernetes"):
         pool.add(
             f"not supported yet in this version: `backend: {backend}`",
-            "use `backend: local`, or leave this pool out",
+            "use `backend: local` or `backend: ssh`, or leave this pool out",
             key="backend",
         )
-    nodes = _parse_nodes(pool, root, machine)
+    nodes = _parse_nodes(pool, root, machine, is_remote=backend == "ssh")
     if backend == "local" and len(nodes) > 1:
         pool.add(f"a pool with `backend: local` has one node, this machine; {len(nodes)} are given", "keep one", key="nodes")
     times = {field: seconds for key, field in _DURATIONS.items() if (seconds := pool.parsed(key, parse_duration)) is not None}
     for key in _NEVER_ZERO:
         if times.get(_DURATIONS[key]) == 0:
             pool.add(f"`{path_text((*pool.path, key))}` must be more than 0", key=key)
-    return Pool(name=name, backend=backend, nodes=nodes, **times)
+    return Pool(
+        name=name,
+        backend=backend,
+        nodes=nodes,
+        host_key_policy=_POLICIES.get(pool.string("host_key_policy") or ""),
+        ssh_config=_absolute((pool,), "ssh_config", pool.string("ssh_config")),
+        **times,
+    )
 
 
-def _parse_nodes(pool: View, root: str, machine: Machine) -> tuple[Node, ...]:
+def _parse_nodes(pool: View, root: str, machine: Machine, *, is_remote: bool) -> tuple[Node, ...]:
     entries = pool.document.value_at((*pool.path, "nodes"))
     if not isinstance(entries, list) or not entries:
-        return (_parse_node(pool, None, root, machine),)
+        if is_remote:
+            hint = "for example `nodes: [gpu1, {host: gpu2, gpus: 8}]`; aliases of ~/.ssh/config are enough"
+            pool.add("a pool with `backend: ssh` needs `nodes`", hint, key="backend")
+            return ()
+        return (_parse_node(pool, None, _local_node(root, machine)),)
     found: dict[str, Node] = {}
     for position, entry in enumerate(entries):
         if not isinstance(entry, str | dict):
             continue
-        node = _parse_node(pool, position, root, machine)
+        node = _parse_node(pool, position, _ssh_node() if is_remote else _local_node(root, machine))
         at = (*pool.path, "nodes", position)
         if node.name in found:
             pool.add(
@@ -180,12 +196,12 @@ def _parse_nodes(pool: View, root: str, machine: Machine) -> tuple[Node, ...]:
     return tuple(found.values())
 
 
-def _parse_node(pool: View, position: int | None, root: str, machine: Machine) -> Node:
-    """Return one node: what it says, over the defaults, over the pool, over what the machine has."""
+def _parse_node(pool: View, position: int | None, base: Node) -> Node:
+    """Return one node: what it says, over the defaults, over the pool, over ``base``."""
     item = pool.view("nodes", position) if position is not None else pool.view("nodes", 0)
     alone = pool.document.text_at(item.path)
     layers = (item, pool.view("defaults"), pool)
-    base = _local_node(root, machine)
+    is_remote = not base.host
 
     def text(key: str) -> str | None:
         return next(
@@ -198,11 +214,16 @@ def _parse_node(pool: View, position: int | None, root: str, machine: Machine) -
     memory = next((value for layer in layers[:2] if (value := layer.parsed("memory", parse_bytes)) is not None), None)
     name = item.string("name") or (alone.value if alone is not None else None) or text("host") or base.name
     gpus, cpus = whole("gpus"), whole("cpus")
+    # The directories of another machine are for that machine to expand.
+    directory = _remote_directory if is_remote else _absolute
     return Node(
         name=name,
-        host=text("host") or base.host,
+        host=text("host") or base.host or name,
+        port=whole("port"),
+        user=text("user"),
+        identity_file=_absolute(layers, "identity_file", text("identity_file")),
         address=text("address") or base.address,
-        root=_absolute(layers, "root", text("root")) or base.root,
+        root=directory(layers, "root", text("root")) or base.root,
         python=text("python") or base.python,
         gpus=base.gpus if gpus is None else gpus,
         cpus=base.cpus if cpus is None else cpus,
@@ -211,12 +232,21 @@ def _parse_node(pool: View, position: int | None, root: str, machine: Machine) -
         labels=_merged(pool.document, layers[:2], "labels"),
         environment=_merged(pool.document, layers, "environment"),
         setup=text("setup"),
-        lease_dir=_absolute(layers, "lease_dir", text("lease_dir")) or _LEASE_DIR,
+        lease_dir=directory(layers, "lease_dir", text("lease_dir")) or _LEASE_DIR,
     )
 
 
+_POLICIES: Mapping[str, Literal["strict", "accept-new"]] = MappingProxyType({"strict": "strict", "accept-new": "accept-new"})
+
 _OF_POOLS = ("root", "python", "setup", "lease_dir")
 """Keys of a node that may stand on its pool, too."""
+
+
+def _remote_directory(layers: Sequence[View], key: str, value: str | None) -> str | None:
+    """Return a directory of another machine as it was written; finds relative ones."""
+    if value is not None and not value.startswith(("/", "~")):
+        _absolute(layers, key, value)
+    return value
 
 
 def _absolute(layers: Sequence[View], key: str, value: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 __all__ = ["Configuration", "Node", "Pool"]
 
@@ -16,7 +17,13 @@ class Node:
     name: str
     """How people and specs call it."""
     host: str
-    """Where its transport goes; only an address."""
+    """Where its transport goes; for SSH an alias of ``~/.ssh/config``, a name or an address."""
+    port: int | None = None
+    """Of SSH; ``None``: what the OpenSSH configuration says."""
+    user: str | None = None
+    """Of SSH, likewise."""
+    identity_file: str | None = None
+    """A private key of this machine that SSH tries first."""
     address: str | None = None
     """On the training network; ``None``: the address that the transport reached."""
     root: str
@@ -46,6 +53,10 @@ class Pool:
     name: str
     backend: str
     nodes: tuple[Node, ...]
+    host_key_policy: Literal["strict", "accept-new"] | None = None
+    """``strict`` or ``accept-new`` (never a changed key); ``None``: what the OpenSSH configuration says, else ``strict``."""
+    ssh_config: str | None = None
+    """Read instead of ``~/.ssh/config`` and the system's."""
     connect_timeout_s: float = 10.0
     ping_s: float = 5.0
     node_lost_after_s: float = 120.0

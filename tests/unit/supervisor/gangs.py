@@ -29,7 +29,7 @@ def node(name: str, gpus: int = 8) -> Node:
 
 def pool(*nodes: Node, backend: str = "ssh", **settings: float) -> Pool:
     """A pool of those nodes."""
-    return Pool(name="lab", backend=backend, nodes=nodes or (node("n1"), node("n2")), **settings)
+    return replace(Pool(name="lab", backend=backend, nodes=nodes or (node("n1"), node("n2"))), **settings)  # type: ignore[arg-type]
 
 
 def group_plan(

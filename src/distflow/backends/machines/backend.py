@@ -31,6 +31,7 @@ from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
 from distflow.transports.base import Transport
+from distflow.transports.destination import SshDestination
 from distflow.transports.local import LocalTransport
 
 __all__ = ["MachinesBackend", "open_backend", "transport_of"]
@@ -61,7 +62,7 @@ class MachinesBackend:
         """Hold connections to these nodes from now on."""
         for node in nodes:
             if node.name not in self._connections:
-                connection = Connection(self._pool, node, transport_of(node), self._sink, self._logs)
+                connection = Connection(self._pool, node, transport_of(self._pool, node), self._sink, self._logs)
                 self._connections[node.name] = connection
                 connection.begin()
 
@@ -247,6 +248,21 @@ class _GangLease:
         )
 
 
-def transport_of(node: Node) -> Transport:
-    """Return the way to a node; this machine's own is all there is in this version."""
-    return LocalTransport(node.name)
+def transport_of(pool: Pool, node: Node) -> Transport:
+    """Return the way to a node; nothing is connected yet."""
+    if pool.backend == "local":
+        return LocalTransport(node.name)
+    from distflow.transports.ssh import SshTransport  # noqa: PLC0415  paramiko takes half a second to import
+
+    return SshTransport(
+        node.name,
+        SshDestination(
+            host=node.host,
+            port=node.port,
+            user=node.user,
+            identity_file=node.identity_file,
+            host_key_policy=pool.host_key_policy,
+            connect_timeout_s=pool.connect_timeout_s,
+            config_file=pool.ssh_config,
+        ),
+    )

@@ -42,7 +42,7 @@ def clean_node(
 
     ``unfinished`` (uuids) are never touched. A node that cannot be reached is an error in the answer, not an exception.
     """
-    transport = transport_of(node)
+    transport = transport_of(pool, node)
     try:
         link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s)
     except DistflowError as error:
