@@ -240,3 +240,18 @@ def test_a_frozen_server_ends_the_wait_to_start_a_command(make_server: MakeServe
     assert time.monotonic() - before < 6
     server.thaw()
     assert transport.run(["echo", "thawed"], timeout_s=20).stdout == b"thawed\n"
+
+
+def test_connections_leave_nothing_behind(server: Sshd, reach: Reach) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = held()
+    for _ in range(3):
+        transport = reach(server)
+        channel = transport.open(["cat"])
+        transport.run(["true"], timeout_s=20)
+        transport.close()
+        channel.close()
+    wait_until(lambda: held() <= before, 10, f"as few descriptors and threads as before: {before}")
+    wait_until(lambda: server.connections() == 0, 10, "sshd serves nobody")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -157,6 +158,21 @@ def test_a_frozen_server(make_server: MakeServer, reach: Reach) -> None:
         reach(server, connect_timeout_s=1.0).open(["true"])
     server.thaw()
     assert works(reach(server))
+
+
+def test_a_failure_prints_nothing_and_holds_no_process_up() -> None:
+    code = (
+        "import sys\n"
+        "from distflow.errors import NodeUnreachable\n"
+        "from distflow.transports.ssh import SshDestination, SshTransport\n"
+        "given = SshDestination(host='127.0.0.1', port=int(sys.argv[1]), config_file='none', connect_timeout_s=0.5)\n"
+        "try: SshTransport('n1', given).open(['true'])\n"
+        "except NodeUnreachable as error: print(error.node)\n"
+    )
+    for greeting in (b"", b"SSH-2.0-OpenSSH_9.2\r\n", None):
+        with listener(greeting) as port:
+            done = subprocess.run([sys.executable, "-c", code, str(port)], capture_output=True, check=True, timeout=8)
+        assert (done.stdout, done.stderr) == (b"n1\n", b"")
 
 
 def test_closing_ends_a_connection_attempt() -> None:
