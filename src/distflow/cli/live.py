@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TextIO
 
-from distflow.cli.logs import Prefixes, log_sources, what_is_missing
+from distflow.cli.output import Prefixes, log_sources, what_is_missing
 from distflow.cli.reading import pause, wake
 from distflow.cli.tables import Paint, cut, terminal_width, visible_width
 from distflow.cli.views import changes, status_line
