@@ -198,7 +198,8 @@ class FakeBackend:
         """Forget an attempt that has not started."""
         if self._reaches(key, "release"):
             attempt = self._attempts.get(key.name)
-            if attempt is None or attempt.phase in ("leased", "prepared"):
+            has_run = attempt is not None and attempt.started_at > 0
+            if not has_run:
                 self._attempts.pop(key.name, None)
                 self._tell(Released, key)
             else:
@@ -223,6 +224,15 @@ class FakeBackend:
             attempt.behaviour = Behaviour(seconds=0, signal=number)
             attempt.stopped_at = None
             self._finish(attempt, self._clock.now())
+
+    def expire(self, name: str) -> None:
+        """End an attempt that waited too long for its start, as its node does."""
+        attempt = self._attempts.get(name)
+        if attempt is not None and attempt.phase in ("leased", "prepared"):
+            attempt.phase = "ended"
+            attempt.end = {"reason": "start_timeout", "started_at": None, "ended_at": self._clock.now()}
+            if self._up.get(attempt.key.node):
+                self._report(attempt.key)
 
     def cut(self, node: str) -> None:
         """Take a node out of reach; what runs there goes on."""

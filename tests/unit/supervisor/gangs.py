@@ -22,9 +22,9 @@ from distflow.testing.clock import FakeClock
 __all__ = ["Driver", "group_plan", "node", "pool", "workflow"]
 
 
-def node(name: str, gpus: int = 8) -> Node:
+def node(name: str, gpus: int = 8, cpus: int | None = None) -> Node:
     """A node with GPUs."""
-    return Node(name=name, host=name, root="~/.distflow", python="python3", gpus=gpus)
+    return Node(name=name, host=name, root="~/.distflow", python="python3", gpus=gpus, cpus=cpus)
 
 
 def pool(*nodes: Node, backend: str = "ssh", **settings: float) -> Pool:
@@ -38,6 +38,7 @@ def group_plan(
     *,
     world: bool = True,
     gpus: int = 8,
+    cpus: int | None = None,
     port: int | None = None,
     ignore: bool | None = None,
     exec_s: float | None = None,
@@ -60,7 +61,7 @@ def group_plan(
                 argv=("true",),
                 environment={"MASTER_ADDR": "@@MASTER_ADDR@@"},
                 ranks=item if world else None,
-                resource=ResourceSpec(gpu=gpus),
+                resource=ResourceSpec(gpu=gpus, cpu=cpus),
             )
             for item in ranks
         ),
@@ -101,7 +102,7 @@ class Driver:
         """Forget what only the process knew, as a killed supervisor does, and ask the nodes."""
         self.in_flight: dict[tuple[str, str, str, str, int], Command] = {}
         now = self.clock.now()
-        self.nodes = {("lab", one.name): NodeView(node=one, since=now, gpus=one.gpus) for one in self.pool.nodes}
+        self.nodes = {("lab", one.name): NodeView(node=one, since=now, gpus=one.gpus, cpus=one.cpus) for one in self.pool.nodes}
         self.seen.clear()
         self.backend.connect(self.pool.nodes)
         for one in self.workflows.values():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from distflow.backends.base import AttemptKey
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import CancelRequest
+from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
@@ -222,3 +225,58 @@ def test_a_lease_that_ran_out_before_the_start_is_asked_for_again() -> None:
     assert lost
     assert driver.record().state is WorkflowState.COMPLETED
     assert len(driver.backend.starts) == 2
+
+
+def test_what_is_left_of_a_lost_lease_is_given_back_before_it_is_asked_for_again() -> None:
+    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=1))
+    original = driver.backend.prepare
+    lost: list[str] = []
+
+    def expire_once(key: AttemptKey, *rest: object) -> None:
+        if key.task == "t1" and not lost:
+            lost.append(key.name)
+            driver.backend.expire(key.name)
+            return
+        original(key, *rest)  # type: ignore[arg-type]
+
+    driver.backend.prepare = expire_once  # type: ignore[method-assign,assignment]
+    driver.settle()
+    assert lost
+    assert driver.group().state is State.SCHEDULING
+    assert driver.backend.alive == []
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert len(driver.backend.starts) == 2
+
+
+def test_force_skips_the_grace() -> None:
+    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=float("inf"), obeys_term=False))
+    driver.settle()
+    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me", force=True))
+    driver.settle()
+    driver.advance(0.0)
+    assert driver.record().state is WorkflowState.CANCELED
+
+
+def test_cpus_are_counted_where_no_lock_keeps_gangs_apart() -> None:
+    plans = [group_plan(tasks=1, gpus=0, cpus=5, world=False) for _ in range(2)]
+    driver = Driver(
+        workflow(plans[0]), workflow(plans[1], uuid="u2", at=1.0), on=pool(node("n1", cpus=8)),
+        behaviour=lambda _: Behaviour(seconds=10),
+    )  # fmt: skip
+    driver.settle()
+    assert len(driver.backend.starts) == 1
+    assert "3 of 8 CPUs free, 5 asked" in driver.group("u2").message
+    driver.run()
+    assert len(driver.backend.starts) == 2
+
+
+def test_a_command_under_way_is_not_given_again() -> None:
+    driver = Driver(workflow())
+    driver.absorb()
+    first = decide(driver.world(), driver.clock.now())
+    for uuid, record in first.records.items():
+        driver.workflows[uuid] = replace(driver.workflows[uuid], record=record)
+    assert [command.op for command in first.commands] == ["lease"]
+    driver.in_flight = {command.identity: command for command in first.commands}
+    assert decide(driver.world(), driver.clock.now()).commands == []

@@ -1,0 +1,48 @@
+"""Observations that come late, twice or out of order change nothing that is over."""
+
+from __future__ import annotations
+
+from distflow.backends.base import AttemptKey, Ended, Leased, Prepared, Started
+from distflow.lifecycle.states import State
+from distflow.supervisor.absorb import absorb
+from distflow.testing.backend import Behaviour
+from unit.supervisor.gangs import Driver, workflow
+
+
+def _running() -> Driver:
+    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=float("inf")))
+    driver.settle()
+    return driver
+
+
+def _key(task: str = "t0", attempt: int = 0, node: str = "n1") -> AttemptKey:
+    return AttemptKey(workflow="u1", group="train", task=task, attempt=attempt, node=node)
+
+
+def test_an_end_is_final() -> None:
+    record, events = absorb(_running().record(), Ended(at=5.0, key=_key(), end={"exit_code": 3, "ended_at": 5.0}))
+    assert record.groups[0].task("t0").state is State.FAILED
+    assert len(events) == 1
+    again, events = absorb(record, Ended(at=6.0, key=_key(), end={"exit_code": 0, "ended_at": 6.0}))
+    assert again == record
+    assert events == []
+
+
+def test_what_is_said_of_another_attempt_or_node_is_not_taken() -> None:
+    record = _running().record()
+    for key in (_key(attempt=1), _key(node="n2")):
+        assert absorb(record, Ended(at=5.0, key=key, end={"exit_code": 3})) == (record, [])
+
+
+def test_a_second_grant_does_not_begin_a_gang_anew() -> None:
+    driver = _running()
+    binding = driver.group().binding
+    assert binding is not None
+    late = Leased(at=9.0, workflow="u1", group="train", attempt=0, binding=binding)
+    assert absorb(driver.record(), late) == (driver.record(), [])
+
+
+def test_what_runs_is_not_prepared_or_started_again() -> None:
+    record = _running().record()
+    assert absorb(record, Prepared(at=9.0, key=_key())) == (record, [])
+    assert absorb(record, Started(at=9.0, key=_key(), pid=7, started_at=9.0)) == (record, [])
