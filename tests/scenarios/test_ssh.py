@@ -97,7 +97,8 @@ def test_training_runs_across_hosts(lab: Lab, repository: Path, name: str) -> No
     done = cli.run("workflow", "submit", f"workflow_specs/{name}.yaml", "--wait", "--set", "epochs=8", timeout=170)
     assert done.code == 0, done.err + done.out
     ident = json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"][0]["name"]
-    assert {task["node_name"] for task in cli.tasks(ident).values()} == {"gpu1", "gpu2"}
+    # Which two of the three is decided by who answers first.
+    assert len({task["node_name"] for task in cli.tasks(ident).values()}) == 2
     assert '"event": "finished"' in cli.logs(ident)
 
 

@@ -51,7 +51,8 @@ class SshChannel:
         with self._writing, foreign_errors(self._link.node, self._link.place, "writing to a command"):
             if self._is_closed:
                 raise NodeUnreachable(self._link.node, "the channel is closed")
-            _send(self._link, self._channel, data)
+            with self._link.on_behalf_of(self._channel):
+                _send(self._link, self._channel, data)
 
     def read(self) -> bytes:
         """Wait for output; return what is there, up to 64 KiB."""
@@ -60,7 +61,7 @@ class SshChannel:
                 return b""
             data = b""
             # The window is opened again in passing, which fails when the connection has just broken.
-            with contextlib.suppress(*FOREIGN):
+            with contextlib.suppress(*FOREIGN), self._link.on_behalf_of(self._channel):
                 data = self._channel.recv(_READ)
             if not data:
                 self._drain.join(_DRAINED_S)
@@ -82,7 +83,7 @@ class SshChannel:
         _let_go(self._link, self._channel, self._channel.close)
 
     def _drain_stderr(self) -> None:
-        with contextlib.suppress(*FOREIGN):
+        with contextlib.suppress(*FOREIGN), self._link.on_behalf_of(self._channel):
             while data := self._channel.recv_stderr(_READ):
                 with self._state:
                     self._stderr += data
@@ -98,13 +99,13 @@ def run_to_end(link: SshLink, argv: Sequence[str], given: bytes, deadline: Deadl
     channel = link.execute(remote_command(argv, mark), deadline, grace_s=_LATE_S)
 
     def collect() -> None:
-        with contextlib.suppress(*FOREIGN):
+        with contextlib.suppress(*FOREIGN), link.on_behalf_of(channel):
             while data := channel.recv_stderr(_BULK):
                 stderr.extend(data)
 
     def feed() -> None:
         # A command may end without reading everything.
-        with contextlib.suppress(NodeUnreachable, *FOREIGN):
+        with contextlib.suppress(NodeUnreachable, *FOREIGN), link.on_behalf_of(channel):
             _send(link, channel, given)
             channel.shutdown_write()
 
@@ -129,7 +130,7 @@ def run_to_end(link: SshLink, argv: Sequence[str], given: bytes, deadline: Deadl
         thread.start()
     stdout = bytearray()
     try:
-        with foreign_errors(link.node, link.place, f"running `{program}`"):
+        with foreign_errors(link.node, link.place, f"running `{program}`"), link.on_behalf_of(channel):
             while data := channel.recv(_BULK):
                 stdout += data
         channel.status_event.wait(max(deadline.left(), _LATE_S))

@@ -93,10 +93,19 @@ class SshLink:
             hang_up.daemon = True
             hang_up.start()
             try:
-                channel.exec_command(command)
+                with wire.on_behalf_of(channel):
+                    channel.exec_command(command)
             finally:
                 hang_up.cancel()
             return channel
+
+    @contextlib.contextmanager
+    def on_behalf_of(self, channel: paramiko.Channel) -> Iterator[None]:
+        """Send nothing for ``channel`` within the block once it is closed (see ``Wire``)."""
+        if self._wire is None:
+            raise NodeUnreachable(self.node, f"{self.place}: the connection is closed")
+        with self._wire.on_behalf_of(channel):
+            yield
 
     def why_it_ended(self) -> str:
         """Say why the connection broke; empty while it stands."""
@@ -181,7 +190,7 @@ class SshLink:
                 told = "is not allowed to forward" if error.code == 1 else "cannot connect"
                 raise NodeUnreachable(self.node, f"{via} {told} to {place} ({error.text})") from error
             raise explain(self.node, via, error, f"connecting to {place}") from error
-        tunnel = Tunnel(channel)
+        tunnel = Tunnel(wire, channel)
         return self._keep(tunnel, tunnel.close)
 
     def _dial(self, host: SshHost, place: str, deadline: Deadline) -> socket.socket:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import paramiko
@@ -33,17 +34,20 @@ class Tunnel:
     paramiko closes its socket before it wakes those who wait for the connection, so an error there would leave them waiting.
     """
 
-    def __init__(self, channel: paramiko.Channel) -> None:
-        """Take over ``channel``."""
+    def __init__(self, wire: Wire, channel: paramiko.Channel) -> None:
+        """Take over ``channel`` of ``wire``."""
+        self._wire = wire
         self._channel = channel
 
     def send(self, data: bytes) -> int:
         """Send some of ``data``."""
-        return self._channel.send(data)
+        with self._wire.on_behalf_of(self._channel):
+            return self._channel.send(data)
 
     def recv(self, size: int) -> bytes:
         """Wait for data."""
-        return self._channel.recv(size)
+        with self._wire.on_behalf_of(self._channel):
+            return self._channel.recv(size)
 
     def settimeout(self, seconds: float | None) -> None:
         """Bound how long the others wait."""
@@ -61,7 +65,12 @@ class Tunnel:
 
 
 class Wire(paramiko.Transport):
-    """One SSH connection over a socket or a channel of another one."""
+    """One SSH connection over a socket or a channel of another one.
+
+    1. What is sent ``on_behalf_of`` a channel never follows that channel's end. paramiko builds a message under the channel's
+       lock and sends it later, and sshd ends the whole connection when something comes for a channel that is gone.
+    2. While keys are exchanged, its own thread never waits to send: it is the one that has to exchange them.
+    """
 
     # How often paramiko looks up from an idle socket: at its 0.1 s, a hundred idle nodes keep a core busy.
     _active_check_timeout = 1.0
@@ -78,6 +87,8 @@ class Wire(paramiko.Transport):
         options.digests = pick_algorithms(host.macs, _MACS) or _MACS
         options.kex = pick_algorithms(host.kex_algorithms, tuple(options.kex)) or tuple(options.kex)
         self._host_key_algorithms = tuple(host_key_algorithms)
+        self._speaking = threading.local()
+        self._deferred: list[paramiko.Message] = []
         self.farewell = ""
         """What the other side said when it hung up."""
 
@@ -85,6 +96,36 @@ class Wire(paramiko.Transport):
     def preferred_keys(self) -> Sequence[str]:
         """Host key algorithms, best first (paramiko's would put certificates last)."""
         return self._host_key_algorithms
+
+    @contextlib.contextmanager
+    def on_behalf_of(self, channel: paramiko.Channel) -> Iterator[None]:
+        """Drop what this thread sends within the block once ``channel`` is closed."""
+        before = getattr(self._speaking, "channel", None)
+        self._speaking.channel = channel
+        try:
+            yield
+        finally:
+            self._speaking.channel = before
+
+    # The rest is called by paramiko.
+
+    def _send_message(self, data: paramiko.Message) -> None:
+        # Whoever sends for a channel, its CLOSE included, holds paramiko's `clear_to_send_lock` here.
+        channel = getattr(self._speaking, "channel", None)
+        if channel is None or not channel.closed:
+            super()._send_message(data)  # type: ignore[misc]
+
+    def _send_user_message(self, data: paramiko.Message) -> None:
+        if threading.current_thread() is self and not self.clear_to_send.is_set():
+            self._deferred.append(data)
+        else:
+            super()._send_user_message(data)  # type: ignore[misc]
+
+    def _parse_newkeys(self, message: paramiko.Message) -> None:
+        super()._parse_newkeys(message)  # type: ignore[misc]
+        deferred, self._deferred = self._deferred, []
+        for one in deferred:
+            self._send_user_message(one)
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
         message.get_int()

@@ -255,3 +255,50 @@ def test_connections_leave_nothing_behind(server: Sshd, reach: Reach) -> None:
         channel.close()
     wait_until(lambda: held() <= before, 10, f"as few descriptors and threads as before: {before}")
     wait_until(lambda: server.connections() == 0, 10, "sshd serves nobody")
+
+
+def test_commands_that_end_while_they_are_fed_leave_the_connection_alone(server: Sshd, reach: Reach) -> None:
+    # sshd hangs up when something comes for a channel that is gone: one message too late would end every command.
+    transport = reach(server)
+    bystander = transport.open(["cat"])
+    before = server.log.read_text().count("Accepted publickey")
+    outcomes = fan_out([transport] * 96, lambda one: one.run(["true"], input=b"x" * 200_000, timeout_s=60).exit_code, limit=8)
+    assert [one.error for one in outcomes if not one.is_ok] == []
+    bystander.write(b"still here\n")
+    assert bystander.read() == b"still here\n"
+    assert server.log.read_text().count("Accepted publickey") == before
+    bystander.close()
+
+
+@pytest.mark.parametrize("by", ["server", "client"])
+def test_keys_are_exchanged_anew_while_commands_come_and_go(make_server: MakeServer, reach: Reach, by: str) -> None:
+    server = make_server(options={"RekeyLimit": "1M"} if by == "server" else {})
+    transport = reach(server)
+    data = os.urandom(_MIB) * 8
+    assert transport.run(["true"], timeout_s=20).exit_code == 0
+    assert transport._link is not None
+    assert transport._link._wire is not None
+    first = transport._link._wire
+    if by == "client":
+        vars(first.packetizer)["REKEY_BYTES"] = _MIB
+    ended = threading.Event()
+
+    def come_and_go(one: Transport) -> int:
+        count = 0
+        while not ended.is_set():
+            assert one.run(["true"], input=b"x" * 10_000, timeout_s=60).exit_code == 0
+            count += 1
+        return count
+
+    def move(one: Transport) -> int:
+        try:
+            return len(one.run(["cat"], input=data, timeout_s=60).stdout)
+        finally:
+            ended.set()
+
+    actions = iter([move, come_and_go, come_and_go])
+    outcomes = fan_out([transport] * 3, lambda one: next(actions)(one))
+    assert [one.error for one in outcomes if not one.is_ok] == []
+    assert len(data) in [one.value for one in outcomes]
+    assert transport._link._wire is first
+    assert "rekey" not in transport._link.why_it_ended()
