@@ -8,6 +8,7 @@ user_version``) and moved forward step by step.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,7 +75,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         """Open the store at ``path``, creating or upgrading it when needed."""
         self.path = path
-        with self._errors():
+        with self._errors(), _alone(path.parent):
             if not path.exists():
                 # SQLite would create it with the umask's mode.
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -330,3 +331,14 @@ def _workflow(row: Sequence[object]) -> WorkflowRecord:
     values = dict(zip(names, row, strict=True))
     values["warnings"] = msgspec.json.decode(str(values["warnings"]))
     return msgspec.convert(values, WorkflowRecord)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time open the store: while another turns a new file to WAL, SQLite refuses without waiting."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -31,12 +31,13 @@ def server(_has_sshd: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def make_server(_has_sshd: None, tmp_path: Path) -> Iterator[MakeServer]:
+def make_server(server: Sshd, tmp_path: Path) -> Iterator[MakeServer]:
     """Start servers of a test's own: ``make_server(alias, address, …)``."""
     with contextlib.ExitStack() as stack:
 
         def make(alias: str = "gpu9", address: str = "127.0.1.9", **options: Any) -> Sshd:
-            return stack.enter_context(Sshd(tmp_path / f"sshd-{alias}", address, alias=alias, **options))
+            given = {"user_key": server.user_key, **options}
+            return stack.enter_context(Sshd(tmp_path / f"sshd-{alias}", address, alias=alias, **given))
 
         yield make
 

@@ -82,7 +82,7 @@ def test_a_run_over_a_cut_link_ends_with_its_timeout(host: NetnsHost, reach: Rea
 
     def run() -> None:
         try:
-            transport.run(["sh", "-c", f"touch {tmp_path / 'up'}; sleep 30"], timeout_s=3)
+            transport.run(["sh", "-c", f"touch {tmp_path / 'up'}; sleep 30"], timeout_s=1.5)
         except NodeUnreachable as error:
             outcome.append(str(error))
 
@@ -92,7 +92,7 @@ def test_a_run_over_a_cut_link_ends_with_its_timeout(host: NetnsHost, reach: Rea
     host.cut()
     try:
         thread.join(8)
-        assert outcome == [f"{host.namespace}: `sh` did not end within 3 s"]
+        assert outcome == [f"{host.namespace}: `sh` did not end within 1.5 s"]
         before = time.monotonic()
         transport.close()
         assert time.monotonic() - before < 2
@@ -101,7 +101,9 @@ def test_a_run_over_a_cut_link_ends_with_its_timeout(host: NetnsHost, reach: Rea
 
 
 def test_keepalives_notice_a_link_that_is_cut(host: NetnsHost, reach: Reach) -> None:
-    transport = reach(host.sshd, keepalive_s=1.0)
+    config = host.sshd.directory / "impatient"
+    config.write_text(host.sshd.client_stanza(ServerAliveInterval="1", ServerAliveCountMax="1"))
+    transport = reach(host.sshd, config_file=str(config))
     channel = transport.open(["cat"])
     ended = threading.Thread(target=channel.read)
     ended.start()

@@ -170,15 +170,39 @@ def test_the_default_pool() -> None:
     assert "there is no pool `lba`\n    did you mean `lab`?" in refusal("default_pool: lba\npools: {lab: {backend: local}}")
 
 
-@pytest.mark.parametrize("backend", ["ssh", "slurm", "ray", "kubernetes"])
+@pytest.mark.parametrize("backend", ["slurm", "ray", "kubernetes"])
 def test_other_backends_are_for_later(backend: str) -> None:
     said = refusal(
         f"pools:\n  lab:\n    backend: {backend}\n    nodes: [gpu1, {{name: gpu2, port: 22, user: me, identity_file: ~/k}}]\n"
     )
     assert said == (
         f"distflow.yaml:3: error: not supported yet in this version: `backend: {backend}`\n"
-        "    use `backend: local`, or leave this pool out"
+        "    use `backend: local` or `backend: ssh`, or leave this pool out"
     )
+
+
+def test_a_machine_behind_ssh_is_asked_for_what_the_file_does_not_say() -> None:
+    pool = parsed(
+        "pools:\n  lab:\n    backend: ssh\n    host_key_policy: accept-new\n    defaults: {user: me}\n    nodes:\n"
+        "    - gpu1\n    - {name: gpu2, host: 192.0.2.2, port: 2222, identity_file: /k, root: ~/x, gpus: 4}\n"
+    ).pools["lab"]
+    one, two = pool.nodes
+    assert (one.name, one.host, one.port, one.user, one.root, one.python) == (
+        "gpu1",
+        "gpu1",
+        None,
+        "me",
+        "~/.distflow",
+        "python3",
+    )
+    assert (one.address, one.gpus, one.cpus, one.memory) == (None, None, None, None)
+    assert (two.host, two.port, two.identity_file, two.root, two.gpus) == ("192.0.2.2", 2222, "/k", "~/x", 4)
+    assert pool.host_key_policy == "accept-new"
+    assert not pool.shares_nodes
+
+
+def test_a_pool_over_ssh_needs_nodes() -> None:
+    assert "needs `nodes`" in refusal("pools:\n  lab:\n    backend: ssh\n")
 
 
 def test_all_findings_come_at_once_with_their_lines() -> None:
