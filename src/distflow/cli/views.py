@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from distflow.cli.tables import Paint, cut, plain, table
 from distflow.cli.times import duration, iso, local_minute, local_second
+from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
 
@@ -165,7 +166,7 @@ def _group_words(group: GroupRecord, paint: Paint) -> Iterator[str]:
 
 def _cause_words(cause: Cause) -> str:
     where = f" on {cause.node}" if cause.node else ""
-    ranks = f", {'rank' if cause.ranks.isdigit() else 'ranks'} {cause.ranks}" if cause.ranks else ""
+    ranks = f", {rank_words(cause.ranks)}" if cause.ranks else ""
     message = plain(cause.message) or REASON_TEXT[cause.reason]
     how = _exit_words(cause.exit_code, cause.signal)
     if how and how not in message:

@@ -28,7 +28,7 @@ from distflow.plan.model import Binding
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.verdict import conclude, end_from
 
-__all__ = ["absorb", "with_group", "with_task"]
+__all__ = ["absorb", "end_unstarted", "with_group", "with_task"]
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """Waits between tries for nodes that refused."""
@@ -64,6 +64,14 @@ def absorb(record: WorkflowRecord, seen: Observation) -> tuple[WorkflowRecord, l
     return after, []
 
 
+def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str, at: float) -> GroupRecord:
+    """Return a group that ends before anything of it ran, with all of its tasks."""
+    tasks = tuple(
+        replace(task, state=state, reason=reason, message=message, ended_at=at, log_complete=True) for task in group.tasks
+    )
+    return replace(group, state=state, reason=reason, message=message, ended_at=at, tasks=tasks)
+
+
 def with_group(record: WorkflowRecord, group: GroupRecord) -> WorkflowRecord:
     """Return the workflow with one of its groups replaced."""
     return replace(record, groups=tuple(group if other.name == group.name else other for other in record.groups))
@@ -91,15 +99,9 @@ def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
 
 def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> tuple[WorkflowRecord, list[Event]]:
     if seen.is_final:
-        failed = replace(group, state=State.FAILED, reason=Reason.START_ERROR, message=seen.message, ended_at=seen.at)
-        tasks = tuple(
-            replace(
-                task, state=State.FAILED, reason=Reason.START_ERROR, message=seen.message, ended_at=seen.at, log_complete=True
-            )
-            for task in group.tasks
-        )
+        failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, seen.message, seen.at)
         event = _event(record, seen.at, "state", f"{group.name}: cannot start: {seen.message}", group.name)
-        return with_group(record, replace(failed, tasks=tasks)), [event]
+        return with_group(record, failed), [event]
     wait = LEASE_BACKOFF_S[min(group.lease_tries, len(LEASE_BACKOFF_S) - 1)]
     again = replace(group, message=seen.message, not_before=seen.at + wait, lease_tries=group.lease_tries + 1)
     if group.message == seen.message:

@@ -15,7 +15,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.absorb import with_group
+from distflow.supervisor.absorb import end_unstarted, with_group
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.verdict import first_cause
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
@@ -270,12 +270,8 @@ class _Step:
             self._become(State.COMPLETED, ended_at=ended, message="")
 
     def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
-        tasks = tuple(
-            replace(task, state=state, reason=reason, message=message, ended_at=self.now, log_complete=True)
-            for task in self.group.tasks
-        )
-        self.group = replace(self.group, tasks=tasks)
-        self._become(state, reason=reason, message=message, ended_at=self.now)
+        self.group = end_unstarted(self.group, state, reason, message, self.now)
+        self._tell(f"{self.group.name}: {self.group.status}: {message}")
 
     def _stopped_unstarted(self, task: TaskRecord) -> TaskRecord:
         canceled = self.group.stop_reason is Reason.CANCELED

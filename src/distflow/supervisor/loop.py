@@ -35,7 +35,7 @@ from distflow.state.mirror import Mirror
 from distflow.state.record import Event, WorkflowRecord
 from distflow.state.secrets import read_secrets, remove_secrets
 from distflow.state.store import Store
-from distflow.supervisor.absorb import absorb
+from distflow.supervisor.absorb import absorb, end_unstarted
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
@@ -213,20 +213,7 @@ class Supervisor:
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
         """End a workflow that this distflow cannot run, in words; nothing of it is anywhere."""
         now = self._clock.now()
-        groups = tuple(
-            replace(
-                group,
-                state=State.FAILED,
-                reason=Reason.START_ERROR,
-                message=message,
-                ended_at=now,
-                tasks=tuple(
-                    replace(task, state=State.FAILED, reason=Reason.START_ERROR, ended_at=now, log_complete=True)
-                    for task in group.tasks
-                ),
-            )
-            for group in record.groups
-        )
+        groups = tuple(end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now) for group in record.groups)
         ended = replace(record, state=WorkflowState.FAILED, reason=Reason.START_ERROR, ended_at=now, groups=groups)
         self._store.save([ended], [Event(at=now, kind="state", text=f"cannot run: {message}", workflow=record.uuid)])
 

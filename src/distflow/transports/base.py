@@ -67,6 +67,10 @@ class Transport(Protocol):
     def name(self) -> str:
         """The node's name, for messages."""
 
+    @property
+    def reached_address(self) -> str | None:
+        """The network address at which the node was reached; ``None`` where there is none to tell."""
+
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end."""
 

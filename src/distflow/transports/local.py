@@ -29,6 +29,11 @@ class LocalTransport:
         """Call the node ``name``."""
         self.name = name
 
+    @property
+    def reached_address(self) -> str | None:
+        """None: no network lies between."""
+        return None
+
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end."""
         try:

@@ -138,7 +138,7 @@ class Connection:
     def address(self) -> tuple[str, str]:
         """Return the node's address on the training network, and the interface that owns it (empty when not found)."""
         listed = self._facts.get("addresses") or []
-        address = self.node.address or getattr(self._transport, "reached_address", None) or self.node.host
+        address = self.node.address or self._transport.reached_address or self.node.host
         for item in listed:
             if item.get("address") == address:
                 return address, str(item.get("interface", ""))
