@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["Format", "FormatOption", "command_app"]
+__all__ = ["Format", "FormatOption", "HostfileOption", "command_app"]
 
 
 class Format(str, Enum):
@@ -18,6 +18,16 @@ class Format(str, Enum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format-type", "-t", help="text for people, json for programs (one document).")]
+
+HostfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hostfile",
+        metavar="FILE",
+        envvar="DISTFLOW_HOSTFILE",
+        help="Take the machines from this file (`gpu1 slots=8` in each line), reached over SSH.",
+    ),
+]
 
 
 def command_app(**settings: Any) -> typer.Typer:

@@ -13,10 +13,11 @@ import typer
 
 from distflow.backends.machines.cleaning import Cleaned, clean_node
 from distflow.cli import wiring
-from distflow.cli.command import Format, FormatOption
+from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.tables import table
 from distflow.documents.quantities import parse_duration
-from distflow.errors import InputError, NodeUnreachable, NotFound
+from distflow.errors import InputError, NodeUnreachable
+from distflow.pools.choose import choose_pool
 
 __all__ = ["app"]
 
@@ -38,20 +39,20 @@ def clean(
         typer.Option("--older-than", metavar="DURATION", help="Untouched for at least this long; else the pool's retention."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, remove nothing.")] = False,
+    hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Remove from the nodes what workflows left there and nobody needs: logs, outputs, files.
 
     Workflows that are not over are never touched. Logs that are mirrored on this machine stay.
     """
-    configuration = wiring.configuration()
-    if pool is not None and pool not in configuration.pools:
-        raise NotFound(f"there is no pool {pool!r}", hint="there is: " + ", ".join(sorted(configuration.pools)))
+    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
+    chosen = choose_pool(configuration, given=pool, hosts=hosts) if pool is not None or hosts is not None else None
     age_s = _seconds(older_than) if older_than is not None else None
     directory = wiring.state_directory()
     with wiring.open_store(directory) as store:
         unfinished = frozenset(record.uuid for record in store.unfinished())
-    pools = [configuration.pools[pool]] if pool is not None else list(configuration.pools.values())
+    pools = [chosen] if chosen is not None else list(configuration.pools.values())
     places = [(one, node) for one in pools for node in one.nodes]
     now = time.time()  # noqa: TID251  ages are counted from this moment
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:

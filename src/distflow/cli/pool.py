@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import typer
 
 from distflow.cli import wiring
-from distflow.cli.command import Format, FormatOption
+from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.tables import table
+from distflow.pools.choose import choose_pool
 from distflow.pools.model import Configuration, Node
 
 __all__ = ["app"]
@@ -21,10 +23,14 @@ def _pool() -> None:
     """Show the pools that workflows can run in."""
 
 
-@app.command("list", epilog="Example: distflow pool list")
-def list_pools(format_type: FormatOption = Format.TEXT) -> None:
+@app.command("list", epilog="Examples: distflow pool list  ·  distflow pool list --hostfile hosts.txt")
+def list_pools(hostfile: HostfileOption = None, format_type: FormatOption = Format.TEXT) -> None:
     """List the pools of the configuration and their nodes."""
-    configuration = wiring.configuration()
+    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
+    if hosts is not None:
+        chosen = choose_pool(configuration, hosts=hosts)
+        pools = {**configuration.pools, chosen.name: chosen}
+        configuration = replace(configuration, pools=pools, default_pool=chosen.name)
     if format_type is Format.JSON:
         print(json.dumps(_as_json(configuration), indent=2))
         return

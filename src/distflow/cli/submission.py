@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.documents.problems import Problem, ProblemsFound, Severity
-from distflow.errors import InputError, NotFound
+from distflow.errors import InputError
 from distflow.layout.checks import check_layout
 from distflow.layout.drawing import draw_world
 from distflow.layout.placement import Free, Placement, place
 from distflow.layout.ranks import World
 from distflow.plan.compile import compile_plan, demands
 from distflow.plan.model import Plan
-from distflow.pools.model import Configuration, Pool
+from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.spec.bundles import bundle_files
 from distflow.spec.model import WorkflowSpec
 from distflow.spec.parse import load_spec
 from distflow.state.codec import encode
 
-__all__ = ["Checked", "Overrides", "Ready", "check", "choose_pool", "parse_overrides", "plan_for", "pool_key", "propose"]
+__all__ = ["Checked", "Overrides", "Ready", "check", "parse_overrides", "plan_for", "pool_key", "propose"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +105,6 @@ def check(file: str, overrides: Overrides) -> Checked:
     )
     template = given if given is not None else Path(file).read_text(encoding="utf-8")
     return Checked(spec=spec, worlds=worlds, warnings=warnings, template=template)
-
-
-def choose_pool(configuration: Configuration, given: str | None, spec: WorkflowSpec) -> Pool:
-    """Return the pool of the flag, else of the spec, else the default one."""
-    name = given or spec.pool or configuration.default_pool
-    pool = configuration.pools.get(name)
-    if pool is None:
-        there = ", ".join(sorted(configuration.pools))
-        where = configuration.file or "the built-in configuration"
-        raise NotFound(f"there is no pool {name!r} in {where}", hint=f"there is: {there}")
-    return pool
 
 
 def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path) -> Ready:

@@ -8,19 +8,22 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from distflow.cli import wiring
-from distflow.cli.command import Format, FormatOption, command_app
-from distflow.cli.submission import Checked, Overrides, Ready, check, choose_pool, parse_overrides, plan_for, pool_key, propose
+from distflow.cli.command import Format, FormatOption, HostfileOption, command_app
+from distflow.cli.submission import Checked, Overrides, Ready, check, parse_overrides, plan_for, pool_key, propose
 from distflow.documents.problems import Problem, ProblemsFound, Severity
 from distflow.errors import WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
 from distflow.plan.compile import compile_plan
 from distflow.plan.render import plan_json, plan_text, script
+from distflow.pools.choose import choose_pool
+from distflow.pools.hostfile import Host
 from distflow.pools.model import Configuration
 from distflow.spec.bundles import bundle_files
 from distflow.state.directory import StateDirectory
@@ -57,6 +60,7 @@ def submit(
         typer.Option("--set-env", metavar="NAME=VALUE", help="Set a variable in every task; its value is kept secret."),
     ] = None,
     pool: PoolOption = None,
+    hostfile: HostfileOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")] = False,
     scripts: Annotated[
         Path | None,
@@ -72,7 +76,7 @@ def submit(
     """
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     checked = check(file, overrides)
-    chosen = choose_pool(wiring.configuration(), pool, checked.spec)
+    chosen = choose_pool(wiring.configuration(), given=pool, wanted=checked.spec.pool, hosts=wiring.hosts(hostfile))
     if dry_run or scripts is not None:
         with tempfile.TemporaryDirectory() as blobs:
             _dry_run(plan_for(checked, chosen, overrides, Path(blobs)), scripts, format_type, Path(blobs))
@@ -95,16 +99,17 @@ def validate(
     sets: SetOption = None,
     set_string: SetStringOption = None,
     pool: PoolOption = None,
+    hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Check specs, above all their rank layout. Works offline, reaches no node and starts nothing."""
     overrides = parse_overrides(sets or [], set_string or [], [])
-    configuration = wiring.configuration()
+    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
     results: list[dict[str, object]] = []
     problems: list[Problem] = []
     for file in files:
         try:
-            checked, warnings = _validate_one(file, overrides, configuration, pool)
+            checked, warnings = _validate_one(file, overrides, configuration, pool, hosts)
         except ProblemsFound as error:
             problems += error.problems
             continue
@@ -119,11 +124,11 @@ def validate(
 
 
 def _validate_one(
-    file: str, overrides: Overrides, configuration: Configuration, pool: str | None
+    file: str, overrides: Overrides, configuration: Configuration, pool: str | None, hosts: Sequence[Host] | None
 ) -> tuple[Checked, list[Problem]]:
     """Check one spec and return it with its warnings. Raises ``ProblemsFound``."""
     checked = check(file, overrides)
-    chosen = choose_pool(configuration, pool, checked.spec)
+    chosen = choose_pool(configuration, given=pool, wanted=checked.spec.pool, hosts=hosts)
     with tempfile.TemporaryDirectory() as blobs:
         bundles, problems = bundle_files(checked.spec, Path(blobs))
     if problems:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from distflow.state.directory import StateDirectory, find_state_directory
 
 if TYPE_CHECKING:
+    from distflow.pools.hostfile import Host
     from distflow.pools.model import Configuration
     from distflow.state.mirror import Mirror
     from distflow.state.store import Store
 
-__all__ = ["configuration", "mirror", "open_store", "state_directory", "wake_if_needed"]
+__all__ = ["configuration", "hosts", "mirror", "open_store", "state_directory", "wake_if_needed"]
 
 
 def state_directory() -> StateDirectory:
@@ -44,6 +45,15 @@ def configuration() -> Configuration:
     from distflow.pools.load import load_configuration
 
     return load_configuration(Path.cwd(), os.environ)
+
+
+def hosts(hostfile: str | None) -> tuple[Host, ...] | None:
+    """Read the hostfile that was given, if one was. Raises ``ProblemsFound``."""
+    if hostfile is None:
+        return None
+    from distflow.pools.load import load_hostfile
+
+    return load_hostfile(hostfile)
 
 
 def wake_if_needed(directory: StateDirectory, store: Store, *, wait: bool = False) -> None:

@@ -16,6 +16,7 @@ __all__ = ["LIMIT", "decode", "read_bytes", "read_text"]
 
 LIMIT = 4 << 20
 """Bytes that a document may have."""
+_YAML = "YAML file"
 
 _WORDS_OF_KIND: Mapping[int, str] = MappingProxyType(
     {
@@ -28,11 +29,11 @@ _WORDS_OF_KIND: Mapping[int, str] = MappingProxyType(
 )
 
 
-def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT) -> bytes:
+def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: str = _YAML) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes.
 
-    ``shown`` is how messages name it (default: ``path``). Raises ``ProblemsFound``: one problem for each thing that can be
-    wrong.
+    ``shown`` is how messages name it (default: ``path``), ``kind`` what was wanted. Raises ``ProblemsFound``: one problem for
+    each thing that can be wrong.
     """
     shown = path if shown is None else shown
     try:
@@ -45,10 +46,11 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT) -> by
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            kind = _WORDS_OF_KIND.get(stat.S_IFMT(status.st_mode), "not a regular file")
-            raise _found(shown, f"this is {kind}, not a file", "name the YAML file itself, or use `-` for standard input")
+            what = _WORDS_OF_KIND.get(stat.S_IFMT(status.st_mode), "not a regular file")
+            otherwise = ", or use `-` for standard input" if kind == _YAML else ""
+            raise _found(shown, f"this is {what}, not a file", f"name the {kind} itself{otherwise}")
         if status.st_size > limit:
-            raise _too_large(shown, status.st_size, limit)
+            raise _too_large(shown, status.st_size, limit, kind)
         # One byte more than allowed: files of /proc say size 0, and a file may grow while it is read.
         with os.fdopen(handle, "rb", closefd=False) as source:
             data = source.read(limit + 1)
@@ -57,22 +59,23 @@ def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT) -> by
     finally:
         os.close(handle)
     if len(data) > limit:
-        raise _too_large(shown, len(data), limit)
+        raise _too_large(shown, len(data), limit, kind)
     return data
 
 
-def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT) -> str:
+def read_text(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: str = _YAML) -> str:
     """Return the text of a UTF-8 file with line feeds as its only line ends; raises as ``read_bytes`` does."""
-    return decode(read_bytes(path, shown=shown, limit=limit), shown=path if shown is None else shown)
+    data = read_bytes(path, shown=shown, limit=limit, kind=kind)
+    return decode(data, shown=path if shown is None else shown, kind=kind)
 
 
-def decode(data: bytes, *, shown: str, limit: int = LIMIT) -> str:
+def decode(data: bytes, *, shown: str, limit: int = LIMIT, kind: str = _YAML) -> str:
     """Return the text of ``data``, without byte order mark and with line feeds as its only line ends; refuses binary data."""
     if len(data) > limit:
-        raise _too_large(shown, len(data), limit)
+        raise _too_large(shown, len(data), limit, kind)
     if b"\0" in data:
         line = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise _found(shown, "this is binary data (it holds a NUL byte), not a text", "name a YAML file in UTF-8", line=line)
+        raise _found(shown, "this is binary data (it holds a NUL byte), not a text", f"name a {kind} in UTF-8", line=line)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -86,9 +89,10 @@ def _found(shown: str, message: str, hint: str = "", *, line: int = 0) -> Proble
     return ProblemsFound([Problem(where=Mark(shown, line), message=message, hint=hint)])
 
 
-def _too_large(shown: str, size: int, limit: int) -> ProblemsFound:
+def _too_large(shown: str, size: int, limit: int, kind: str) -> ProblemsFound:
     message = f"this file is too large: {_megabytes(size)}, and at most {_megabytes(limit)} are read"
-    return _found(shown, message, "send big files with `localpath`, and name the YAML file itself here")
+    before = "send big files with `localpath`, and " if kind == _YAML else ""
+    return _found(shown, message, f"{before}name the {kind} itself here")
 
 
 def _megabytes(size: int) -> str:

@@ -16,20 +16,29 @@ from typing import Any, Literal, TypeVar
 
 from distflow.documents.document import Document, path_text
 from distflow.documents.document import Path as KeyPath
-from distflow.documents.problems import raise_errors
+from distflow.documents.problems import ProblemsFound, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration
 from distflow.documents.schema import load_schema, schema_problems, schema_text
 from distflow.documents.source import read_text
 from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
 from distflow.documents.yaml_text import parse_yaml
+from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
 from distflow.pools.machine import Machine, this_machine
-from distflow.pools.model import Configuration, Node, Pool
+from distflow.pools.model import Configuration, Node, Pool, ssh_node
 
-__all__ = ["FILE_NAME", "configuration_schema_text", "find_configuration", "load_configuration", "parse_configuration"]
+__all__ = [
+    "FILE_NAME",
+    "configuration_schema_text",
+    "find_configuration",
+    "load_configuration",
+    "load_hostfile",
+    "parse_configuration",
+]
 
 FILE_NAME = "distflow.yaml"
 _PACKAGE, _SCHEMA = "distflow.pools", "config.schema.json"
+_HOSTFILE_LIMIT = 1 << 20
 _LEASE_DIR = "/tmp/distflow-leases"  # noqa: S108  shared by all users of the machine on purpose, and its contents are not secret
 
 _DURATIONS: Mapping[str, str] = MappingProxyType(
@@ -69,8 +78,18 @@ def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def load_hostfile(path: str) -> tuple[Host, ...]:
+    """Return the hosts of a hostfile; raises ``ProblemsFound`` with every finding when it is wrong."""
+    hosts, problems = parse_hostfile(read_text(path, limit=_HOSTFILE_LIMIT, kind="hostfile"), path)
+    raise_errors(problems)
+    return hosts
+
+
 def parse_configuration(text: str, file: str, *, root: str, machine: Machine) -> Configuration:
-    """Return what ``text`` says; ``root`` is the directory of distflow on this machine when none is configured."""
+    """Return what ``text`` says; ``root`` is the directory of distflow on this machine when none is configured.
+
+    The hostfiles that it names are read: paths are relative to the directory of ``file``.
+    """
     document = parse_yaml(text, file)
     problems = list(schema_problems(document, load_schema(_PACKAGE, _SCHEMA), _explain))
     top = View(document, (), problems)
@@ -78,7 +97,8 @@ def parse_configuration(text: str, file: str, *, root: str, machine: Machine) ->
     pools = {name: _parse_pool(top.view("pools", name), name, root, machine) for name in names}
     default = _default_pool(top, names)
     raise_errors(problems)
-    return Configuration(pools=MappingProxyType(pools), default_pool=default, file=file)
+    bases = {name: _base_node(top.view("pools", name)) for name in names if pools[name].backend == "ssh"}
+    return Configuration(pools=MappingProxyType(pools), default_pool=default, file=file, bases=MappingProxyType(bases))
 
 
 def configuration_schema_text() -> str:
@@ -133,11 +153,6 @@ def _local_node(root: str, machine: Machine) -> Node:
     )
 
 
-def _ssh_node() -> Node:
-    """What is assumed of a machine behind SSH: the rest it says itself when it is reached."""
-    return Node(name="", host="", root="~/.distflow", python="python3")
-
-
 def _default_pool(top: View, names: Sequence[str]) -> str:
     default = top.string("default_pool")
     if default is None:
@@ -157,7 +172,10 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
             "use `backend: local` or `backend: ssh`, or leave this pool out",
             key="backend",
         )
-    nodes = _parse_nodes(pool, root, machine, is_remote=backend == "ssh")
+    if pool.has("hostfile"):
+        nodes = _nodes_of_hostfile(pool, backend)
+    else:
+        nodes = _parse_nodes(pool, root, machine, is_remote=backend == "ssh")
     if backend == "local" and len(nodes) > 1:
         pool.add(f"a pool with `backend: local` has one node, this machine; {len(nodes)} are given", "keep one", key="nodes")
     times = {field: seconds for key, field in _DURATIONS.items() if (seconds := pool.parsed(key, parse_duration)) is not None}
@@ -179,14 +197,14 @@ def _parse_nodes(pool: View, root: str, machine: Machine, *, is_remote: bool) ->
     if not isinstance(entries, list) or not entries:
         if is_remote:
             hint = "for example `nodes: [gpu1, {host: gpu2, gpus: 8}]`; aliases of ~/.ssh/config are enough"
-            pool.add("a pool with `backend: ssh` needs `nodes`", hint, key="backend")
+            pool.add("a pool with `backend: ssh` needs `nodes` or a `hostfile`", hint, key="backend")
             return ()
         return (_parse_node(pool, None, _local_node(root, machine)),)
     found: dict[str, Node] = {}
     for position, entry in enumerate(entries):
         if not isinstance(entry, str | dict):
             continue
-        node = _parse_node(pool, position, _ssh_node() if is_remote else _local_node(root, machine))
+        node = _parse_node(pool, position, ssh_node() if is_remote else _local_node(root, machine))
         at = (*pool.path, "nodes", position)
         if node.name in found:
             pool.add(
@@ -196,9 +214,33 @@ def _parse_nodes(pool: View, root: str, machine: Machine, *, is_remote: bool) ->
     return tuple(found.values())
 
 
+def _nodes_of_hostfile(pool: View, backend: str) -> tuple[Node, ...]:
+    """Return the nodes that the pool's hostfile names; its findings are those of the configuration, too."""
+    if backend != "ssh":
+        pool.add("`hostfile` names machines to reach over SSH", "use `backend: ssh`, or remove it", key="hostfile")
+        return ()
+    if pool.has("nodes"):
+        pool.add("`nodes` and `hostfile` both name the machines of this pool", "keep one of them", key="hostfile")
+    named = pool.string("hostfile")
+    if named is None:
+        return ()
+    path = os.path.join(os.path.dirname(pool.mark.file), os.path.expanduser(named))
+    try:
+        hosts = load_hostfile(path)
+    except ProblemsFound as error:
+        pool.problems.extend(error.problems)
+        return ()
+    return nodes_of(hosts, _base_node(pool))
+
+
+def _base_node(pool: View) -> Node:
+    """Return what holds for every node of a pool over SSH that says nothing itself."""
+    return _parse_node(pool, None, ssh_node())
+
+
 def _parse_node(pool: View, position: int | None, base: Node) -> Node:
-    """Return one node: what it says, over the defaults, over the pool, over ``base``."""
-    item = pool.view("nodes", position) if position is not None else pool.view("nodes", 0)
+    """Return one node: what it says, over the defaults, over the pool, over ``base``. ``None``: it says nothing."""
+    item = pool.view("nodes", position) if position is not None else pool.view("no node")
     alone = pool.document.text_at(item.path)
     layers = (item, pool.view("defaults"), pool)
     is_remote = not base.host

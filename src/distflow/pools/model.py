@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["Configuration", "Node", "Pool"]
+__all__ = ["Configuration", "Node", "Pool", "ssh_node"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +83,10 @@ class Configuration:
     default_pool: str
     file: str | None = None
     """Where it was read; ``None`` for the built-in one."""
+    bases: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
+    """For each pool over SSH, what holds for a node there that nothing else is said of: what a hostfile's hosts become."""
+
+
+def ssh_node() -> Node:
+    """Return what is assumed of a machine behind SSH: the rest it says itself when it is reached."""
+    return Node(name="", host="", root="~/.distflow", python="python3")

@@ -1,0 +1,47 @@
+"""Which pool a command means: the one that is named, else the default one; a hostfile takes the place of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distflow.errors import InputError, NotFound
+from distflow.pools.hostfile import Host, nodes_of
+from distflow.pools.model import Configuration, Pool, ssh_node
+
+__all__ = ["HOSTFILE_POOL", "choose_pool"]
+
+HOSTFILE_POOL = "hostfile"
+"""The name of a pool that nothing says anything of but a hostfile."""
+
+
+def choose_pool(
+    configuration: Configuration, *, given: str | None = None, wanted: str | None = None, hosts: Sequence[Host] | None = None
+) -> Pool:
+    """Return the pool of the flag (``given``), else the one that a spec wants, else the default one.
+
+    With ``hosts``, those are its nodes: its settings hold when it is reached over SSH. One that is not is no choice of whoever
+    gives a hostfile, unless the flag says so, which is refused; then all settings have their defaults.
+    """
+    name = given or wanted or configuration.default_pool
+    if hosts is not None and name == HOSTFILE_POOL and name not in configuration.pools:
+        return _bare(hosts)
+    pool = configuration.pools.get(name)
+    if pool is None:
+        there = ", ".join(sorted(configuration.pools))
+        where = configuration.file or "the built-in configuration"
+        alone = f"; `--pool {HOSTFILE_POOL}` takes nothing but the hostfile" if hosts is not None else ""
+        raise NotFound(f"there is no pool {name!r} in {where}", hint=f"there is: {there}{alone}")
+    if hosts is None:
+        return pool
+    base = configuration.bases.get(name)
+    if base is not None:
+        return replace(pool, nodes=nodes_of(hosts, base, pool.nodes))
+    if given:
+        hint = f"name a pool with `backend: ssh`, or leave --pool out: `{HOSTFILE_POOL}` is the pool then"
+        raise InputError(f"a hostfile names machines to reach over SSH, and the pool {name!r} is not", hint=hint)
+    return _bare(hosts)
+
+
+def _bare(hosts: Sequence[Host]) -> Pool:
+    return Pool(name=HOSTFILE_POOL, backend="ssh", nodes=nodes_of(hosts, ssh_node()))

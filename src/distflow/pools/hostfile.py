@@ -1,0 +1,184 @@
+"""Hostfiles: the lists of machines that people have already, from Open MPI, DeepSpeed and MPICH.
+
+Pure: text in, hosts and findings out; ``nodes_of`` makes nodes of the hosts. A slot is a GPU here. A host that stands in
+several lines without slots has as many as lines, as in the machine files of batch systems; one that is given again with slots
+is refused, as DeepSpeed does: of two numbers, one is a mistake.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from distflow.documents.problems import Mark, Problem
+from distflow.documents.words import did_you_mean
+from distflow.pools.model import Node
+
+__all__ = ["Host", "nodes_of", "parse_hostfile"]
+
+_KEYS = ("slots", "max_slots")
+_MOST_SLOTS = 999_999
+_MOST_PROBLEMS = 50
+_PLACE = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<count>.*))?")
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A machine of a hostfile."""
+
+    host: str
+    """A name, an address, or an alias of the OpenSSH configuration; IPv6 without its brackets."""
+    user: str | None = None
+    """``None``: what the pool or the OpenSSH configuration says."""
+    slots: int | None = None
+    """GPUs; ``None``: as many as are found there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line that names a host."""
+
+    number: int
+    host: Host
+
+
+def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
+    """Return the hosts in their order, and every finding; with findings, the hosts are those that could be read."""
+    problems: list[Problem] = []
+    lines: list[_Line] = []
+    named = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        if not words:
+            continue
+        named += 1
+        host, found = _parse_line(words, Mark(file, number))
+        problems += found
+        if host is not None:
+            lines.append(_Line(number, host))
+    if not named:
+        hint = "one host on each line, for example `gpu1 slots=8`"
+        problems.append(Problem(where=Mark(file), message="the hostfile names no host", hint=hint))
+    hosts, doubles = _joined(lines, file)
+    problems = sorted([*problems, *doubles], key=lambda problem: problem.where)
+    return hosts, tuple(_bounded(problems, file))
+
+
+def nodes_of(hosts: Iterable[Host], base: Node, known: Sequence[Node] = ()) -> tuple[Node, ...]:
+    """Return the hosts as nodes: what ``base`` says of every node, and for one that is known by that name what is said of it.
+
+    The user and the slots of the hostfile win over both.
+    """
+    named = {node.name: node for node in known}
+    found = []
+    for host in hosts:
+        node = named.get(host.host) or replace(base, name=host.host, host=host.host)
+        found.append(
+            replace(
+                node,
+                user=node.user if host.user is None else host.user,
+                gpus=node.gpus if host.slots is None else host.slots,
+            )
+        )
+    return tuple(found)
+
+
+def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Problem]]:
+    problems: list[Problem] = []
+    given: dict[str, int] = {}
+
+    def add(message: str, hint: str) -> None:
+        problems.append(Problem(where=where, message=message, hint=hint))
+
+    def count(key: str, value: str, written: str) -> None:
+        if key in given:
+            add(f"`{key}` is given twice in this line", "keep one")
+        elif not (value.isascii() and value.isdigit()) or len(value) > 18 or int(value) > _MOST_SLOTS:
+            add(f"`{written}`: the slots must be a whole number from 0 to {_MOST_SLOTS}", "it is the number of GPUs: `slots=8`")
+        else:
+            given[key] = int(value)
+
+    place = _PLACE.fullmatch(words[0])
+    host, hint = _host_name(place.group("host") if place else words[0], words[0])
+    if host is None:
+        add(f"`{words[0]}` is no host", hint)
+    elif place is not None and place.group("count") is not None:
+        count("slots", place.group("count"), words[0])
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if "=" in word and _plain(key) in _KEYS:
+            count(_plain(key), value, word)
+        else:
+            add(f"unknown word `{word}`", _instead_of(word))
+    if given.get("max_slots", _MOST_SLOTS) < given.get("slots", 0):
+        add(f"max_slots={given['max_slots']} is less than slots={given['slots']}", "slots is the number of GPUs")
+    if host is None or problems:
+        return None, problems
+    user = place.group("user") if place else None
+    return Host(host=host, user=user, slots=given.get("slots")), problems
+
+
+def _plain(key: str) -> str:
+    return key.replace("-", "_").lower()
+
+
+def _instead_of(word: str) -> str:
+    """Return what to write where a word means nothing."""
+    if word.isdigit():
+        return f"write `slots={word}`"
+    key, equals, _ = word.partition("=")
+    if not equals and _plain(key) not in _KEYS:
+        return "one host on each line; words after it are `slots=N`"
+    return did_you_mean(key, _KEYS, what="words")
+
+
+def _host_name(text: str, word: str) -> tuple[str | None, str]:
+    """Return the host, or ``None`` and what to do."""
+    if text.startswith("["):
+        try:
+            return str(ipaddress.IPv6Address(text[1:-1])), ""
+        except ValueError:
+            return None, "brackets hold an IPv6 address, such as `[fd00::1]`; name every host on a line of its own"
+    if word.count(":") > 1:
+        return None, "write an IPv6 address in brackets: `[fd00::1] slots=8`"
+    if "," in word or "[" in word:
+        return None, "name every host on a line of its own"
+    if not _NAME.fullmatch(text):
+        return None, "a line is a name or an address, then `slots=N`: `user@gpu1 slots=8`"
+    return text, ""
+
+
+def _joined(lines: Sequence[_Line], file: str) -> tuple[tuple[Host, ...], list[Problem]]:
+    """Return each host once, and a finding for each that stands there again with another meaning."""
+    seen: dict[str, list[_Line]] = {}
+    for line in lines:
+        seen.setdefault(line.host.host, []).append(line)
+    hosts: list[Host] = []
+    problems: list[Problem] = []
+    for same in seen.values():
+        first = same[0].host
+        if len(same) > 1 and all(line.host == first for line in same) and first.slots is None:
+            hosts.append(replace(first, slots=len(same)))
+            continue
+        hosts.append(first)
+        problems += [
+            Problem(
+                where=Mark(file, line.number),
+                message=f"the host `{first.host}` stands in line {same[0].number} already",
+                hint="give it one line, with all its slots and one user",
+            )
+            for line in same[1:]
+        ]
+    return tuple(hosts), problems
+
+
+def _bounded(problems: Sequence[Problem], file: str) -> Sequence[Problem]:
+    more = len(problems) - _MOST_PROBLEMS
+    if more <= 0:
+        return problems
+    last = problems[_MOST_PROBLEMS].where.line
+    rest = Problem(where=Mark(file, last), message=f"{more} more findings from here on", hint="is this a hostfile?")
+    return [*problems[:_MOST_PROBLEMS], rest]
