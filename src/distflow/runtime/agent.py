@@ -11,7 +11,7 @@ import signal
 import time
 from typing import Callable, Dict, List, Optional, Union
 
-from distflow.runtime import attempts, blobs, cleaning, command, facts, placing, processes, records
+from distflow.runtime import attempts, blobs, cleaning, command, facts, placing, probing, processes, reaching, records
 from distflow.runtime.clock import now
 from distflow.runtime.loop import Loop
 from distflow.runtime.tails import Tails
@@ -82,6 +82,7 @@ class _Agent:
         self._preparing: Dict[str, List[_Answer]] = {}
         self._loop.watch(incoming, selectors.EVENT_READ, self._read)
         self._loop.later(self._idle_s, self._check_idle)
+        listeners = reaching.Listeners(self._loop)
         self._ops: Dict[str, Callable[[Json, _Answer], None]] = {
             "hello": self._hello,
             "ping": lambda _request, answer: answer({"now": now()}),
@@ -97,6 +98,10 @@ class _Agent:
             "credit": self._credit,
             "clean": self._clean,
             "survey": lambda _request, answer: self._loop.job(lambda: cleaning.survey(root), answer.either),
+            "probe": lambda request, answer: self._loop.job(probing.probe(root, request), answer.either),
+            "run": lambda request, answer: self._loop.job(probing.run(root, request, umask), answer.either),
+            "listen": lambda request, answer: answer(listeners.listen(request)),
+            "reach": lambda request, answer: self._loop.job(reaching.reach(request), answer.either),
         }
 
     def run(self) -> None:

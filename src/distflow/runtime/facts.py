@@ -13,7 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
-from typing import Dict, List
+from typing import Dict, List, Optional
 
 from distflow.runtime import processes
 from distflow.runtime.clock import now
@@ -25,12 +25,13 @@ _SIOCGIFCONF = 0x8912
 _NVIDIA_SMI_S = 5.0
 
 
-def user_name() -> str:
-    """Who we are here."""
+def user_name(uid: Optional[int] = None) -> str:
+    """Who we are here, or who another user is."""
+    uid = os.getuid() if uid is None else uid
     try:
-        return pwd.getpwuid(os.getuid()).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return str(os.getuid())
+        return str(uid)
 
 
 def gather(root: str) -> Json:

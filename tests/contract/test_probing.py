@@ -1,0 +1,179 @@
+"""What `pool check` asks of agents (docs/agent-protocol.md): `probe`, `run`, `listen`, `reach`, held over every transport."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from contract.conftest import processes_with
+from distflow.errors import AgentError
+from distflow.testing.sshd import free_port
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+    from distflow.backends.machines.link import AgentLink
+
+
+def reached(link: AgentLink, *targets: tuple[str, int, str], limit_s: float = 5.0) -> list[dict[str, Any]]:
+    named = [{"address": address, "port": port, "word": word} for address, port, word in targets]
+    results = link.request("reach", targets=named, limit_s=limit_s)["results"]
+    assert isinstance(results, list)
+    return results
+
+
+def kinds(link: AgentLink, *targets: tuple[str, int, str], limit_s: float = 5.0) -> list[str]:
+    return [result["kind"] for result in reached(link, *targets, limit_s=limit_s)]
+
+
+def test_a_node_says_what_it_is_made_of(node: NodeUnderTest) -> None:
+    said = node.connect().request("probe", lease_dir=str(node.lease_dir))
+    assert said["root"]["path"] == str(node.root)
+    assert said["root"]["error"] is None
+    assert said["root"]["file_system"]
+    assert said["root"]["is_noexec"] is False
+    assert 0 < said["root"]["free_bytes"] < said["root"]["total_bytes"]
+    assert said["leases"]["path"] == str(node.lease_dir)
+    assert said["leases"]["error"] is None
+    assert said["names"]["hostname"] == socket.gethostname()
+    assert said["logind"]["uid"] == os.getuid()
+    # Nothing of the measuring is left.
+    assert [path.name for path in node.root.iterdir()] == ["runtime"]
+
+
+def test_places_that_cannot_be_used_are_said_in_words(node: NodeUnderTest) -> None:
+    link = node.connect()
+    node.lease_dir.write_text("a file in its place")
+    # Root may write everywhere, but nobody in /proc.
+    said = link.request("probe", lease_dir=str(node.lease_dir))
+    assert "Not a directory" in said["leases"]["error"]
+    assert link.request("probe", lease_dir="/proc/none/leases")["leases"]["error"]
+    if os.getuid() != 0:
+        node.root.chmod(0o500)
+        assert "ermission" in link.request("probe", lease_dir="/tmp")["root"]["error"]
+        node.root.chmod(0o700)
+
+
+def test_tools_are_quoted_as_they_speak(node: NodeUnderTest, tmp_path: Path) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    apps = f"GPU-1, {os.getpid()}, python, 512"
+    smi.write_text(
+        f'#!/bin/sh\ncase "$1" in *apps*) echo "{apps}";; -L) echo "GPU 0: A";; *) echo "0, GPU-1, A, 1, 2, 3";; esac\n'
+    )
+    smi.chmod(0o755)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexport PATH={smi.parent}:$PATH\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    said = node.connect(python=str(python)).request("probe", lease_dir=str(node.lease_dir))
+    assert (said["gpus"]["exit_code"], said["gpus"]["stdout"]) == (0, "0, GPU-1, A, 1, 2, 3\n")
+    assert said["gpu_apps"]["stdout"] == apps + "\n"
+    assert list(said["gpu_owners"]) == [str(os.getpid())]
+    assert said["gpu_owners"][str(os.getpid())]["attempt"] is None
+
+
+def test_a_command_is_run_as_tasks_would_see_it(node: NodeUnderTest, tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text('#!/bin/sh\necho "$A|$B|$DISTFLOW_ATTEMPT|$(umask)|$1"\necho words >&2\nexit 3\n')
+    tool.chmod(0o755)
+    said = node.connect().request(
+        "run", argv=["tool", "it's; $x"], env={"A": "1"}, path_prepend=[str(tmp_path)], shell_prelude="export B='2 3'"
+    )
+    assert (said["exit_code"], said["stderr"]) == (3, "words\n")
+    a, b, attempt, umask, argument = said["stdout"].strip().split("|")
+    assert (a, b, attempt, argument) == ("1", "2 3", "", "it's; $x")
+    assert umask != "0077", "the node's usual one"
+
+
+def test_a_command_that_is_not_there_is_no_error_of_the_agent(node: NodeUnderTest) -> None:
+    said = node.connect().request("run", argv=["/no/such/python", "-c", "1"])
+    assert (said["exit_code"], said["stderr"]) == (127, "/no/such/python: No such file or directory")
+
+
+def test_a_command_that_takes_too_long_is_ended(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    begin = time.monotonic()
+    said = link.request("run", argv=["sh", "-c", f"echo begun; sleep 60 # {marker}"], limit_s=0.5)
+    assert said["exit_code"] is None
+    assert time.monotonic() - begin < 10
+    wait_until(lambda: not processes_with(marker), 10)
+    assert link.request("ping")["now"] > 0
+
+
+def test_a_command_ends_with_its_agent(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    link.send("run", lambda _: None, argv=[sys.executable, "-c", f"import time; time.sleep(60) # {marker}"], limit_s=60)
+    wait_until(lambda: processes_with(marker), 10)
+    link.close()
+    wait_until(lambda: not processes_with(marker), 10)
+
+
+def test_who_listens_is_reached_and_known_by_its_word(node: NodeUnderTest) -> None:
+    link = node.connect()
+    said = link.request("listen", address="127.0.0.1", word="here-1")
+    assert said["is_own"] is True
+    good = ("127.0.0.1", said["port"], "here-1")
+    assert kinds(link, good, good, ("127.0.0.1", said["port"], "another")) == ["ok", "ok", "stranger"]
+    assert reached(link, good)[0]["ms"] < 5000
+
+
+def test_each_way_of_not_getting_there_has_a_word(node: NodeUnderTest) -> None:
+    link = node.connect()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        # Accepted by the kernel, and then nothing: a firewall that swallows what follows.
+        targets = [("127.0.0.1", free_port(), "w"), ("127.0.0.1", port, "w"), ("no-such-name.invalid", 1, "w")]
+        assert kinds(link, *targets, limit_s=0.5) == ["refused", "timeout", "no_name"]
+    assert kinds(link) == []
+
+
+def test_an_address_of_another_machine_is_said_and_every_one_listened_on(node: NodeUnderTest) -> None:
+    link = node.connect()
+    said = link.request("listen", address="192.0.2.1", word="w")
+    assert said["is_own"] is False
+    assert kinds(link, ("127.0.0.1", said["port"], "w")) == ["ok"]
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_ipv6_is_reached(node: NodeUnderTest) -> None:
+    link = node.connect()
+    if "::1" not in Path("/proc/net/if_inet6").read_text() and not any(
+        line.split()[0].endswith("1") for line in Path("/proc/net/if_inet6").read_text().splitlines()
+    ):
+        pytest.skip("no IPv6 loopback here")
+    said = link.request("listen", address="::1", word="w")
+    assert kinds(link, ("::1", said["port"], "w")) == ["ok"]
+
+
+def test_listening_ends_by_itself_and_with_the_agent(node: NodeUnderTest) -> None:
+    first, second = node.connect(), node.connect()
+    short = first.request("listen", address="127.0.0.1", word="w", limit_s=0.2)["port"]
+    long = first.request("listen", address="127.0.0.1", word="w")["port"]
+    wait_until(lambda: kinds(second, ("127.0.0.1", short, "w")) == ["refused"], 10)
+    assert kinds(second, ("127.0.0.1", long, "w")) == ["ok"]
+    first.close()
+    wait_until(lambda: kinds(second, ("127.0.0.1", long, "w")) == ["refused"], 10)
+
+
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        ("probe", {}),
+        ("run", {}),
+        ("listen", {"word": "w"}),
+        ("reach", {"targets": [{"address": "127.0.0.1"}]}),
+        ("reach", {"targets": [{"address": "127.0.0.1", "port": "x", "word": "w"}]}),
+    ],
+)
+def test_a_request_without_its_fields_is_refused(node: NodeUnderTest, op: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(AgentError) as caught:
+        node.connect().request(op, **fields)
+    assert caught.value.kind == "bad_request"
