@@ -64,7 +64,9 @@ def _isort(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
 
 
-@pytest.mark.parametrize("command", [["--help"], ["workflow", "--help"], ["workflow", "list"], ["workflow", "query", "x-1"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["workflow", "--help"], ["pool", "--help"], ["workflow", "list"], ["workflow", "query", "x-1"]]
+)
 def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "distflow", *command], capture_output=True, text=True, check=False

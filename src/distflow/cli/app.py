@@ -27,7 +27,7 @@ class _Root(LazyGroup):
     table = commands(
         {
             "workflow": ("distflow.cli.workflow:app", "Submit, watch and end workflows."),
-            "pool": ("distflow.cli.pool:app", "Show the pools that workflows can run in."),
+            "pool": ("distflow.cli.pool:app", "Show the pools that workflows can run in, and check their nodes."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
             "schema": ("distflow.cli.schema:app", "Print the JSON Schema of workflow specs."),
             "version": ("distflow.cli.version:app", "Print distflow's version."),

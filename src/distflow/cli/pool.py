@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import typer
 
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, HostfileOption
-from distflow.cli.tables import table
+from distflow.cli.tables import Paint, table
+from distflow.documents.words import did_you_mean
+from distflow.errors import NodeError, NotFound
 from distflow.pools.choose import choose_pool
-from distflow.pools.model import Configuration, Node
+from distflow.pools.model import Configuration, Node, Pool
 
 __all__ = ["app"]
 
@@ -20,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=Fa
 
 @app.callback()
 def _pool() -> None:
-    """Show the pools that workflows can run in."""
+    """Show the pools that workflows can run in, and check their nodes."""
 
 
 @app.command("list", epilog="Examples: distflow pool list  ·  distflow pool list --hostfile hosts.txt")
@@ -48,6 +53,50 @@ def list_pools(hostfile: HostfileOption = None, format_type: FormatOption = Form
         for node in pool.nodes
     ]
     print(table(("Pool", "Backend", "Node", "GPUs", "CPUs", "Memory", "Platform"), rows), end="")
+
+
+@app.command(
+    epilog="Examples: distflow pool check  ·  distflow pool check --hostfile hosts.txt  ·  distflow pool check -n gpu1"
+)
+def check(
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="This pool; else the default one.")] = None,
+    node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only this node; may be repeated.")] = None,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Find out whether a gang can run on the nodes of a pool, and what to do where it cannot.
+
+    Logs in to each node, looks at its Python, disks, clock and GPUs, and lets every node connect to every other one. Starts no
+    task and holds no GPU. Exit code 3 when a gang cannot run on all of them.
+    """
+    chosen = choose_pool(wiring.configuration(), given=pool, hosts=wiring.hosts(hostfile))
+    nodes = _only(chosen, node or [])
+    # paramiko comes with the nodes.
+    from distflow.backends.machines.checking import check_pool
+    from distflow.backends.machines.reachability import verdict
+    from distflow.cli.checks import Progress, check_json, check_text
+
+    progress = Progress()
+    try:
+        checked = check_pool(chosen, nodes, progress)
+    finally:
+        progress.clear()
+    found = verdict(checked.nodes, checked.pairs)
+    if format_type is Format.JSON:
+        print(json.dumps(check_json(chosen, checked, found), indent=2))
+    else:
+        print(check_text(checked, found, Paint.of(sys.stdout)), end="")
+    if not found.can_run:
+        raise typer.Exit(NodeError.exit_code)
+
+
+def _only(pool: Pool, names: Sequence[str]) -> tuple[Node, ...]:
+    """Return the nodes of these names, all without any. Raises ``NotFound``."""
+    there = [node.name for node in pool.nodes]
+    for name in names:
+        if name not in there:
+            raise NotFound(f"the pool {pool.name!r} has no node {name!r}", hint=did_you_mean(name, there, what="nodes"))
+    return tuple(node for node in pool.nodes if not names or node.name in names)
 
 
 def _count(value: int | None) -> str:

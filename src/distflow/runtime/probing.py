@@ -26,7 +26,7 @@ _LONGEST_S = 600.0
 _MOST_OUTPUT = 16384
 _GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used"
 _APP_FIELDS = "gpu_uuid,pid,process_name,used_memory"
-_LOGIND = ("KillUserProcesses", "KillExcludeUsers", "KillOnlyUsers", "RemoveIPC")
+_LOGIND = ("KillUserProcesses", "KillExcludeUsers", "KillOnlyUsers")
 
 
 def probe(root: str, request: Json) -> Callable[[], Json]:
@@ -181,8 +181,6 @@ def _logind() -> Json:
     return {
         "in_session": in_session,
         "properties": said["stdout"].split("\n")[: len(_LOGIND)] if said and said["exit_code"] == 0 else [],
-        "is_lingering": os.path.exists("/var/lib/systemd/linger/" + user_name()),
-        "uid": os.getuid(),
     }
 
 

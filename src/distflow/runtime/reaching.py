@@ -11,7 +11,7 @@ import selectors
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, Tuple
+from typing import Callable, Optional, Tuple
 
 from distflow.runtime.loop import Loop
 from distflow.runtime.wire import Json, OpError
@@ -73,18 +73,18 @@ class Listeners:
         return {"port": listener.getsockname()[1], "is_own": is_own}
 
 
-def _listening(address: str) -> Tuple[socket.socket, bool]:
-    """A listening socket, and whether ``address`` is this node's. A name is not looked up: that may take long."""
+def _listening(address: str) -> Tuple[socket.socket, Optional[bool]]:
+    """A listening socket, and whether ``address`` is this node's; ``None`` for a name, whose look-up may take long."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     every = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    is_number = family == socket.AF_INET6 or re.fullmatch(r"[0-9.]+", address)
+    is_number = family == socket.AF_INET6 or re.fullmatch(r"[0-9.]+", address) is not None
     for place in [address, every] if is_number else [every]:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setblocking(False)
             listener.bind(socket.getaddrinfo(place, 0, family, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)[0][4])
             listener.listen(1024)
-            return listener, place == address
+            return listener, (place == address) if is_number else None
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRNOTAVAIL or place == every:

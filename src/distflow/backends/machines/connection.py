@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from distflow.backends.base import (
@@ -27,6 +27,7 @@ from distflow.backends.base import (
     Started,
     StopAccepted,
 )
+from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.link import AgentLink
 from distflow.errors import DistflowError, NodeError, NodeUnreachable
@@ -137,21 +138,11 @@ class Connection:
 
     def address(self) -> tuple[str, str]:
         """Return the node's address on the training network, and the interface that owns it (empty when not found)."""
-        listed = self._facts.get("addresses") or []
-        address = self.node.address or self._transport.reached_address or self.node.host
-        for item in listed:
-            if item.get("address") == address:
-                return address, str(item.get("interface", ""))
-        return address, "lo" if address.startswith("127.") else ""
+        return training_address(self.node, self._transport.reached_address, self._facts)
 
     def path_prepend(self) -> list[str]:
         """Return what leads the tasks' PATH: the directory of the configured python, where a venv has its tools."""
-        python = self.node.python
-        return (
-            [str(PurePosixPath(python).parent)]
-            if python.startswith("/")
-            else [str(PurePosixPath(str(self._facts.get("python", "/usr/bin/python3"))).parent)]
-        )
+        return path_prepend(self.node, self._facts)
 
     def report(self, key: AttemptKey, status: Mapping[str, Any]) -> None:
         """Turn an attempt's status on its node into observations."""

@@ -1,0 +1,326 @@
+"""What measurements of nodes mean for a gang: findings in words, each with what to do. Pure.
+
+An error is what keeps a gang from running, a warning what will surprise whoever runs one, a note what is good to know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from distflow.backends.machines.measured import Measured
+from distflow.errors import BootstrapFailed, NodeError
+
+__all__ = ["Finding", "Grade", "few", "folded", "judge_node", "judge_nodes"]
+
+_CLOCK_S = 1.0
+_LEAST_FREE = 1 << 30
+_LEAST_FREE_PART = 0.05
+_FEW = 5
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "afs")
+_PLACE_WORDS = ("Permission denied", "Read-only file system", "No space left", "Disk quota exceeded", "Not a directory")
+
+
+class Grade(str, Enum):
+    """How bad a finding is; in the order in which they are told."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One finding about nodes."""
+
+    grade: Grade
+    about: str
+    """One word for programs: ``ssh``, ``python``, ``root``, ``disk``, ``leases``, ``clock``, ``gpus``, ``torch``, ``address``,
+    ``name``, ``login`` or ``reach``."""
+    nodes: tuple[str, ...]
+    message: str
+    hint: str = ""
+    """What to do; may be empty for a note."""
+
+    def as_text(self) -> str:
+        """Return the finding as lines."""
+        lines = [f"{self.grade.value}: {', '.join(self.nodes)}: {self.message}"]
+        lines += [f"    {line}" for line in self.hint.splitlines()]
+        return "\n".join(lines)
+
+
+def judge_node(measured: Measured) -> Iterator[Finding]:
+    """Yield the findings about one node by itself."""
+    if measured.error is not None:
+        yield _out_of_reach(measured)
+        return
+    for rule in _RULES:
+        yield from rule(measured)
+
+
+def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    """Yield the findings about nodes beside each other: what should be alike and is not, and clocks."""
+    yield from _clocks(nodes)
+    pythons = {one.node.name: ".".join(one.torch.python.split(".")[:2]) for one in nodes if one.torch and one.torch.python}
+    yield from _unlike("python", "Python", pythons)
+    yield from _unlike("torch", "torch", {one.node.name: one.torch.version for one in nodes if one.torch and one.torch.version})
+    torches = [one for one in nodes if one.torch and one.torch.version]
+    without = [
+        one.node.name for one in nodes if one.torch and one.torch.python and not one.torch.version and not one.torch.error
+    ]
+    if torches and without:
+        hint = "install the same torch on all, or name the `python` that has it"
+        yield _warning("torch", without, f"torch is not installed, and is on {few([one.node.name for one in torches])}", hint)
+    drivers = {one.node.name: one.gpus[0].driver for one in nodes if one.gpus}
+    yield from _unlike("gpus", "the NVIDIA driver", drivers, Grade.NOTE)
+
+
+def folded(findings: Iterator[Finding] | Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings with those that say the same of several nodes as one, errors first."""
+    same: dict[tuple[Grade, str, str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.grade, finding.about, finding.message, finding.hint)
+        known = same.get(key)
+        same[key] = finding if known is None else replace(known, nodes=tuple(dict.fromkeys((*known.nodes, *finding.nodes))))
+    order = list(Grade)
+    return tuple(sorted(same.values(), key=lambda finding: order.index(finding.grade)))
+
+
+# -- one node
+
+
+def _out_of_reach(measured: Measured) -> Finding:
+    error = measured.error
+    message = error.detail if isinstance(error, NodeError) else str(error)
+    hint = error.hint if error is not None else ""
+    about = "ssh"
+    if isinstance(error, BootstrapFailed):
+        about = "python"
+        if any(words in message + hint for words in _PLACE_WORDS):
+            about, hint = (
+                "root",
+                f"make `root` ({measured.node.root}) a directory that its user can write to, or set another one",
+            )
+        elif "Python 3.8 or newer" in message:
+            hint = f"set `python` of the node, which is `{measured.node.python}`, to a newer one"
+    return Finding(grade=Grade.ERROR, about=about, nodes=(measured.node.name,), message=message, hint=hint)
+
+
+def _root(measured: Measured) -> Iterator[Finding]:
+    root, names = measured.probe.get("root"), [measured.node.name]
+    if not root:
+        return
+    if root["error"]:
+        hint = "make it writable, or set another `root`"
+        yield _error("root", names, f"nothing can be written to its root {root['path']}: {root['error']}", hint)
+    if root["is_noexec"]:
+        yield _warning(
+            "root",
+            names,
+            f"its root {root['path']} lies on a file system without execution (noexec)",
+            "scripts that a spec sends must be started with their interpreter (`[bash, /tmp/entry.sh]`); or set another `root`",
+        )
+    if _is_network(root["file_system"]):
+        message = f"its root {root['path']} lies on a network file system ({root['file_system']})"
+        yield _note("root", names, message, "starting and logging are quicker on a local disk: set `root`")
+    free, total = root["free_bytes"], root["total_bytes"]
+    if free < _LEAST_FREE or free < total * _LEAST_FREE_PART:
+        message = f"only {_amount(free)} of {_amount(total)} are free at its root {root['path']}"
+        hint = "free space there (`distflow node clean --older-than 1d` removes what distflow left), or set another `root`"
+        yield _warning("disk", names, message, hint)
+
+
+def _leases(measured: Measured) -> Iterator[Finding]:
+    leases, names = measured.probe.get("leases"), [measured.node.name]
+    if not leases:
+        return
+    if leases["error"]:
+        hint = "remove what is in its way, or set another `lease_dir`, the same one for all users of the machine"
+        yield _error("leases", names, leases["error"], hint)
+    elif _is_network(leases["file_system"]):
+        yield _warning(
+            "leases",
+            names,
+            f"its lease directory {leases['path']} lies on a network file system ({leases['file_system']}), "
+            "where GPUs of different machines are taken for the same",
+            "set `lease_dir` to a directory of the machine itself",
+        )
+
+
+def _gpus(measured: Measured) -> Iterator[Finding]:
+    names, wanted = [measured.node.name], measured.node.gpus
+    if measured.gpu_error:
+        hint = "until `nvidia-smi` works there, its GPUs cannot be used: a reboot or the driver's log (`dmesg`) may tell"
+        yield _warning("gpus", names, f"nvidia-smi fails: {measured.gpu_error}", hint)
+    elif measured.gpus is None:
+        if wanted:
+            message = f"{_count(wanted, 'GPU')} configured, and there is no nvidia-smi to find them with"
+            yield _warning("gpus", names, message, "set `gpus: 0` where there are none; or install the NVIDIA driver")
+    elif wanted is not None and wanted > len(measured.gpus):
+        message = (
+            f"{_count(wanted, 'GPU')} configured, and there {'is' if len(measured.gpus) == 1 else 'are'} {len(measured.gpus)}"
+        )
+        yield _error(
+            "gpus", names, message, "correct `gpus` (or the slots of the hostfile); a GPU that is lost shows in `dmesg`"
+        )
+    elif wanted is not None and wanted < len(measured.gpus):
+        yield _note("gpus", names, f"{_count(wanted, 'GPU')} of its {len(measured.gpus)} may be used", "")
+    yield from _gpu_users(measured)
+
+
+def _gpu_users(measured: Measured) -> Iterator[Finding]:
+    owners: Mapping[str, Mapping[str, str | None]] = measured.probe.get("gpu_owners") or {}
+    index = {gpu.uuid: gpu.index for gpu in measured.gpus or ()}
+    ours = 0
+    others = []
+    for app in measured.apps:
+        owner = owners.get(str(app.pid), {})
+        if owner.get("attempt"):
+            ours += 1
+            continue
+        used = f", {app.used_mib} MiB" if app.used_mib is not None else ""
+        who = f" of {owner['user']}" if owner.get("user") else ""
+        others.append(f"GPU {index.get(app.gpu_uuid, '?')}: pid {app.pid}{who} ({app.name}{used})")
+    if others:
+        message = "processes that distflow did not start are on its GPUs"
+        hint = "\n".join([*others, "leases do not see them: end them, or name the node's `gpus` lower"])
+        yield _warning("gpus", [measured.node.name], message, hint)
+    if ours:
+        yield _note(
+            "gpus", [measured.node.name], f"{_count(ours, 'process', 'processes')} of distflow workflows on its GPUs", ""
+        )
+
+
+def _torch(measured: Measured) -> Iterator[Finding]:
+    names, torch = [measured.node.name], measured.torch
+    if torch is None:
+        return
+    if not torch.python:
+        message = f"its python {measured.node.python} does not start as tasks would start it: {torch.error}"
+        yield _warning("python", names, message, "look at `python`, `setup` and `environment` of the node")
+    elif torch.error:
+        yield _warning(
+            "torch", names, f"torch cannot be imported: {torch.error}", f"try it there: {torch.executable} -c 'import torch'"
+        )
+    elif not torch.version:
+        yield _note("torch", names, f"torch is not installed for {torch.executable}", "")
+    elif measured.gpus and not torch.is_available:
+        built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
+        hint = "install a torch that fits the driver" + (f" ({measured.gpus[0].driver})" if measured.gpus[0].driver else "")
+        yield _warning("torch", names, f"torch {torch.version} ({built}) sees none of its GPUs", hint)
+    elif measured.gpus and torch.devices < len(measured.gpus):
+        message = f"torch sees {torch.devices} of its {len(measured.gpus)} GPUs"
+        yield _warning(
+            "torch", names, message, "is CUDA_VISIBLE_DEVICES set in `environment`, in `setup` or in a login script?"
+        )
+
+
+def _address(measured: Measured) -> Iterator[Finding]:
+    names = [measured.node.name]
+    if measured.listen_error:
+        yield _error("address", names, measured.listen_error, "set `address` to one of its own addresses")
+    elif not measured.is_address_own:
+        others = [
+            f"{item['address']} ({item['interface']})"
+            for item in measured.facts.get("addresses") or ()
+            if not str(item["address"]).startswith(("127.", "fe80:")) and item["address"] != "::1"
+        ]
+        hint = f"set `address` to the one that the other nodes reach: {', '.join(others) or 'it has none but loopback'}"
+        yield _warning("address", names, f"its training address {measured.address} is not on any of its interfaces", hint)
+
+
+def _name(measured: Measured) -> Iterator[Finding]:
+    said = measured.probe.get("names") or {}
+    addresses = said.get("addresses") or []
+    if addresses and all(re.match(r"127\.|::1$", address) for address in addresses) and measured.node.host != "localhost":
+        yield _note(
+            "name",
+            [measured.node.name],
+            f"its own name {said['hostname']} means {', '.join(addresses)} there",
+            "no harm to gangs: distflow names addresses and interfaces itself; other launchers need a line in its /etc/hosts",
+        )
+
+
+def _login(measured: Measured) -> Iterator[Finding]:
+    said = measured.probe.get("logind") or {}
+    properties = [*said.get("properties", ()), "", "", ""]
+    excluded, only = (re.findall(r'"([^"]*)"', text) for text in properties[1:3])
+    user = str(measured.facts.get("user", ""))
+    if said.get("in_session") and properties[0] == "b true" and user not in excluded and (not only or user in only):
+        yield _warning(
+            "login",
+            [measured.node.name],
+            "systemd ends every process of a login with it (KillUserProcesses=yes): tasks die when the connection does",
+            f"in its /etc/systemd/logind.conf, set KillUserProcesses=no, or add {user} to KillExcludeUsers; then "
+            "`systemctl restart systemd-logind`\n(`loginctl enable-linger` does not spare what SSH started)",
+        )
+
+
+_RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (_root, _leases, _gpus, _torch, _address, _name, _login)
+
+
+# -- nodes beside each other
+
+
+def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    offsets = {one.node.name: one.clock for one in nodes if one.clock is not None}
+    wrong = {name: clock for name, clock in offsets.items() if abs(clock.offset_s) - clock.uncertainty_s > _CLOCK_S}
+    values = [clock.offset_s for clock in wrong.values()]
+    if len(wrong) > 1 and len(wrong) == len(offsets) and max(values) - min(values) <= _CLOCK_S:
+        message = f"their clocks agree, and are {_off(values[0])} this machine's"
+        yield _warning("clock", list(wrong), message, "set this machine's clock by NTP: `timedatectl set-ntp true`")
+        return
+    for name, clock in wrong.items():
+        message = f"its clock is {_off(clock.offset_s)} this machine's"
+        hint = "times of logs and events will be out of order; set it by NTP: `timedatectl set-ntp true`"
+        yield _warning("clock", [name], message, hint)
+
+
+def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:
+    """Yield a finding when nodes differ in a version."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(value or "", []).append(name)
+    if len(groups) > 1:
+        said = "; ".join(f"{value} on {few(names)}" for value, names in groups.items())
+        hint = "the processes of a world should run the same one" if grade is Grade.WARNING else ""
+        yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} is not the same: {said}", hint=hint)
+
+
+# -- words
+
+
+def few(names: Sequence[str]) -> str:
+    """Return names as a list that does not grow over a line."""
+    more = len(names) - _FEW
+    return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
+
+
+def _off(seconds: float) -> str:
+    return f"{abs(seconds):.1f} s {'before' if seconds > 0 else 'behind'}"
+
+
+def _count(number: int, word: str, words: str = "") -> str:
+    return f"{number} {word if number == 1 else words or word + 's'}"
+
+
+def _amount(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+def _is_network(file_system: str) -> bool:
+    return file_system.startswith(_NETWORK_FILE_SYSTEMS)
+
+
+def _error(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
+    return Finding(grade=Grade.ERROR, about=about, nodes=tuple(nodes), message=message, hint=hint)
+
+
+def _warning(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
+    return Finding(grade=Grade.WARNING, about=about, nodes=tuple(nodes), message=message, hint=hint)
+
+
+def _note(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
+    return Finding(grade=Grade.NOTE, about=about, nodes=tuple(nodes), message=message, hint=hint)

@@ -1,0 +1,136 @@
+"""What a check of a pool found out: values, as they were measured. What they mean is for ``findings`` to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from distflow.backends.machines.nvidia import Gpu, GpuApp
+from distflow.errors import DistflowError
+from distflow.pools.model import Node
+
+__all__ = ["PYTHON_PROBE", "Clock", "Measured", "Pair", "Torch", "best_clock", "parse_python"]
+
+_MARK = "@@distflow-python "
+
+PYTHON_PROBE = f"""
+import json, sys
+said = {{"version": sys.version.split()[0], "executable": sys.executable}}
+try:
+    import torch
+    said["torch"] = torch.__version__
+    said["cuda"] = torch.version.cuda or getattr(torch.version, "hip", None)
+    said["is_available"] = torch.cuda.is_available()
+    said["devices"] = torch.cuda.device_count()
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        said["error"] = repr(error)
+except BaseException as error:
+    said["error"] = repr(error)
+print("\\n{_MARK}" + json.dumps(said))
+"""
+"""What the node's configured python is asked; ``parse_python`` reads its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """How far a node's clock is before ours; negative when it is behind."""
+
+    offset_s: float
+    uncertainty_s: float
+    """Half of the quickest round trip: the truth lies that near."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """The configured python of a node, as tasks would see it, and its torch."""
+
+    python: str = ""
+    """Version; empty when it did not say."""
+    executable: str = ""
+    version: str | None = None
+    """Of torch; ``None`` when it is not installed, or cannot be imported (then ``error`` says why)."""
+    cuda: str | None = None
+    """The version that torch was built for; ``None`` for a build without GPUs."""
+    is_available: bool = False
+    """Whether torch can use a GPU there."""
+    devices: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One node."""
+
+    node: Node
+    error: DistflowError | None = None
+    """Why it could not be asked; then nothing else is known."""
+    address: str = ""
+    """On the training network."""
+    interface: str = ""
+    """That owns the address; empty when none does."""
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Of ``hello``."""
+    probe: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Of ``probe``."""
+    gpus: tuple[Gpu, ...] | None = None
+    """``None`` where there is no ``nvidia-smi``."""
+    gpu_error: str = ""
+    """What ``nvidia-smi`` said when it failed."""
+    apps: tuple[GpuApp, ...] = ()
+    torch: Torch | None = None
+    clock: Clock | None = None
+    listen_error: str = ""
+    is_address_own: bool = True
+    """Whether the training address is one of the node's, as far as binding to it tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One node's try to connect to another one."""
+
+    source: str
+    target: str
+    address: str
+    kind: str
+    """A word of the agent protocol's ``reach``; ``ok`` when it worked."""
+    message: str = ""
+    ms: float | None = None
+
+
+def best_clock(samples: list[tuple[float, float, float]]) -> Clock | None:
+    """Return the clock from samples of (asked, said, answered): the quickest round trip tells it best.
+
+    >>> best_clock([(10.0, 15.5, 11.0), (20.0, 25.1, 20.2)])
+    Clock(offset_s=5.0, uncertainty_s=0.1)
+    """
+    if not samples:
+        return None
+    asked, said, answered = min(samples, key=lambda sample: sample[2] - sample[0])
+    return Clock(offset_s=round(said - (asked + answered) / 2, 6), uncertainty_s=round((answered - asked) / 2, 6))
+
+
+def parse_python(said: Mapping[str, Any]) -> Torch:
+    """Return what ``PYTHON_PROBE`` printed, from the agent's answer to ``run``."""
+    line = next((one for one in reversed(str(said["stdout"]).splitlines()) if one.startswith(_MARK)), None)
+    if line is None:
+        if said["exit_code"] is None:
+            return Torch(error=f"it did not end within {said['seconds']:.0f} s")
+        words = str(said["stderr"]).strip().splitlines()[-1:] or [f"exit code {said['exit_code']}"]
+        return Torch(error=words[0])
+    try:
+        found = json.loads(line.removeprefix(_MARK))
+    except ValueError:
+        return Torch(error=f"its answer is damaged: {line[:200]}")
+    return Torch(
+        python=found["version"],
+        executable=found["executable"],
+        version=found.get("torch"),
+        cuda=found.get("cuda"),
+        is_available=bool(found.get("is_available")),
+        devices=int(found.get("devices") or 0),
+        error=str(found.get("error") or ""),
+    )

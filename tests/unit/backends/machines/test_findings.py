@@ -1,0 +1,361 @@
+"""What measurements mean: each rule with what it says, what it is silent about, and the sentence at the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distflow.backends.machines.findings import Finding, Grade, folded, judge_node, judge_nodes
+from distflow.backends.machines.measured import PYTHON_PROBE, Clock, Measured, Pair, Torch, best_clock, parse_python
+from distflow.backends.machines.nvidia import Gpu, GpuApp
+from distflow.backends.machines.reachability import judge_pairs, verdict
+from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
+from distflow.pools.model import Node
+
+GIB = 1 << 30
+
+
+def gpu(index: int) -> Gpu:
+    return Gpu(index=index, uuid=f"GPU-{index}", name="H100", driver="550.54", memory_mib=81559, used_mib=1)
+
+
+def probe(**changes: Any) -> dict[str, Any]:
+    good: dict[str, Any] = {
+        "root": {
+            "path": "/r", "file_system": "ext4", "is_noexec": False, "error": None,
+            "free_bytes": 50 * GIB, "total_bytes": 100 * GIB,
+        },
+        "leases": {"path": "/tmp/distflow-leases", "file_system": "ext4", "error": None},
+        "names": {"hostname": "gpu1", "addresses": ["10.0.0.1"], "error": None},
+        "gpu_owners": {},
+        "logind": {"in_session": True, "properties": ["b false", 'as 1 "root"', "as 0", ""]},
+    }  # fmt: skip
+    return {name: {**value, **changes.get(name, {})} for name, value in good.items()}
+
+
+def node(name: str = "gpu1", *, gpus: int | None = None, **fields: Any) -> Measured:
+    """A node with which all is well, but for what is said otherwise."""
+    given: dict[str, Any] = {
+        "address": f"10.0.0.{name[-1]}",
+        "interface": "eth0",
+        "facts": {"user": "ubuntu", "addresses": [{"address": "10.0.0.1", "interface": "eth0"}]},
+        "probe": probe(),
+        "torch": Torch(python="3.12.3", executable="/v/python", version="2.6.0", cuda="12.4", is_available=True, devices=8),
+        "clock": Clock(offset_s=0.001, uncertainty_s=0.001),
+        **fields,
+    }
+    return Measured(node=Node(name=name, host=name, root="~/.distflow", python="/v/python", gpus=gpus), **given)
+
+
+def alone(measured: Measured) -> list[tuple[str, str, str]]:
+    return [(finding.grade.value, finding.about, finding.message) for finding in judge_node(measured)]
+
+
+def the_one(measured: Measured) -> Finding:
+    (finding,) = judge_node(measured)
+    return finding
+
+
+def test_a_good_node_is_not_talked_about() -> None:
+    assert alone(node()) == []
+    assert alone(replace(node(gpus=8), gpus=tuple(map(gpu, range(8))))) == []
+    assert list(judge_nodes([node("gpu1"), node("gpu2")])) == []
+
+
+def test_what_ssh_says_is_passed_on_with_its_remedy() -> None:
+    finding = the_one(node(error=HostKeyMismatch("gpu1", "its key has changed", hint="ssh-keygen -R gpu1")))
+    assert (finding.grade, finding.about, finding.message, finding.hint) == (
+        Grade.ERROR, "ssh", "its key has changed", "ssh-keygen -R gpu1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "about", "hint"),
+    [
+        ("PermissionError: [Errno 13] Permission denied: '/r/runtime'", "root", "make `root` (~/.distflow)"),
+        ("OSError: [Errno 30] Read-only file system: '/r'", "root", "make `root`"),
+        ("OSError: [Errno 28] No space left on device", "root", "make `root`"),
+        (
+            "RuntimeError: Python 3.8 or newer is needed; this is 3.6.9",
+            "python",
+            "set `python` of the node, which is `/v/python`",
+        ),
+        ("SyntaxError: ?", "python", ""),
+    ],
+)
+def test_why_an_agent_does_not_come_up(said: str, about: str, hint: str) -> None:
+    finding = the_one(node(error=BootstrapFailed("gpu1", f"distflow's runtime does not come up: {said}")))
+    assert (finding.grade, finding.about) == (Grade.ERROR, about)
+    assert finding.hint.startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"root": {"error": "Read-only file system"}}, ("error", "root", "nothing can be written to its root /r: Read-only")),
+        ({"root": {"is_noexec": True}}, ("warning", "root", "its root /r lies on a file system without execution (noexec)")),
+        ({"root": {"file_system": "nfs4"}}, ("note", "root", "its root /r lies on a network file system (nfs4)")),
+        ({"root": {"free_bytes": GIB - 1, "total_bytes": 10 * GIB}}, ("warning", "disk", "only 1.0 GiB of 10.0 GiB are free")),
+        ({"root": {"free_bytes": 40 * GIB, "total_bytes": 1000 * GIB}}, ("warning", "disk", "only 40.0 GiB of 1000.0 GiB")),
+        ({"leases": {"error": "the lease directory /l cannot be used: X"}}, ("error", "leases", "the lease directory /l")),
+        (
+            {"leases": {"file_system": "lustre"}},
+            ("warning", "leases", "its lease directory /tmp/distflow-leases lies on a"),
+        ),
+        ({"names": {"addresses": ["127.0.1.1"]}}, ("note", "name", "its own name gpu1 means 127.0.1.1 there")),
+        ({"logind": {"properties": ["b true", 'as 1 "root"', "as 0"]}}, ("warning", "login", "systemd ends every process")),
+    ],
+)
+def test_one_thing_that_is_not_well_is_one_finding(changes: dict[str, Any], expected: tuple[str, str, str]) -> None:
+    ((grade, about, message),) = alone(node(probe=probe(**changes)))
+    assert (grade, about) == expected[:2]
+    assert message.startswith(expected[2])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"names": {"addresses": ["127.0.1.1", "10.0.0.1"]}},
+        {"names": {"addresses": [], "error": "Name or service not known"}},
+        {"logind": {"in_session": False, "properties": ["b true", "as 0", "as 0"]}},
+        {"logind": {"properties": ["b true", 'as 2 "root" "ubuntu"', "as 0"]}},
+        {"logind": {"properties": ["b true", "as 0", 'as 1 "other"']}},
+        {"logind": {"properties": []}},
+        {"root": {"free_bytes": 6 * GIB, "total_bytes": 100 * GIB}},
+    ],
+)
+def test_what_does_no_harm_is_not_said(changes: dict[str, Any]) -> None:
+    assert alone(node(probe=probe(**changes))) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "expected"),
+    [
+        (None, None, None),
+        (0, None, None),
+        (8, None, ("warning", "8 GPUs configured, and there is no nvidia-smi")),
+        (8, 8, None),
+        (None, 8, None),
+        (8, 7, ("error", "8 GPUs configured, and there are 7")),
+        (1, 0, ("error", "1 GPU configured, and there are 0")),
+        (4, 8, ("note", "4 GPUs of its 8 may be used")),
+    ],
+)
+def test_gpus_are_compared_with_the_configuration(
+    wanted: int | None, found: int | None, expected: tuple[str, str] | None
+) -> None:
+    torch = Torch(python="3.12.3", executable="/v/python", version="2.6.0", is_available=True, devices=found or 0)
+    measured = replace(node(gpus=wanted, torch=torch), gpus=None if found is None else tuple(map(gpu, range(found))))
+    said = [(grade, message) for grade, about, message in alone(measured) if about == "gpus"]
+    assert len(said) == (expected is not None)
+    if expected is not None:
+        assert said[0][0] == expected[0]
+        assert said[0][1].startswith(expected[1])
+
+
+def test_a_driver_that_fails_is_said_in_its_own_words() -> None:
+    finding = the_one(node(gpus=8, gpu_error="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"))
+    assert finding.message.startswith("nvidia-smi fails: NVIDIA-SMI has failed")
+
+
+def test_processes_of_others_on_gpus_are_named_and_our_own_are_not_blamed() -> None:
+    apps = [GpuApp(gpu_uuid=f"GPU-{i}", pid=100 + i, name="python", used_mib=512) for i in range(3)]
+    owners = {"100": {"user": "ada", "attempt": None}, "101": {"user": "me", "attempt": "u/g/t/0"}}
+    measured = replace(
+        node(torch=None), gpus=tuple(map(gpu, range(3))), apps=tuple(apps), probe={**probe(), "gpu_owners": owners}
+    )
+    others, ours = judge_node(measured)
+    assert others.grade is Grade.WARNING
+    assert others.hint.splitlines()[:2] == ["GPU 0: pid 100 of ada (python, 512 MiB)", "GPU 2: pid 102 (python, 512 MiB)"]
+    assert (ours.grade, ours.message) == (Grade.NOTE, "1 process of distflow workflows on its GPUs")
+
+
+@pytest.mark.parametrize(
+    ("torch", "expected"),
+    [
+        ({"version": None}, ("note", "torch is not installed for /v/python")),
+        ({"version": None, "error": "OSError('x')"}, ("warning", "torch cannot be imported: OSError('x')")),
+        ({"python": "", "error": "sh: module: not found"}, ("warning", "its python /v/python does not start as tasks would")),
+        ({"cuda": None, "is_available": False}, ("warning", "torch 2.6.0 (built without CUDA) sees none of its GPUs")),
+        ({"is_available": False}, ("warning", "torch 2.6.0 (built for CUDA 12.4) sees none of its GPUs")),
+        ({"devices": 1}, ("warning", "torch sees 1 of its 2 GPUs")),
+    ],
+)
+def test_what_torch_lacks(torch: dict[str, Any], expected: tuple[str, str]) -> None:
+    good = node().torch
+    assert good is not None
+    ((grade, _, message),) = alone(replace(node(torch=replace(good, **torch)), gpus=(gpu(0), gpu(1))))
+    assert grade == expected[0]
+    assert message.startswith(expected[1])
+
+
+def test_an_address_that_is_not_the_nodes_is_told_with_those_that_are() -> None:
+    facts = {
+        "addresses": [
+            {"address": "127.0.0.1", "interface": "lo"}, {"address": "::1", "interface": "lo"},
+            {"address": "fe80::1", "interface": "eth0"}, {"address": "10.0.0.1", "interface": "eth0"},
+        ]
+    }  # fmt: skip
+    finding = the_one(node(address="203.0.113.7", is_address_own=False, facts=facts))
+    assert (finding.grade, finding.about) == (Grade.WARNING, "address")
+    assert finding.hint == "set `address` to the one that the other nodes reach: 10.0.0.1 (eth0)"
+    assert the_one(node(listen_error="no port of x can be had")).grade is Grade.ERROR
+
+
+# -- beside each other
+
+
+def test_a_wrong_clock_is_told_and_a_slow_link_is_not() -> None:
+    right, wrong = node("gpu1"), node("gpu2", clock=Clock(offset_s=-3.2, uncertainty_s=0.1))
+    (finding,) = judge_nodes([right, wrong])
+    assert (finding.nodes, finding.message) == (("gpu2",), "its clock is 3.2 s behind this machine's")
+    assert list(judge_nodes([right, node("gpu2", clock=Clock(offset_s=2.0, uncertainty_s=1.5))])) == []
+
+
+def test_when_all_clocks_differ_alike_it_is_this_machines() -> None:
+    nodes = [node(f"gpu{i}", clock=Clock(offset_s=60 + i / 10, uncertainty_s=0.1)) for i in (1, 2)]
+    (finding,) = judge_nodes(nodes)
+    assert finding.message == "their clocks agree, and are 60.1 s before this machine's"
+    assert "this machine's clock" in finding.hint
+
+
+def test_unlike_versions_are_told_once() -> None:
+    older = Torch(python="3.10.12", executable="/v/python", version="2.5.1")
+    without = Torch(python="3.12.4", executable="/v/python")
+    nodes = [node("gpu1"), node("gpu2", torch=older), node("gpu3"), node("gpu4", torch=without)]
+    python, torch, missing = judge_nodes(nodes)
+    assert python.message == "Python is not the same: 3.12 on gpu1, gpu3, gpu4; 3.10 on gpu2"
+    assert torch.message == "torch is not the same: 2.6.0 on gpu1, gpu3; 2.5.1 on gpu2"
+    assert missing.message == "torch is not installed, and is on gpu1, gpu2, gpu3"
+    assert missing.nodes == ("gpu4",)
+
+
+def test_the_same_finding_about_many_nodes_is_one() -> None:
+    notes = [Finding(grade=Grade.NOTE, about="name", nodes=(f"gpu{i}",), message="m", hint="h") for i in range(3)]
+    error = Finding(grade=Grade.ERROR, about="ssh", nodes=("gpu9",), message="e")
+    first, second = folded([*notes, error])
+    assert first is error
+    assert second.nodes == ("gpu0", "gpu1", "gpu2")
+    assert second.as_text() == "note: gpu0, gpu1, gpu2: m\n    h"
+
+
+# -- who reaches whom
+
+
+def tries(count: int, **failed: str) -> list[Pair]:
+    """All pairs of gpu1 … gpuN; ``g1_g2="timeout"`` says how one went."""
+    names = [f"gpu{i}" for i in range(1, count + 1)]
+    return [
+        Pair(source=a, target=b, address=f"10.0.0.{b[-1]}", kind=failed.get(f"g{a[-1]}_g{b[-1]}", "ok"))
+        for a in names
+        for b in names
+        if a != b
+    ]
+
+
+def reached(count: int, **failed: str) -> list[tuple[tuple[str, ...], str]]:
+    nodes = [node(f"gpu{i}") for i in range(1, count + 1)]
+    return [(finding.nodes, finding.message) for finding in judge_pairs(nodes, tries(count, **failed))]
+
+
+def test_when_all_reach_each_other_nothing_is_said() -> None:
+    assert reached(4) == []
+
+
+def test_one_pair_names_both() -> None:
+    assert reached(3, g1_g2="refused") == [(("gpu2",), "gpu1 cannot reach it at 10.0.0.2: connection refused")]
+    assert reached(2, g1_g2="no_route") == [(("gpu2",), "gpu1 cannot reach it at 10.0.0.2: no route to host")]
+
+
+def test_a_node_that_is_cut_off_is_told_in_two_findings_and_not_in_six() -> None:
+    failed = {f"g{i}_g4": "timeout" for i in (1, 2, 3)} | {f"g4_g{i}": "timeout" for i in (1, 2, 3)}
+    assert reached(4, **failed) == [
+        (("gpu4",), "it reaches none of the other nodes: no answer"),
+        (("gpu4",), "no other node reaches it at 10.0.0.4: no answer"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["refused", "timeout", "no_route", "no_name", "stranger"])
+def test_every_way_to_fail_has_words_and_a_remedy(kind: str) -> None:
+    (finding,) = judge_pairs([node("gpu1"), node("gpu2")], tries(2, g1_g2=kind))
+    assert finding.grade is Grade.ERROR
+    assert kind not in finding.message.split(": ")[1] or kind == "refused"
+    assert "address" in finding.hint
+
+
+def test_nodes_behind_one_forwarded_address_are_told_to_have_their_own() -> None:
+    nodes = [node(name, address="127.0.0.1") for name in ("gpu1", "gpu2")]
+    pairs = [Pair(source="gpu1", target="gpu2", address="127.0.0.1", kind="refused")]
+    pairs += [Pair(source="gpu2", target="gpu1", address="127.0.0.1", kind="stranger")]
+    (finding,) = judge_pairs(nodes, pairs)
+    assert (finding.nodes, finding.message) == (("gpu1", "gpu2"), "they have the same training address 127.0.0.1")
+    assert finding.hint.startswith("127.0.0.1 is every machine's own")
+
+
+def test_the_sentence_says_what_prevents_a_gang() -> None:
+    good = [node("gpu1"), node("gpu2"), node("gpu3")]
+    assert verdict(good[:1], []).text == "1 node can run a gang"
+    assert (verdict(good, tries(3)).text, verdict(good, tries(3)).can_run) == ("3 nodes can run a gang", True)
+    lost = node("gpu3", error=NodeUnreachable("gpu3", "gone"))
+    assert verdict([*good[:2], lost], []).text == "a gang cannot run on all 3 nodes: gpu3 cannot take part"
+    both = verdict([*good[:2], lost], tries(2, g1_g2="timeout"))
+    assert both.text == "a gang cannot run on all 3 nodes: gpu3 cannot take part, and gpu1, gpu2 do not all reach each other"
+    assert verdict([lost], []).text == "nothing can run on this node: gpu3 cannot take part"
+    warned = verdict([node("gpu1", probe=probe(root={"is_noexec": True}))], [])
+    assert warned.can_run
+    assert [finding.grade for finding in warned.findings] == [Grade.WARNING]
+
+
+# -- measuring
+
+
+def test_the_quickest_ping_tells_the_clock() -> None:
+    assert best_clock([]) is None
+    assert best_clock([(0.0, 7.0, 10.0), (20.0, 23.05, 20.1)]) == Clock(offset_s=3.0, uncertainty_s=0.05)
+
+
+def test_the_probe_of_python_is_python_and_is_understood() -> None:
+    done = subprocess.run([sys.executable, "-S", "-c", PYTHON_PROBE], capture_output=True, text=True, check=True)
+    found = parse_python({"exit_code": 0, "stdout": "hello from a login\n" + done.stdout, "stderr": "", "seconds": 1.0})
+    assert found.python == ".".join(str(part) for part in sys.version_info[:3])
+    assert found.error == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "stderr", "error"),
+    [
+        (None, "", "", "it did not end within 120 s"),
+        (127, "", "x\n/no/python: No such file or directory\n", "/no/python: No such file or directory"),
+        (7, "", "", "exit code 7"),
+        (0, "@@distflow-python {", "", "its answer is damaged: @@distflow-python {"),
+    ],
+)
+def test_a_python_that_says_nothing_is_an_error_in_words(code: int | None, stdout: str, stderr: str, error: str) -> None:
+    found = parse_python({"exit_code": code, "stdout": stdout, "stderr": stderr, "seconds": 120.2})
+    assert (found.python, found.error) == ("", error)
+
+
+def test_everything_that_is_measured_is_json() -> None:
+    from distflow.backends.machines.checking import Checked
+    from distflow.cli.checks import check_json, check_text
+    from distflow.cli.tables import Paint
+    from distflow.pools.model import Pool
+
+    apps = (GpuApp(gpu_uuid="GPU-0", pid=1, name="x\x1b[31m", used_mib=None),)
+    nodes = (replace(node(), gpus=(gpu(0), gpu(1)), apps=apps), node("gpu2", error=NodeUnreachable("gpu2", "gone\x1b[31m")))
+    found = verdict(nodes, tries(2))
+    checked = Checked(nodes=nodes, pairs=tuple(tries(2)))
+    pool = Pool(name="lab", backend="ssh", nodes=tuple(one.node for one in nodes))
+    answer = json.loads(json.dumps(check_json(pool, checked, found)))
+    assert [one["state"] for one in answer["nodes"]] == ["warning", "error"]
+    assert answer["nodes"][0]["gpu_processes"][0] == {
+        "gpu": 0, "pid": 1, "name": "x\x1b[31m", "used_mib": None, "user": None, "attempt": None,
+    }  # fmt: skip
+    text = check_text(checked, found, Paint())
+    assert "2 × H100, 80 GiB" in text
+    assert "\x1b" not in text, "what a node says cannot write on a terminal"
