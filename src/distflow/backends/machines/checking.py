@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.connection import now
+from distflow.backends.machines.findings import few
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.measured import PYTHON_PROBE, Measured, Pair, best_clock, parse_python
 from distflow.backends.machines.nvidia import parse_apps, parse_gpus
@@ -68,9 +69,9 @@ class _Session:
 def check_pool(pool: Pool, nodes: Sequence[Node], progress: Progress = lambda _: None) -> Checked:
     """Measure these nodes of a pool. Never raises for what a node does or does not."""
     sessions = {node.name: _Session(pool, node) for node in nodes}
-    tell = _Counter(len(sessions), progress)
+    waiting = _Waiting(sessions, progress)
     try:
-        _each(list(sessions.values()), lambda one: _ask(pool, one), lambda one: tell.done(one.node.name))
+        _each(list(sessions.values()), lambda one: _ask(pool, one), lambda one: waiting.done(one.node.name))
         asked = [session for session in sessions.values() if session.link is not None]
         pairs: list[Pair] = []
         if asked:
@@ -86,20 +87,23 @@ def check_pool(pool: Pool, nodes: Sequence[Node], progress: Progress = lambda _:
     return Checked(nodes=tuple(session.measured for session in sessions.values()), pairs=tuple(pairs))
 
 
-class _Counter:
-    """Says how many nodes have answered, and which are waited for."""
+class _Waiting:
+    """Says which nodes are still waited for."""
 
-    def __init__(self, total: int, progress: Progress) -> None:
+    def __init__(self, nodes: Iterable[str], progress: Progress) -> None:
         self._lock = threading.Lock()
-        self._total = total
-        self._done = 0
+        self._left = dict.fromkeys(nodes)
+        self._total = len(self._left)
         self._progress = progress
-        progress(f"asking {total} node{'s' * (total != 1)}")
+        self._tell()
 
     def done(self, node: str) -> None:
         with self._lock:
-            self._done += 1
-            self._progress(f"{self._done} of {self._total} nodes asked, last {node}")
+            self._left.pop(node, None)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._progress(f"{self._total - len(self._left)} of {self._total} nodes; waiting for {few(list(self._left)) or 'none'}")
 
 
 def _each(

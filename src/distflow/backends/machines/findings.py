@@ -66,13 +66,7 @@ def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
     pythons = {one.node.name: ".".join(one.torch.python.split(".")[:2]) for one in nodes if one.torch and one.torch.python}
     yield from _unlike("python", "Python", pythons)
     yield from _unlike("torch", "torch", {one.node.name: one.torch.version for one in nodes if one.torch and one.torch.version})
-    torches = [one for one in nodes if one.torch and one.torch.version]
-    without = [
-        one.node.name for one in nodes if one.torch and one.torch.python and not one.torch.version and not one.torch.error
-    ]
-    if torches and without:
-        hint = "install the same torch on all, or name the `python` that has it"
-        yield _warning("torch", without, f"torch is not installed, and is on {few([one.node.name for one in torches])}", hint)
+    yield from _missing_torch(nodes)
     drivers = {one.node.name: one.gpus[0].driver for one in nodes if one.gpus}
     yield from _unlike("gpus", "the NVIDIA driver", drivers, Grade.NOTE)
 
@@ -204,8 +198,8 @@ def _torch(measured: Measured) -> Iterator[Finding]:
         yield _warning(
             "torch", names, f"torch cannot be imported: {torch.error}", f"try it there: {torch.executable} -c 'import torch'"
         )
-    elif not torch.version:
-        yield _note("torch", names, f"torch is not installed for {torch.executable}", "")
+    elif torch.version is None:
+        return  # whether that matters is for judge_nodes: it does where others have it
     elif measured.gpus and not torch.is_available:
         built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
         hint = "install a torch that fits the driver" + (f" ({measured.gpus[0].driver})" if measured.gpus[0].driver else "")
@@ -276,6 +270,18 @@ def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
         message = f"its clock is {_off(clock.offset_s)} this machine's"
         hint = "times of logs and events will be out of order; set it by NTP: `timedatectl set-ntp true`"
         yield _warning("clock", [name], message, hint)
+
+
+def _missing_torch(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    having = [one.node.name for one in nodes if one.torch and one.torch.version]
+    without = [one for one in nodes if one.torch and one.torch.python and not one.torch.version and not one.torch.error]
+    for one in without:
+        message = f"torch is not installed for {one.torch.executable}" if one.torch else ""
+        if having:
+            hint = "install the same torch on all, or set `python` to the one that has it"
+            yield _warning("torch", [one.node.name], f"{message}, and is on {few(having)}", hint)
+        else:
+            yield _note("torch", [one.node.name], message, "")
 
 
 def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:

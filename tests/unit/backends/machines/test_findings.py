@@ -178,7 +178,6 @@ def test_processes_of_others_on_gpus_are_named_and_our_own_are_not_blamed() -> N
 @pytest.mark.parametrize(
     ("torch", "expected"),
     [
-        ({"version": None}, ("note", "torch is not installed for /v/python")),
         ({"version": None, "error": "OSError('x')"}, ("warning", "torch cannot be imported: OSError('x')")),
         ({"python": "", "error": "sh: module: not found"}, ("warning", "its python /v/python does not start as tasks would")),
         ({"cuda": None, "is_available": False}, ("warning", "torch 2.6.0 (built without CUDA) sees none of its GPUs")),
@@ -231,8 +230,14 @@ def test_unlike_versions_are_told_once() -> None:
     python, torch, missing = judge_nodes(nodes)
     assert python.message == "Python is not the same: 3.12 on gpu1, gpu3, gpu4; 3.10 on gpu2"
     assert torch.message == "torch is not the same: 2.6.0 on gpu1, gpu3; 2.5.1 on gpu2"
-    assert missing.message == "torch is not installed, and is on gpu1, gpu2, gpu3"
-    assert missing.nodes == ("gpu4",)
+    assert (missing.grade, missing.nodes) == (Grade.WARNING, ("gpu4",))
+    assert missing.message == "torch is not installed for /v/python, and is on gpu1, gpu2, gpu3"
+
+
+def test_where_no_node_has_torch_none_is_expected() -> None:
+    nodes = [node(name, torch=Torch(python="3.12.4", executable="/v/python")) for name in ("gpu1", "gpu2")]
+    (note,) = folded(judge_nodes(nodes))
+    assert (note.grade, note.nodes, note.message) == (Grade.NOTE, ("gpu1", "gpu2"), "torch is not installed for /v/python")
 
 
 def test_the_same_finding_about_many_nodes_is_one() -> None:
