@@ -80,14 +80,14 @@ def test_tools_are_quoted_as_they_speak(node: NodeUnderTest, tmp_path: Path) -> 
 
 def test_a_command_is_run_as_tasks_would_see_it(node: NodeUnderTest, tmp_path: Path) -> None:
     tool = tmp_path / "tool"
-    tool.write_text('#!/bin/sh\necho "$A|$B|$DISTFLOW_ATTEMPT|$(umask)|$1"\necho words >&2\nexit 3\n')
+    tool.write_text('#!/bin/sh\necho "$A|$B|${DISTFLOW_ATTEMPT-none}|$(umask)|$1"\necho words >&2\nexit 3\n')
     tool.chmod(0o755)
     said = node.connect().request(
         "run", argv=["tool", "it's; $x"], env={"A": "1"}, path_prepend=[str(tmp_path)], shell_prelude="export B='2 3'"
     )
     assert (said["exit_code"], said["stderr"]) == (3, "words\n")
     a, b, attempt, umask, argument = said["stdout"].strip().split("|")
-    assert (a, b, attempt, argument) == ("1", "2 3", "", "it's; $x")
+    assert (a, b, attempt, argument) == ("1", "2 3", "none", "it's; $x")
     assert umask != "0077", "the node's usual one"
 
 
@@ -99,7 +99,7 @@ def test_a_command_that_is_not_there_is_no_error_of_the_agent(node: NodeUnderTes
 def test_a_command_that_takes_too_long_is_ended(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     begin = time.monotonic()
-    said = link.request("run", argv=["sh", "-c", f"echo begun; sleep 60 # {marker}"], limit_s=0.5)
+    said = link.request("run", argv=["sh", "-c", f"sh -c 'sleep 60; true {marker}'; true"], limit_s=0.5)
     assert said["exit_code"] is None
     assert time.monotonic() - begin < 10
     wait_until(lambda: not processes_with(marker), 10)

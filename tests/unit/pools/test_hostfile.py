@@ -79,9 +79,17 @@ def test_a_host_in_several_plain_lines_has_as_many_slots() -> None:
     assert hosts_in("gpu1\ngpu2\ngpu1\ngpu1\n") == [("gpu1", None, 3), ("gpu2", None, None)]
 
 
-@pytest.mark.parametrize("again", ["gpu1 slots=8", "gpu1", "gpu1:8", "other@gpu1"])
-def test_a_host_given_again_with_another_meaning_is_a_finding(again: str) -> None:
-    first = "gpu1" if again != "gpu1" else "gpu1 slots=8"
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ("gpu1", "gpu1 slots=8"),
+        ("gpu1 slots=8", "gpu1"),
+        ("gpu1 slots=8", "gpu1 slots=8"),
+        ("gpu1", "gpu1:8"),
+        ("gpu1", "other@gpu1"),
+    ],
+)
+def test_a_host_given_again_with_slots_or_another_user_is_a_finding(first: str, again: str) -> None:
     assert "hosts:3: error: the host `gpu1` stands in line 1 already" in refusal(f"{first}\ngpu2\n{again}\n")
 
 

@@ -25,7 +25,7 @@ def test_lines_that_are_something_else_are_no_gpus() -> None:
     text = (
         "WARNING: infoROM is corrupted at gpu 0000:3B:00.0\n"
         + EIGHT
-        + "No devices were found\n\n[Unknown Error], a, b, c, d, e\n"
+        + "No devices were found\n\n8, [Unknown Error], a, b, 1, 2\n"
     )
     assert len(parse_gpus(text)) == 8
     assert parse_gpus("") == ()
