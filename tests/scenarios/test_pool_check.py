@@ -173,15 +173,16 @@ def test_a_root_that_cannot_be_made_is_an_error(hosts: Hosts) -> None:
     assert "make `root`" in error["hint"]
 
 
-def test_a_wrong_training_address_is_an_unreachable_pair(hosts: Hosts) -> None:
-    # gpu1 claims the address of gpu3: who asks for gpu1 meets gpu3's sockets, or none.
-    hosts.configure(gpu1=", address: 127.0.1.3")
-    answer = hosts.check(code=0)
-    assert not errors(answer), "on one machine every loopback address is one's own"
-    hosts.configure(gpu1=", address: 192.0.2.1")
-    answer = hosts.check("--node", "gpu1", code=0)
+def test_a_training_address_of_no_machine_is_an_unreachable_node(hosts: Hosts) -> None:
+    hosts.configure(gpu1=", address: 198.51.100.1")
+    answer = hosts.check(code=3)
+    assert {(pair["source"], pair["target"]) for pair in answer["pairs"] if pair["kind"] != "ok"} == {
+        ("gpu2", "gpu1"), ("gpu3", "gpu1"),
+    }  # fmt: skip
+    assert {error["about"] for error in errors(answer)} == {"reach"}
+    assert all(error["nodes"] == ["gpu1"] and "198.51.100.1" in error["message"] for error in errors(answer))
     (warning,) = [finding for finding in answer["findings"] if finding["about"] == "address"]
-    assert "192.0.2.1 is not on any of its interfaces" in warning["message"]
+    assert "198.51.100.1 is not on any of its interfaces" in warning["message"]
 
 
 def test_settings_that_tasks_would_see_are_used_and_checked(hosts: Hosts) -> None:
@@ -213,7 +214,14 @@ def test_a_hostfile_is_checked_and_run_with_the_settings_of_the_pool(hosts: Host
     cli.await_status(workflow, "COMPLETED")
     assert {task["node_name"] for task in cli.tasks(workflow).values()} == {"gpu1", "gpu3"}
     (cli.folder / "hosts.txt").write_text("gpu1 slots=x\n")
-    for command in (["workflow", "submit", "spec.yaml"], ["pool", "check"], ["pool", "list"], ["node", "clean"]):
+    assert cli.run("workflow", "validate", "spec.yaml").code == 0
+    for command in (
+        ["workflow", "submit", "spec.yaml"],
+        ["workflow", "validate", "spec.yaml"],
+        ["pool", "check"],
+        ["pool", "list"],
+        ["node", "clean"],
+    ):
         done = cli.run(*command, "--hostfile", "hosts.txt")
         assert done.code == 2, command
         assert "hosts.txt:1: error: `slots=x`" in done.err

@@ -105,7 +105,7 @@ def _row(measured: Measured, state: str, paint: Paint) -> tuple[str, ...]:
 
 def _gpus_text(measured: Measured) -> str:
     if measured.gpus is None:
-        return "0"
+        return str(measured.facts.get("gpus") or 0)
     names = [gpu.name for gpu in measured.gpus]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     memory = next((gpu.memory_mib for gpu in measured.gpus), None)

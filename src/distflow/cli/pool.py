@@ -118,6 +118,8 @@ def _node_json(node: Node) -> dict[str, object]:
     return {
         "name": node.name,
         "host": node.host,
+        "port": node.port,
+        "user": node.user,
         "address": node.address,
         "root": node.root,
         "python": node.python,

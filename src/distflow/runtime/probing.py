@@ -21,7 +21,7 @@ from distflow.runtime.wire import Json, OpError
 
 __all__ = ["probe", "run"]
 
-_TOOL_S = 10.0
+_TOOL_S = 30.0  # without persistence mode, nvidia-smi wakes every GPU first
 _LONGEST_S = 600.0
 _MOST_OUTPUT = 16384
 _GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used"

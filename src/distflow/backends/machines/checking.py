@@ -29,7 +29,7 @@ __all__ = ["Checked", "check_pool"]
 
 _AT_ONCE = 32
 _PINGS = 5
-_PROBE_S = 60.0
+_PROBE_S = 90.0
 _PYTHON_S = 120.0
 _LISTEN_S = 300.0
 _REACH_S = 5.0

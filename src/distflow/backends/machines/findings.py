@@ -63,6 +63,7 @@ def judge_node(measured: Measured) -> Iterator[Finding]:
 def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
     """Yield the findings about nodes beside each other: what should be alike and is not, and clocks."""
     yield from _clocks(nodes)
+    yield from _same_machine(nodes)
     pythons = {one.node.name: ".".join(one.torch.python.split(".")[:2]) for one in nodes if one.torch and one.torch.python}
     yield from _unlike("python", "Python", pythons)
     yield from _unlike("torch", "torch", {one.node.name: one.torch.version for one in nodes if one.torch and one.torch.version})
@@ -149,7 +150,7 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
         hint = "until `nvidia-smi` works there, its GPUs cannot be used: a reboot or the driver's log (`dmesg`) may tell"
         yield _warning("gpus", names, f"nvidia-smi fails: {measured.gpu_error}", hint)
     elif measured.gpus is None:
-        if wanted:
+        if wanted and wanted > int(measured.facts.get("gpus") or 0):
             message = f"{_count(wanted, 'GPU')} configured, and there is no nvidia-smi to find them with"
             yield _warning("gpus", names, message, "set `gpus: 0` where there are none; or install the NVIDIA driver")
     elif wanted is not None and wanted > len(measured.gpus):
@@ -270,6 +271,17 @@ def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
         message = f"its clock is {_off(clock.offset_s)} this machine's"
         hint = "times of logs and events will be out of order; set it by NTP: `timedatectl set-ntp true`"
         yield _warning("clock", [name], message, hint)
+
+
+def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    boots: dict[str, list[str]] = {}
+    for one in nodes:
+        if one.facts.get("boot_id"):
+            boots.setdefault(str(one.facts["boot_id"]), []).append(one.node.name)
+    for names in boots.values():
+        if len(names) > 1:
+            hint = "give each machine once; containers of one are well as long as each has GPUs of its own"
+            yield _note("name", names, "they are one and the same machine, or containers of it", hint)
 
 
 def _missing_torch(nodes: Sequence[Measured]) -> Iterator[Finding]:

@@ -240,6 +240,18 @@ def test_where_no_node_has_torch_none_is_expected() -> None:
     assert (note.grade, note.nodes, note.message) == (Grade.NOTE, ("gpu1", "gpu2"), "torch is not installed for /v/python")
 
 
+def test_one_machine_given_under_two_names_is_noted() -> None:
+    nodes = [node(name, facts={"boot_id": boot}) for name, boot in (("gpu1", "a"), ("gpu2", "b"), ("gpu3", "a"), ("gpu4", ""))]
+    (note,) = judge_nodes([*nodes, node("gpu5")])
+    assert (note.grade, note.nodes) == (Grade.NOTE, ("gpu1", "gpu3"))
+    assert "the same machine" in note.message
+
+
+def test_gpus_are_believed_without_nvidia_smi_when_their_devices_are_there() -> None:
+    assert alone(node(gpus=8, facts={"gpus": 8})) == []
+    assert alone(node(gpus=8, facts={"gpus": 7}))[0][0] == "warning"
+
+
 def test_the_same_finding_about_many_nodes_is_one() -> None:
     notes = [Finding(grade=Grade.NOTE, about="name", nodes=(f"gpu{i}",), message="m", hint="h") for i in range(3)]
     error = Finding(grade=Grade.ERROR, about="ssh", nodes=("gpu9",), message="e")
