@@ -18,7 +18,7 @@ from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.connection import now
 from distflow.backends.machines.findings import few
 from distflow.backends.machines.link import AgentLink
-from distflow.backends.machines.measured import PYTHON_PROBE, Measured, Pair, best_clock, parse_python
+from distflow.backends.machines.measured import PYTHON_PROBE, Measured, Pair, best_clock, parse_python, python_trouble
 from distflow.backends.machines.nvidia import parse_apps, parse_gpus
 from distflow.errors import AgentError, BootstrapFailed, DistflowError
 from distflow.pools.model import Node, Pool
@@ -34,6 +34,8 @@ _PYTHON_S = 120.0
 _LISTEN_S = 300.0
 _REACH_S = 5.0
 _DIAGNOSE_S = 10.0
+
+_VERSION = "import sys; sys.stdout.write(sys.version.split()[0])"
 
 Progress = Callable[[str], None]
 """Told in a few words what is being done; called from several threads, one at a time."""
@@ -173,16 +175,18 @@ def _python_of(link: AgentLink, node: Node, facts: Mapping[str, Any]) -> Mapping
 
 
 def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> BootstrapFailed:
-    """Return the error in better words when it is the python itself that cannot be started."""
+    """Return the error in better words when it is the python itself that is not there, or too old."""
     try:
-        done = transport.run([node.python, "-c", "0"], timeout_s=_DIAGNOSE_S)
-        if done.exit_code not in (126, 127):
-            return error
-        found = transport.run(["sh", "-c", "command -v python3"], timeout_s=_DIAGNOSE_S).stdout.decode("utf-8", "replace")
+        done = transport.run([node.python, "-c", _VERSION], timeout_s=_DIAGNOSE_S)
+        found = (
+            transport.run(["sh", "-c", "command -v python3"], timeout_s=_DIAGNOSE_S).stdout.decode("utf-8", "replace").strip()
+        )
     except DistflowError:
         return error
-    why = "is not there" if done.exit_code == 127 else "cannot be executed"
-    there = f"; {found.strip()} is there" if found.strip() else "; no python3 was found in its PATH either"
+    why = python_trouble(done.exit_code, done.stdout.decode("utf-8", "replace"))
+    if not why:
+        return error
+    there = f"; {found} is there" if found and found != node.python else ""
     return BootstrapFailed(node.name, f"its python {node.python} {why}", hint=f"set `python` of the node{there}")
 
 

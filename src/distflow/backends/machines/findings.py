@@ -98,8 +98,6 @@ def _out_of_reach(measured: Measured) -> Finding:
                 "root",
                 f"make `root` ({measured.node.root}) a directory that its user can write to, or set another one",
             )
-        elif "Python 3.8 or newer" in message:
-            hint = f"set `python` of the node, which is `{measured.node.python}`, to a newer one"
     return Finding(grade=Grade.ERROR, about=about, nodes=(measured.node.name,), message=message, hint=hint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from distflow.backends.machines.nvidia import Gpu, GpuApp
 from distflow.errors import DistflowError
 from distflow.pools.model import Node
 
-__all__ = ["PYTHON_PROBE", "Clock", "Measured", "Pair", "Torch", "best_clock", "parse_python"]
+__all__ = ["PYTHON_PROBE", "Clock", "Measured", "Pair", "Torch", "best_clock", "parse_python", "python_trouble"]
 
 _MARK = "@@distflow-python "
 
@@ -134,3 +135,17 @@ def parse_python(said: Mapping[str, Any]) -> Torch:
         devices=int(found.get("devices") or 0),
         error=str(found.get("error") or ""),
     )
+
+
+def python_trouble(exit_code: int, version: str) -> str:
+    """Return why a python that was asked for its version cannot run an agent; empty when it is not to blame.
+
+    >>> python_trouble(0, "2.7.18"), python_trouble(0, "3.12.1"), python_trouble(127, "")
+    ('is Python 2.7.18; 3.8 or newer is needed', '', 'is not there')
+    """
+    if exit_code in (126, 127):
+        return "is not there" if exit_code == 127 else "cannot be executed"
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < (3, 8):
+        return f"is Python {version}; 3.8 or newer is needed"
+    return ""

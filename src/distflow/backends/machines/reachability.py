@@ -62,7 +62,8 @@ def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Verdict:
     cut = list(dict.fromkeys(name for pair in pairs if pair.kind != "ok" for name in (pair.source, pair.target)))
     if cut:
         why.append(f"{few(cut)} do not all reach each other")
-    what = f"a gang cannot run on all {count}" if len(nodes) > 1 else "nothing can run on this node"
+    all_of_them = "both nodes" if len(nodes) == 2 else f"all {count}"
+    what = f"a gang cannot run on {all_of_them}" if len(nodes) > 1 else "nothing can run on this node"
     return Verdict(can_run=False, text=f"{what}: {', and '.join(why)}", findings=findings)
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from distflow.backends.machines.findings import Finding, Grade, folded, judge_node, judge_nodes
-from distflow.backends.machines.measured import PYTHON_PROBE, Clock, Measured, Pair, Torch, best_clock, parse_python
+from distflow.backends.machines.measured import (
+    PYTHON_PROBE,
+    Clock,
+    Measured,
+    Pair,
+    Torch,
+    best_clock,
+    parse_python,
+    python_trouble,
+)
 from distflow.backends.machines.nvidia import Gpu, GpuApp
 from distflow.backends.machines.reachability import judge_pairs, verdict
 from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
@@ -80,11 +89,6 @@ def test_what_ssh_says_is_passed_on_with_its_remedy() -> None:
         ("PermissionError: [Errno 13] Permission denied: '/r/runtime'", "root", "make `root` (~/.distflow)"),
         ("OSError: [Errno 30] Read-only file system: '/r'", "root", "make `root`"),
         ("OSError: [Errno 28] No space left on device", "root", "make `root`"),
-        (
-            "RuntimeError: Python 3.8 or newer is needed; this is 3.6.9",
-            "python",
-            "set `python` of the node, which is `/v/python`",
-        ),
         ("SyntaxError: ?", "python", ""),
     ],
 )
@@ -322,6 +326,7 @@ def test_the_sentence_says_what_prevents_a_gang() -> None:
     assert verdict([*good[:2], lost], []).text == "a gang cannot run on all 3 nodes: gpu3 cannot take part"
     both = verdict([*good[:2], lost], tries(2, g1_g2="timeout"))
     assert both.text == "a gang cannot run on all 3 nodes: gpu3 cannot take part, and gpu1, gpu2 do not all reach each other"
+    assert verdict([good[0], lost], []).text == "a gang cannot run on both nodes: gpu3 cannot take part"
     assert verdict([lost], []).text == "nothing can run on this node: gpu3 cannot take part"
     warned = verdict([node("gpu1", probe=probe(root={"is_noexec": True}))], [])
     assert warned.can_run
@@ -341,6 +346,22 @@ def test_the_probe_of_python_is_python_and_is_understood() -> None:
     found = parse_python({"exit_code": 0, "stdout": "hello from a login\n" + done.stdout, "stderr": "", "seconds": 1.0})
     assert found.python == ".".join(str(part) for part in sys.version_info[:3])
     assert found.error == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "version", "trouble"),
+    [
+        (127, "", "is not there"),
+        (126, "", "cannot be executed"),
+        (0, "2.7.18", "is Python 2.7.18; 3.8 or newer is needed"),
+        (0, "3.7.16", "is Python 3.7.16; 3.8 or newer is needed"),
+        (0, "3.8.0", ""),
+        (0, "3.14.0rc1+", ""),
+        (1, "what?", ""),
+    ],
+)
+def test_why_a_python_runs_no_agent(code: int, version: str, trouble: str) -> None:
+    assert python_trouble(code, version) == trouble
 
 
 @pytest.mark.parametrize(
