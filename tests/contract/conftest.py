@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.link import AgentLink, Event
+from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import NodeUnreachable
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
@@ -84,6 +87,16 @@ class NodeUnderTest:
         name = attempt or self.attempt()
         given = {"gpus": 0, "gpu_ids": [], "lease_dir": str(self.lease_dir), "port": None, "start_timeout_s": 60, **fields}
         link.request("lease", attempt=name, **given)
+        return name
+
+    def stage(self, data: bytes, *, python: str = sys.executable) -> str:
+        """Bring a blob to the node and return its name."""
+        name = hashlib.sha256(data).hexdigest()
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            blob = Blob(digest=name, path=Path(file.name), size=len(data))
+            send_blobs(self.transport, str(self.root), python, [blob], timeout_s=20)
         return name
 
     def start(self, link: AgentLink, argv: list[str], *, lease: dict[str, Any] | None = None, **launch: Any) -> str:

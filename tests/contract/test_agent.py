@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -163,7 +162,7 @@ def test_a_stalled_agent_is_noticed_and_never_blocks_a_sender(node: NodeUnderTes
     try:
         started = time.monotonic()
         for _ in range(40):  # more than a pipe holds
-            link.send("chunk", answers.append, hash="0" * 64, data="A" * 100_000)
+            link.send("ping", answers.append, ballast="A" * 100_000)
         assert time.monotonic() - started < 1
         wait_until(lambda: node.closed, 5, "on_close")
         assert len(answers) == 40
@@ -428,8 +427,24 @@ def test_what_outlives_the_command_is_asked_and_then_killed(node: NodeUnderTest,
 def test_a_pair_that_nobody_starts_ends_by_itself(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link, start_timeout_s=0.3)
-    assert node.end(attempt)["reason"] == "start_timeout"
+    link.close()
+    wait_until(lambda: node.record(attempt), 20)
+    assert (node.record(attempt) or {})["reason"] == "start_timeout"
+    link = node.connect()
     refused(link, "conflict", "prepare", attempt=attempt, launch=launch_of(["true"]))
+
+
+def test_a_lease_lasts_while_somebody_attends(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link, start_timeout_s=0.2)
+    # It was asked whether to end, several times over, when another lease of as long has ended unattended.
+    other = node.connect()
+    unattended = node.lease(other, start_timeout_s=1.0)
+    other.close()
+    wait_until(lambda: node.record(unattended), 20)
+    link.request("prepare", attempt=attempt, launch=launch_of(["true"]))
+    link.request("start", attempt=attempt)
+    assert node.end(attempt)["exit_code"] == 0
 
 
 def test_release_leaves_nothing(node: NodeUnderTest) -> None:
@@ -515,16 +530,6 @@ def test_traps_in_the_lease_directory_harm_nobody(node: NodeUnderTest, tmp_path:
 # -- files
 
 
-def stage(link: AgentLink, data: bytes) -> str:
-    name = hashlib.sha256(data).hexdigest()
-    if not link.request("stage", hash=name, size=len(data))["have"]:
-        pieces = [data[at : at + 262144] for at in range(0, len(data), 262144)] or [b""]
-        for number, piece in enumerate(pieces):
-            text = base64.b64encode(piece).decode()
-            link.request("chunk", hash=name, data=text, last=number == len(pieces) - 1)
-    return name
-
-
 def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
@@ -541,37 +546,6 @@ def member(name: str, **fields: Any) -> tarfile.TarInfo:
     return info
 
 
-def test_a_blob_is_sent_once_checked_and_placed(node: NodeUnderTest) -> None:
-    link = node.connect()
-    data = os.urandom(1_000_000)
-    name = stage(link, data)
-    assert link.request("stage", hash=name, size=len(data)) == {"have": True}
-    attempt = node.start(link, ["true"], files=[{"path": "work/data.bin", "blob": name, "mode": 0o640}])
-    node.end(attempt)
-    assert (node.directory(attempt) / "work/data.bin").read_bytes() == data
-    assert [path.name for path in (node.root / "blobs").iterdir()] == [name]
-
-
-def test_a_damaged_blob_is_refused_and_forgotten(node: NodeUnderTest) -> None:
-    link = node.connect()
-    name = hashlib.sha256(b"right").hexdigest()
-    assert link.request("stage", hash=name, size=5) == {"have": False}
-    assert "damaged" in refused(link, "bad_request", "chunk", hash=name, data=base64.b64encode(b"wrong").decode(), last=True)
-    assert list((node.root / "blobs").iterdir()) == []
-    assert stage(link, b"right") == name
-
-
-def test_a_transfer_that_broke_off_is_swept_up(node: NodeUnderTest) -> None:
-    link = node.connect()
-    link.request("stage", hash="0" * 64, size=5)
-    link.request("chunk", hash="0" * 64, data=base64.b64encode(b"wro").decode(), last=False)
-    agent = link.request("hello", watch=[])["facts"]["agent_pid"]
-    link.close()
-    wait_until(lambda: not is_alive(agent), 20)
-    name = stage(node.connect(), b"other")
-    assert [path.name for path in (node.root / "blobs").iterdir()] == [name]
-
-
 def test_an_archive_is_unpacked_with_its_modes_and_inner_links(node: NodeUnderTest) -> None:
     link = node.connect()
     data = tar_of(
@@ -580,7 +554,7 @@ def test_an_archive_is_unpacked_with_its_modes_and_inner_links(node: NodeUnderTe
         (member("link", type=tarfile.SYMTYPE, linkname="d/run.sh"), b""),
         (member("hard", type=tarfile.LNKTYPE, linkname="d/run.sh"), b""),
     )
-    attempt = node.start(link, ["./link"], files=[{"path": "work", "blob": stage(link, data), "is_tar": True}])
+    attempt = node.start(link, ["./link"], files=[{"path": "work", "blob": node.stage(data), "is_tar": True}])
     assert node.end(attempt)["exit_code"] == 0
     assert node.output(attempt) == "hi\n"
     assert stat.S_IMODE((node.directory(attempt) / "work/d/run.sh").stat().st_mode) == 0o755
@@ -607,7 +581,7 @@ def test_an_archive_is_unpacked_with_its_modes_and_inner_links(node: NodeUnderTe
 def test_an_archive_cannot_leave_its_directory(node: NodeUnderTest, trap: list[tuple[tarfile.TarInfo, bytes]]) -> None:
     link = node.connect()
     attempt = node.lease(link)
-    launch = launch_of(["true"], files=[{"path": "work", "blob": stage(link, tar_of(*trap)), "is_tar": True}])
+    launch = launch_of(["true"], files=[{"path": "work", "blob": node.stage(tar_of(*trap)), "is_tar": True}])
     refused(link, "bad_request", "prepare", attempt=attempt, launch=launch)
     assert not list(node.root.rglob("evil"))
 
@@ -623,7 +597,7 @@ def test_preparing_much_does_not_delay_a_ping(node: NodeUnderTest) -> None:
     link = node.connect()
     data = tar_of(*((member(f"f{number}"), b"x" * 100) for number in range(6000)))
     attempt = node.lease(link)
-    launch = launch_of(["true"], files=[{"path": "work", "blob": stage(link, data), "is_tar": True}])
+    launch = launch_of(["true"], files=[{"path": "work", "blob": node.stage(data), "is_tar": True}])
     done: list[object] = []
     link.send("prepare", done.append, attempt=attempt, launch=launch)
     slowest, pings = 0.0, 0
@@ -752,7 +726,7 @@ def test_a_full_disk_loses_output_and_nothing_else(node: NodeUnderTest, tmp_path
         assert end["output_bytes"] + end["lost_output_bytes"] == 5_000_000
         assert node.record(attempt) == end
         refused(link, "no_space", "lease", attempt=node.attempt(), gpus=0, port=None, lease_dir=str(node.lease_dir))
-        refused(link, "no_space", "stage", hash="0" * 64, size=10_000_000)
+        refused(link, "no_space", "stage", blobs=[{"hash": "0" * 64, "size": 10_000_000}])
         # The runner outlives the record that it waited for by some instants.
         wait_until(lambda: cleaned(link, node.workflow), 20)
         node.lease(link)
@@ -871,7 +845,7 @@ def test_the_runtime_works_on_the_oldest_python(node: NodeUnderTest) -> None:
         link,
         ["sh", "-c", "echo hi; (setsid sleep 60 &); exit 3"],
         lease={"gpus": 1, "gpu_ids": [0], "port": "any"},
-        files=[{"path": "work", "blob": stage(link, tar_of((member("a/b"), b"x"))), "is_tar": True}],
+        files=[{"path": "work", "blob": node.stage(tar_of((member("a/b"), b"x"))), "is_tar": True}],
     )
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     assert node.end(attempt)["exit_code"] == 3

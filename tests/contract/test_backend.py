@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,11 +26,12 @@ from distflow.backends.base import (
     Observation,
     Prepared,
     Released,
+    Staging,
     Started,
     StopAccepted,
 )
 from distflow.backends.machines.backend import MachinesBackend
-from distflow.plan.model import BoundLaunch
+from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import Node, Pool
 from distflow.supervisor.clock import SystemClock
 from distflow.testing.backend import Behaviour, FakeBackend
@@ -190,3 +193,35 @@ def test_a_stop_is_accepted_and_then_proved(bench: Bench) -> None:
     bench.backend.stop(key, grace_s=5, why="test")
     bench.await_one(StopAccepted, key=key)
     bench.await_one(Ended, key=key)
+
+
+def test_a_stop_ends_the_sending_of_files(tmp_path: Path) -> None:
+    bench = _machines(tmp_path)
+    data = os.urandom(1 << 20)
+    blob = PlannedFile(path="work/blob", shown="blob", blob=hashlib.sha256(data * 64).hexdigest(), size=len(data) * 64)
+    # A pipe in place of the blob: it goes as fast as we write.
+    os.mkfifo(tmp_path / "blobs" / str(blob.blob))
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    key = bench.key()
+    bench.backend.lease(bench.request("t"))
+    bench.await_one(Leased)
+    bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), {}, 5.0)
+    with (tmp_path / "blobs" / str(blob.blob)).open("wb") as pipe:
+
+        def is_told() -> bool:
+            pipe.write(data[: 128 << 10])
+            pipe.flush()
+            return any(isinstance(one, Staging) for one in bench.seen)
+
+        wait_until(is_told, 30)
+        told = bench.await_one(Staging, key=key)
+        assert 0 < told.sent < told.total == blob.size
+        bench.backend.stop(key, grace_s=1, why="test")
+        bench.await_one(Ended, key=key)
+        with pytest.raises(BrokenPipeError):  # noqa: PT012  the sender reads a few times more
+            for _ in range(64):
+                pipe.write(data)
+                pipe.flush()
+    assert not [one for one in bench.seen if isinstance(one, Prepared)]
+    bench.backend.close()

@@ -31,6 +31,7 @@ __all__ = [
     "Prepared",
     "Released",
     "Sink",
+    "Staging",
     "Started",
     "StopAccepted",
     "Unanswered",
@@ -128,6 +129,17 @@ class LeaseRefused(Observation):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfAttempt(Observation):
     key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging(_OfAttempt):
+    """Its files are on their way to the node."""
+
+    sent: int
+    """Bytes that are there."""
+    total: int
+    """Bytes of all that the node lacked."""
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 from distflow.cli.tables import Paint, cut, plain, table
 from distflow.cli.times import duration, iso, local_minute, local_second
+from distflow.documents.quantities import bytes_text
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
-from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 
 __all__ = [
     "LastLines",
@@ -104,7 +105,7 @@ def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = Non
     head = f"{record.id} {paint.status(record.status)} {duration(elapsed_s(begun, record.ended_at, now))}"
     tasks = [task for group in record.groups for task in group.tasks]
     if len(tasks) <= _FEW_TASKS:
-        parts = [f"{task.name} {paint.status(task.status)}" for task in tasks]
+        parts = [f"{task.name} {paint.status(task.status)}{_transfer_words(task, ' (', ')')}" for task in tasks]
     else:
         counts: dict[str, int] = {}
         for task in tasks:
@@ -203,8 +204,16 @@ def _task_row(
         paint.status(task.status),
         exit_shown,
         duration(elapsed_s(task.started_at, task.ended_at, now)),
-        plain(last_lines.get((group.name, task.name), "")).strip(),
+        plain(last_lines.get((group.name, task.name), "")).strip() or _transfer_words(task),
     )
+
+
+def _transfer_words(task: TaskRecord, before: str = "", after: str = "") -> str:
+    files = task.transfer
+    if files is None or task.state is not State.INITIALIZING:
+        return ""
+    share = f"{bytes_text(files.sent)} of {bytes_text(files.total)}"
+    return f"{before}receives its files: {share}, {bytes_text(files.bytes_per_s)}/s{after}"
 
 
 def _task_words(task: TaskRecord) -> str:
@@ -236,8 +245,9 @@ def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_line
 
     distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``message`` (what it waits for, or why
     it ended) and ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code``, ``signal``,
-    ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``pid``, ``signal``, ``duration``,
-    ``last_line``, ``outputs``, ``output_dir``.
+    ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files while they are
+    on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``, ``last_line``,
+    ``outputs``, ``output_dir``.
 
     Groups and tasks stand in the order of the spec. Without ``now``, durations of what has not ended are null.
     """
@@ -320,6 +330,10 @@ def _cause_json(cause: Cause) -> dict[str, object]:
     }
 
 
+def _transfer_json(files: Transfer) -> dict[str, object]:
+    return {"sent_bytes": files.sent, "total_bytes": files.total, "bytes_per_second": round(files.bytes_per_s)}
+
+
 def _task_json(task: TaskRecord, now: float | None, last_line: str | None) -> dict[str, object]:
     failed = task.state in (State.FAILED, State.CANCELED)
     return {
@@ -335,6 +349,7 @@ def _task_json(task: TaskRecord, now: float | None, last_line: str | None) -> di
         "node_name": task.node,
         "ranks": task.ranks,
         "gpu_ids": list(task.gpu_ids),
+        "transfer": _transfer_json(task.transfer) if task.transfer and task.state is State.INITIALIZING else None,
         "pid": task.pid,
         "start_time": iso(task.started_at),
         "end_time": iso(task.ended_at),

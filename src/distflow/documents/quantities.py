@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["duration_text", "parse_bytes", "parse_duration"]
+__all__ = ["bytes_text", "duration_text", "parse_bytes", "parse_duration"]
 
 _SECONDS: Mapping[str, float] = MappingProxyType({"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6})
 _DURATION = re.compile(r"([0-9]+)(d|h|ms|us|m|s)")
@@ -59,6 +59,15 @@ def duration_text(seconds: float) -> str:
     if micros == 0:
         return "0s"
     return f"{micros // 1000}ms" if micros % 1000 == 0 else f"{micros}us"
+
+
+def bytes_text(size: float) -> str:
+    """Return a number of bytes for people to read, such as ``340 MiB`` or ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 def parse_bytes(value: str | float) -> int:

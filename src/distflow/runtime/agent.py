@@ -9,14 +9,17 @@ import os
 import selectors
 import signal
 import time
-from typing import Callable, Dict, List, Optional, Union
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
 
-from distflow.runtime import attempts, blobs, cleaning, command, facts, placing, probing, processes, reaching, records
+from distflow.runtime import attempts, blobs, command, facts, placing, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.loop import Loop
 from distflow.runtime.tails import Tails
 from distflow.runtime.watches import Watch, Watches
 from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
+
+if TYPE_CHECKING:
+    from distflow.runtime.upkeep import Upkeep
 
 __all__ = ["serve"]
 
@@ -42,6 +45,7 @@ def serve(root: str, umask: int) -> None:
     processes.rename_self("df-agent")
     processes.adopt_orphans()
     _Agent(root, incoming, outgoing, umask).run()
+    os._exit(0)  # nothing is left to tidy up, and an interpreter takes its time
 
 
 class _Answer:
@@ -76,19 +80,17 @@ class _Agent:
         self._queue = OutQueue()
         self._idle_s = _IDLE_S
         self._heard_at = time.monotonic()
-        self._uploads = blobs.Uploads(root)
         self._tails = Tails(lambda event: self.send(event, bulk=True), lambda: self._queue.bulk_bytes < _BULK)
         self._watches = Watches(self._loop, root, self.send, self._tails.grown)
         self._preparing: Dict[str, List[_Answer]] = {}
         self._loop.watch(incoming, selectors.EVENT_READ, self._read)
         self._loop.later(self._idle_s, self._check_idle)
-        listeners = reaching.Listeners(self._loop)
+        self._upkeep: Optional[Upkeep] = None
         self._ops: Dict[str, Callable[[Json, _Answer], None]] = {
             "hello": self._hello,
             "ping": lambda _request, answer: answer({"now": now()}),
             "lease": self._lease,
-            "stage": lambda request, answer: answer(self._uploads.stage(request)),
-            "chunk": lambda request, answer: answer(self._uploads.chunk(request)),
+            "stage": lambda request, answer: answer({"missing": blobs.missing(root, request["blobs"])}),
             "prepare": self._prepare,
             "start": self._start,
             "stop": self._stop,
@@ -96,12 +98,7 @@ class _Agent:
             "tail": self._tail,
             "untail": self._untail,
             "credit": self._credit,
-            "clean": self._clean,
-            "survey": lambda _request, answer: self._loop.job(lambda: cleaning.survey(root), answer.either),
-            "probe": lambda request, answer: self._loop.job(probing.probe(root, request), answer.either),
-            "run": lambda request, answer: self._loop.job(probing.run(root, request, umask), answer.either),
-            "listen": lambda request, answer: answer(listeners.listen(request)),
-            "reach": lambda request, answer: self._loop.job(reaching.reach(request), answer.either),
+            **dict.fromkeys(("survey", "clean", "probe", "run", "listen", "reach"), self._look_after),
         }
 
     def run(self) -> None:
@@ -177,7 +174,7 @@ class _Agent:
             else:
                 answer({"facts": dict(result, agent_pid=os.getpid()), "attempts": statuses})
 
-        self._loop.job(lambda: facts.gather(self._root), known)
+        self._loop.job(lambda: facts.gather(self._root), known, is_quick=facts.is_quick())
 
     def _lease(self, request: Json, answer: _Answer, tries: int = 0) -> None:
         attempt = request["attempt"]
@@ -251,7 +248,7 @@ class _Agent:
             placing.place(self._root, watch.directory, launch)
             return {}
 
-        self._loop.job(work, placed)
+        self._loop.job(work, placed, is_quick=placing.is_quick(launch))
 
     def _start(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)
@@ -326,15 +323,13 @@ class _Agent:
         if request.get("id") is not None:
             answer({})
 
-    def _clean(self, request: Json, answer: _Answer) -> None:
-        workflow, keep_output = str(request["workflow"]), bool(request.get("keep_output"))
+    def _look_after(self, request: Json, answer: _Answer) -> None:
+        if self._upkeep is None:
+            # Gangs do not need it, and every import delays every start.
+            from distflow.runtime.upkeep import Upkeep
 
-        def done(result: Union[Json, OpError]) -> None:
-            if not isinstance(result, OpError) and not keep_output:
-                self._watches.forget_workflow(workflow)
-            answer.either(result)
-
-        self._loop.job(lambda: cleaning.clean(self._root, workflow, keep_output), done)
+            self._upkeep = Upkeep(self._loop, self._root, self._umask, self._watches)
+        self._upkeep.do(request, answer.either)
 
     # -- small things
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 from typing import Callable, Iterator, List, Tuple
 
 from distflow.runtime import control, leases, records, runner
@@ -96,6 +95,8 @@ def lock_task(directory: str, *, wait: bool) -> int:
 
 def remove(root: str, directory: str) -> None:
     """Remove the attempt's directory, and those above it that this leaves empty."""
+    import shutil
+
     shutil.rmtree(directory, ignore_errors=True)
     if os.path.isdir(directory):
         shutil.rmtree(directory)  # once more, now saying what is in the way
@@ -165,6 +166,8 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
         )
         return runner.fork_pair(grip)
     except BaseException:
+        import shutil
+
         shutil.rmtree(directory, ignore_errors=True)
         raise
     finally:

@@ -1,116 +1,120 @@
-"""Files that were sent once and are used by many attempts: ``<root>/blobs/<sha256>``."""
+"""Files that were sent once and are used by many attempts: ``<root>/blobs/<sha256>``.
+
+The agent says which are missing; ``receiver`` brings them. What is half there is kept under a ``.part`` name, so that a
+transfer that broke off goes on where it stopped.
+"""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import fcntl
-import hashlib
 import os
 import re
-import shutil
-from typing import Any, Dict, NamedTuple
+from typing import List, Optional
 
+from distflow.runtime.clock import now
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["BLOBS", "CHUNK", "Uploads"]
+__all__ = ["BLOBS", "Part", "missing", "path_of"]
 
 BLOBS = "blobs"
-CHUNK = 256 * 1024
 _PART = ".part"
+_STALE_S = 86400.0
 
 
-class _Upload(NamedTuple):
-    fd: int
-    path: str
-    size: int
-    digest: Any
+def path_of(root: str, name: object) -> str:
+    """Where the blob lies, whether it is there or not. Raises ``bad_request`` for what is no SHA-256."""
+    if not isinstance(name, str) or not re.fullmatch(r"[0-9a-f]{64}", name):
+        raise OpError("bad_request", "`hash` is a SHA-256 in hexadecimal")
+    return os.path.join(root, BLOBS, name)
 
 
-class Uploads:
-    """The uploads of one connection. What breaks off with it is removed by the next one that looks."""
-
-    def __init__(self, root: str) -> None:
-        self._directory = os.path.join(root, BLOBS)
-        self._open: Dict[str, _Upload] = {}
-
-    def stage(self, request: Json) -> Json:
-        """Say whether the blob is here; when not, expect its chunks from the first byte."""
-        name = self._name(request)
-        size = int(request["size"])
-        os.makedirs(self._directory, exist_ok=True)
-        if os.path.exists(os.path.join(self._directory, name)):
-            os.utime(os.path.join(self._directory, name))  # in use: cleaning goes by age
-            return {"have": True}
-        self._forget(name)
-        self._sweep()
-        if shutil.disk_usage(self._directory).free < size:
-            raise OpError("no_space", "{} bytes are needed in {}".format(size, self._directory))
-        path = os.path.join(self._directory, "{}.{}{}".format(name, os.getpid(), _PART))
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._open[name] = _Upload(fd, path, size, hashlib.sha256())
-        return {"have": False}
-
-    def chunk(self, request: Json) -> Json:
-        """Append one chunk; the last one is followed by the check of size and hash."""
-        name = self._name(request)
-        upload = self._open.get(name)
-        if upload is None:
-            raise OpError("bad_request", "`stage` comes before `chunk`")
+def missing(root: str, blobs: List[Json]) -> List[str]:
+    """The hashes of those that are not here. Raises ``no_space`` when they would not fit."""
+    directory = os.path.join(root, BLOBS)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    _sweep(directory)
+    lacking, needed = [], 0
+    for blob in blobs:
+        path, size = path_of(root, blob["hash"]), int(blob["size"])
         try:
-            data = base64.b64decode(request["data"], validate=True)
-        except (binascii.Error, TypeError) as error:
-            raise OpError("bad_request", "the chunk is not base64") from error
-        if len(data) > CHUNK:
-            raise OpError("bad_request", "a chunk has at most {} bytes".format(CHUNK))
+            os.utime(path)  # in use: cleaning goes by age
+        except FileNotFoundError:
+            lacking.append(blob["hash"])
+            needed += size - _size_of(path + _PART)
+    disk = os.statvfs(directory)
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed:
+        raise OpError("no_space", "{} bytes are needed in {}, {} are free".format(needed, directory, free))
+    return lacking
+
+
+class Part:
+    """A blob that is on its way, locked by the process that receives it."""
+
+    def __init__(self, path: str) -> None:
+        """Open what is there of it already, or begin it; ``fd`` stands at its start."""
+        self._final = path
+        self.path = path + _PART
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        fd = _open_locked(self.path)
+        if fd is None:
+            # A connection that is dead, or not yet, holds it: receive beside it, whoever ends first has brought it.
+            self.path = "{}.{}{}".format(path, os.getpid(), _PART)
+            fd = _open_locked(self.path)
+        if fd is None:
+            raise OpError("conflict", "{} is being received by another process".format(self.path))
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+
+    def finish(self) -> None:
+        """It is whole: give it its name."""
+        os.rename(self.path, self._final)
+        os.close(self.fd)
+
+    def drop(self) -> None:
+        """It is damaged: remove it."""
+        os.unlink(self.path)
+        os.close(self.fd)
+
+
+def _open_locked(path: str) -> Optional[int]:
+    """Open a part and lock it; None when another process has it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(upload.fd, view) :]
-        except OSError as error:
-            self._forget(name)
-            raise OpError.from_os(error, "the blob cannot be written") from error
-        upload.digest.update(data)
-        if request.get("last"):
-            self._finish(name, upload)
-        return {}
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        try:
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # it was finished or swept while we opened it
 
-    def _finish(self, name: str, upload: _Upload) -> None:
-        size = os.fstat(upload.fd).st_size
-        if size != upload.size or upload.digest.hexdigest() != name:
-            self._forget(name)
-            raise OpError("bad_request", "the blob arrived damaged: {} of {} bytes, hash differs".format(size, upload.size))
-        os.rename(upload.path, os.path.join(self._directory, name))
-        del self._open[name]
-        os.close(upload.fd)
 
-    def _forget(self, name: str) -> None:
-        upload = self._open.pop(name, None)
-        if upload is not None:
-            os.unlink(upload.path)
-            os.close(upload.fd)
+def _size_of(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
-    def _sweep(self) -> None:
-        """Remove what agents left that died while they received."""
-        for entry in os.listdir(self._directory):
-            path = os.path.join(self._directory, entry)
-            if entry.endswith(_PART) and not any(upload.path == path for upload in self._open.values()):
-                try:
-                    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-                except OSError:
-                    continue
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(path)
-                except OSError:
-                    pass  # another agent is receiving it now
-                finally:
-                    os.close(fd)
 
-    @staticmethod
-    def _name(request: Json) -> str:
-        name = request.get("hash")
-        if not isinstance(name, str) or not re.fullmatch(r"[0-9a-f]{64}", name):
-            raise OpError("bad_request", "`hash` is a SHA-256 in hexadecimal")
-        return name
+def _sweep(directory: str) -> None:
+    """Remove what was begun long ago and nobody receives any more."""
+    for entry in os.listdir(directory):
+        path = os.path.join(directory, entry)
+        if not entry.endswith(_PART) or _age(path) < _STALE_S:
+            continue
+        fd = _open_locked(path)
+        if fd is not None:
+            os.unlink(path)
+            os.close(fd)
+
+
+def _age(path: str) -> float:
+    try:
+        return now() - os.stat(path).st_mtime
+    except OSError:
+        return 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import signal
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
@@ -69,7 +68,7 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
     env = environment(launch, attempt, directory)
     argv = list(launch["argv"])
     if launch.get("shell_prelude"):
-        shell = shutil.which("bash", path=env["PATH"]) or "/bin/sh"
+        shell = processes.find_program("bash", env["PATH"]) or "/bin/sh"
         argv = [shell, "-c", launch["shell_prelude"] + '\nexec "$@"', "sh"] + argv
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     go_read, go_write = os.pipe()

@@ -11,7 +11,6 @@ import os
 import selectors
 import socket
 import sys
-import traceback
 from typing import Callable, List
 
 from distflow.runtime.wire import Json, LineReader, OpError, encode
@@ -66,6 +65,11 @@ class Visitors:
         self._connections: List[socket.socket] = []
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
+    @property
+    def are_there(self) -> bool:
+        """Whether any agent listens."""
+        return bool(self._connections)
+
     def tell(self, news: str) -> None:
         """Wake every agent. One that has not read the last news yet needs no more of them."""
         line = encode({"news": news})
@@ -103,7 +107,7 @@ class Visitors:
             except OpError as error:
                 self._send(connection, {"id": number, "ok": False, "error": error.as_json()})
             except Exception as error:  # a request that breaks us must not end the task
-                traceback.print_exc(file=sys.stderr)
+                sys.excepthook(type(error), error, error.__traceback__)
                 self._send(connection, {"id": number, "ok": False, "error": {"kind": "internal", "message": repr(error)}})
         if not data:
             self._drop(connection)

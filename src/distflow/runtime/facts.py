@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import array
 import fcntl
-import glob
 import os
 import pwd
 import re
-import shutil
 import socket
 import struct
-import subprocess
 import sys
 from typing import Dict, List, Optional
 
@@ -19,7 +16,7 @@ from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
-__all__ = ["gather", "user_name"]
+__all__ = ["gather", "is_quick", "user_name"]
 
 _SIOCGIFCONF = 0x8912
 _NVIDIA_SMI_S = 5.0
@@ -35,9 +32,9 @@ def user_name(uid: Optional[int] = None) -> str:
 
 
 def gather(root: str) -> Json:
-    """All facts. Takes as long as ``nvidia-smi`` does, so the agent asks in a child."""
+    """All facts. Takes as long as ``nvidia-smi`` does where there is one (``is_quick``)."""
     gpus = _gpus()
-    disk = shutil.disk_usage(root)
+    disk = os.statvfs(root)
     return {
         "hostname": socket.gethostname(),
         "python": sys.executable,
@@ -45,7 +42,7 @@ def gather(root: str) -> Json:
         "python_version": ".".join(str(part) for part in sys.version_info[:3]),
         "cpus": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "free_bytes": disk.free,
+        "free_bytes": disk.f_bavail * disk.f_frsize,
         "gpus": len(gpus),
         "gpu_names": gpus,
         "addresses": _ipv4() + _ipv6(),
@@ -56,9 +53,20 @@ def gather(root: str) -> Json:
     }
 
 
+def is_quick() -> bool:
+    """Whether no program must be asked, for which a heartbeat could not wait."""
+    return _nvidia_smi() is None
+
+
+def _nvidia_smi() -> Optional[str]:
+    return processes.find_program("nvidia-smi", os.environ.get("PATH", ""))
+
+
 def _gpus() -> List[str]:
-    smi = shutil.which("nvidia-smi")
+    smi = _nvidia_smi()
     if smi is not None:
+        import subprocess
+
         try:
             null = subprocess.DEVNULL
             done = subprocess.run(
@@ -69,7 +77,7 @@ def _gpus() -> List[str]:
                 return [match.group(1).strip() for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", text, re.MULTILINE)]
         except (OSError, subprocess.TimeoutExpired):
             pass  # a hanging driver: its device files still say how many there are
-    return ["unknown"] * len([path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)])
+    return ["unknown"] * len([path for path in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", path)])
 
 
 def _ipv4() -> List[Dict[str, str]]:

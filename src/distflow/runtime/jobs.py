@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import Callable, NoReturn, Tuple
+from typing import Callable, NoReturn, Tuple, Union
 
 from distflow.runtime import processes
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["fork_job", "read_result"]
+__all__ = ["fork_job", "outcome", "read_result"]
 
 
 def fork_job(work: Callable[[], Json]) -> Tuple[int, int]:
@@ -33,6 +33,18 @@ def fork_job(work: Callable[[], Json]) -> Tuple[int, int]:
     return pid, read
 
 
+def outcome(work: Callable[[], Json]) -> Union[Json, OpError]:
+    """What ``work`` gives, or how it fails."""
+    try:
+        return work()
+    except OpError as error:
+        return error
+    except OSError as error:
+        return OpError.from_os(error, "it failed")
+    except Exception as error:  # whatever it is, the other side must hear of it
+        return OpError("internal", repr(error))
+
+
 def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
     try:
         signal.set_wakeup_fd(-1)
@@ -40,16 +52,10 @@ def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
         processes.close_all_but({write})
         if processes.die_with_parent(signal.SIGKILL, parent):
             processes.rename_self("df-job")
-            try:
-                result = {"ok": True, "result": work()}
-            except OpError as error:
-                result = {"ok": False, "error": error.as_json()}
-            except OSError as error:
-                result = {"ok": False, "error": OpError.from_os(error, "it failed").as_json()}
-            except Exception as error:  # whatever it is, the agent must hear of it
-                result = {"ok": False, "error": {"kind": "internal", "message": repr(error)}}
+            result = outcome(work)
+            told = {"ok": False, "error": result.as_json()} if isinstance(result, OpError) else {"ok": True, "result": result}
             with os.fdopen(write, "w", encoding="utf-8") as pipe:
-                json.dump(result, pipe)
+                json.dump(told, pipe)
     finally:
         os._exit(0)
 

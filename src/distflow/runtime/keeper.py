@@ -11,7 +11,6 @@ import selectors
 import signal
 import sys
 import time
-import traceback
 from typing import Callable, NoReturn, Optional
 
 from distflow.runtime import command, processes, records
@@ -37,8 +36,8 @@ def run(grip: Grip, runner: int, output_read: int, output_write: int) -> NoRetur
         keeper = _Keeper(grip, runner, output_read, output_write)
         keeper.serve()
         code = 0
-    except BaseException:  # nothing may unwind into the runner's code in this process
-        traceback.print_exc(file=sys.stderr)
+    except BaseException as error:  # nothing may unwind into the runner's code in this process
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(code)
 
@@ -159,9 +158,16 @@ class _Keeper:
             self._stop(grace_s, "its keeper got SIGTERM: the node goes down, or somebody ended it by hand")
         if self._command is None:
             if time.monotonic() >= self._deadline:
-                self._reason = self._reason or "start_timeout"
+                self._start_is_late()
             return self._reason is not None
         return self._has_ended(self._command)
+
+    def _start_is_late(self) -> None:
+        """Give the lease back when nobody attends any more; while an agent listens, its files may still be on their way."""
+        if self._visitors.are_there and self._reason is None:
+            self._deadline = time.monotonic() + self._grip.start_timeout_s
+        else:
+            self._reason = self._reason or "start_timeout"
 
     def _has_ended(self, spawned: command.Spawned) -> bool:
         ended, are_left = processes.reap()

@@ -11,7 +11,7 @@ import time
 from typing import Callable, List, Set, Tuple, Union
 
 from distflow.runtime import processes
-from distflow.runtime.jobs import fork_job, read_result
+from distflow.runtime.jobs import fork_job, outcome, read_result
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["Loop"]
@@ -64,8 +64,11 @@ class Loop:
         """Call back once, after ``delay_s``."""
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
 
-    def job(self, work: Callable[[], Json], done: Callable[[Union[Json, OpError]], None]) -> None:
-        """Do ``work`` in a child, then call ``done`` with its result or error."""
+    def job(self, work: Callable[[], Json], done: Callable[[Union[Json, OpError]], None], *, is_quick: bool = False) -> None:
+        """Do ``work`` in a child, or here when it is quick (a fork costs milliseconds); ``done`` gets what came of it."""
+        if is_quick:
+            done(outcome(work))
+            return
         try:
             pid, fd = fork_job(work)
         except OSError as error:

@@ -14,6 +14,7 @@ __all__ = [
     "carries",
     "close_all_but",
     "die_with_parent",
+    "find_program",
     "is_below",
     "is_same",
     "last_pid",
@@ -89,6 +90,15 @@ def close_all_but(keep: AbstractSet[int]) -> None:
                 os.close(fd)
             except OSError:
                 continue  # the listing's own descriptor
+
+
+def find_program(name: str, path: str) -> Optional[str]:
+    """The first program of this name in ``path``, as a shell would find it."""
+    for directory in path.split(":"):
+        candidate = os.path.join(directory or ".", name)
+        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
+            return candidate
+    return None
 
 
 def boot_id() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from typing import NoReturn
 
 from distflow.runtime import keeper, processes, records
@@ -54,8 +53,8 @@ def _run(grip: Grip) -> NoReturn:
         os.close(output_write)
         _guard(grip, keeper_pid, output_read)
         code = 0
-    except BaseException:  # nothing may unwind into the agent's code in this process
-        traceback.print_exc(file=sys.stderr)
+    except BaseException as error:  # nothing may unwind into the agent's code in this process
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(code)
 

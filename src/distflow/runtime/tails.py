@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import binascii
 import os
 from typing import Callable, Dict, List, Optional
 
@@ -90,7 +90,7 @@ class Tails:
         has_ended = tail.has_ended
         data = tail.read()
         if data:
-            text = base64.b64encode(data).decode("ascii")
+            text = binascii.b2a_base64(data, newline=False).decode("ascii")
             self._push({"event": "data", "stream": tail.stream, "offset": tail.offset, "data": text})
             tail.offset += len(data)
             tail.credit -= len(data)

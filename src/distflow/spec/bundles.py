@@ -87,17 +87,25 @@ def _store_bytes(data: bytes, blobs: Path) -> Bundle:
 
 
 def _store_file(path: Path, blobs: Path) -> Bundle:
-    hasher, size, head = hashlib.sha256(), 0, b""
-    with path.open("rb") as source, tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+    with path.open("rb") as source:
         status = os.fstat(source.fileno())
+        head = source.read(_TEXT_LIMIT + 1)
+        hasher = hashlib.sha256(head)
+        size = len(head)
         while chunk := source.read(_CHUNK):
-            head = head or chunk
             hasher.update(chunk)
             size += len(chunk)
-            sink.write(chunk)
-    os.replace(sink.name, blobs / hasher.hexdigest())
-    text = _as_text(head) if size <= _TEXT_LIMIT else None
-    return Bundle(digest=hasher.hexdigest(), size=size, mode=_mode(head[:2], status.st_mode), text=text)
+        if not (blobs / hasher.hexdigest()).exists():
+            # Hashed anew: it may change at this moment, and what is stored is what counts.
+            source.seek(0)
+            hasher, size = hashlib.sha256(), 0
+            with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+                while chunk := source.read(_CHUNK):
+                    hasher.update(chunk)
+                    size += len(chunk)
+                    sink.write(chunk)
+            os.replace(sink.name, blobs / hasher.hexdigest())
+    return Bundle(digest=hasher.hexdigest(), size=size, mode=_mode(head[:2], status.st_mode), text=_as_text(head))
 
 
 def _store_tree(root: Path, blobs: Path) -> Bundle:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from distflow.lifecycle.states import Reason, State, WorkflowState, status_of, workflow_status_of
 from distflow.plan.binding import Binding
 
-__all__ = ["CancelRequest", "Cause", "End", "Event", "GroupRecord", "TaskRecord", "WorkflowRecord", "attempt_name"]
+__all__ = ["CancelRequest", "Cause", "End", "Event", "GroupRecord", "TaskRecord", "Transfer", "WorkflowRecord", "attempt_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,18 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Files on their way to a node."""
+
+    sent: int
+    """Bytes that are there."""
+    total: int
+    bytes_per_s: float
+    at: float
+    """When that was so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecord:
     """One attempt of one task."""
 
@@ -56,6 +68,8 @@ class TaskRecord:
     gpu_ids: tuple[int, ...] = ()
     prepared: bool = False
     """Its node has everything that the start needs."""
+    transfer: Transfer | None = None
+    """How far its files are, while they are on their way to the node."""
     pid: int | None = None
     started_at: float | None = None
     ended_at: float | None = None

@@ -19,13 +19,14 @@ from distflow.backends.base import (
     Prepared,
     PrepareFailed,
     Released,
+    Staging,
     Started,
     StopAccepted,
 )
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding
-from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.verdict import conclude, end_from
 
 __all__ = ["absorb", "end_unstarted", "with_group", "with_task"]
@@ -91,6 +92,7 @@ def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
             node=binding.tasks[task.name].node,
             gpu_ids=binding.tasks[task.name].gpu_ids,
             prepared=False,
+            transfer=None,
         )
         for task in group.tasks
     )
@@ -118,7 +120,13 @@ _Taker = Callable[[GroupRecord, TaskRecord, Observation], tuple[TaskRecord, str]
 def _prepared(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     if task.state is not State.INITIALIZING or task.prepared:
         return task, ""
-    return replace(task, prepared=True), f"{task.name}: ready to start on {task.node}"
+    return replace(task, prepared=True, transfer=None), f"{task.name}: ready to start on {task.node}"
+
+
+def _staging(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.state is not State.INITIALIZING or task.prepared or not isinstance(seen, Staging):
+        return task, ""
+    return replace(task, transfer=Transfer(sent=seen.sent, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at)), ""
 
 
 def _prepare_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
@@ -171,7 +179,7 @@ def _released(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[
 
 
 def _given_back(task: TaskRecord) -> TaskRecord:
-    return replace(task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), prepared=False)
+    return replace(task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), prepared=False, transfer=None)
 
 
 def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
@@ -191,6 +199,7 @@ def _log_complete(group: GroupRecord, task: TaskRecord, seen: Observation) -> tu
 _TAKERS: dict[type[Observation], _Taker] = {
     Prepared: _prepared,
     PrepareFailed: _prepare_failed,
+    Staging: _staging,
     Started: _started,
     StopAccepted: _stop_accepted,
     Ended: _ended,

@@ -146,7 +146,8 @@ class _Step:
             self._become(State.RUNNING, running_at=min(task.started_at or self.now for task in started))
             return
         barrier_s = self.pool.start_barrier_s if self.pool else 120.0
-        deadline = (group.initializing_at or self.now) + barrier_s
+        moved_at = [task.transfer.at for task in group.tasks if task.transfer is not None]
+        deadline = max([group.initializing_at or self.now, *moved_at]) + barrier_s
         if self.now >= deadline and group.withdrawing is False:
             late = ", ".join(f"{task.name} on {task.node}" for task in group.tasks if not task.prepared) or "its nodes"
             self._stop(Reason.START_TIMEOUT, f"not ready within {_seconds(barrier_s)}: {late}")

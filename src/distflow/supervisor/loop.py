@@ -24,6 +24,7 @@ from distflow.backends.base import (
     NodeUp,
     Observation,
     PrepareFailed,
+    Staging,
     Unanswered,
 )
 from distflow.errors import InputError
@@ -143,7 +144,7 @@ class Supervisor:
 
     def _answered(self, seen: Observation) -> None:
         """Forget the commands that an observation answers: all of its attempt, as it says how things stand there."""
-        if isinstance(seen, LogComplete):
+        if isinstance(seen, LogComplete | Staging):
             return
         if isinstance(seen, Leased | LeaseRefused):
             self._in_flight.pop(("lease", seen.workflow, seen.group, "", seen.attempt), None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from distflow.backends.base import AttemptKey, Ended, Leased, Prepared, Started
+from distflow.backends.base import AttemptKey, Ended, Leased, Prepared, Staging, Started
 from distflow.lifecycle.states import State
+from distflow.state.record import Transfer
 from distflow.supervisor.absorb import absorb
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, workflow
@@ -26,6 +27,19 @@ def test_an_end_is_final() -> None:
     again, events = absorb(record, Ended(at=6.0, key=_key(), end={"exit_code": 0, "ended_at": 6.0}))
     assert again == record
     assert events == []
+
+
+def test_how_far_the_files_are_is_kept_until_they_are_there() -> None:
+    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=float("inf")))
+    driver.backend.prepare = lambda *_: None  # type: ignore[method-assign]
+    driver.settle()
+    told = Staging(at=5.0, key=_key(), sent=10, total=40, bytes_per_s=5.0)
+    record, events = absorb(driver.record(), told)
+    assert record.groups[0].task("t0").transfer == Transfer(sent=10, total=40, bytes_per_s=5.0, at=5.0)
+    assert events == []
+    record, _ = absorb(record, Prepared(at=6.0, key=_key()))
+    assert record.groups[0].task("t0").transfer is None
+    assert absorb(record, told) == (record, [])
 
 
 def test_what_is_said_of_another_attempt_or_node_is_not_taken() -> None:

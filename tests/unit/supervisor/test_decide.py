@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.backends.base import AttemptKey
+from distflow.backends.base import AttemptKey, Staging
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import CancelRequest
 from distflow.supervisor.decide import decide
@@ -174,6 +174,22 @@ def test_the_start_barrier_names_the_straggler() -> None:
     assert driver.group().stop_reason is Reason.START_TIMEOUT
     assert "t1 on n2" in driver.group().message
     assert driver.backend.starts == []
+
+
+def test_the_start_barrier_waits_while_files_move() -> None:
+    driver = Driver(workflow(), on=pool(start_barrier_s=20.0), behaviour=lambda _: HANG)
+    driver.backend.prepare = lambda *_: None  # type: ignore[method-assign]
+    driver.settle()
+    slow = AttemptKey(workflow="u1", group="train", task="t1", attempt=0, node="n2")
+    for second in (15, 30):
+        driver.clock.advance(15)
+        driver.seen.append(Staging(at=driver.clock.now(), key=slow, sent=second, total=100, bytes_per_s=1.0))
+        driver.settle()
+        assert driver.group().state is State.INITIALIZING
+    driver.advance(19)
+    assert driver.group().state is State.INITIALIZING
+    driver.advance(2)
+    assert driver.group().stop_reason is Reason.START_TIMEOUT
 
 
 def test_unreachable_is_not_failed_until_the_pool_says_so() -> None:

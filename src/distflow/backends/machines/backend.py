@@ -6,7 +6,9 @@ connection (``connection``), which comes back by itself; this module spreads com
 
 from __future__ import annotations
 
+import base64
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,12 +24,14 @@ from distflow.backends.base import (
     PrepareFailed,
     Released,
     Sink,
+    Staging,
     StopAccepted,
     Unanswered,
 )
 from distflow.backends.machines.connection import Connection, now
+from distflow.backends.machines.staging import Blob
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
-from distflow.plan.model import Binding, BoundLaunch, TaskBinding
+from distflow.plan.model import Binding, BoundLaunch, PlannedFile, TaskBinding
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
 from distflow.transports.base import Transport
@@ -37,6 +41,11 @@ from distflow.transports.local import LocalTransport
 __all__ = ["MachinesBackend", "open_backend", "transport_of"]
 
 _PREPARE_THREADS = 32
+_INLINE = 64 << 10
+"""Bytes up to which a file goes along with the launch; larger ones are staged, and kept on the node for the next time."""
+_TOLD_EVERY_S = 1.0
+_PLACING_S = 3600.0
+"""For unpacking and copying what was staged; a node that is gone is noticed by its silence, long before."""
 _WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable"})
 """Kinds of refusal that pass by themselves."""
 
@@ -56,6 +65,7 @@ class MachinesBackend:
         self._sink = sink
         self._logs = logs
         self._connections: dict[str, Connection] = {}
+        self._unwanted: set[AttemptKey] = set()
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
 
     def connect(self, nodes: Sequence[Node]) -> None:
@@ -77,7 +87,7 @@ class MachinesBackend:
         _GangLease(request, self._connections, self._sink).begin()
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
-        """Stage blobs, then write the launch record; in a thread, because a blob may be large."""
+        """Stage what is large, then write the launch record; in a thread, because that may take minutes."""
         self._workers.submit(self._prepare, key, launch, dict(secrets), stop_grace_s)
 
     def start(self, key: AttemptKey) -> None:
@@ -93,6 +103,7 @@ class MachinesBackend:
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
         """Begin the ladder; the end is told by the status."""
+        self._unwanted.add(key)
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
@@ -106,6 +117,7 @@ class MachinesBackend:
 
     def release(self, key: AttemptKey) -> None:
         """Give back a lease before the start."""
+        self._unwanted.add(key)
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
@@ -129,24 +141,22 @@ class MachinesBackend:
     def _prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
         connection = self._connections[key.node]
         try:
-            for file in launch.files:
-                if file.blob is not None:
-                    connection.stage(self._blobs / file.blob, file.blob, file.size)
+            self._stage(connection, key, launch)
             record = {
                 "argv": list(launch.argv),
                 "env": dict(launch.environment),
                 "secret_env": {name: secret.reveal() for name, secret in secrets.items()},
                 "path_prepend": connection.path_prepend(),
                 "files": [
-                    {"path": file.path, "mode": file.mode, "is_tar": file.is_tar}
-                    | ({"text": file.text} if file.blob is None else {"blob": file.blob})
-                    for file in launch.files
+                    {"path": file.path, "mode": file.mode, "is_tar": file.is_tar} | self._content(file) for file in launch.files
                 ],
                 "cwd": "work",
                 "stop_grace_s": stop_grace_s,
                 "shell_prelude": launch.setup,
             }
-            connection.request("prepare", attempt=key.name, launch=record)
+            connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record)
+        except _Unwanted:
+            return  # it is being stopped: that is told by its end
         except NodeUnreachable:
             self._sink(Unanswered(at=now(), key=key, op="prepare"))
         except AgentError as error:
@@ -156,12 +166,61 @@ class MachinesBackend:
         else:
             connection.report(key, {"phase": "prepared"})
 
+    def _stage(self, connection: Connection, key: AttemptKey, launch: BoundLaunch) -> None:
+        blobs = {
+            file.blob: Blob(digest=file.blob, path=self._blobs / file.blob, size=file.size)
+            for file in launch.files
+            if file.blob is not None and file.size > _INLINE
+        }
+        if blobs:
+            report = _Progress(key, self._sink)
+
+            def told(sent: int, total: int) -> None:
+                if key in self._unwanted:
+                    raise _Unwanted
+                report.told(sent, total)
+
+            connection.stage(list(blobs.values()), told)
+
+    def _content(self, file: PlannedFile) -> dict[str, str]:
+        """Return what a file's content is: filled in here, small enough to go along, or a blob that was staged."""
+        if file.blob is None:
+            return {"text": file.text or ""}
+        if file.size <= _INLINE:
+            return {"data": base64.b64encode((self._blobs / file.blob).read_bytes()).decode()}
+        return {"blob": file.blob}
+
     def _prepare_refused(self, key: AttemptKey, error: AgentError) -> None:
         if error.kind == "not_found":
             # Its pair gave up waiting, or was killed: the lease is lost.
             self._connections[key.node].report(key, {"phase": "absent"})
         else:
             self._sink(PrepareFailed(at=now(), key=key, message=error.message))
+
+
+class _Unwanted(Exception):
+    """The attempt whose files are on their way is being stopped."""
+
+
+class _Progress:
+    """Tells how far the files of an attempt are, every second."""
+
+    def __init__(self, key: AttemptKey, sink: Sink) -> None:
+        self._key = key
+        self._sink = sink
+        self._begun = time.monotonic()
+        self._told = self._begun
+        self._first: int | None = None
+
+    def told(self, sent: int, total: int) -> None:
+        """Note that ``sent`` of ``total`` bytes are there."""
+        if self._first is None:
+            self._first = sent
+        at = time.monotonic()
+        if at - self._told >= _TOLD_EVERY_S:
+            self._told = at
+            rate = (sent - self._first) / (at - self._begun)
+            self._sink(Staging(at=now(), key=self._key, sent=sent, total=total, bytes_per_s=rate))
 
 
 class _GangLease:

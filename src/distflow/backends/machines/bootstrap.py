@@ -1,4 +1,4 @@
-"""Getting an agent to answer on a node: one exec of ``python3``, whose stub asks for the runtime when the node lacks it."""
+"""Getting a service of ours to answer on a node: one exec of ``python3``; its stub asks for the runtime if it is missing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from distflow.backends.machines.link import AgentLink, Event
 from distflow.errors import BootstrapFailed, NodeUnreachable
 from distflow.transports.base import Channel, Transport
 
-__all__ = ["STUB", "agent_argv", "connect", "runtime_archive", "runtime_hash"]
+__all__ = ["STUB", "Opened", "connect", "open_service", "runtime_archive", "runtime_hash", "service_argv"]
 
 # Everything before `import` must parse on any Python there ever was, so that an old one can say that it is old.
 STUB: Final = r"""
 import os,sys
-want,root,nonce=sys.argv[1:4]
+want,root,nonce,service=sys.argv[1:5]
 umask=os.umask(0o77)
 def say(text): os.write(1,(nonce+" "+text+"\n").encode())
 try:
@@ -50,7 +51,7 @@ try:
    shutil.rmtree(new)
    if not os.path.isdir(home): raise
  sys.path.insert(0,home)
- from distflow.runtime.agent import serve
+ serve=__import__("distflow.runtime."+service,fromlist=["serve"]).serve
  say("ready")
 except Exception as error:
  import json
@@ -87,9 +88,9 @@ def runtime_hash() -> str:
     return hashlib.sha256(runtime_archive()).hexdigest()
 
 
-def agent_argv(root: str, python: str, nonce: str) -> list[str]:
-    """The one command that is executed on a node."""
-    return [python, "-I", "-S", "-c", STUB, runtime_hash(), root, nonce]
+def service_argv(root: str, python: str, nonce: str, service: str) -> list[str]:
+    """The command that is executed on a node. ``service``: a module of the runtime with a ``serve(root, umask)``."""
+    return [python, "-I", "-S", "-c", STUB, runtime_hash(), root, nonce, service]
 
 
 def connect(
@@ -102,12 +103,37 @@ def connect(
     on_event: Callable[[Event], None] | None = None,
     on_close: Callable[[NodeUnreachable], None] | None = None,
 ) -> AgentLink:
-    """Start an agent on the node, or raise ``NodeUnreachable`` or ``BootstrapFailed`` with what the node said.
+    """Start an agent on the node; ``open_service`` says how, and what it raises."""
+    opened = open_service(transport, root, python, "agent", timeout_s=timeout_s)
+    return AgentLink(
+        opened.channel,
+        transport.name,
+        noise=opened.noise,
+        received=opened.received,
+        ping_s=ping_s,
+        on_event=on_event,
+        on_close=on_close,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A service that answers."""
+
+    channel: Channel
+    noise: str
+    """What a login script printed before it spoke."""
+    received: bytes
+    """What it has said already."""
+
+
+def open_service(transport: Transport, root: str, python: str, service: str, *, timeout_s: float) -> Opened:
+    """Start a service on the node, or raise ``NodeUnreachable`` or ``BootstrapFailed`` with what the node said.
 
     ``~`` in ``root`` is the node's user's home. ``python`` is found in the node's PATH or is a path there.
     """
     nonce = f"distflow-{secrets.token_hex(12)}"
-    channel = transport.open(agent_argv(root, python, nonce))
+    channel = transport.open(service_argv(root, python, nonce, service))
     try:
         greeting = _Greeting(transport.name, channel, nonce, timeout_s)
         with greeting:
@@ -122,15 +148,7 @@ def connect(
     except BaseException:
         channel.close()
         raise
-    return AgentLink(
-        channel,
-        transport.name,
-        noise=greeting.noise,
-        received=greeting.rest,
-        ping_s=ping_s,
-        on_event=on_event,
-        on_close=on_close,
-    )
+    return Opened(channel=channel, noise=greeting.noise, received=greeting.rest)
 
 
 class _Greeting:

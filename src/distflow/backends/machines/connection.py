@@ -10,8 +10,7 @@ import base64
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow.backends.base import (
@@ -30,6 +29,7 @@ from distflow.backends.base import (
 from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.link import AgentLink
+from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import DistflowError, NodeError, NodeUnreachable
 from distflow.pools.model import Node, Pool
 from distflow.transports.base import Transport
@@ -39,9 +39,7 @@ __all__ = ["Answered", "Connection", "now"]
 Answered = Callable[[Mapping[str, Any] | DistflowError], None]
 
 _BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-_CHUNK = 256 << 10
 _LOG_FILES = ("output.log", "output.idx")
-_STAGE_TIMEOUT_S = 120.0
 
 
 def now() -> float:
@@ -116,19 +114,25 @@ class Connection:
             raise NodeUnreachable(self.node.name, self._error or "not connected")
         return link.request(op, **fields)
 
-    def stage(self, path: Path, digest: str, size: int) -> None:
-        """Bring a blob to the node, unless it is there; one at a time, so that tasks of one node send it once."""
+    def stage(self, blobs: Sequence[Blob], progress: Callable[[int, int], None]) -> None:
+        """Bring blobs to the node that are not there yet; ``progress`` is told the bytes that are there, and of how many.
+
+        One at a time, so that tasks of one node send nothing twice. Raises as ``send_blobs`` does.
+        """
         with self._staging:
-            if self.request("stage", hash=digest, size=size)["have"]:
-                return
-            sent = 0
-            with path.open("rb") as source:
-                while True:
-                    data = source.read(_CHUNK)
-                    sent += len(data)
-                    self.request("chunk", hash=digest, data=base64.b64encode(data).decode(), last=sent >= size)
-                    if sent >= size or not data:
-                        return
+            asked = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
+            missing = self.request("stage", blobs=asked)["missing"]
+            lacking = [blob for blob in blobs if blob.digest in missing]
+            if lacking:
+                total = sum(blob.size for blob in lacking)
+                send_blobs(
+                    self._transport,
+                    self.node.root,
+                    self.node.python,
+                    lacking,
+                    timeout_s=self._pool.connect_timeout_s,
+                    progress=lambda sent: progress(sent, total),
+                )
 
     @property
     def gpu_ids(self) -> list[int]:

@@ -1,0 +1,62 @@
+"""What is asked of the node itself and not of a gang: looking over, cleaning, probing. Loaded when it is asked for."""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, Union
+
+from distflow.runtime import cleaning, probing, reaching
+from distflow.runtime.loop import Loop
+from distflow.runtime.watches import Watches
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["Upkeep"]
+
+_Done = Callable[[Union[Json, OpError]], None]
+
+
+class Upkeep:
+    """These operations on behalf of one agent. ``done`` gets the answer or the error."""
+
+    def __init__(self, loop: Loop, root: str, umask: int, watches: Watches) -> None:
+        self._loop = loop
+        self._root = root
+        self._umask = umask
+        self._watches = watches
+        self._listeners = reaching.Listeners(loop)
+
+    def do(self, request: Json, done: _Done) -> None:
+        """Do what ``request`` asks for."""
+        ops: Dict[str, Callable[[Json, _Done], None]] = {
+            "survey": self._survey,
+            "clean": self._clean,
+            "probe": self._probe,
+            "run": self._run,
+            "listen": self._listen,
+            "reach": self._reach,
+        }
+        ops[request["op"]](request, done)
+
+    def _survey(self, _request: Json, done: _Done) -> None:
+        self._loop.job(lambda: cleaning.survey(self._root), done)
+
+    def _clean(self, request: Json, done: _Done) -> None:
+        workflow, keep_output = str(request["workflow"]), bool(request.get("keep_output"))
+
+        def cleaned(result: Union[Json, OpError]) -> None:
+            if not isinstance(result, OpError) and not keep_output:
+                self._watches.forget_workflow(workflow)
+            done(result)
+
+        self._loop.job(lambda: cleaning.clean(self._root, workflow, keep_output), cleaned)
+
+    def _probe(self, request: Json, done: _Done) -> None:
+        self._loop.job(probing.probe(self._root, request), done)
+
+    def _run(self, request: Json, done: _Done) -> None:
+        self._loop.job(probing.run(self._root, request, self._umask), done)
+
+    def _listen(self, request: Json, done: _Done) -> None:
+        done(self._listeners.listen(request))
+
+    def _reach(self, request: Json, done: _Done) -> None:
+        self._loop.job(reaching.reach(request), done)

@@ -1,0 +1,222 @@
+"""Files on their way to a node: one stream, taken up where it broke off, checked, and sent once; over every transport."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from contract.conftest import launch_of
+from distflow.backends.machines.bootstrap import open_service
+from distflow.backends.machines.staging import Blob, send_blobs
+from distflow.errors import AgentError, NodeUnreachable
+from distflow.runtime.receiver import FRAME, LARGEST_FRAME, RAW, ZLIB
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+    from distflow.backends.machines.bootstrap import Opened
+
+
+def blob_of(path: Path, data: bytes) -> Blob:
+    path.write_bytes(data)
+    return Blob(digest=hashlib.sha256(data).hexdigest(), path=path, size=len(data))
+
+
+def send(node: NodeUnderTest, *blobs: Blob) -> list[int]:
+    """Send blobs; return what was told of the progress."""
+    told: list[int] = []
+    send_blobs(node.transport, str(node.root), sys.executable, blobs, timeout_s=20, progress=told.append)
+    return told
+
+
+def missing(node: NodeUnderTest, *blobs: Blob) -> Any:
+    asked = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
+    return node.connect().request("stage", blobs=asked)["missing"]
+
+
+def receiver(node: NodeUnderTest) -> Opened:
+    return open_service(node.transport, str(node.root), sys.executable, "receiver", timeout_s=20)
+
+
+def header(blob: Blob) -> bytes:
+    return json.dumps({"hash": blob.digest, "size": blob.size}).encode() + b"\n"
+
+
+def answer(opened: Opened) -> dict[str, Any]:
+    text = opened.received
+    while b"\n" not in text:
+        data = opened.channel.read()
+        assert data, opened.channel.stderr_tail()
+        text += data
+    found: dict[str, Any] = json.loads(text.partition(b"\n")[0])
+    return found
+
+
+def in_blobs(node: NodeUnderTest) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in (node.root / "blobs").iterdir()}
+
+
+def test_blobs_arrive_whole_and_are_sent_once(node: NodeUnderTest, tmp_path: Path) -> None:
+    noise = blob_of(tmp_path / "noise", os.urandom(3_000_000))
+    words = blob_of(tmp_path / "words", b"the same words again " * 200_000)
+    nothing = blob_of(tmp_path / "nothing", b"")
+    assert missing(node, noise, words, nothing) == [noise.digest, words.digest, nothing.digest]
+    told = send(node, noise, words, nothing)
+    assert told == sorted(told)
+    assert told[-1] == noise.size + words.size
+    assert missing(node, noise, words, nothing) == []
+    assert {path.name: path.read_bytes() for path in (node.root / "blobs").iterdir()} == {
+        blob.digest: blob.path.read_bytes() for blob in (noise, words, nothing)
+    }
+    # What is there is not sent again, whoever asks.
+    assert send(node, noise) == [noise.size]
+
+
+def test_what_packs_well_travels_packed(node: NodeUnderTest, tmp_path: Path) -> None:
+    words = blob_of(tmp_path / "words", b"the same words again " * 200_000)
+    opened = receiver(node)
+    opened.channel.write(header(words))
+    assert answer(opened) == {"at": 0}
+    opened.channel.close()
+    sent: list[int] = []
+
+    class Counting:
+        """The node's transport, with what is written to it counted."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(node.transport, name)
+
+        def open(self, argv: list[str]) -> Any:
+            channel = node.transport.open(argv)
+            write = channel.write
+
+            def count(data: bytes) -> None:
+                sent.append(len(data))
+                write(data)
+
+            channel.write = count  # type: ignore[method-assign]
+            return channel
+
+    send_blobs(Counting(), str(node.root), sys.executable, [words], timeout_s=20)  # type: ignore[arg-type]
+    assert sum(sent) < words.size / 10
+    assert missing(node, words) == []
+
+
+def test_a_broken_transfer_goes_on_where_it_stopped(node: NodeUnderTest, tmp_path: Path) -> None:
+    blob = blob_of(tmp_path / "blob", os.urandom(2_000_000))
+    opened = receiver(node)
+    opened.channel.write(header(blob))
+    assert answer(opened) == {"at": 0}
+    with blob.path.open("rb") as file:
+        half = file.read(LARGEST_FRAME)
+    opened.channel.write(FRAME.pack(len(half), RAW) + half + FRAME.pack(1000, RAW) + b"then it breaks off")
+    opened.channel.close()
+    part = f"{blob.digest}.part"
+    wait_until(lambda: in_blobs(node).get(part) == LARGEST_FRAME, 20)
+    told = send(node, blob)
+    assert told[0] == LARGEST_FRAME
+    assert in_blobs(node) == {blob.digest: blob.size}
+
+
+def test_what_arrives_damaged_is_refused_and_forgotten(node: NodeUnderTest, tmp_path: Path) -> None:
+    blob = blob_of(tmp_path / "blob", b"right")
+    for frame, kind in (
+        (FRAME.pack(5, RAW) + b"wrong", "damaged"),
+        (FRAME.pack(5, ZLIB) + b"wrong", "damaged"),
+        (FRAME.pack(LARGEST_FRAME + 1, RAW), "bad_request"),
+        (FRAME.pack(5, 7) + b"right", "bad_request"),
+    ):
+        opened = receiver(node)
+        opened.channel.write(header(blob))
+        answer(opened)
+        opened.channel.write(frame)
+        assert answer(opened)["error"]["kind"] == kind
+        opened.channel.close()
+        wait_until(lambda: all(size == 0 for size in in_blobs(node).values()), 20)
+    send(node, blob)
+    assert in_blobs(node) == {blob.digest: 5}
+
+
+@pytest.mark.parametrize("name", ["../../escape", "x" * 64, "", None, 5])
+def test_only_hashes_are_names(node: NodeUnderTest, name: object) -> None:
+    opened = receiver(node)
+    opened.channel.write(json.dumps({"hash": name, "size": 5}).encode() + b"\n")
+    assert answer(opened)["error"]["kind"] == "bad_request"
+    opened.channel.close()
+
+
+def test_a_changed_file_here_is_noticed_there(node: NodeUnderTest, tmp_path: Path) -> None:
+    blob = blob_of(tmp_path / "blob", os.urandom(2_000_000))
+    blob.path.write_bytes(os.urandom(2_000_000))
+    with pytest.raises(AgentError, match="damaged"):
+        send(node, blob)
+    assert missing(node, blob) == [blob.digest]
+
+
+def test_two_that_send_the_same_at_once_both_get_it_there(node: NodeUnderTest, tmp_path: Path) -> None:
+    blob = blob_of(tmp_path / "blob", os.urandom(1_000_000))
+    opened = receiver(node)
+    opened.channel.write(header(blob))
+    assert answer(opened) == {"at": 0}
+    thread = threading.Thread(target=lambda: send(node, blob))
+    thread.start()
+    thread.join(20)
+    assert in_blobs(node)[blob.digest] == blob.size
+    opened.channel.write(FRAME.pack(blob.size, RAW) + blob.path.read_bytes())
+    assert answer(opened) == {"done": True}
+    opened.channel.close()
+    assert in_blobs(node) == {blob.digest: blob.size}
+
+
+def test_a_connection_that_ends_while_it_sends_is_unreachable(node: NodeUnderTest, tmp_path: Path) -> None:
+    blob = blob_of(tmp_path / "blob", os.urandom(8_000_000))
+
+    def cut(at: int) -> None:
+        if at > 1_000_000:
+            node.transport.close()
+
+    if type(node.transport).__name__ == "LocalTransport":
+        pytest.skip("a local transport holds no connection that could break")
+    with pytest.raises(NodeUnreachable):
+        send_blobs(node.transport, str(node.root), sys.executable, [blob], timeout_s=20, progress=cut)
+
+
+def test_a_large_and_a_small_file_are_placed(node: NodeUnderTest) -> None:
+    data = os.urandom(1_000_000)
+    link = node.connect()
+    files = [
+        {"path": "work/large.bin", "blob": node.stage(data), "mode": 0o640},
+        {"path": "work/small.bin", "data": "AAEC", "mode": 0o600},
+    ]
+    attempt = node.start(link, ["true"], files=files)
+    node.end(attempt)
+    assert (node.directory(attempt) / "work/large.bin").read_bytes() == data
+    assert (node.directory(attempt) / "work/large.bin").stat().st_mode & 0o777 == 0o640
+    assert (node.directory(attempt) / "work/small.bin").read_bytes() == b"\0\1\2"
+
+
+def test_a_blob_that_was_not_staged_is_missed(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    with pytest.raises(AgentError) as caught:
+        link.request("prepare", attempt=attempt, launch=launch_of(["true"], files=[{"path": "work/x", "blob": "0" * 64}]))
+    assert caught.value.kind == "not_found"
+
+
+def test_parts_of_long_ago_are_swept_and_those_on_their_way_are_not(node: NodeUnderTest, tmp_path: Path) -> None:
+    blob = blob_of(tmp_path / "blob", b"some")
+    send(node, blob)
+    old, young = node.root / "blobs" / f"{'0' * 64}.part", node.root / "blobs" / f"{'1' * 64}.part"
+    shutil.copy(blob.path, old)
+    shutil.copy(blob.path, young)
+    os.utime(old, (0, 0))
+    assert missing(node, blob) == []
+    assert sorted(in_blobs(node)) == sorted([blob.digest, young.name])
