@@ -11,7 +11,7 @@ help:
 	@echo "make demo    train the sample through distflow, on this machine"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the node runtime"
-	@echo "make bench   start-up times against a bare interpreter"
+	@echo "make bench   speed against named peers: a bare interpreter, ssh loops, torchrun, pdsh, scp, rsync (half an hour)"
 	@echo "make docs    write the generated pages of docs/ anew"
 	@echo "make clean   remove .venv and caches"
 
@@ -38,7 +38,12 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
+	@sh scripts/install_sshd.sh
+	@. scripts/apt.sh; apt_install pdsh rsync || echo "no pdsh or rsync here: sudo apt-get install pdsh rsync" >&2
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/fanout.py
+	$(BIN)/python benchmarks/staging.py
 
 docs: $(STAMP)
 	$(BIN)/python scripts/generate_docs.py

@@ -1,0 +1,110 @@
+"""Hosts for benchmarks: private OpenSSH servers on loopback addresses, a distflow that knows them, and medians in turns."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from distflow.testing.sshd import Sshd, make_key
+from distflow.testing.waiting import wait_until
+
+__all__ = ["Lab", "in_turns", "show"]
+
+
+class Lab:
+    """``count`` hosts, each a real sshd with a root directory of its own; a context manager."""
+
+    def __init__(self, count: int) -> None:
+        """Start nothing yet."""
+        self.names = [f"host{number}" for number in range(1, count + 1)]
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Lab:
+        """Start the servers, and write the configurations of ssh and distflow."""
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        key = make_key(self.folder / "key")
+        self.servers = {}
+        for number, name in enumerate(self.names, 1):
+            address = f"127.0.{2 + number // 250}.{1 + number % 250}"
+            server = Sshd(self.folder / name, address, alias=name, user_key=key)
+            self.servers[name] = self._stack.enter_context(server)
+        self.ssh_config = self.folder / "ssh_config"
+        self.ssh_config.write_text("".join(server.client_stanza(LogLevel="ERROR") for server in self.servers.values()))
+        nodes = [
+            f"    - {{name: {name}, root: {self.folder}/{name}/root, lease_dir: {self.folder}/{name}/leases}}"
+            for name in self.names
+        ]
+        lines = ["pools:", "  lab:", "    backend: ssh", f"    ssh_config: {self.ssh_config}", f"    python: {sys.executable}"]
+        (self.folder / "distflow.yaml").write_text("\n".join([*lines, "    nodes:", *nodes]) + "\n")
+        self.environment = os.environ | {
+            "DISTFLOW_STATE": str(self.folder / "state"),
+            "DISTFLOW_CONFIG": str(self.folder / "distflow.yaml"),
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take everything down."""
+        wait_until(lambda: not any(server.connections() for server in self.servers.values()), 60)
+        self._stack.close()
+
+    @property
+    def ssh(self) -> str:
+        """The command that leads to a host."""
+        return f"ssh -F {self.ssh_config}"
+
+    def submit(self, spec: str) -> None:
+        """Run a workflow to its end through distflow, as a user would; the supervisor starts and ends with it."""
+        path = self.folder / "spec.yaml"
+        path.write_text(spec)
+        self._run([sys.executable, "-m", "distflow", "workflow", "submit", str(path), "--wait"])
+
+    def shell(self, script: str) -> None:
+        """Run a script of the peer to its end."""
+        self._run(["bash", "-euc", script])
+
+    def _run(self, command: list[str]) -> None:
+        done = subprocess.run(
+            command, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=1800, check=False
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{command[:4]}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+
+
+def in_turns(
+    contestants: Mapping[str, Callable[[], None]],
+    *,
+    runs: int,
+    warm_up: bool = True,
+    settle: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Return the seconds that each took in each of ``runs`` turns, by default after one turn that does not count.
+
+    They go in turns, so that a drifting machine touches all alike; ``settle`` is called between them and is not counted.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(0 if warm_up else 1, runs + 1):
+        for name, action in contestants.items():
+            settle()
+            begin = time.perf_counter()
+            action()
+            if turn:
+                taken[name].append(time.perf_counter() - begin)
+    return taken
+
+
+def show(title: str, taken: Mapping[str, list[float]], peer: str) -> dict[str, float]:
+    """Print medians, minima and ratios to ``peer``; return the ratios of the medians."""
+    base = statistics.median(taken[peer])
+    print(title)
+    print(f"  {'':<34} {'median':>9} {'minimum':>9} {'× ' + peer:>20}")
+    for name, times in taken.items():
+        median = statistics.median(times)
+        print(f"  {name:<34} {median:>7.2f} s {min(times):>7.2f} s {median / base:>20.2f}", flush=True)
+    return {name: statistics.median(times) / base for name, times in taken.items()}
