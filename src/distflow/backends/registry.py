@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,12 +11,21 @@ from distflow.backends.base import Backend, LogSink, Sink
 from distflow.errors import InputError
 from distflow.pools.model import Pool
 
-__all__ = ["BACKENDS", "open_backend"]
+__all__ = ["BACKENDS", "open_backend", "preload"]
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {"local": "distflow.backends.machines.backend", "ssh": "distflow.backends.machines.backend"}
 )
 """Backend → module with ``open_backend(pool, blobs, sink, logs)``."""
+
+
+def preload(names: Iterable[str]) -> None:
+    """Import what these backends need; a name that is not known needs nothing."""
+    for name in names:
+        if name in BACKENDS:
+            importlib.import_module(BACKENDS[name])
+        if name == "ssh":
+            importlib.import_module("distflow.transports.ssh")
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Backend:

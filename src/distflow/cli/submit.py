@@ -30,6 +30,7 @@ from distflow.state.directory import StateDirectory
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.secrets import remove_secrets, write_secrets
 from distflow.state.store import Store
+from distflow.supervisor.process import ensure_supervisor, hold_supervisor
 
 __all__ = ["submit_app", "validate_app"]
 
@@ -75,9 +76,14 @@ def submit(
     terminal closes.
     """
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
+    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
+    is_dry = dry_run or scripts is not None
+    # It loads its modules while the spec is checked here; should that fail, it ends with this process.
+    backends = ["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()]
+    held = None if is_dry else hold_supervisor(wiring.state_directory(), backends)
     checked = check(file, overrides)
-    chosen = choose_pool(wiring.configuration(), given=pool, wanted=checked.spec.pool, hosts=wiring.hosts(hostfile))
-    if dry_run or scripts is not None:
+    chosen = choose_pool(configuration, given=pool, wanted=checked.spec.pool, hosts=hosts)
+    if is_dry:
         with tempfile.TemporaryDirectory() as blobs:
             _dry_run(plan_for(checked, chosen, overrides, Path(blobs)), scripts, format_type, Path(blobs))
         return
@@ -88,7 +94,7 @@ def submit(
         record = _store(ready, overrides, directory, store)
         if not (wait and format_type is Format.JSON):
             _print_submitted(record, format_type)
-        wiring.wake_if_needed(directory, store, wait=True)
+        ensure_supervisor(directory, held=held)
         if wait:
             _wait(directory, store, record, format_type)
 

@@ -56,10 +56,10 @@ def hosts(hostfile: str | None) -> tuple[Host, ...] | None:
     return load_hostfile(hostfile)
 
 
-def wake_if_needed(directory: StateDirectory, store: Store, *, wait: bool = False) -> None:
+def wake_if_needed(directory: StateDirectory, store: Store) -> None:
     """Start a supervisor if there is unfinished work and none is at it; readers do this in passing."""
     if store.has_unfinished():
         from distflow.supervisor.process import ensure_supervisor, is_running
 
-        if wait or not is_running(directory):
-            ensure_supervisor(directory, wait=wait)
+        if not is_running(directory):
+            ensure_supervisor(directory, wait=False)

@@ -1,4 +1,4 @@
-"""``python -m distflow.supervisor STATE_DIRECTORY READY_FD``: the background process. People never type this."""
+"""``python -m distflow.supervisor STATE_DIRECTORY READY_FD [BACKENDS]``: the background process. People never type this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distflow.backends.base import AttemptKey, Backend, Observation
-from distflow.backends.registry import open_backend
+from distflow.backends.registry import open_backend, preload
 from distflow.pools.model import Pool
 from distflow.state.directory import StateDirectory
 from distflow.state.mirror import Mirror
@@ -36,11 +36,18 @@ class _Logs:
 
 
 def main(argv: list[str]) -> int:
-    """Take the lock, say so, and work until nothing is unfinished."""
+    """Take the lock, say so, and work until nothing is unfinished.
+
+    With ``BACKENDS`` (their names, joined by commas) load them and wait for a byte of standard input first.
+    """
     directory, ready = StateDirectory(Path(argv[0])), int(argv[1])
     os.umask(0o077)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if len(argv) > 2:
+        preload(argv[2].split(","))
+        if not os.read(0, 1):
+            return 0
     lock = Lock(directory.lock)
     while True:
         if not lock.take():

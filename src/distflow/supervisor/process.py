@@ -14,12 +14,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import SupervisorError
 from distflow.state.directory import StateDirectory
 
-__all__ = ["Lock", "ensure_supervisor", "is_running", "open_wake_socket", "wake"]
+__all__ = ["Held", "Lock", "ensure_supervisor", "hold_supervisor", "is_running", "open_wake_socket", "wake"]
 
 _READY_TIMEOUT_S = 30.0
 _LOG_LIMIT = 4 << 20
@@ -76,29 +78,40 @@ def is_running(directory: StateDirectory) -> bool:
     return False
 
 
-def ensure_supervisor(directory: StateDirectory, *, wait: bool = True) -> None:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A supervisor that has loaded what it needs, and waits for the word; without it, it ends with this process."""
+
+    process: subprocess.Popen[bytes]
+    ready: int
+
+
+def hold_supervisor(directory: StateDirectory, backends: Iterable[str]) -> Held | None:
+    """Let a supervisor load its modules while the caller still prepares the work; ``None`` when one is running.
+
+    ``backends`` are those that it may need. Pass the result to ``ensure_supervisor``.
+    """
+    if is_running(directory):
+        return None
+    return _launch(directory, ",".join(sorted(set(backends))))
+
+
+def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, held: Held | None = None) -> None:
     """Wake the supervisor, or start one; with ``wait``, return when it is at work.
 
     Raises ``SupervisorError`` when it does not come up; the reason is in its log.
     """
-    if is_running(directory):
-        wake(directory)
-        return
-    _trim(directory.supervisor_log)
-    ready, tell = os.pipe()
+    if held is None:
+        if is_running(directory):
+            wake(directory)
+            return
+        held = _launch(directory)
+    process, ready = held.process, held.ready
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(b"g")
+            process.stdin.close()
     try:
-        with open(directory.supervisor_log, "ab", opener=_private) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "distflow.supervisor", str(directory.path), str(tell)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(tell,),
-                start_new_session=True,
-                cwd="/",
-            )
-        os.close(tell)
-        tell = -1
         if wait:
             _await_ready(process, ready, directory)
         else:
@@ -106,16 +119,40 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True) -> None:
             process.returncode = 0
     finally:
         os.close(ready)
-        if tell >= 0:
-            os.close(tell)
+
+
+def _launch(directory: StateDirectory, held_with: str | None = None) -> Held:
+    _trim(directory.supervisor_log)
+    ready, tell = os.pipe()
+    try:
+        with open(directory.supervisor_log, "ab", opener=_private) as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "distflow.supervisor", str(directory.path), str(tell)]
+                + ([held_with] if held_with is not None else []),
+                stdin=subprocess.DEVNULL if held_with is None else subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(tell,),
+                start_new_session=True,
+                cwd="/",
+                bufsize=0,
+            )
+    except OSError:
+        os.close(ready)
+        raise
+    finally:
+        os.close(tell)
+    return Held(process, ready)
 
 
 def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateDirectory) -> None:
     readable, _, _ = select.select([ready], [], [], _READY_TIMEOUT_S)
     said = os.read(ready, 64) if readable else b""
-    # "ready": it works; "other": another one was quicker, and works.
+    # "ready": it works; "other": another one was quicker, and works, and must hear that there is more.
     if said in (b"ready", b"other"):
         process.returncode = 0
+        if said == b"other":
+            wake(directory)
         return
     raise SupervisorError(
         "the supervisor did not start; the workflow is stored and runs as soon as one does",

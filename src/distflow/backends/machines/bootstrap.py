@@ -23,7 +23,8 @@ __all__ = ["STUB", "Opened", "connect", "open_service", "runtime_archive", "runt
 
 # Everything before `import` must parse on any Python there ever was, so that an old one can say that it is old.
 STUB: Final = r"""
-import os,sys
+import gc,os,sys
+gc.disable()
 want,root,nonce,service=sys.argv[1:5]
 umask=os.umask(0o77)
 def say(text): os.write(1,(nonce+" "+text+"\n").encode())
@@ -57,6 +58,8 @@ except Exception as error:
  import json
  say("error "+json.dumps(type(error).__name__+": "+str(error)))
  sys.exit(1)
+gc.freeze()
+gc.enable()
 serve(root,umask)
 """
 
