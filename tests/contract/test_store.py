@@ -16,7 +16,7 @@ import pytest
 from distflow.errors import NotFound, StateError, StoreTooNew
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
-from distflow.state.record import CancelRequest, Event
+from distflow.state.record import CancelRequest, Event, Stray
 from distflow.state.store import Store
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, task, workflow
 
@@ -126,6 +126,17 @@ def test_work_is_unfinished_until_its_logs_are_here(store: Store) -> None:
     store.save([replace(record, groups=(completed_group(),))], [])
     assert store.unfinished() == ()
     assert not store.has_unfinished()
+
+
+def test_what_may_be_left_on_a_lost_node_is_remembered_but_needs_no_supervisor(store: Store) -> None:
+    group = completed_group()
+    lost = replace(group.tasks[-1], stray=Stray.OUT_OF_REACH)
+    record = submit(store, workflow([replace(group, tasks=(*group.tasks[:-1], lost))]))
+    store.save([record], [])
+    assert not store.has_unfinished()
+    assert [one.groups[0].tasks[-1].stray for one in store.unfinished()] == [Stray.OUT_OF_REACH]
+    store.save([replace(record, groups=(group,))], [])
+    assert store.unfinished() == ()
 
 
 def test_lists_are_filtered_and_the_newest_first(store: Store) -> None:

@@ -6,11 +6,23 @@ Times are seconds since the epoch (UTC). Records are replaced, never changed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from distflow.lifecycle.states import Reason, State, WorkflowState, status_of, workflow_status_of
 from distflow.plan.binding import Binding
 
-__all__ = ["CancelRequest", "Cause", "End", "Event", "GroupRecord", "TaskRecord", "Transfer", "WorkflowRecord", "attempt_name"]
+__all__ = [
+    "CancelRequest",
+    "Cause",
+    "End",
+    "Event",
+    "GroupRecord",
+    "Stray",
+    "TaskRecord",
+    "Transfer",
+    "WorkflowRecord",
+    "attempt_name",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +48,14 @@ class End:
     def is_success(self) -> bool:
         """True when the command itself said so."""
         return self.reason == "exited" and self.exit_code == 0
+
+
+class Stray(str, Enum):
+    """What is known of an attempt that was given up and may still run on a node that cannot be reached."""
+
+    OUT_OF_REACH = "out_of_reach"
+    STOPPING = "stopping"
+    """The node is back and was told to stop it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +96,8 @@ class TaskRecord:
     end: End | None = None
     log_complete: bool = False
     """All of its output is mirrored here, or it is known that the rest never will be."""
+    stray: Stray | None = None
+    """Set when it was given up while it may still run: its node was out of reach for too long."""
     outputs: tuple[str, ...] = ()
     output_dir: str | None = None
     """Where its ``{{output}}`` lies on the node."""

@@ -56,6 +56,7 @@ _MIGRATIONS = (
     );
     CREATE INDEX events_by_workflow ON events (workflow, sequence);
     """,
+    "CREATE INDEX workflows_with_strays ON workflows (unfinished) WHERE unfinished = 2",
 )
 
 _COLUMNS = "uuid, id, name, number, user, pool, pool_key, state, reason, submitted_at, started_at, ended_at, warnings"
@@ -138,12 +139,11 @@ class Store:
         """Write the progress of workflows together with the events that tell of it; the supervisor's alone."""
         with self._transaction():
             for record in records:
-                done = record.state.is_final and all(task.log_complete for group in record.groups for task in group.tasks)
                 self._db.execute(
                     "UPDATE workflows SET state=?, reason=?, started_at=?, ended_at=?, unfinished=? WHERE uuid=?",
                     (
                         record.state.value, record.reason.value if record.reason else None,
-                        record.started_at, record.ended_at, int(not done), record.uuid,
+                        record.started_at, record.ended_at, _work_left(record), record.uuid,
                     ),
                 )  # fmt: skip
                 self._write_groups(record, record.groups)
@@ -175,10 +175,13 @@ class Store:
             return self._complete(_workflow(row))
 
     def unfinished(self) -> tuple[WorkflowRecord, ...]:
-        """Return every workflow that the supervisor still has work with, oldest first, with its groups."""
+        """Return every workflow that the supervisor still has work with, oldest first, with its groups.
+
+        Also those of which no more is to be done than to stop what was left on a node that could not be reached.
+        """
         with self._errors():
             rows = self._db.execute(
-                f"SELECT {_COLUMNS} FROM workflows WHERE unfinished = 1 ORDER BY submitted_at, number"  # noqa: S608
+                f"SELECT {_COLUMNS} FROM workflows WHERE unfinished IN (1, 2) ORDER BY submitted_at, number"  # noqa: S608
             ).fetchall()
             return tuple(self._complete(_workflow(row)) for row in rows)
 
@@ -324,6 +327,17 @@ class Store:
                 f"cannot use {self.path}: {error}",
                 hint="free space there or make it writable, or point DISTFLOW_STATE at another directory",
             ) from error
+
+
+_WORK, _STRAYS, _NOTHING = 1, 2, 0
+
+
+def _work_left(record: WorkflowRecord) -> int:
+    """Return what the column ``unfinished`` holds: whether a supervisor is needed, or would merely be of use."""
+    tasks = [task for group in record.groups for task in group.tasks]
+    if not (record.state.is_final and all(task.log_complete for task in tasks)):
+        return _WORK
+    return _STRAYS if any(task.stray is not None for task in tasks) else _NOTHING
 
 
 def _workflow(row: Sequence[object]) -> WorkflowRecord:

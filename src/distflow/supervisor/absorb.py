@@ -26,7 +26,7 @@ from distflow.backends.base import (
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding
-from distflow.state.record import Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
+from distflow.state.record import Event, GroupRecord, Stray, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.verdict import conclude, end_from
 
 __all__ = ["absorb", "end_unstarted", "with_group", "with_task"]
@@ -151,12 +151,16 @@ def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[T
 
 
 def _stop_accepted(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.stray is Stray.OUT_OF_REACH:
+        return replace(task, stray=Stray.STOPPING), f"{task.name}: {task.node} is back, it is stopped there"
     if task.state not in (State.INITIALIZING, State.RUNNING):
         return task, ""
     return replace(task, state=State.STOPPING), ""
 
 
 def _ended(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.stray is not None:
+        return _is_gone(task)
     if task.state.is_final or not isinstance(seen, Ended):
         return task, ""
     end = end_from(dict(seen.end), seen.at)
@@ -182,7 +186,13 @@ def _given_back(task: TaskRecord) -> TaskRecord:
     return replace(task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), prepared=False, transfer=None)
 
 
+def _is_gone(task: TaskRecord) -> tuple[TaskRecord, str]:
+    return replace(task, stray=None), f"{task.name}: nothing of it is left on {task.node}"
+
+
 def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.stray is not None:
+        return _is_gone(task)
     if task.state is State.INITIALIZING:
         return _given_back(task), ""
     if task.state.is_final:

@@ -14,7 +14,7 @@ from distflow.lifecycle.rollup import roll_up_workflow
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
-from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
 from distflow.supervisor.absorb import end_unstarted, with_group
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.verdict import first_cause
@@ -83,6 +83,7 @@ class _Step:
 
     def run(self) -> GroupRecord:
         """Return the group after everything that follows at once."""
+        self._strays()
         if self.group.state is State.WAITING:
             tasks = tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks)
             self.group = replace(self.group, tasks=tasks)
@@ -244,9 +245,23 @@ class _Step:
                 continue
             gone = f"{task.node} has been out of reach for {_seconds(self.now - view.since)}: {view.error}"
             self._replace_task(
-                replace(task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True)
-            )
+                replace(
+                    task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True,
+                    stray=Stray.OUT_OF_REACH,
+                )
+            )  # fmt: skip
             self._tell(f"{task.name}: FAILED_BACKEND_ERROR: {gone}", task)
+
+    def _strays(self) -> None:
+        """Stop what was given up, as soon as its node is back: it may hold GPUs, and the ranks of its world are gone."""
+        for task in self.group.tasks:
+            if task.stray is None:
+                continue
+            if self.pool is not None and self.now >= (task.ended_at or self.now) + self.pool.retention_s:
+                self._replace_task(replace(task, stray=None))
+                self._tell(f"{task.name}: {task.node} was not seen again", task)
+            elif task.stray is Stray.OUT_OF_REACH:
+                self._command("stop", task, why=Reason.NODE_LOST.value)
 
     # The end.
 

@@ -33,7 +33,7 @@ from distflow.plan.bind import bind
 from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.state.mirror import Mirror
-from distflow.state.record import Event, WorkflowRecord
+from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import read_secrets, remove_secrets
 from distflow.state.store import Store
 from distflow.supervisor.absorb import absorb, end_unstarted
@@ -41,10 +41,13 @@ from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
 
-__all__ = ["LAST_LINES", "Supervisor", "Wake"]
+__all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
 
 LAST_LINES = 8
 """Lines of output that a first cause carries."""
+
+STRAY_PATIENCE_S = 3600.0
+"""How long a supervisor stays for a lost node alone, to stop there what may still run."""
 
 _IDLE_S = 60.0
 _ROUNDS = 20
@@ -97,12 +100,20 @@ class Supervisor:
         try:
             self._load()
             wake_at = self._settle()
-            while self._workflows:
+            while self._is_needed():
                 self._wait(wake_at)
                 wake_at = self._settle()
         finally:
             for backend in self._backends.values():
                 backend.close()
+
+    def _is_needed(self) -> bool:
+        """Whether there is work; for strays alone it waits some time, the next supervisor looks for them again."""
+        patience = self._clock.now() - STRAY_PATIENCE_S
+        return any(
+            not _is_over(one.record) or any(task.stray and (task.ended_at or 0) > patience for task in _tasks(one.record))
+            for one in self._workflows.values()
+        )
 
     # Observing.
 
@@ -206,7 +217,8 @@ class Supervisor:
                 key
                 for group in record.groups
                 for task in group.tasks
-                if (key := key_of(record, group, task)) is not None and not (task.state.is_final and task.log_complete)
+                if (key := key_of(record, group, task)) is not None
+                and not (task.state.is_final and task.log_complete and task.stray is None)
             ]
             if keys:
                 backend.watch(keys)
@@ -302,7 +314,20 @@ class Supervisor:
 
     def _forget_finished(self) -> None:
         for uuid, workflow in list(self._workflows.items()):
-            tasks = [task for group in workflow.record.groups for task in group.tasks]
-            if workflow.record.state.is_final and all(task.log_complete for task in tasks):
+            if not _is_over(workflow.record):
+                continue
+            remove_secrets(self._secrets, uuid)
+            if not any(task.stray for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
-                remove_secrets(self._secrets, uuid)
+
+
+def _is_over(record: WorkflowRecord) -> bool:
+    return record.state.is_final and all(task.log_complete for task in _tasks(record))
+
+
+def _is_done(task: TaskRecord) -> bool:
+    return task.state.is_final and task.log_complete and task.stray is None
+
+
+def _tasks(record: WorkflowRecord) -> list[TaskRecord]:
+    return [task for group in record.groups for task in group.tasks]

@@ -108,7 +108,7 @@ class Driver:
         for one in self.workflows.values():
             for group in one.record.groups:
                 for task in group.tasks:
-                    if task.node and not (task.state.is_final and task.log_complete):
+                    if task.node and not (task.state.is_final and task.log_complete and task.stray is None):
                         self.backend.watch(
                             [AttemptKey(workflow=one.record.uuid, group=group.name, task=task.name, attempt=0, node=task.node)]
                         )

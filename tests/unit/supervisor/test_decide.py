@@ -8,7 +8,7 @@ import pytest
 
 from distflow.backends.base import AttemptKey, Staging
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import CancelRequest
+from distflow.state.record import CancelRequest, Stray
 from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -202,6 +202,37 @@ def test_unreachable_is_not_failed_until_the_pool_says_so() -> None:
     driver.settle()
     assert driver.group().task("t1").reason is Reason.NODE_LOST
     assert driver.cause().task == "t1"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_was_given_up_is_stopped_when_its_node_is_back(killed: bool) -> None:
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behaviour=lambda _: HANG)
+    driver.settle()
+    driver.backend.cut("n2")
+    driver.advance(121)
+    driver.settle()
+    assert driver.group().state is State.FAILED
+    assert driver.group().task("t1").stray is Stray.OUT_OF_REACH
+    assert driver.backend.alive == ["u1/train/t1/0"]
+    if killed:
+        driver.restart()
+    driver.backend.heal("n2")
+    driver.settle()
+    driver.advance(1)
+    assert driver.backend.alive == []
+    assert driver.group().task("t1").stray is None
+    assert driver.group().task("t1").reason is Reason.NODE_LOST
+    assert any("nothing of it is left on n2" in event.text for event in driver.events)
+
+
+def test_a_node_that_never_comes_back_is_forgotten_in_the_end() -> None:
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0, retention_s=86400.0), behaviour=lambda _: HANG)
+    driver.settle()
+    driver.backend.cut("n2")
+    driver.advance(121)
+    driver.settle()
+    driver.advance(86401)
+    assert driver.group().task("t1").stray is None
 
 
 def test_a_blink_of_the_network_changes_nothing() -> None:
