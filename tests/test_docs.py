@@ -11,6 +11,7 @@ The language of the pages, all in fenced blocks:
 
 A comment before a block says more: ``<!-- file: train.yaml -->`` puts it into the page's directory, where its commands run
 beside copies of ``workflow_specs`` and ``scripts``; ``<!-- any order -->`` is for lines of several tasks;
+``<!-- hosts: gpu1 gpu2 -->`` is for commands that need machines behind SSH: a test of their own runs them, with such hosts;
 ``<!-- not run: reason -->`` (one of ``REASONS``), ``<!-- fragment -->``, ``<!-- not a spec -->``, ``<!-- wrong: message -->``
 and ``<!-- configuration -->`` take a block out of the rule, or put it under another one.
 """
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +41,7 @@ from typing import Any
 import pytest
 import yaml
 
+from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -257,16 +260,44 @@ def seen(text: str) -> str:
 # -- the pages --------------------------------------------------------------------------------------------------------
 
 
+def _is_run_here(block: Block) -> bool:
+    return block.note("not run") is None and block.note("hosts") is None
+
+
 def _with_commands() -> list[Path]:
-    run = {block.page for block in all_blocks() if block.language == "console" and block.note("not run") is None}
+    run = {block.page for block in all_blocks() if block.language == "console" and _is_run_here(block)}
     return [page for page in PAGES if page in run]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", _with_commands(), ids=lambda page: page.name)
 def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
-    blocks = [block for block in all_blocks() if block.page == page and block.note("not run") is None]
+    _run_page(Terminal(tmp_path), [block for block in all_blocks() if block.page == page and _is_run_here(block)])
+
+
+@pytest.mark.ssh
+@pytest.mark.torch
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", [block for block in all_blocks() if block.note("hosts")], ids=lambda block: block.place)
+def test_commands_do_on_ssh_hosts_what_the_page_shows(block: Block, tmp_path: Path) -> None:
+    if why := missing_sshd():
+        pytest.skip(why)
     terminal = Terminal(tmp_path)
+    key = make_key(tmp_path / "key")
+    with ExitStack() as stack:
+        stanzas = []
+        for number, name in enumerate(str(block.note("hosts")).split(), 1):
+            home = tmp_path / name / "home"
+            # What `python3` is there: one that has torch, as on the machines that people train on.
+            environment = f"HOME={home} PATH={Path(sys.executable).parent}:/usr/bin:/bin"
+            server = Sshd(tmp_path / name, f"127.0.3.{number}", alias=name, user_key=key, options={"SetEnv": environment})
+            stanzas.append(stack.enter_context(server).client_stanza())
+        (tmp_path / ".ssh").mkdir(mode=0o700)
+        (tmp_path / ".ssh" / "config").write_text("".join(stanzas))
+        _run_page(terminal, [block])
+
+
+def _run_page(terminal: Terminal, blocks: list[Block]) -> None:
     try:
         for block in blocks:
             name = block.note("file")
