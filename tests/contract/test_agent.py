@@ -84,6 +84,8 @@ def test_hello_tells_what_the_node_is(node: NodeUnderTest) -> None:
     assert facts["free_bytes"] > 0
     assert facts["root"] == str(node.root)
     assert {"interface": "lo", "address": "127.0.0.1", "family": "inet"} in facts["addresses"]
+    # The sshd of these tests listens there; what our own login left in the environment is not told.
+    assert facts["ssh_server"] == (node.transport.reached_address or "")
     assert abs(facts["now"] - link.request("ping")["now"]) < 5
     assert answer["attempts"] == {f"{node.workflow}/g/t/0": {"phase": "absent", "pid": None, "started_at": None, "end": None}}
 

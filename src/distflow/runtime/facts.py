@@ -46,6 +46,7 @@ def gather(root: str) -> Json:
         "gpus": len(gpus),
         "gpu_names": gpus,
         "addresses": _ipv4() + _ipv6(),
+        "ssh_server": _ssh_server(),
         "boot_id": processes.boot_id(),
         "user": user_name(),
         "root": root,
@@ -78,6 +79,12 @@ def _gpus() -> List[str]:
         except (OSError, subprocess.TimeoutExpired):
             pass  # a hanging driver: its device files still say how many there are
     return ["unknown"] * len([path for path in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", path)])
+
+
+def _ssh_server() -> str:
+    """Our address on which sshd accepted the connection that we serve; empty without one (sshd's SSH_CONNECTION)."""
+    parts = os.environ.get("SSH_CONNECTION", "").split()
+    return parts[2] if len(parts) == 4 else ""
 
 
 def _ipv4() -> List[Dict[str, str]]:

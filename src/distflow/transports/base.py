@@ -71,6 +71,10 @@ class Transport(Protocol):
     def reached_address(self) -> str | None:
         """The network address at which the node was reached; ``None`` where there is none to tell."""
 
+    @property
+    def named_addresses(self) -> tuple[str, ...]:
+        """Where other hosts or programs stand between: what the node's host name means here; empty otherwise."""
+
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end."""
 

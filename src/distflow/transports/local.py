@@ -34,6 +34,11 @@ class LocalTransport:
         """None: no network lies between."""
         return None
 
+    @property
+    def named_addresses(self) -> tuple[str, ...]:
+        """Nothing lies between."""
+        return ()
+
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end."""
         try:

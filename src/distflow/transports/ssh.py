@@ -63,6 +63,12 @@ class SshTransport:
         link = self._link
         return link.address if link is not None else None
 
+    @property
+    def named_addresses(self) -> tuple[str, ...]:
+        """Behind jump hosts and proxies: the addresses of the host's name, where this machine knows it."""
+        link = self._link
+        return link.named_addresses if link is not None else ()
+
     def _connected(self, deadline: Deadline | None) -> SshLink:
         """Return a link that stands, making one when needed; ``deadline`` bounds only how long is waited here."""
         with self._lock:

@@ -28,7 +28,7 @@ from distflow.transports.sshconfig import SshConfigWrong
 from distflow.transports.ssherrors import explain, foreign_errors
 from distflow.transports.sshhost import Hop, SshHost, pick_algorithms, resolve_destination, resolve_hop
 from distflow.transports.sshkeys import authenticate
-from distflow.transports.sshsocket import ProxyProcess, connect_tcp
+from distflow.transports.sshsocket import ProxyProcess, addresses_of, connect_tcp
 from distflow.transports.sshwire import HOST_KEY_ALGORITHMS, Tunnel, Wire
 
 __all__ = ["SshLink"]
@@ -58,6 +58,8 @@ class SshLink:
         """``user@host:port`` of the host at its end."""
         self.address: str | None = None
         """Of the host at its end, when no other host or program stands between."""
+        self.named_addresses: tuple[str, ...] = ()
+        """Of its name, as this machine resolves it, when others do stand between: it may be known only to them."""
         self.connect_timeout_s = 10.0
 
     def connect(self) -> None:
@@ -74,6 +76,8 @@ class SshLink:
         finally:
             if self._wire is None:
                 self.close()
+        if self.address is None:
+            self.named_addresses = addresses_of(host)
 
     @property
     def is_active(self) -> bool:

@@ -15,10 +15,11 @@ from typing import Any
 from distflow.transports.deadline import Deadline
 from distflow.transports.sshhost import SshHost
 
-__all__ = ["ProxyProcess", "connect_tcp"]
+__all__ = ["ProxyProcess", "addresses_of", "connect_tcp"]
 
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _TAIL = 2000
+_LOOK_UP_S = 2.0
 
 
 def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
@@ -40,6 +41,15 @@ def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
         _tune(connection, host)
         return connection
     raise error or socket.gaierror(socket.EAI_NONAME, "no address")
+
+
+def addresses_of(host: SshHost) -> tuple[str, ...]:
+    """Return the addresses of a host that others reach for us; none when its name is not known here, or not soon."""
+    try:
+        found = _resolve(host, Deadline(_LOOK_UP_S))
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def _tune(connection: socket.socket, host: SshHost) -> None:

@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from distflow.backends.machines.addressing import choose_address
 from distflow.pools.model import Node
+from distflow.transports.base import Transport
 
 __all__ = ["path_prepend", "training_address"]
 
 
-def training_address(node: Node, reached: str | None, facts: Mapping[str, Any]) -> tuple[str, str]:
+def training_address(node: Node, transport: Transport, facts: Mapping[str, Any]) -> tuple[str, str]:
     """Return the node's address on the training network, and the interface that owns it (empty when not found).
 
-    ``reached`` is the address that its transport found, ``facts`` what its agent said at ``hello``.
+    ``facts`` is what its agent said at ``hello``.
     """
-    address = node.address or reached or node.host
-    for item in facts.get("addresses") or []:
-        if item.get("address") == address:
-            return address, str(item.get("interface", ""))
-    return address, "lo" if address.startswith("127.") else ""
+    return choose_address(
+        configured=node.address, reached=transport.reached_address, named=transport.named_addresses, host=node.host, facts=facts
+    )
 
 
 def path_prepend(node: Node, facts: Mapping[str, Any]) -> list[str]:

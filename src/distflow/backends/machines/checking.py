@@ -142,7 +142,7 @@ def _ask(pool: Pool, session: _Session) -> None:
         asked = now()
         said = link.request("ping")["now"]
         samples.append((asked, float(said), now()))
-    address, interface = training_address(node, transport.reached_address, facts)
+    address, interface = training_address(node, transport, facts)
     session.measured = replace(session.measured, facts=facts, address=address, interface=interface, clock=best_clock(samples))
     session.measured = replace(session.measured, **_probed(link, node))
     session.measured = replace(session.measured, torch=parse_python(_python_of(link, node, facts)))

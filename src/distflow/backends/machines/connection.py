@@ -142,7 +142,7 @@ class Connection:
 
     def address(self) -> tuple[str, str]:
         """Return the node's address on the training network, and the interface that owns it (empty when not found)."""
-        return training_address(self.node, self._transport.reached_address, self._facts)
+        return training_address(self.node, self._transport, self._facts)
 
     def path_prepend(self) -> list[str]:
         """Return what leads the tasks' PATH: the directory of the configured python, where a venv has its tools."""

@@ -1,0 +1,79 @@
+"""Which of a node's addresses the others use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distflow.backends.machines.addressing import choose_address
+
+LO = {"interface": "lo", "address": "127.0.0.1", "family": "inet"}
+ETH0 = {"interface": "eth0", "address": "10.0.0.2", "family": "inet"}
+IB0 = {"interface": "ib0", "address": "10.1.0.2", "family": "inet"}
+ETH0_6 = {"interface": "eth0", "address": "fd00::2", "family": "inet6"}
+
+
+def chosen(*addresses: dict[str, str], ssh_server: str = "", **given: Any) -> tuple[str, str]:
+    facts = {"addresses": [LO, *addresses], "ssh_server": ssh_server}
+    return choose_address(**{"configured": None, "reached": None, "named": (), "host": "gpu1", "facts": facts, **given})
+
+
+def test_the_configured_address_wins() -> None:
+    everything: dict[str, Any] = {"reached": "10.0.0.2", "named": ("10.0.0.2",), "ssh_server": "10.0.0.2"}
+    assert chosen(ETH0, IB0, configured="10.1.0.2", **everything) == ("10.1.0.2", "ib0")
+
+
+def test_then_the_one_that_was_reached() -> None:
+    assert chosen(ETH0, IB0, reached="10.0.0.2", named=("10.1.0.2",), ssh_server="10.1.0.2") == ("10.0.0.2", "eth0")
+
+
+def test_a_reached_address_that_is_translated_on_the_way_has_the_interface_that_sshd_listens_on() -> None:
+    assert chosen(ETH0, IB0, reached="203.0.113.7", ssh_server="10.0.0.2") == ("203.0.113.7", "eth0")
+    assert chosen(ETH0, IB0, reached="203.0.113.7") == ("203.0.113.7", "")
+
+
+def test_then_the_one_of_its_name_if_the_node_owns_it() -> None:
+    assert chosen(ETH0, IB0, named=("10.9.9.9", "10.1.0.2"), ssh_server="10.0.0.2") == ("10.1.0.2", "ib0")
+
+
+def test_a_name_that_means_another_machine_here_is_not_believed() -> None:
+    assert chosen(ETH0, IB0, named=("10.9.9.9",), ssh_server="10.0.0.2") == ("10.0.0.2", "eth0")
+
+
+def test_then_the_one_at_which_sshd_accepted() -> None:
+    assert chosen(ETH0, IB0, ssh_server="10.1.0.2") == ("10.1.0.2", "ib0")
+    assert chosen(ETH0_6, IB0, ssh_server="fd00::2") == ("fd00::2", "eth0")
+
+
+def test_the_zone_of_a_link_local_address_is_no_part_of_it() -> None:
+    local = {"interface": "eth0", "address": "fe80::2", "family": "inet6"}
+    assert chosen(local, ssh_server="fe80::2%eth0") == ("fe80::2", "eth0")
+
+
+def test_then_the_only_ipv4_address() -> None:
+    assert chosen(ETH0, ETH0_6) == ("10.0.0.2", "eth0")
+
+
+def test_of_several_none_is_guessed() -> None:
+    assert chosen(ETH0, IB0) == ("gpu1", "")
+    assert chosen(ETH0, IB0, host="10.1.0.2") == ("10.1.0.2", "ib0")
+
+
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1", "::1"])
+def test_loopback_addresses_come_after_all_others(loopback: str) -> None:
+    # A tunnel out of the node ends at its localhost; a name of the node may be a line of somebody's /etc/hosts.
+    assert chosen(ETH0, named=(loopback,), ssh_server=loopback) == ("10.0.0.2", "eth0")
+    assert chosen(ssh_server=loopback) == (loopback, "lo")
+
+
+def test_a_forwarded_port_is_not_the_nodes_address() -> None:
+    assert chosen(ETH0, reached="127.0.0.1", ssh_server="10.0.0.2") == ("10.0.0.2", "eth0")
+
+
+def test_hosts_of_one_machine_are_told_apart_by_their_loopback_addresses() -> None:
+    assert chosen(ETH0, reached="127.0.1.3", ssh_server="127.0.1.3") == ("127.0.1.3", "lo")
+
+
+def test_without_facts_the_host_is_all_there_is() -> None:
+    assert choose_address(configured=None, reached=None, named=(), host="gpu1", facts={}) == ("gpu1", "")
