@@ -12,6 +12,7 @@ import typer
 
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.reach import cancel_json, cancel_words, left_behind
 from distflow.errors import DistflowError, InputError
 from distflow.state.directory import StateDirectory
 from distflow.state.record import CancelRequest, Event, WorkflowRecord
@@ -37,7 +38,8 @@ def cancel(
 ) -> None:
     """End workflows: TERM to every task, KILL after the pool's grace, and proof that nothing is left.
 
-    Every id is tried; if one of them cannot be canceled, the exit code says so.
+    Every id is tried; if one of them cannot be canceled, the exit code says so. A task whose node is out of reach is stopped as
+    soon as the node answers.
     """
     directory = wiring.state_directory()
     failures: list[DistflowError] = []
@@ -50,13 +52,18 @@ def cancel(
                 failures.append(error)
                 results.append({"name": key, "error": error.message})
                 continue
-            results.append({"name": record.id})
+            results.append({"name": record.id, "out_of_reach": cancel_json(record)})
             if format_type is Format.TEXT:
                 print(f"{record.id}: asked to stop", flush=True)
+                for line in _words(store, record):
+                    print(line, flush=True)
         if len(failures) < len(ids):
             ensure_supervisor(directory)
         if wait is not None:
-            _await_end(directory, store, [str(item["name"]) for item in results if "error" not in item], wait)
+            asked = [str(item["name"]) for item in results if "error" not in item]
+            _await_end(directory, store, asked, wait)
+            for words in (words for key in asked for words in left_behind(store.find(key))):
+                print(f"warning: {words}", file=sys.stderr)
     if format_type is Format.JSON:
         print(json.dumps({"workflows": results}, indent=2))
     if failures:
@@ -76,15 +83,21 @@ def _request(store: Store, key: str, message: str, force: bool) -> WorkflowRecor
     return record
 
 
+def _words(store: Store, record: WorkflowRecord) -> list[str]:
+    return [f"{record.id}: {line}" for line in cancel_words(record, store.pool(record.uuid).node_lost_after_s)]
+
+
 def _await_end(directory: StateDirectory, store: Store, ids: list[str], seconds: float) -> None:
     from threading import Event as Pause
 
     pause, deadline = Pause(), time.monotonic() + seconds
     while any(not store.find(key).state.is_final for key in ids):
         if time.monotonic() >= deadline:
-            late = ", ".join(key for key in ids if not store.find(key).state.is_final)
+            late = [record for key in ids if not (record := store.find(key)).state.is_final]
+            hint = [line for record in late for line in _words(store, record)]
             raise _StillThere(
-                f"not ended within {seconds:g} s: {late}", hint=f"the supervisor goes on; its log: {directory.supervisor_log}"
+                f"not ended within {seconds:g} s: {', '.join(record.id for record in late)}",
+                hint="\n".join([*hint, f"the supervisor goes on; its log: {directory.supervisor_log}"]),
             )
         pause.wait(_POLL_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from distflow.cli.reach import nodes_away
 from distflow.cli.tables import Paint, cut, plain, table
 from distflow.cli.times import duration, iso, local_minute, local_second
 from distflow.documents.quantities import bytes_text
@@ -68,6 +69,7 @@ def workflow_text(
     for group in record.groups:
         lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
         lines += [f"  {line}" for line in _group_words(group, paint)]
+        lines += [f"  {plain(away.words)}; what runs there may still run" for away in nodes_away(group)]
         rows = [_task_row(group, task, now, last_lines, paint, verbose) for task in group.tasks]
         if width is None:
             rows = [(*row[:-1], cut(row[-1], _LINE_WIDTH)) for row in rows]
@@ -124,6 +126,10 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
         old = old_groups.get(group.name)
         if old is None or (old.status, old.message) != (group.status, group.message):
             yield f"{group.name}: {group.status}{f': {group.message}' if group.message else ''}"
+        old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
+        away = {one.node: one.error for one in nodes_away(group)}
+        yield from (f"{node}: out of reach: {plain(error)}" for node, error in away.items() if old_away.get(node) != error)
+        yield from (f"{node}: reachable again" for node in old_away if node not in away and not group.state.is_final)
         old_tasks = {task.name: task.status for task in old.tasks} if old else {}
         for task in group.tasks:
             if old_tasks.get(task.name) == task.status:
@@ -247,7 +253,7 @@ def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_line
     it ended) and ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code``, ``signal``,
     ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files while they are
     on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``, ``last_line``,
-    ``outputs``, ``output_dir``.
+    ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
 
     Groups and tasks stand in the order of the spec. Without ``now``, durations of what has not ended are null.
     """
@@ -357,4 +363,11 @@ def _task_json(task: TaskRecord, now: float | None, last_line: str | None) -> di
         "last_line": last_line,
         "outputs": list(task.outputs),
         "output_dir": task.output_dir,
+        "out_of_reach": _away_json(task),
     }
+
+
+def _away_json(task: TaskRecord) -> dict[str, object] | None:
+    if task.out_of_reach is None or task.state.is_final:
+        return None
+    return {"since": iso(task.out_of_reach.since), "error": task.out_of_reach.error}

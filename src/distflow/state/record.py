@@ -17,6 +17,7 @@ __all__ = [
     "End",
     "Event",
     "GroupRecord",
+    "OutOfReach",
     "Stray",
     "TaskRecord",
     "Transfer",
@@ -71,6 +72,15 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfReach:
+    """A node that does not answer at present; what runs there may still run."""
+
+    since: float
+    error: str
+    """Why, as it was seen last, and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecord:
     """One attempt of one task."""
 
@@ -86,6 +96,8 @@ class TaskRecord:
     """Its global ranks, such as ``8-15``; empty without a world."""
     node: str | None = None
     gpu_ids: tuple[int, ...] = ()
+    out_of_reach: OutOfReach | None = None
+    """Its node, while nobody gets through to it; not kept up once the task has ended."""
     prepared: bool = False
     """Its node has everything that the start needs."""
     transfer: Transfer | None = None

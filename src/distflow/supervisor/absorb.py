@@ -15,6 +15,8 @@ from distflow.backends.base import (
     Leased,
     LeaseRefused,
     LogComplete,
+    NodeDown,
+    NodeUp,
     Observation,
     Prepared,
     PrepareFailed,
@@ -26,10 +28,10 @@ from distflow.backends.base import (
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding
-from distflow.state.record import Event, GroupRecord, Stray, TaskRecord, Transfer, WorkflowRecord
+from distflow.state.record import Event, GroupRecord, OutOfReach, Stray, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.verdict import conclude, end_from
 
-__all__ = ["absorb", "end_unstarted", "with_group", "with_task"]
+__all__ = ["absorb", "absorb_node", "end_unstarted", "with_group", "with_task"]
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """Waits between tries for nodes that refused."""
@@ -63,6 +65,32 @@ def absorb(record: WorkflowRecord, seen: Observation) -> tuple[WorkflowRecord, l
     if text:
         return after, [_event(record, seen.at, "state", text, group.name, task.name, task.attempt)]
     return after, []
+
+
+def absorb_node(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[Event]]:
+    """Return the workflow's record after one of the pool's nodes was lost or found, and the events that tell of it.
+
+    The record remembers it beyond this supervisor, so that one which comes later neither repeats what is known nor leaves
+    standing what is over.
+    """
+    is_news = False
+    after = record
+    for group in record.groups:
+        for task in group.tasks:
+            if record.pool_key != seen.pool or task.node != seen.node:
+                continue
+            away = None
+            if isinstance(seen, NodeDown):
+                if task.state.is_final:
+                    continue
+                away = OutOfReach(since=task.out_of_reach.since if task.out_of_reach else seen.at, error=seen.error)
+            if task.out_of_reach != away:
+                is_news = True
+                after = with_task(after, after.group(group.name), replace(task, out_of_reach=away))
+    if not is_news:
+        return record, []
+    words = f"out of reach: {seen.error}" if isinstance(seen, NodeDown) else "reachable again"
+    return after, [_event(record, seen.at, "node", f"{seen.node}: {words}")]
 
 
 def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str, at: float) -> GroupRecord:
@@ -183,7 +211,9 @@ def _released(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[
 
 
 def _given_back(task: TaskRecord) -> TaskRecord:
-    return replace(task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), prepared=False, transfer=None)
+    return replace(
+        task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), out_of_reach=None, prepared=False, transfer=None
+    )
 
 
 def _is_gone(task: TaskRecord) -> tuple[TaskRecord, str]:

@@ -36,7 +36,7 @@ from distflow.state.mirror import Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import read_secrets, remove_secrets
 from distflow.state.store import Store
-from distflow.supervisor.absorb import absorb, end_unstarted
+from distflow.supervisor.absorb import absorb, absorb_node, end_unstarted
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
@@ -133,7 +133,7 @@ class Supervisor:
             if isinstance(seen, Wake):
                 reload = True
             elif isinstance(seen, NodeUp | NodeDown):
-                events += self._see_node(seen)
+                self._see_node(seen, changed, events)
             else:
                 self._see(seen, changed, events)
         if changed or events:
@@ -164,18 +164,18 @@ class Supervisor:
         for op in ("prepare", "start", "stop", "release"):
             self._in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
-    def _see_node(self, seen: NodeUp | NodeDown) -> list[Event]:
+    def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
         place = (seen.pool, seen.node)
         view = self._nodes[place]
         if isinstance(seen, NodeDown):
             words = f"{seen.node}: out of reach: {seen.error}"
-            changed = view.up or view.error != seen.error
+            is_news = view.up or view.error != seen.error
             self._nodes[place] = replace(view, up=False, since=seen.at if view.up else view.since, error=seen.error)
             for identity, command in list(self._in_flight.items()):
                 if command.pool == seen.pool and command.node == seen.node:
                     del self._in_flight[identity]
         else:
-            words, changed = f"{seen.node}: reachable again", not view.up and bool(view.error)
+            words, is_news = f"{seen.node}: reachable again", not view.up and bool(view.error)
             node = view.node
             self._nodes[place] = replace(
                 view,
@@ -186,15 +186,14 @@ class Supervisor:
                 cpus=node.cpus if node.cpus is not None else seen.cpus,
                 memory=node.memory if node.memory is not None else seen.memory,
             )
-        if not changed:
-            return []
-        self._log(words)
-        return [
-            Event(at=seen.at, kind="node", text=words, workflow=uuid)
-            for uuid, workflow in self._workflows.items()
-            if workflow.record.pool_key == seen.pool
-            and any(task.node == seen.node for group in workflow.record.groups for task in group.tasks)
-        ]
+        if is_news:
+            self._log(words)
+        for uuid, workflow in self._workflows.items():
+            record, told = absorb_node(workflow.record, seen)
+            events += told
+            if record is not workflow.record:
+                changed[uuid] = record
+                self._workflows[uuid] = replace(workflow, record=record)
 
     # Loading what is new.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from distflow.backends.base import AttemptKey, Ended, Leased, Prepared, Staging, Started
+from dataclasses import replace
+
+from distflow.backends.base import AttemptKey, Ended, Leased, NodeDown, NodeUp, Prepared, Staging, Started
 from distflow.lifecycle.states import State
 from distflow.state.record import Transfer
-from distflow.supervisor.absorb import absorb
+from distflow.supervisor.absorb import absorb, absorb_node
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, workflow
 
@@ -60,3 +62,37 @@ def test_what_runs_is_not_prepared_or_started_again() -> None:
     record = _running().record()
     assert absorb(record, Prepared(at=9.0, key=_key())) == (record, [])
     assert absorb(record, Started(at=9.0, key=_key(), pid=7, started_at=9.0)) == (record, [])
+
+
+def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> None:
+    record = _running().record()
+    pool = record.pool_key
+    lost, events = absorb_node(record, NodeDown(at=7.0, pool=pool, node="n1", error="no route"))
+    assert [event.text for event in events] == ["n1: out of reach: no route"]
+    away = lost.groups[0].task("t0").out_of_reach
+    assert away is not None
+    assert (away.since, away.error) == (7.0, "no route")
+    assert lost.groups[0].task("t1").out_of_reach is None
+    assert absorb_node(lost, NodeDown(at=8.0, pool=pool, node="n1", error="no route")) == (lost, [])
+    # The reason may change; since when does not.
+    other, events = absorb_node(lost, NodeDown(at=9.0, pool=pool, node="n1", error="refused"))
+    away = other.groups[0].task("t0").out_of_reach
+    assert away is not None
+    assert (away.since, away.error, len(events)) == (7.0, "refused", 1)
+    found, events = absorb_node(other, NodeUp(at=10.0, pool=pool, node="n1"))
+    assert found == record
+    assert [event.text for event in events] == ["n1: reachable again"]
+    assert absorb_node(found, NodeUp(at=11.0, pool=pool, node="n1")) == (found, [])
+
+
+def test_a_lost_node_is_no_news_for_others() -> None:
+    record = _running().record()
+    assert absorb_node(record, NodeDown(at=7.0, pool=record.pool_key, node="n9", error="x")) == (record, [])
+    assert absorb_node(record, NodeDown(at=7.0, pool="another", node="n1", error="x")) == (record, [])
+    ended = replace(
+        record,
+        groups=tuple(
+            replace(group, tasks=tuple(replace(task, state=State.COMPLETED) for task in group.tasks)) for group in record.groups
+        ),
+    )
+    assert absorb_node(ended, NodeDown(at=7.0, pool=record.pool_key, node="n1", error="x")) == (ended, [])

@@ -1,0 +1,70 @@
+"""Nodes that are out of reach: what ``query`` and ``cancel`` say of them, and a watch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from distflow.cli.reach import cancel_json, cancel_words, left_behind
+from distflow.cli.times import local_second
+from distflow.cli.views import changes
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.record import GroupRecord, OutOfReach, WorkflowRecord
+from unit.cli.screen import Screen
+from unit.state.stored import T0, running_group, submit, supervised, task, workflow
+
+AWAY = OutOfReach(since=T0 + 60, error="me@10.0.0.2:22: it does not answer (is the machine on?)")
+
+
+def _half_lost() -> GroupRecord:
+    worker = replace(task("worker", State.RUNNING), out_of_reach=AWAY)
+    return replace(running_group(), tasks=(task("master", State.RUNNING), worker))
+
+
+def _record(group: GroupRecord) -> WorkflowRecord:
+    return workflow([group], state=WorkflowState.RUNNING)
+
+
+def test_query_names_the_node_and_why(screen: Screen) -> None:
+    record = submit(screen.store, _record(_half_lost()))
+    with supervised(screen.directory):
+        screen.run("query", record.id)
+        assert (
+            "worker-node is out of reach since 2025/04/11 21:32:07: me@10.0.0.2:22: it does not answer (is the machine on?);"
+            " what runs there may still run\n"
+        ) in screen.out
+        screen.run("query", record.id, "-t", "json")
+    tasks = json.loads(screen.out)["groups"][0]["tasks"]
+    assert [one["out_of_reach"] for one in tasks] == [None, {"since": "2025-04-11T21:32:07.000", "error": AWAY.error}]
+
+
+def test_what_has_ended_is_not_out_of_reach() -> None:
+    ended = replace(task("worker"), out_of_reach=AWAY)
+    assert cancel_json(_record(replace(running_group(), tasks=(task("master"), ended)))) == []
+
+
+def test_a_watch_tells_when_a_node_is_lost_and_found() -> None:
+    before, after = _record(running_group()), _record(_half_lost())
+    assert list(changes(before, after)) == [f"worker-node: out of reach: {AWAY.error}"]
+    assert list(changes(after, after)) == []
+    assert list(changes(after, before)) == ["worker-node: reachable again"]
+
+
+def test_cancel_says_what_is_known_and_what_will_happen() -> None:
+    record = replace(_record(_half_lost()), id="digits-1")
+    words = list(cancel_words(record, 120.0))
+    assert words[0].startswith(f"worker-node is out of reach since {local_second(AWAY.since)}: me@10.0.0.2:22")
+    assert words[1] == (
+        "  worker may run on there, and will be stopped as soon as worker-node answers;"
+        f" if that takes longer than node_lost_after (120 s), {record.id} ends without it"
+    )
+    assert list(cancel_words(_record(running_group()), 120.0)) == []
+
+
+def test_a_lost_task_of_an_ended_workflow_is_told() -> None:
+    gone = "worker-node has been out of reach for 2 min: it does not answer"
+    lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone)
+    record = _record(replace(running_group(), tasks=(task("master"), lost)))
+    assert list(left_behind(record)) == [
+        f"worker: {gone}; it may still run there: `distflow node clean` tells, once worker-node answers"
+    ]
