@@ -75,6 +75,16 @@ def test_a_channel_of_a_program_that_does_not_exist_is_at_its_end(transport: Tra
     channel = transport.open(["/no/such/program"])
     assert channel.read() == b""
     assert "/no/such/program" in channel.stderr_tail()
+    assert channel.exit_code == 127
+    channel.close()
+
+
+def test_a_channel_knows_how_its_command_ended(transport: Transport) -> None:
+    channel = transport.open(["sh", "-c", "read x; exit 7"])
+    codes = [channel.exit_code]
+    channel.write(b"go\n")
+    assert channel.read() == b""
+    assert [*codes, channel.exit_code] == [None, 7]
     channel.close()
 
 

@@ -20,7 +20,10 @@ __all__ = ["conclude", "end_from", "first_cause", "signal_name"]
 _WATCHERS_DIED = {
     "runner_died": "the process that guards it on the node was killed, so it was stopped",
     "keeper_died": "the process that runs it on the node was killed, so it was stopped",
-    "both_died": "both processes that guard it on the node were killed, so it was stopped",
+    "both_died": (
+        "both processes that guard it on the node were killed, so it was stopped"
+        " (where systemd ends what a user leaves at logout, `loginctl enable-linger` for that user keeps them)"
+    ),
 }
 
 _SYMPTOM = re.compile(

@@ -33,7 +33,7 @@ class Channel(Protocol):
     3. ``close`` may be called twice, from any thread, and never raises. A ``read`` or ``write`` that another thread is blocked
        in ends at once. It closes the command's standard input and stops no remote process.
     4. Standard error is drained whether anybody asks for it or not; ``stderr_tail`` gives the last kilobytes. Once ``read`` has
-       returned ``b""`` because the command ended, it is complete.
+       returned ``b""`` because the command ended, it is complete, and ``exit_code`` is known.
     """
 
     def write(self, data: bytes) -> None:
@@ -44,6 +44,10 @@ class Channel(Protocol):
 
     def stderr_tail(self) -> str:
         """The end of what the command wrote to standard error."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the command ended, as ``Completed`` has it; ``None`` while it runs, and where nobody told."""
 
     def close(self) -> None:
         """Let go of the command."""

@@ -55,15 +55,14 @@ class LocalTransport:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=_DRAINED_S)
                 raise NodeUnreachable(self.name, f"`{argv[0]}` did not end within {timeout_s:g} s") from None
-        code = process.returncode
-        return Completed(exit_code=code if code >= 0 else 128 - code, stdout=stdout, stderr=stderr)
+        return Completed(exit_code=_shells_code(process.returncode), stdout=stdout, stderr=stderr)
 
     def open(self, argv: Sequence[str]) -> LocalChannel:
         """Start a command and keep a channel to it."""
         try:
             return LocalChannel(self.name, _start(argv))
         except OSError as error:
-            return LocalChannel(self.name, None, _not_started(argv, error).stderr)
+            return LocalChannel(self.name, None, _not_started(argv, error))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -72,11 +71,12 @@ class LocalTransport:
 class LocalChannel:
     """A child process's pipes (contract: ``transports.base.Channel``)."""
 
-    def __init__(self, node: str, process: subprocess.Popen[bytes] | None, stderr: bytes = b"") -> None:
-        """Take over ``process``; without one, the channel is at its end from the start."""
+    def __init__(self, node: str, process: subprocess.Popen[bytes] | None, failed: Completed | None = None) -> None:
+        """Take over ``process``; without one, the channel is at its end from the start, as ``failed`` says."""
         self._node = node
         self._process = process
-        self._stderr = bytearray(stderr)
+        self._failed = failed
+        self._stderr = bytearray(failed.stderr if failed is not None else b"")
         self._writing = threading.Lock()
         self._reading = threading.Lock()
         self._state = threading.Lock()
@@ -124,6 +124,13 @@ class LocalChannel:
         with self._state:
             return bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
 
+    @property
+    def exit_code(self) -> int | None:
+        """How the command ended; ``None`` while it runs."""
+        if self._process is None:
+            return self._failed.exit_code if self._failed is not None else None
+        return _shells_code(self._process.returncode) if self._process.returncode is not None else None
+
     def close(self) -> None:
         """Let go of the command."""
         with self._state:
@@ -166,6 +173,10 @@ def _start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=login_environment(os.environ)
     )
+
+
+def _shells_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
 
 
 def login_environment(environ: Mapping[str, str]) -> dict[str, str]:

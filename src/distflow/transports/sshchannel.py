@@ -65,6 +65,8 @@ class SshChannel:
                 data = self._channel.recv(_READ)
             if not data:
                 self._drain.join(_DRAINED_S)
+                # Its end is told after the end of its output.
+                self._channel.status_event.wait(_FAREWELL_S)
             return data
 
     def stderr_tail(self) -> str:
@@ -73,6 +75,11 @@ class SshChannel:
             said = bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
         why = "" if self._is_closed else self._link.why_it_ended()
         return f"{said}{'' if not said or said.endswith(chr(10)) else chr(10)}[ssh] {why}\n" if why else said
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the command ended; ``None`` while it runs, or when the connection broke first."""
+        return self._channel.exit_status if self._channel.exit_status >= 0 else None
 
     def close(self) -> None:
         """Let go of the command."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from distflow.backends.machines.link import AgentLink, Event
+from distflow.backends.machines.remedies import after_exit, after_report
 from distflow.errors import BootstrapFailed, NodeUnreachable
 from distflow.transports.base import Channel, Transport
 
@@ -27,6 +28,7 @@ import gc,os,sys
 gc.disable()
 want,root,nonce,service=sys.argv[1:5]
 umask=os.umask(0o77)
+new=None
 def say(text): os.write(1,(nonce+" "+text+"\n").encode())
 try:
  if sys.version_info<(3,8): raise RuntimeError("Python 3.8 or newer is needed; this is "+sys.version.split()[0])
@@ -49,14 +51,33 @@ try:
   zipfile.ZipFile(io.BytesIO(bytes(data))).extractall(new)
   try: os.rename(new,home)
   except OSError:
-   shutil.rmtree(new)
    if not os.path.isdir(home): raise
+   shutil.rmtree(new)
+  new=None
  sys.path.insert(0,home)
  serve=__import__("distflow.runtime."+service,fromlist=["serve"]).serve
  say("ready")
 except Exception as error:
  import json
- say("error "+json.dumps(type(error).__name__+": "+str(error)))
+ if new:
+  import shutil
+  shutil.rmtree(new,True)
+ told={"text":type(error).__name__+": "+str(error),"errno":getattr(error,"errno",None),"root":root,
+ "path":str(getattr(error,"filename",None) or root),"python":sys.executable,"version":sys.version.split()[0]}
+ at=told["path"]
+ while not os.path.lexists(at) and at!=os.path.dirname(at): at=os.path.dirname(at)
+ def name(uid):
+  try:
+   import pwd
+   return pwd.getpwuid(uid)[0]
+  except Exception: return str(uid)
+ home=os.path.expanduser("~")
+ told.update(at=at,user=name(os.getuid()),home=home,has_home=os.path.isdir(home))
+ try:
+  seen=os.stat(at)
+  told.update(owner=name(seen.st_uid),mode="%o"%(seen.st_mode&0o7777))
+ except OSError: pass
+ say("error "+json.dumps(told))
  sys.exit(1)
 gc.freeze()
 gc.enable()
@@ -138,7 +159,7 @@ def open_service(transport: Transport, root: str, python: str, service: str, *, 
     nonce = f"distflow-{secrets.token_hex(12)}"
     channel = transport.open(service_argv(root, python, nonce, service))
     try:
-        greeting = _Greeting(transport.name, channel, nonce, timeout_s)
+        greeting = _Greeting(transport.name, channel, nonce, timeout_s, python)
         with greeting:
             word, detail = greeting.next_word()
             if word == "need":
@@ -147,7 +168,8 @@ def open_service(transport: Transport, root: str, python: str, service: str, *, 
             if word != "error":
                 word, detail = greeting.next_word()
         if word == "error":
-            raise BootstrapFailed(transport.name, f"distflow's runtime does not come up: {detail}", hint=greeting.heard())
+            what, remedy = after_report(json.loads(detail))
+            raise BootstrapFailed(transport.name, what, hint=remedy or greeting.heard())
     except BaseException:
         channel.close()
         raise
@@ -157,8 +179,9 @@ def open_service(transport: Transport, root: str, python: str, service: str, *, 
 class _Greeting:
     """What comes before the messages: noise, and the stub's words behind the nonce. Bounded by one deadline."""
 
-    def __init__(self, node: str, channel: Channel, nonce: str, timeout_s: float) -> None:
+    def __init__(self, node: str, channel: Channel, nonce: str, timeout_s: float, python: str) -> None:
         self._node = node
+        self._python = python
         self._channel = channel
         self._nonce = nonce.encode()
         self._timeout_s = timeout_s
@@ -197,7 +220,7 @@ class _Greeting:
                 # A shell that traces its commands prints the nonce as well, but not with one of these words behind it.
                 if mark and word in ("have", "need", "ready", "error"):
                     self._add_noise(before)
-                    return word, json.loads(detail) if word == "error" else detail
+                    return word, detail
                 self._add_noise(line + newline)
                 continue
             data = self._channel.read()
@@ -217,5 +240,8 @@ class _Greeting:
     def _failure(self) -> NodeUnreachable | BootstrapFailed:
         if self._is_late:
             return NodeUnreachable(self._node, f"the agent did not answer within {self._timeout_s:g} s", hint=self.heard())
-        hint = self.heard() or "Is `python3` on the node? The node's `python` may name another one."
-        return BootstrapFailed(self._node, "the agent ended before it answered", hint=hint)
+        code, printed = self._channel.exit_code, self.heard()
+        if code is None and "[ssh] " in printed:
+            return NodeUnreachable(self._node, "the connection broke before the agent answered", hint=printed)
+        what, remedy = after_exit(code, self._python, printed)
+        return BootstrapFailed(self._node, what, hint="\n".join(filter(None, [remedy, printed])))

@@ -1,0 +1,172 @@
+"""Nodes on which the runtime cannot come up: what happened is said, with the remedy.
+
+Each is a real sshd in a mount namespace of its own, so that file systems and /etc/passwd can be what they are on such nodes,
+and vanish with it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distflow.backends.machines.bootstrap import connect
+from distflow.errors import AuthenticationRefused, BootstrapFailed, NodeUnreachable
+from distflow.testing.sshd import Sshd
+from integration.ssh.conftest import MakeServer, Reach
+
+pytestmark = pytest.mark.ssh
+
+PYTHON = "/usr/bin/python3"
+ROOT = "/mnt/distflow"
+MakeNode = Callable[..., Sshd]
+
+
+@pytest.fixture
+def make_node(make_server: MakeServer, tmp_path: Path) -> MakeNode:
+    """Start a node whose ``setup`` is run before its sshd; ``user`` and its entry of /etc/passwd are the one we log in as."""
+    if os.getuid() != 0:
+        pytest.skip("mounts need root")
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no mount namespaces here")
+    if not Path(PYTHON).exists():
+        pytest.skip(f"no {PYTHON}, which every user may run")
+
+    def make(setup: str = "true", *, user: str = "root", passwd: str = "") -> Sshd:
+        entries = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith(f"{user}:")]
+        (tmp_path / "passwd").write_text("\n".join([passwd, *entries]) + "\n")
+        mounts = f"mount --bind {tmp_path / 'passwd'} /etc/passwd && " if passwd else ""
+        # The tests' directories are closed to other users, sshd's helper is not.
+        keys = {"AuthorizedKeysFile": "none", "AuthorizedKeysCommandUser": "root"}
+        keys["AuthorizedKeysCommand"] = f"/bin/cat {tmp_path / 'sshd-gpu9' / 'authorized_keys'}"
+        # The home is the one of /etc/passwd.
+        options = {**keys, "SetEnv": "DISTFLOW_TEST=1"}
+        prefix = ["unshare", "--mount", "sh", "-c", f'{mounts}{{ {setup}; }} && exec "$@"', "sh"]
+        server = make_server(prefix=prefix, options=options)
+        server.user = user
+        server.client_config.write_text(server.client_stanza(User=user))
+        return server
+
+    return make
+
+
+def failure(reach: Reach, server: Sshd, *, root: str = ROOT, python: str = PYTHON) -> BootstrapFailed:
+    with pytest.raises(BootstrapFailed) as caught:
+        connect(reach(server), root, python, timeout_s=20).close()
+    return caught.value
+
+
+def test_a_full_disk(make_node: MakeNode, reach: Reach) -> None:
+    server = make_node("mount -t tmpfs -o size=64k none /mnt")
+    error = failure(reach, server)
+    assert error.detail == f"distflow's runtime has no room in {ROOT}: its disk is full"
+    assert "`root:`" in error.hint
+    # What did not fit is not left there, or each try would take more.
+    left = reach(server).run(["find", f"{ROOT}/runtime", "-mindepth", "1"], timeout_s=20)
+    assert left.stdout == b""
+
+
+def test_a_read_only_file_system(make_node: MakeNode, reach: Reach) -> None:
+    error = failure(reach, make_node("mount -t tmpfs -o ro none /mnt"))
+    assert error.detail == f"distflow's directory {ROOT} is on a read-only file system"
+
+
+def test_the_leftovers_of_another_user(make_node: MakeNode, reach: Reach) -> None:
+    setup = f"mount -t tmpfs none /mnt && mkdir -p -m 700 {ROOT}/runtime"
+    error = failure(reach, make_node(setup, user="ada", passwd="ada:x:12345:12345::/mnt:/bin/sh"))
+    assert error.detail == f"distflow's directory {ROOT} cannot be used by ada: {ROOT}/runtime belongs to root (mode 700)"
+    assert "chown -R ada" in error.hint
+
+
+def test_a_place_where_we_may_not_write(make_node: MakeNode, reach: Reach) -> None:
+    setup = "mount -t tmpfs none /mnt && chown 12345 /mnt && chmod 500 /mnt"
+    error = failure(reach, make_node(setup, user="ada", passwd="ada:x:12345:12345::/mnt:/bin/sh"))
+    assert error.detail == f"distflow's directory {ROOT} cannot be used by ada: /mnt may not be written to (mode 500)"
+
+
+def test_a_home_that_does_not_exist(make_node: MakeNode, reach: Reach) -> None:
+    server = make_node(user="ada", passwd="ada:x:12345:12345::/no/such/home:/bin/sh")
+    error = failure(reach, server, root="~/.distflow")
+    assert error.detail == "ada has no home directory there: /no/such/home does not exist"
+    assert "`root:`" in error.hint
+
+
+def test_a_file_in_the_way(make_node: MakeNode, reach: Reach) -> None:
+    error = failure(reach, make_node(f"mount -t tmpfs none /mnt && echo > {ROOT}"))
+    assert error.detail == f"{ROOT}/runtime is in the way: distflow needs a directory there"
+
+
+def test_no_python(make_server: MakeServer, reach: Reach) -> None:
+    error = failure(reach, make_server(), python="python3.99")
+    assert error.detail.startswith("`python3.99` is not on this node, or not in the PATH of a login")
+    assert "`python:`" in error.hint
+
+
+def test_a_python_that_may_not_be_executed(make_server: MakeServer, reach: Reach, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("")
+    assert failure(reach, make_server(), python=str(tmp_path / "python")).detail.endswith("cannot be executed on this node")
+
+
+def test_an_old_python(make_server: MakeServer, reach: Reach, tmp_path: Path) -> None:
+    # The stub's own test of the version, run by an interpreter that says that it is old.
+    old = tmp_path / "old"
+    old.write_text(
+        f"#!/bin/sh\nshift 3; code=$1; shift; exec {PYTHON} -I -S -c \"import sys; sys.version = '3.6.9 (default)'; "
+        'sys.version_info = (3, 6, 9)\n$code" "$@"\n'
+    )
+    old.chmod(0o755)
+    assert failure(reach, make_server(), python=str(old)).detail == f"Python 3.8 or newer is needed; {PYTHON} is 3.6.9"
+
+
+@pytest.mark.parametrize("shell", ["/usr/sbin/nologin", "/bin/false"])
+def test_a_login_shell_that_runs_no_commands(make_node: MakeNode, reach: Reach, shell: str) -> None:
+    if not Path(shell).exists():
+        pytest.skip(f"{shell} is not here")
+    error = failure(reach, make_node(user="ada", passwd=f"ada:x:12345:12345::/tmp:{shell}"))
+    assert error.detail == f"the login ended with exit code 1 before `{PYTHON}` answered"
+    assert "nologin" in error.hint
+    if shell.endswith("nologin"):
+        assert "This account is currently not available" in error.hint
+
+
+def test_a_login_shell_that_prints_and_exits(make_node: MakeNode, reach: Reach, tmp_path: Path) -> None:
+    error = failure(reach, make_node(passwd=f"root:x:0:0::/root:{_menu(tmp_path)}"))
+    assert error.detail == f"the login ended with exit code 0 before `{PYTHON}` answered"
+    assert "Maintenance until Monday" in error.hint
+
+
+def test_a_login_shell_that_does_not_exist_refuses_the_login(make_node: MakeNode, reach: Reach) -> None:
+    server = make_node(user="ada", passwd="ada:x:12345:12345::/tmp:/no/such/shell")
+    with pytest.raises(AuthenticationRefused):
+        connect(reach(server), ROOT, PYTHON, timeout_s=20)
+
+
+def test_a_connection_that_breaks_on_the_way_is_no_fault_of_the_node(make_server: MakeServer, reach: Reach) -> None:
+    server = make_server()
+    # sshd is gone before the command can say anything.
+    killer = server.directory / "killer"
+    killer.write_text("#!/bin/sh\nkill -9 $PPID\nexec sleep 60\n")
+    killer.chmod(0o755)
+    server._options["ForceCommand"] = f"exec {killer}"
+    server.restart()
+    with pytest.raises(NodeUnreachable, match="the connection broke before the agent answered"):
+        connect(reach(server), ROOT, PYTHON, timeout_s=20)
+
+
+def test_no_exec_is_no_matter_to_the_runtime(make_node: MakeNode, reach: Reach) -> None:
+    server = make_node("mount -t tmpfs -o noexec none /mnt")
+    link = connect(reach(server), ROOT, PYTHON, timeout_s=20)
+    try:
+        assert link.request("hello", watch=[])["facts"]["root"] == ROOT
+    finally:
+        link.close()
+
+
+def _menu(folder: Path) -> Path:
+    menu = folder / "menu"
+    menu.write_text("#!/bin/sh\necho Maintenance until Monday\nexit 0\n")
+    menu.chmod(0o755)
+    return menu

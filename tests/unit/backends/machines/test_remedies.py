@@ -1,0 +1,93 @@
+"""Why the runtime does not come up on a node, in words. The reports are those of real hosts (tests/integration/ssh)."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+
+from distflow.backends.machines.remedies import after_exit, after_report
+
+REPORT = {
+    "text": "OSError: x", "root": "/home/ada/.distflow", "path": "/home/ada/.distflow/runtime", "at": "/home/ada/.distflow",
+    "owner": "ada", "mode": "700", "user": "ada", "home": "/home/ada", "has_home": True, "python": "/usr/bin/python3",
+    "version": "3.11.2",
+}  # fmt: skip
+
+
+def words(**given: Any) -> tuple[str, str]:
+    return after_report({**REPORT, **given})
+
+
+def test_an_old_python_is_named_with_its_version() -> None:
+    assert words(version="3.6.9", errno=None) == (
+        "Python 3.8 or newer is needed; /usr/bin/python3 is 3.6.9",
+        "`python:` of the node, or of its pool, names the interpreter there",
+    )
+    assert after_exit(2, "python", "It printed:\nUnknown option: -I")[0] == (
+        "Python 3.8 or newer is needed; `python` is older than 3.4"
+    )
+
+
+@pytest.mark.parametrize(("number", "why"), [(errno.ENOSPC, "its disk is full"), (errno.EDQUOT, "the quota there is used up")])
+def test_no_room(number: int, why: str) -> None:
+    what, remedy = words(errno=number)
+    assert what == f"distflow's runtime has no room in /home/ada/.distflow: {why}"
+    assert remedy == "free some (`df -h /home/ada/.distflow`), or name another directory with `root:` of the node or its pool"
+
+
+def test_a_read_only_file_system() -> None:
+    assert words(errno=errno.EROFS)[0] == "distflow's directory /home/ada/.distflow is on a read-only file system"
+
+
+def test_what_belongs_to_somebody_else_names_them_and_both_remedies() -> None:
+    what, remedy = words(errno=errno.EACCES, owner="bob")
+    assert what == (
+        "distflow's directory /home/ada/.distflow cannot be used by ada: /home/ada/.distflow belongs to bob (mode 700)"
+    )
+    assert "`root:`" in remedy
+    assert "let bob or root give it away (`chown -R ada /home/ada/.distflow`)" in remedy
+
+
+def test_a_directory_above_ours_is_not_to_be_given_away() -> None:
+    what, remedy = words(errno=errno.EACCES, root="/data/ada", at="/data", owner="root", mode="755")
+    assert what.endswith("/data belongs to root (mode 755)")
+    assert "chown" not in remedy
+
+
+def test_a_directory_of_ours_that_may_not_be_written_to() -> None:
+    what, remedy = words(errno=errno.EACCES, mode="500")
+    assert what.endswith("/home/ada/.distflow may not be written to (mode 500)")
+    assert remedy.startswith("`chmod u+rwx /home/ada/.distflow` there, or")
+
+
+def test_a_home_that_does_not_exist() -> None:
+    what, _ = words(errno=errno.EACCES, has_home=False, at="/", owner="root")
+    assert what == "ada has no home directory there: /home/ada does not exist"
+    # A root elsewhere has nothing to do with it.
+    assert "home" not in words(errno=errno.EACCES, has_home=False, root="/data/x", at="/data", owner="root")[0]
+
+
+def test_a_file_in_the_way() -> None:
+    assert words(errno=errno.ENOTDIR)[0].startswith("/home/ada/.distflow/runtime is in the way")
+
+
+def test_a_python_without_its_library() -> None:
+    what, remedy = words(text="ModuleNotFoundError: No module named 'zipfile'")
+    assert "lacks a part of the standard library" in what
+    assert "`python:`" in remedy
+
+
+def test_anything_else_is_told_as_it_was_said() -> None:
+    assert words(text="RuntimeError: the runtime arrived damaged") == (
+        "distflow's runtime does not come up: RuntimeError: the runtime arrived damaged", ""
+    )  # fmt: skip
+    assert after_report({})[0] == "distflow's runtime does not come up: "
+
+
+def test_a_login_that_ended_without_a_word() -> None:
+    assert after_exit(127, "python3.9", "")[0].startswith("`python3.9` is not on this node")
+    assert after_exit(126, "/x", "")[0] == "`/x` cannot be executed on this node"
+    assert after_exit(1, "python3", "")[0] == "the login ended with exit code 1 before `python3` answered"
+    assert after_exit(None, "python3", "")[0] == "the login ended before `python3` answered"
