@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distflow.testing.netns import NetnsHost, Network, missing_netns
+from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
+from scenarios.lab import Lab
 
 __all__ = ["Cli", "Done"]
 
@@ -150,3 +154,52 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
             except ProcessLookupError:
                 pass
     assert not left, left
+
+
+@pytest.fixture
+def lab(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A pool ``lab`` of three hosts on loopback addresses: gpu1, gpu2 and gpu3."""
+    if why := missing_sshd():
+        pytest.skip(why)
+    key = make_key(tmp_path_factory.mktemp("key") / "id")
+    with ExitStack() as stack:
+        servers = {
+            f"gpu{i}": stack.enter_context(
+                Sshd(tmp_path_factory.mktemp(f"gpu{i}"), f"127.0.1.{i}", alias=f"gpu{i}", user_key=key)
+            )
+            for i in (1, 2, 3)
+        }
+        made = Lab(cli, servers)
+        yield made
+        # The agents end with their connections; the supervisor with its work.
+        made.await_nothing_left()
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """A network whose hosts can be cut off."""
+    if why := missing_sshd() or missing_netns():
+        pytest.skip(why)
+    with Network() as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(network: Network, tmp_path_factory: pytest.TempPathFactory) -> dict[str, NetnsHost]:
+    """Two hosts with links that can be cut, gpu1 and gpu2; there, their own names mean 127.0.1.1."""
+    key = make_key(tmp_path_factory.mktemp("key") / "id")
+    return {
+        name: network.host(tmp_path_factory.mktemp(name), hostname=name, alias=name, user_key=key) for name in ("gpu1", "gpu2")
+    }
+
+
+@pytest.fixture
+def far_lab(cli: Cli, hosts: dict[str, NetnsHost]) -> Iterator[Lab]:
+    """A pool ``lab`` of two hosts whose links can be cut; they are healed in the end."""
+    made = Lab(cli, {name: host.sshd for name, host in hosts.items()})
+    try:
+        yield made
+    finally:
+        for host in hosts.values():
+            host.heal()
+    made.await_nothing_left()

@@ -7,55 +7,28 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scenarios.conftest import Cli
-
-SPECS = ("pytorch_dist", "pytorch_dist_3", "pytorch_replicas", "pytorch_torchrun")
-
-
-def _json_lines(log: str) -> list[dict[str, Any]]:
-    rows = []
-    for line in log.splitlines():
-        _, _, text = line.partition("] ")
-        if text.startswith("{"):
-            rows.append(json.loads(text))
-    return rows
+from scenarios.lab import TRAINING, checkout, train
 
 
 @pytest.fixture
-def checkout(cli: Cli, repository: Path) -> Path:
-    """A copy of what a user takes from the repository."""
-    for name in ("workflow_specs", "scripts"):
-        shutil.copytree(repository / name, cli.folder / name)
-    return cli.folder / "workflow_specs"
+def specs(cli: Cli, repository: Path) -> Path:
+    """The folder of the specs in a checkout."""
+    return checkout(cli, repository)
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", SPECS)
-def test_a_training_spec_completes_with_exactly_its_ranks(cli: Cli, checkout: Path, name: str) -> None:
-    done = cli.run("workflow", "submit", str(checkout / f"{name}.yaml"), "--wait", "--set", "epochs=15", timeout=170)
-    assert done.code == 0, done.err + done.out
-    workflow = cli.run("workflow", "list", "-t", "json").out
-    ident = json.loads(workflow)["workflows"][0]["name"]
-    rows = _json_lines(cli.logs(ident))
-    claimed = {rank for task in cli.tasks(ident).values() for rank in range(*_range(task["ranks"]))}
-    started = [row["rank"] for row in rows if row.get("event") == "started"]
-    assert sorted(started) == sorted(claimed) == list(range(len(claimed)))
-    assert {row["world_size"] for row in rows if row.get("event") == "started"} == {len(claimed)}
-    final = next(row for row in rows if row.get("event") == "finished")
-    assert final["accuracy"] > 0.95
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_training_spec_completes_with_exactly_its_ranks(cli: Cli, specs: Path, name: str) -> None:
+    _, finished = train(cli, specs / f"{name}.yaml", epochs=15)
+    assert finished["accuracy"] > 0.95
 
 
-def _range(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    return int(first), int(last or first) + 1
-
-
-def test_hello_world_prints_its_ranks(cli: Cli, checkout: Path) -> None:
-    done = cli.run("workflow", "submit", str(checkout / "hello_world.yaml"), "--wait")
+def test_hello_world_prints_its_ranks(cli: Cli, specs: Path) -> None:
+    done = cli.run("workflow", "submit", str(specs / "hello_world.yaml"), "--wait")
     assert done.code == 0, done.err
     assert "rank 0 of 2" in done.out
     assert "rank 1 of 2" in done.out
@@ -81,10 +54,8 @@ def test_a_spec_as_osmo_users_bring_it_runs(cli: Cli, repository: Path) -> None:
     assert str(folder) in cli.run("workflow", "query", ident).out
 
 
-def test_the_dry_runs_scripts_do_by_hand_what_distflow_does(cli: Cli, checkout: Path) -> None:
-    done = cli.run(
-        "workflow", "submit", str(checkout / "hello_world.yaml"), "--dry-run", "--scripts", str(cli.folder / "by-hand")
-    )
+def test_the_dry_runs_scripts_do_by_hand_what_distflow_does(cli: Cli, specs: Path) -> None:
+    done = cli.run("workflow", "submit", str(specs / "hello_world.yaml"), "--dry-run", "--scripts", str(cli.folder / "by-hand"))
     assert done.code == 0, done.err
     for task, rank in (("master", 0), ("worker", 1)):
         ran = subprocess.run(

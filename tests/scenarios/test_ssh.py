@@ -2,79 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
+import re
 import signal
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from distflow.testing.sshd import Sshd, make_key, missing_sshd
-from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
+from scenarios.lab import GANG, TRAINING, Lab, checkout, train
 
 pytestmark = pytest.mark.ssh
-
-GANG = """
-workflow:
-  name: gang
-  resources: {default: {gpu: 2}}
-  groups:
-  - name: train
-    tasks:
-    - name: master
-      lead: true
-      ranks: {size: 2}
-      command: [sh, -c, 'echo "$MASTER_ADDR $GLOO_SOCKET_IFNAME $CUDA_VISIBLE_DEVICES"; while [ ! -e GO ]; do sleep 0.1; done']
-    - name: worker
-      replicas: 2
-      ranks: {size: 2}
-      command: [sh, -c, 'echo "offset $DISTFLOW_RANK_OFFSET"; while [ ! -e GO ]; do sleep 0.1; done']
-"""
-
-
-class Lab:
-    """Three hosts behind SSH, and the configuration of a pool of them."""
-
-    def __init__(self, cli: Cli, servers: dict[str, Sshd]) -> None:
-        self.cli = cli
-        self.servers = servers
-        config = cli.folder / "ssh_config"
-        config.write_text("".join(server.client_stanza() for server in servers.values()))
-        nodes = [
-            f"    - {{name: {name}, root: {cli.folder / name}, lease_dir: {cli.folder / name}-leases, gpus: 2}}"
-            for name in servers
-        ]
-        lines = ["default_pool: lab", "pools:", "  lab:", "    backend: ssh", f"    ssh_config: {config}"]
-        lines += [f"    python: {sys.executable}", "    peer_failed_grace: 1s", "    ping: 1s", "    nodes:", *nodes]
-        (cli.folder / "distflow.yaml").write_text("\n".join(lines) + "\n")
-
-
-@pytest.fixture
-def lab(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A pool ``lab`` of three hosts: gpu1, gpu2 and gpu3."""
-    if why := missing_sshd():
-        pytest.skip(why)
-    key = make_key(tmp_path_factory.mktemp("key") / "id")
-    with ExitStack() as stack:
-        servers = {
-            f"gpu{i}": stack.enter_context(
-                Sshd(tmp_path_factory.mktemp(f"gpu{i}"), f"127.0.1.{i}", alias=f"gpu{i}", user_key=key)
-            )
-            for i in (1, 2, 3)
-        }
-        yield Lab(cli, servers)
-        # The agents end with their connections; the supervisor with its work.
-        wait_until(lambda: not cli.processes(), 30)
 
 
 def test_each_task_of_a_world_has_a_host_of_its_own(lab: Lab) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
-    workflow = cli.submit(cli.spec(GANG.replace("GO", str(go))))
+    workflow = lab.submit(go)
     tasks = cli.await_running(workflow)
     assert {name: task["node_name"] for name, task in tasks.items()} == {
         "master": "gpu1",
@@ -89,17 +33,18 @@ def test_each_task_of_a_world_has_a_host_of_its_own(lab: Lab) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["pytorch_dist", "pytorch_torchrun"])
-def test_training_runs_across_hosts(lab: Lab, repository: Path, name: str) -> None:
-    cli = lab.cli
-    for folder in ("workflow_specs", "scripts"):
-        shutil.copytree(repository / folder, cli.folder / folder)
-    done = cli.run("workflow", "submit", f"workflow_specs/{name}.yaml", "--wait", "--set", "epochs=8", timeout=170)
-    assert done.code == 0, done.err + done.out
-    ident = json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"][0]["name"]
-    # Which two of the three is decided by who answers first.
-    assert len({task["node_name"] for task in cli.tasks(ident).values()}) == 2
-    assert '"event": "finished"' in cli.logs(ident)
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_training_spec_completes_with_each_task_on_its_own_host(lab: Lab, repository: Path, name: str) -> None:
+    tasks, _ = train(lab.cli, checkout(lab.cli, repository) / f"{name}.yaml", epochs=2)
+    assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
+
+
+def test_hello_world_runs_across_hosts(lab: Lab, repository: Path) -> None:
+    done = lab.cli.run("workflow", "submit", str(checkout(lab.cli, repository) / "hello_world.yaml"), "--wait")
+    assert done.code == 0, done.err
+    assert "rank 0 of 2" in done.out
+    assert "rank 1 of 2" in done.out
+    assert len({task["node_name"] for task in lab.cli.tasks("hello-world-1").values()}) == 2
 
 
 def test_a_killed_supervisor_and_a_restarted_sshd_lose_nothing(lab: Lab) -> None:
@@ -118,18 +63,97 @@ def test_a_killed_supervisor_and_a_restarted_sshd_lose_nothing(lab: Lab) -> None
 
 def test_cancel_leaves_nothing_on_any_host(lab: Lab) -> None:
     cli = lab.cli
-    workflow = cli.submit(cli.spec(GANG.replace("GO", str(cli.folder / "never"))))
+    workflow = lab.submit(cli.folder / "never")
     cli.await_running(workflow)
     assert cli.run("workflow", "cancel", workflow, "--wait", "60").code == 0
     assert cli.query(workflow)["status"] == "FAILED_CANCELED"
 
 
-def test_a_refused_host_key_is_said_and_the_gang_waits(lab: Lab) -> None:
-    cli, go = lab.cli, lab.cli.folder / "go"
-    lab.servers["gpu3"].known_hosts.write_text("")
-    workflow = cli.submit(cli.spec(GANG.replace("GO", str(go))))
-    wait_until(lambda: "gpu3" in str(cli.query(workflow)["groups"][0]), 60)
-    assert "host key" in str(cli.query(workflow)["groups"][0]).lower()
-    lab.servers["gpu3"].known_hosts.write_text("".join(lab.servers["gpu3"].known_lines()))
-    go.touch()
-    cli.await_status(workflow, "COMPLETED", timeout=120)
+PAIR = """
+workflow:
+  name: pair
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: [sh, -c, 'seq -f "master %g" 300; echo "rank $RANK of $WORLD_SIZE"; sleep 600']
+    - name: worker
+      ranks: {size: 1}
+      command: [sh, -c, 'seq -f "worker %g" 300; echo "rank $RANK of $WORLD_SIZE"; exec sleep 600']
+"""
+
+
+def _shown(cli: Cli, pool: str) -> dict[str, Any]:
+    """All that the commands show of a workflow which is canceled, without times, and with names that all pools share."""
+    workflow = cli.submit(cli.spec(PAIR), "--pool", pool)
+    cli.await_running(workflow)
+    for task in ("master", "worker"):
+        cli.await_log(workflow, f"[{task}] rank")
+    nodes = {task["node_name"] for task in cli.tasks(workflow).values()}
+
+    def common(text: str) -> str:
+        for name in nodes:
+            text = re.sub(rf"\b{name}\b", "NODE", text)
+        text = re.sub(r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d", "TIME", re.sub(r"\d:\d\d\b", "0:00", text))
+        text = re.sub(r"pid \d+", "pid N", re.sub(r"port \d+", "port N", text.replace(workflow, "WORKFLOW")))
+        return re.sub(r"\w+ \d+, \d{4} [\d:]+ \w+", "TIME", text.replace(f"pool {pool}", "POOL")).replace(pool, "POOL")
+
+    def lines(text: str) -> list[str]:
+        return sorted(" ".join(line.split()) for line in common(text).splitlines())
+
+    shown: dict[str, Any] = {
+        "logs": sorted(cli.logs(workflow).splitlines()),
+        "running": lines(cli.run("workflow", "query", workflow).out),
+    }
+    shown["tail"] = cli.run("workflow", "logs", workflow, "--task", "worker", "--tail", "3").out.splitlines()
+    canceled = cli.run("workflow", "cancel", workflow, "--wait", "60", "-m", "enough")
+    shown["cancel"] = [canceled.code, common(canceled.out), canceled.err]
+    shown["ended"] = lines(cli.run("workflow", "query", workflow).out)
+    shown["events"] = lines(cli.run("workflow", "events", workflow).out)
+    shown["tasks"] = [
+        {name: task[name] for name in ("name", "status", "exit_code", "signal", "ranks", "out_of_reach")}
+        for task in cli.tasks(workflow).values()
+    ]
+    return shown
+
+
+def test_logs_query_events_and_cancel_show_the_same_as_on_this_machine(lab: Lab) -> None:
+    local, remote = _shown(lab.cli, "local"), _shown(lab.cli, "lab")
+    assert len(local["logs"]) == 602
+    assert {task["status"] for task in local["tasks"]} == {"FAILED_CANCELED"}
+    for what, shown in local.items():
+        assert remote[what] == shown, what
+
+
+PRELUDE = """
+workflow:
+  name: prelude
+  tasks:
+  - {name: only, command: [sh, -c, 'echo "$LAB and $FROM_SETUP"']}
+"""
+
+
+def test_environment_and_setup_of_pool_and_node_reach_the_task(lab: Lab) -> None:
+    cli = lab.cli
+    lab.configure(
+        names=("gpu1",),
+        environment={"LAB": "from the pool", "FROM_SETUP": "not yet"},
+        setup='export FROM_SETUP="$LAB, then the setup"',
+        nodes={"gpu1": {"environment": {"LAB": "of the node"}}},
+    )
+    done = cli.run("workflow", "submit", cli.spec(PRELUDE), "--wait")
+    assert done.code == 0, done.err
+    assert "[only] of the node and of the node, then the setup\n" in done.out
+
+
+def test_a_setup_that_fails_ends_the_task_with_its_own_words(lab: Lab) -> None:
+    cli = lab.cli
+    lab.configure(names=("gpu1",), setup="source /no/such/conda.sh || exit 41")
+    done = cli.run("workflow", "submit", cli.spec(PRELUDE), "--wait")
+    assert done.code == 1
+    cause = cli.query("prelude-1")["groups"][0]["first_cause"]
+    assert (cause["node"], cause["exit_code"]) == ("gpu1", 41)
+    assert "/no/such/conda.sh: No such file or directory" in "".join(cause["lines"])
+    assert "and" not in cli.logs("prelude-1")

@@ -68,27 +68,39 @@ class Network:
             host.close()
         _ip("link", "del", self.bridge, check=False)
 
-    def host(self, directory: Path, **options: object) -> NetnsHost:
-        """Add a host with a running sshd; ``options`` are those of ``Sshd``."""
+    def host(self, directory: Path, *, hostname: str = "", behind: NetnsHost | None = None, **options: object) -> NetnsHost:
+        """Add a host with a running sshd; ``options`` are those of ``Sshd``.
+
+        With ``hostname`` it has a name of its own, which there means 127.0.1.1, as Debian installs it. One that is ``behind``
+        another is in a network with that one alone.
+        """
         number = next(self._numbers)
-        host = NetnsHost(self, f"{self._me}-{number}", f"{self._subnet}.{number}", directory, options)
+        host = NetnsHost(self, f"{self._me}-{number}", f"{self._subnet}.{number}", directory, options, hostname)
         self._hosts.append(host)
-        host.open()
+        if behind is None:
+            host.open(self.bridge)
+        else:
+            host.address = f"{self._subnet.replace('10.76.', '10.77.')}.{number}"
+            host.open(behind.inner_bridge(f"{self._subnet.replace('10.76.', '10.77.')}.254"), behind.namespace)
         return host
 
 
 class NetnsHost:
-    """A host with its own network stack. File system and host name are those of the machine."""
+    """A host with its own network stack. File system, and host name unless it is given, are those of the machine."""
 
-    def __init__(self, network: Network, name: str, address: str, directory: Path, options: dict[str, object]) -> None:
+    def __init__(
+        self, network: Network, name: str, address: str, directory: Path, options: dict[str, object], hostname: str = ""
+    ) -> None:
         """Make nothing yet."""
         self.address = address
+        self.hostname = hostname
         self.namespace = f"{_PREFIX}h{name}"
         self._link = f"{_PREFIX}v{name}"
         self._network = network
         self._directory = directory
         self._options = options
         self._sshd: Sshd | None = None
+        self._has_inner = False
 
     @property
     def sshd(self) -> Sshd:
@@ -97,21 +109,40 @@ class NetnsHost:
             raise RuntimeError("the host is not up")
         return self._sshd
 
-    def open(self) -> None:
-        """Make the namespace, connect it and start its sshd."""
-        namespace, link = self.namespace, self._link
+    def open(self, bridge: str, inside: str = "") -> None:
+        """Make the namespace, connect it to ``bridge``, which may lie ``inside`` another one, and start its sshd."""
+        namespace, link, there = self.namespace, self._link, ("-n", inside) if inside else ()
         _ip("netns", "add", namespace)
-        _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-        _ip("link", "set", link, "master", self._network.bridge, "up")
+        _ip(*there, "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _ip(*there, "link", "set", link, "master", bridge, "up")
         _ip("-n", namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
         _ip("-n", namespace, "link", "set", "lo", "up")
         _ip("-n", namespace, "link", "set", "eth0", "up")
         # A known neighbour: packets to a host that is cut off vanish, instead of being answered with "no route" after 3 s.
         mac = json.loads(_ip("-n", namespace, "-j", "link", "show", "eth0"))[0]["address"]
-        _ip("neigh", "replace", self.address, "lladdr", mac, "dev", self._network.bridge, "nud", "permanent")
-        options = {"port": 22, "alias": namespace, **self._options}
-        self._sshd = Sshd(self._directory, self.address, prefix=self.prefix, **options)  # type: ignore[arg-type]
+        _ip(*there, "neigh", "replace", self.address, "lladdr", mac, "dev", bridge, "nud", "permanent")
+        options = {"port": 22, "alias": namespace, "is_near": not inside, **self._options}
+        self._sshd = Sshd(self._directory, self.address, prefix=self._sshd_prefix(), **options)  # type: ignore[arg-type]
         self._sshd.start()
+
+    def inner_bridge(self, address: str) -> str:
+        """Return the bridge of the network behind this host, where it has ``address``; made when it is first asked for."""
+        if not self._has_inner:
+            self._has_inner = True
+            _ip("-n", self.namespace, "link", "add", "inner", "type", "bridge")
+            _ip("-n", self.namespace, "addr", "add", f"{address}/24", "dev", "inner")
+            _ip("-n", self.namespace, "link", "set", "inner", "up")
+        return "inner"
+
+    def _sshd_prefix(self) -> Sequence[str]:
+        if not self.hostname:
+            return self.prefix
+        self._directory.mkdir(parents=True, exist_ok=True)
+        hosts = self._directory / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.hostname}\n")
+        # Both namespaces end with the server and what it started.
+        script = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+        return (*self.prefix, "unshare", "--uts", "--mount", "sh", "-c", script, "sh", self.hostname, str(hosts))
 
     @property
     def prefix(self) -> Sequence[str]:

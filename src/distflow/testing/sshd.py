@@ -66,8 +66,12 @@ class Sshd:
         key_kinds: Sequence[str] = ("ed25519",),
         options: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        is_near: bool = True,
     ) -> None:
-        """Make keys and files; nothing runs yet. ``prefix`` leads its command (``ip netns exec …``)."""
+        """Make keys and files; nothing runs yet.
+
+        ``prefix`` leads its command (``ip netns exec …``); one that is not ``is_near`` cannot be reached from here.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.address = address
@@ -83,6 +87,8 @@ class Sshd:
         self.home.mkdir(exist_ok=True)
         self._options = dict(options or {})
         self._prefix = list(prefix)
+        self._is_near = is_near
+        self._log_read = 0
         self._config = directory / "sshd_config"
         self._authorized = directory / "authorized_keys"
         self._process: subprocess.Popen[bytes] | None = None
@@ -138,6 +144,7 @@ class Sshd:
         if sshd is None:
             raise FileNotFoundError(missing_sshd())
         with self.log.open("ab") as log:
+            self._log_read = log.tell()
             self._process = subprocess.Popen(
                 [*self._prefix, sshd, "-D", "-e", "-f", str(self._config)],
                 stdin=subprocess.DEVNULL,
@@ -186,6 +193,8 @@ class Sshd:
     def _answers(self) -> bool:
         if self._process is not None and self._process.poll() is not None:
             raise RuntimeError(f"sshd ended: {self.log.read_text()[-2000:]}")
+        if not self._is_near:
+            return b"Server listening on" in self.log.read_bytes()[self._log_read :]
         try:
             with socket.create_connection((self.address, self.port), timeout=1) as probe:
                 return probe.recv(4) == b"SSH-"

@@ -1,0 +1,124 @@
+"""Hosts behind real OpenSSH servers, and a distflow whose pool they are. Nothing is faked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.testing.sshd import Sshd
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from scenarios.conftest import Cli
+
+__all__ = ["GANG", "TRAINING", "Lab", "checkout", "json_lines", "train"]
+
+GANG = """
+workflow:
+  name: gang
+  resources: {default: {gpu: 2}}
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 2}
+      command: [sh, -c, 'echo "$MASTER_ADDR $GLOO_SOCKET_IFNAME $CUDA_VISIBLE_DEVICES"; while [ ! -e GO ]; do sleep 0.1; done']
+    - name: worker
+      replicas: 2
+      ranks: {size: 2}
+      command: [sh, -c, 'echo "offset $DISTFLOW_RANK_OFFSET"; while [ ! -e GO ]; do sleep 0.1; done']
+"""
+"""Three tasks on three nodes, until the file GO is there."""
+
+TRAINING = ("pytorch_dist", "pytorch_dist_3", "pytorch_replicas", "pytorch_torchrun")
+"""The specs of ``workflow_specs/`` that train; each runs on every backend."""
+
+
+class Lab:
+    """Hosts behind SSH, and the configuration of a pool ``lab`` of them."""
+
+    def __init__(self, cli: Cli, servers: Mapping[str, Sshd]) -> None:
+        self.cli = cli
+        self.servers = dict(servers)
+        self.ssh_config = cli.folder / "ssh_config"
+        self.ssh_config.write_text("".join(server.client_stanza() for server in servers.values()))
+        self.configure()
+
+    def configure(
+        self, *, names: tuple[str, ...] = (), nodes: Mapping[str, Mapping[str, Any]] | None = None, **settings: Any
+    ) -> None:
+        """Write the configuration: the hosts ``names`` (all), settings of the pool, and of single ``nodes``."""
+        folder = self.cli.folder
+
+        def node(name: str) -> dict[str, Any]:
+            given = {"name": name, "root": str(folder / name), "lease_dir": f"{folder / name}-leases", "gpus": 2}
+            return given | dict((nodes or {}).get(name, {}))
+
+        pool = {
+            "backend": "ssh", "ssh_config": str(self.ssh_config), "python": sys.executable, "peer_failed_grace": "1s",
+            "stop_grace": "5s", "ping": "1s", "nodes": [node(name) for name in names or self.servers], **settings,
+        }  # fmt: skip
+        local = {"backend": "local", "peer_failed_grace": "1s", "stop_grace": "5s", "nodes": [
+            {"name": "here", "root": str(self.cli.root), "lease_dir": str(self.cli.leases), "gpus": 6}
+        ]}  # fmt: skip
+        # JSON is YAML.
+        text = json.dumps({"default_pool": "lab", "pools": {"lab": pool, "local": local}}, indent=1)
+        (folder / "distflow.yaml").write_text(text)
+
+    def submit(self, go: Path, spec: str = GANG) -> str:
+        """Submit a gang that runs until ``go`` is there."""
+        return self.cli.submit(self.cli.spec(spec.replace("GO", str(go))))
+
+    def await_message(self, workflow: str, *texts: str, timeout: float = 60.0) -> str:
+        """Wait until ``query`` shows every text, and return what it shows."""
+        shown = [""]
+
+        def is_there() -> bool:
+            shown[0] = self.cli.run("workflow", "query", workflow).out
+            return all(text in shown[0] for text in texts)
+
+        try:
+            wait_until(is_there, timeout)
+        except TimeoutError:
+            raise AssertionError(f"{texts} are not in\n{shown[0]}") from None
+        return shown[0]
+
+    def await_nothing_left(self, timeout: float = 60.0) -> None:
+        """Wait until no process of this distflow is left on any host."""
+        wait_until(lambda: not self.cli.processes(), timeout, "no process is left")
+
+
+def checkout(cli: Cli, repository: Path) -> Path:
+    """Copy what a user takes from the repository; return the folder of the specs."""
+    for name in ("workflow_specs", "scripts"):
+        shutil.copytree(repository / name, cli.folder / name)
+    return cli.folder / "workflow_specs"
+
+
+def json_lines(log: str) -> list[dict[str, Any]]:
+    """The JSON documents that tasks printed, one a line."""
+    texts = (line.partition("] ")[2] for line in log.splitlines())
+    return [json.loads(text) for text in texts if text.startswith("{")]
+
+
+def train(cli: Cli, spec: Path, *, epochs: int) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Run a training spec to its end, with exactly the ranks that it says; return its tasks and what rank 0 printed last."""
+    done = cli.run("workflow", "submit", str(spec), "--wait", "--set", f"epochs={epochs}", timeout=170)
+    assert done.code == 0, done.err + done.out
+    workflow = done.out.splitlines()[0]
+    rows, tasks = json_lines(cli.logs(workflow)), cli.tasks(workflow)
+    claimed = {rank for task in tasks.values() for rank in range(*_range(task["ranks"]))}
+    started = [row for row in rows if row.get("event") == "started"]
+    assert sorted(row["rank"] for row in started) == sorted(claimed) == list(range(len(claimed)))
+    assert {row["world_size"] for row in started} == {len(claimed)}
+    return tasks, next(row for row in rows if row.get("event") == "finished")
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last or first) + 1

@@ -1,0 +1,302 @@
+"""Hosts with a network of their own, in namespaces: names that mean 127.0.1.1, bastions, links that are cut and healed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.netns import NetnsHost, Network
+from distflow.testing.sshd import make_key
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab, checkout, train
+
+pytestmark = pytest.mark.ssh
+
+CUT_S = 60.0
+"""How long the link is away while four tasks run."""
+
+TWO = """
+workflow:
+  name: two
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: [sh, -c, 'hostname; getent hosts "$(hostname)"; echo "$MASTER_ADDR $GLOO_SOCKET_IFNAME"; cat FIFO']
+    - name: worker
+      ranks: {size: 1}
+      command: [sh, -c, 'hostname; getent hosts "$(hostname)"; echo "$MASTER_ADDR $GLOO_SOCKET_IFNAME"; cat FIFO']
+"""
+
+
+def _two(lab: Lab) -> tuple[str, Callable[[], None]]:
+    """Submit two tasks on two hosts, and return the workflow with a way to let them end."""
+    fifo = lab.cli.folder / "fifo"
+    os.mkfifo(fifo)
+    # Open for writing as long as this descriptor is.
+    held = os.open(fifo, os.O_RDWR)
+    workflow = lab.cli.submit(lab.cli.spec(TWO.replace("FIFO", str(fifo))))
+    return workflow, lambda: os.close(held)
+
+
+@pytest.mark.torch
+def test_gloo_trains_where_the_hosts_own_names_mean_127_0_1_1(
+    far_lab: Lab, hosts: dict[str, NetnsHost], repository: Path
+) -> None:
+    workflow, let_go = _two(far_lab)
+    far_lab.cli.await_running(workflow)
+    log = far_lab.cli.await_log(workflow, "[worker] 10.")
+    let_go()
+    far_lab.cli.await_status(workflow, "COMPLETED")
+    master = hosts[far_lab.cli.tasks(workflow)["master"]["node_name"]]
+    for line in (f"[master] {master.hostname}", f"[master] 127.0.1.1       {master.hostname}", "[worker] 127.0.1.1"):
+        assert line in log
+    assert log.count(f"] {master.address} eth0\n") == 2
+    tasks, finished = train(far_lab.cli, checkout(far_lab.cli, repository) / "pytorch_dist.yaml", epochs=2)
+    assert {task["node_name"] for task in tasks.values()} == {"gpu1", "gpu2"}
+    assert finished["world_size"] == 2
+
+
+def test_a_gang_behind_a_bastion_uses_addresses_that_only_the_bastion_reaches(
+    cli: Cli, network: Network, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    key = make_key(tmp_path_factory.mktemp("key") / "id")
+    bastion = network.host(tmp_path_factory.mktemp("bastion"), alias="bastion", user_key=key)
+    inner = {
+        name: network.host(tmp_path_factory.mktemp(name), hostname=name, alias=name, user_key=key, behind=bastion)
+        for name in ("gpu1", "gpu2")
+    }
+    lab = Lab(cli, {name: host.sshd for name, host in inner.items()})
+    # The second one by a name that only its ssh_config knows; this machine cannot resolve it, the bastion need not.
+    stanzas = [bastion.sshd.client_stanza(), *(host.sshd.client_stanza(ProxyJump="bastion") for host in inner.values())]
+    lab.ssh_config.write_text("\n".join(stanzas))
+    workflow, let_go = _two(lab)
+    cli.await_running(workflow)
+    log = cli.await_log(workflow, "[worker] 10.")
+    let_go()
+    cli.await_status(workflow, "COMPLETED")
+    master = inner[cli.tasks(workflow)["master"]["node_name"]]
+    assert log.count(f"] {master.address} eth0\n") == 2
+    assert "Accepted publickey" in bastion.sshd.log.read_text()
+    lab.await_nothing_left()
+
+
+COUNTING = """
+workflow:
+  name: counting
+  groups:
+  - name: train
+    tasks:
+TASKS
+"""
+COUNTER = """
+    - name: NAME
+      ranks: {size: 1}LEAD
+      command:
+      - python3
+      - -c
+      - |
+        import itertools, os, sys, time
+        for number in itertools.count():
+            print("NAME", number, flush=True)
+            if os.path.exists(sys.argv[1]):
+                break
+            time.sleep(0.05)
+        print("NAME ends after", number, flush=True)
+      - GO
+"""
+
+
+def _numbers(log: str, task: str) -> list[int]:
+    prefix = f"[{task}] {task} "
+    return [int(line.removeprefix(prefix)) for line in log.splitlines() if line.startswith(prefix) and "ends" not in line]
+
+
+@pytest.mark.timeout(300)
+def test_four_tasks_lose_nothing_when_the_supervisor_is_killed_and_a_link_is_cut(
+    far_lab: Lab, hosts: dict[str, NetnsHost]
+) -> None:
+    # Two gangs of two tasks: four tasks on two hosts.
+    cli, go = far_lab.cli, far_lab.cli.folder / "go"
+    far_lab.configure(connect_timeout="2s", node_lost_after="5m")
+    spec = COUNTING.replace("TASKS", "".join(
+        COUNTER.replace("NAME", name).replace("LEAD", "\n      lead: true" if name == "master" else "").strip("\n") + "\n"
+        for name in ("master", "worker")
+    ))  # fmt: skip
+    workflows = [far_lab.submit(go, spec) for _ in range(2)]
+    for workflow in workflows:
+        cli.await_running(workflow)
+    supervisor = cli.supervisor()
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGKILL)
+    hosts["gpu2"].cut()
+    # Any command that sees unfinished work starts another one, which finds one host and misses the other.
+    for workflow in workflows:
+        far_lab.await_message(workflow, "gpu2 is out of reach since", "RUNNING")
+    there = [len(_numbers(cli.logs(workflow), "worker")) for workflow in workflows]
+    _pause(CUT_S)
+    assert all(cli.query(workflow)["status"] == "RUNNING" for workflow in workflows)
+    assert [len(_numbers(cli.logs(workflow), "worker")) for workflow in workflows] == there
+    hosts["gpu2"].heal()
+    for workflow in workflows:
+        wait_until(lambda: "out of reach" not in cli.run("workflow", "query", workflow).out, 90)  # noqa: B023
+    go.touch()
+    for workflow in workflows:
+        cli.await_status(workflow, "COMPLETED")
+        log, tasks = cli.logs(workflow), cli.tasks(workflow)
+        assert {task["node_name"] for task in tasks.values()} == {"gpu1", "gpu2"}
+        for name, task in tasks.items():
+            assert (task["status"], task["exit_code"]) == ("COMPLETED", 0)
+            numbers = _numbers(log, name)
+            assert numbers == list(range(len(numbers))), name
+            assert len(numbers) > CUT_S * 5
+            assert f"[{name}] {name} ends after {numbers[-1]}" in log
+        events = cli.run("workflow", "events", workflow).out
+        assert events.count("gpu2: reachable again") == 1
+        assert sum("started on" in line for line in events.splitlines()) == 2
+
+
+def _pause(seconds: float) -> None:
+    """Let time pass: how long something is away is what is tested."""
+    import threading
+
+    threading.Event().wait(seconds)
+
+
+def test_cancel_of_a_task_out_of_reach_says_so_and_is_done_as_soon_as_it_can_be(
+    far_lab: Lab, hosts: dict[str, NetnsHost]
+) -> None:
+    cli = far_lab.cli
+    far_lab.configure(connect_timeout="2s", node_lost_after="5m")
+    workflow, let_go = _two(far_lab)
+    away = cli.await_running(workflow)["worker"]["node_name"]
+    hosts[away].cut()
+    far_lab.await_message(workflow, f"{away} is out of reach since")
+    canceled = cli.run("workflow", "cancel", workflow)
+    assert canceled.code == 0
+    assert f"{workflow}: asked to stop\n{workflow}: {away} is out of reach since" in canceled.out
+    assert f"worker may run on there, and will be stopped as soon as {away} answers" in canceled.out
+    assert "node_lost_after (300 s)" in canceled.out
+    asked = cli.run("workflow", "cancel", workflow, "--wait", "2", "-t", "json")
+    assert asked.code == 3
+    assert f"{away} is out of reach since" in asked.err
+    shown = far_lab.await_message(workflow, "STOPPING", f"{away} is out of reach")
+    assert "FAILED_CANCELED" in shown
+    hosts[away].heal()
+    answer = cli.await_status(workflow, "FAILED_CANCELED", timeout=90)
+    assert [task["status"] for task in answer["groups"][0]["tasks"]] == ["FAILED_CANCELED"] * 2
+    assert "out of reach since" not in cli.run("workflow", "query", workflow).out
+    let_go()
+
+
+def test_a_canceled_task_whose_node_stays_away_is_named_in_the_end(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+    cli = far_lab.cli
+    far_lab.configure(connect_timeout="2s", node_lost_after="8s")
+    workflow, let_go = _two(far_lab)
+    away = cli.await_running(workflow)["worker"]["node_name"]
+    hosts[away].cut()
+    far_lab.await_message(workflow, f"{away} is out of reach since")
+    canceled = cli.run("workflow", "cancel", workflow, "--wait", "60", "-t", "json")
+    assert canceled.code == 0
+    assert '"out_of_reach": [\n' in canceled.out
+    assert f"warning: worker: {away} has been out of reach for" in canceled.err
+    assert "it may still run there" in canceled.err
+    assert cli.query(workflow)["status"] == "FAILED_CANCELED"
+    # It does still run there: a later version stops it by itself.
+    let_go()
+
+
+BLOB = """
+workflow:
+  name: heavy
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: [sh, -c, 'wc -c < /data.bin']
+      files: &files [{path: /data.bin, localpath: data.bin}]
+    - name: worker
+      ranks: {size: 1}
+      command: [sh, -c, 'wc -c < /data.bin']
+      files: *files
+"""
+
+
+def _staged(cli: Cli, node: str) -> int:
+    """How much of a file has arrived at a node."""
+    return sum(path.stat().st_size for path in (cli.folder / node / "blobs").rglob("*") if path.is_file())
+
+
+def test_a_host_that_dies_while_files_are_sent_ends_the_start_and_is_named(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+    cli = far_lab.cli
+    far_lab.configure(connect_timeout="2s", start_barrier="25s", node_lost_after="5m")
+    (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
+    workflow = cli.submit(cli.spec(BLOB))
+    wait_until(lambda: _staged(cli, "gpu2") > 0, 60, "the file is on its way")
+    hosts["gpu2"].cut()
+    assert _staged(cli, "gpu2") < 48 << 20
+    far_lab.await_message(workflow, "gpu2 is out of reach since", "INITIALIZING")
+    answer = wait_until(lambda: _stopping(cli, workflow), 60)
+    assert "gpu2" in answer
+    hosts["gpu2"].heal()
+    ended = cli.await_status(workflow, "FAILED_START_TIMEOUT", timeout=90)
+    assert "not ready within 25 s" in ended["groups"][0]["message"]
+
+
+def _stopping(cli: Cli, workflow: str) -> str:
+    group = cli.query(workflow)["groups"][0]
+    return str(group["message"]) if group["state"] in ("STOPPING", "FAILED") else ""
+
+
+def test_files_that_were_cut_off_are_sent_again_when_the_host_comes_back(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+    cli = far_lab.cli
+    far_lab.configure(connect_timeout="2s")
+    (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
+    workflow = cli.submit(cli.spec(BLOB))
+    wait_until(lambda: _staged(cli, "gpu2") > 0, 60, "the file is on its way")
+    hosts["gpu2"].cut()
+    far_lab.await_message(workflow, "gpu2 is out of reach since")
+    hosts["gpu2"].heal()
+    cli.await_status(workflow, "COMPLETED", timeout=90)
+    assert cli.logs(workflow).count(str(48 << 20)) == 2
+
+
+def test_a_host_that_dies_while_it_runs_fails_the_gang_after_node_lost_after(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+    cli = far_lab.cli
+    far_lab.configure(connect_timeout="2s", node_lost_after="8s")
+    workflow, let_go = _two(far_lab)
+    away = cli.await_running(workflow)["worker"]["node_name"]
+    hosts[away].cut()
+    far_lab.await_message(workflow, f"{away} is out of reach since", "RUNNING")
+    answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR")
+    cause = answer["groups"][0]["first_cause"]
+    assert (cause["task"], cause["node"], cause["reason"]) == ("worker", away, "NODE_LOST")
+    assert f"{away} has been out of reach for" in cause["message"]
+    assert cli.tasks(workflow)["master"]["status"] == "FAILED"
+    assert cli.tasks(workflow)["master"]["reason"] == "PEER_FAILED"
+    # What runs on there was not stopped, because nobody could: here it ends when its input does.
+    let_go()
+    hosts[away].heal()
+
+
+def test_an_address_at_which_packets_vanish_is_waited_for(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+    cli = far_lab.cli
+    far_lab.configure(connect_timeout="1s")
+    hosts["gpu2"].cut()
+    workflow, let_go = _two(far_lab)
+    far_lab.await_message(
+        workflow, "waits:", f"gpu2: {hosts['gpu2'].sshd.user}@{hosts['gpu2'].address}:22 did not answer within 1 s"
+    )
+    hosts["gpu2"].heal()
+    cli.await_running(workflow)
+    let_go()
+    cli.await_status(workflow, "COMPLETED")
