@@ -150,11 +150,13 @@ class _Step:
         moved_at = [task.transfer.at for task in group.tasks if task.transfer is not None]
         deadline = max([group.initializing_at or self.now, *moved_at]) + barrier_s
         if self.now >= deadline and group.withdrawing is False:
-            late = ", ".join(f"{task.name} on {task.node}" for task in group.tasks if not task.prepared) or "its nodes"
+            late = ", ".join(_late(task) for task in group.tasks if not task.prepared or task.out_of_reach) or "its nodes"
             self._stop(Reason.START_TIMEOUT, f"not ready within {_seconds(barrier_s)}: {late}")
             return
         self.decision.wake(deadline)
-        ready = all(task.prepared or task.state is not State.INITIALIZING for task in group.tasks)
+        # One that cannot be told to start keeps the others from it: they would only wait for it, and hold their GPUs.
+        waiting = [task for task in group.tasks if task.state is State.INITIALIZING]
+        ready = all(task.prepared and not self._unreachable(task) for task in waiting)
         for task in group.tasks:
             if task.state is not State.INITIALIZING:
                 continue
@@ -345,6 +347,10 @@ class _Step:
         return {
             task.name: self.world.lines.get((self.record.uuid, self.group.name, task.name), ()) for task in self.group.tasks
         }
+
+
+def _late(task: TaskRecord) -> str:
+    return f"{task.name} on {task.node}" + (", which is out of reach" if task.out_of_reach else "")
 
 
 def _has_barrier(plan: GroupPlan) -> bool:

@@ -21,6 +21,10 @@ from distflow.supervisor.world import Command, NodeView, Workflow, World
 
 __all__ = ["Leases", "next_leases"]
 
+_LEASE_OUTLIVES_S = 15.0
+"""How much longer than the start barrier nodes hold a lease: what becomes of a gang that is late is decided here. A node that
+gave up at the same moment would look as if it had lost its lease, and the gang would begin anew."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Leases:
@@ -93,7 +97,7 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         gpus={launch.task: launch.resource.gpu or 0 for launch in plan.launches},
         master=plan.master,
         port=port,
-        start_timeout_s=pool.start_barrier_s,
+        start_timeout_s=pool.start_barrier_s + _LEASE_OUTLIVES_S,
     )
 
 

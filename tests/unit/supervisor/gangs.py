@@ -13,7 +13,7 @@ from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
 from distflow.spec.model import ResourceSpec, Timeouts
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.absorb import absorb
+from distflow.supervisor.absorb import absorb, absorb_node
 from distflow.supervisor.decide import decide
 from distflow.supervisor.world import Command, NodeView, Workflow, World
 from distflow.testing.backend import Behaviour, FakeBackend
@@ -187,6 +187,10 @@ class Driver:
                 self.nodes[seen.pool, seen.node] = replace(view, up=up, since=since, error="" if up else "cut")
                 if not up:
                     self.in_flight = {i: c for i, c in self.in_flight.items() if c.node != seen.node}
+                for uuid, one in self.workflows.items():
+                    record, events = absorb_node(one.record, seen)
+                    self.events += events
+                    self.workflows[uuid] = replace(one, record=record)
                 continue
             uuid = getattr(seen, "workflow", None) or seen.key.workflow  # type: ignore[attr-defined]
             self._answered(seen)

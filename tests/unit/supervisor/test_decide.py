@@ -327,3 +327,42 @@ def test_a_command_under_way_is_not_given_again() -> None:
     assert [command.op for command in first.commands] == ["lease"]
     driver.in_flight = {command.identity: command for command in first.commands}
     assert decide(driver.world(), driver.clock.now()).commands == []
+
+
+def _prepared_without_n1(driver: Driver) -> None:
+    original = driver.backend.prepare
+
+    def cut_the_first(*args: object) -> None:
+        original(*args)  # type: ignore[arg-type]
+        if getattr(args[0], "task", "") == "t1":
+            driver.backend.cut("n1")
+
+    driver.backend.prepare = cut_the_first  # type: ignore[method-assign,assignment]
+    driver.settle()
+    assert all(task.prepared for task in driver.group().tasks)
+    assert driver.backend.starts == []
+
+
+def test_a_node_that_is_lost_before_the_start_keeps_the_others_from_starting() -> None:
+    driver = Driver(workflow(), behaviour=lambda _: HANG)
+    _prepared_without_n1(driver)
+    driver.backend.heal("n1")
+    driver.settle()
+    assert driver.group().state is State.RUNNING
+    assert len(driver.backend.starts) == 2
+
+
+def test_the_start_barrier_names_what_is_out_of_reach() -> None:
+    driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behaviour=lambda _: HANG)
+    _prepared_without_n1(driver)
+    driver.advance(21)
+    assert driver.group().message == "not ready within 20 s: t0 on n1, which is out of reach"
+
+
+def test_nodes_hold_a_lease_for_longer_than_the_barrier() -> None:
+    # Whoever gives up first decides; that must not be the nodes.
+    driver = Driver(workflow(), on=pool(start_barrier_s=20.0))
+    driver.absorb()
+    command = next(one for one in decide(driver.world(), driver.clock.now()).commands if one.op == "lease")
+    assert command.lease is not None
+    assert command.lease.start_timeout_s >= 30.0
