@@ -119,7 +119,9 @@ class Cli:
         from distflow.supervisor.process import is_running
 
         directory = StateDirectory(self.state)
-        return int(directory.lock.read_text()) if is_running(directory) else None
+        # One that has just got the lock may not have written into it.
+        held = directory.lock.read_text() if is_running(directory) else ""
+        return int(held) if held else None
 
     def processes(self, *, idle: bool = False) -> list[tuple[int, str]]:
         """Every process of this distflow, pid and command line, found by its folder in argv or environment."""
@@ -170,7 +172,11 @@ def lab(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             for i in (1, 2, 3)
         }
         made = Lab(cli, servers)
-        yield made
+        try:
+            yield made
+        finally:
+            for server in servers.values():
+                server.thaw()
         # The agents end with their connections; the supervisor with its work.
         made.await_nothing_left()
 

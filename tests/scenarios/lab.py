@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from scenarios.conftest import Cli
 
-__all__ = ["GANG", "TRAINING", "Lab", "checkout", "json_lines", "train"]
+__all__ = ["GANG", "TRAINING", "Lab", "checkout", "json_lines", "largest_file", "train"]
 
 GANG = """
 workflow:
@@ -98,6 +100,16 @@ def checkout(cli: Cli, repository: Path) -> Path:
     for name in ("workflow_specs", "scripts"):
         shutil.copytree(repository / name, cli.folder / name)
     return cli.folder / "workflow_specs"
+
+
+def largest_file(folder: Path) -> int:
+    """The size of the largest file below a folder where files come and go: how much of a large one has arrived."""
+    largest = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(directory, name)).st_size)
+    return largest
 
 
 def json_lines(log: str) -> list[dict[str, Any]]:

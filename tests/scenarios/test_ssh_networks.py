@@ -13,7 +13,7 @@ from distflow.testing.netns import NetnsHost, Network
 from distflow.testing.sshd import make_key
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
-from scenarios.lab import Lab, checkout, train
+from scenarios.lab import Lab, checkout, largest_file, train
 
 pytestmark = pytest.mark.ssh
 
@@ -36,13 +36,23 @@ workflow:
 """
 
 
-def _two(lab: Lab) -> tuple[str, Callable[[], None]]:
+_RESOURCES = "  resources: {first: {platform: first}, second: {platform: second}}\n"
+PLATFORMS = (
+    TWO.replace("  groups:\n", f"{_RESOURCES}  groups:\n")
+    .replace("lead: true", "lead: true\n      resource: first")
+    .replace("- name: worker", "- name: worker\n      resource: second")
+)
+"""The master on the node of platform ``first``."""
+
+
+def _two(lab: Lab, spec: str = TWO) -> tuple[str, Callable[[], None]]:
     """Submit two tasks on two hosts, and return the workflow with a way to let them end."""
     fifo = lab.cli.folder / "fifo"
+    fifo.unlink(missing_ok=True)
     os.mkfifo(fifo)
     # Open for writing as long as this descriptor is.
     held = os.open(fifo, os.O_RDWR)
-    workflow = lab.cli.submit(lab.cli.spec(TWO.replace("FIFO", str(fifo))))
+    workflow = lab.cli.submit(lab.cli.spec(spec.replace("FIFO", str(fifo))))
     return workflow, lambda: os.close(held)
 
 
@@ -68,22 +78,28 @@ def test_a_gang_behind_a_bastion_uses_addresses_that_only_the_bastion_reaches(
     cli: Cli, network: Network, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     key = make_key(tmp_path_factory.mktemp("key") / "id")
-    bastion = network.host(tmp_path_factory.mktemp("bastion"), alias="bastion", user_key=key)
+    folder = tmp_path_factory.mktemp("bastion")
+    bastion = network.host(folder, hostname="bastion", alias="bastion", user_key=key)
     inner = {
         name: network.host(tmp_path_factory.mktemp(name), hostname=name, alias=name, user_key=key, behind=bastion)
         for name in ("gpu1", "gpu2")
     }
     lab = Lab(cli, {name: host.sshd for name, host in inner.items()})
-    # The second one by a name that only its ssh_config knows; this machine cannot resolve it, the bastion need not.
-    stanzas = [bastion.sshd.client_stanza(), *(host.sshd.client_stanza(ProxyJump="bastion") for host in inner.values())]
-    lab.ssh_config.write_text("\n".join(stanzas))
-    workflow, let_go = _two(lab)
-    cli.await_running(workflow)
-    log = cli.await_log(workflow, "[worker] 10.")
-    let_go()
-    cli.await_status(workflow, "COMPLETED")
-    master = inner[cli.tasks(workflow)["master"]["node_name"]]
-    assert log.count(f"] {master.address} eth0\n") == 2
+    # One is named by its address; the other by a name that the bastion knows and this machine does not.
+    gpu1, gpu2 = inner["gpu1"], inner["gpu2"]
+    with (folder / "hosts").open("a") as file:
+        file.write(f"{gpu2.address} gpu2.inner\n")
+    named = gpu2.sshd.client_stanza(ProxyJump="bastion", HostName="gpu2.inner", HostKeyAlias=gpu2.address)
+    lab.ssh_config.write_text(bastion.sshd.client_stanza() + gpu1.sshd.client_stanza(ProxyJump="bastion") + named)
+    for first in ("gpu1", "gpu2"):
+        lab.configure(nodes={name: {"platform": "first" if name == first else "second"} for name in inner})
+        workflow, let_go = _two(lab, PLATFORMS)
+        cli.await_running(workflow)
+        log = cli.await_log(workflow, "[worker] 10.")
+        let_go()
+        cli.await_status(workflow, "COMPLETED")
+        assert cli.tasks(workflow)["master"]["node_name"] == first
+        assert log.count(f"] {inner[first].address} eth0\n") == 2
     assert "Accepted publickey" in bastion.sshd.log.read_text()
     lab.await_nothing_left()
 
@@ -119,6 +135,7 @@ def _numbers(log: str, task: str) -> list[int]:
     return [int(line.removeprefix(prefix)) for line in log.splitlines() if line.startswith(prefix) and "ends" not in line]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_four_tasks_lose_nothing_when_the_supervisor_is_killed_and_a_link_is_cut(
     far_lab: Lab, hosts: dict[str, NetnsHost]
@@ -231,19 +248,14 @@ workflow:
 """
 
 
-def _staged(cli: Cli, node: str) -> int:
-    """How much of a file has arrived at a node."""
-    return sum(path.stat().st_size for path in (cli.folder / node / "blobs").rglob("*") if path.is_file())
-
-
 def test_a_host_that_dies_while_files_are_sent_ends_the_start_and_is_named(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
     far_lab.configure(connect_timeout="2s", start_barrier="25s", node_lost_after="5m")
     (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
     workflow = cli.submit(cli.spec(BLOB))
-    wait_until(lambda: _staged(cli, "gpu2") > 0, 60, "the file is on its way")
+    wait_until(lambda: largest_file(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
     hosts["gpu2"].cut()
-    assert _staged(cli, "gpu2") < 48 << 20
+    assert largest_file(cli.folder / "gpu2") < 48 << 20
     far_lab.await_message(workflow, "gpu2 is out of reach since", "INITIALIZING")
     answer = wait_until(lambda: _stopping(cli, workflow), 60)
     assert "gpu2" in answer
@@ -262,7 +274,7 @@ def test_files_that_were_cut_off_are_sent_again_when_the_host_comes_back(far_lab
     far_lab.configure(connect_timeout="2s")
     (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
     workflow = cli.submit(cli.spec(BLOB))
-    wait_until(lambda: _staged(cli, "gpu2") > 0, 60, "the file is on its way")
+    wait_until(lambda: largest_file(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
     hosts["gpu2"].cut()
     far_lab.await_message(workflow, "gpu2 is out of reach since")
     hosts["gpu2"].heal()

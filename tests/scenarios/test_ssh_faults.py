@@ -1,0 +1,163 @@
+"""Hosts that refuse us, or stop answering between the steps of a start: it is said, waited for, and made good."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from distflow.testing.sshd import Sshd
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab, largest_file
+
+pytestmark = pytest.mark.ssh
+
+Repair = Callable[[], object]
+
+
+def _refuse_our_key(server: Sshd) -> Repair:
+    keys = server.directory / "authorized_keys"
+    accepted = keys.read_text()
+    keys.write_text("")
+    return lambda: keys.write_text(accepted)
+
+
+def _forget_its_key(server: Sshd) -> Repair:
+    server.known_hosts.write_text("")
+    return lambda: server.known_hosts.write_text("".join(server.known_lines()))
+
+
+def _know_another_key(server: Sshd) -> Repair:
+    other = server.user_key.with_name(f"{server.user_key.name}.pub").read_text().split()
+    server.known_hosts.write_text(f"{server.known_name} {other[0]} {other[1]}\n")
+    return lambda: server.known_hosts.write_text("".join(server.known_lines()))
+
+
+def _close_its_port(server: Sshd) -> Repair:
+    server.stop()
+    return server.start
+
+
+FAULTS: dict[str, tuple[Callable[[Sshd], Repair], str, str]] = {
+    "refused key": (_refuse_our_key, "refused our key", "authorized_keys"),
+    "unknown host key": (_forget_its_key, "is not known", "ssh-keyscan"),
+    "changed host key": (_know_another_key, "showed another key than the one that is known", "ssh-keygen -R"),
+    "closed port": (_close_its_port, "nothing listens there", "is sshd running there"),
+}
+"""What is wrong with a host → how it gets so, what is said of it, and of the remedy."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_gang_waits_for_a_host_that_cannot_be_used_and_says_what_to_do(lab: Lab, fault: str) -> None:
+    cli, go = lab.cli, lab.cli.folder / "go"
+    break_it, words, remedy = FAULTS[fault]
+    repair = break_it(lab.servers["gpu3"])
+    workflow = lab.submit(go)
+    shown = lab.await_message(workflow, "gpu3: ", words, remedy)
+    assert "SCHEDULING" in shown
+    # It stays there for the person that it needs, whatever becomes of the supervisor.
+    supervisor = cli.supervisor()
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGKILL)
+    lab.await_message(workflow, words, remedy)
+    wait_until(lambda: cli.supervisor() not in (None, supervisor), 30)
+    lab.await_message(workflow, words, remedy)
+    repair()
+    go.touch()
+    cli.await_status(workflow, "COMPLETED", timeout=120)
+
+
+def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab: Lab) -> None:
+    cli, go = lab.cli, lab.cli.folder / "go"
+    lab.configure(node_lost_after="10s")
+    workflow = lab.submit(go)
+    away = cli.await_running(workflow)["worker-1"]["node_name"]
+    server = lab.servers[away]
+    repair = _refuse_our_key(server)
+    server.restart()
+    shown = lab.await_message(workflow, f"{away} is out of reach since", "refused our key", "authorized_keys")
+    assert "RUNNING" in shown
+    answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR")
+    cause = answer["groups"][0]["first_cause"]
+    assert (cause["task"], cause["node"], cause["reason"]) == ("worker-1", away, "NODE_LOST")
+    assert "refused our key" in cause["message"]
+    assert {task["status"] for task in answer["groups"][0]["tasks"]} == {"FAILED", "FAILED_BACKEND_ERROR"}
+    # It ran on, because nobody could stop it: here it ends by itself.
+    go.touch()
+    repair()
+
+
+STEPS = """
+workflow:
+  name: steps
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: [sh, -c, 'echo up']
+    - name: worker
+      ranks: {size: 1}
+      command: [sh, -c, 'wc -c < /data.bin']
+      files: [{path: /data.bin, localpath: data.bin}]
+"""
+
+
+def _events(cli: Cli, workflow: str) -> str:
+    return cli.run("workflow", "events", workflow).out
+
+
+def _lost_before_the_start(lab: Lab) -> tuple[str, Sshd]:
+    """Bring a gang so far that all of it is prepared and its master's host is out of reach; return the workflow and that host."""
+    cli = lab.cli
+    (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
+    workflow = cli.submit(cli.spec(STEPS))
+    wait_until(lambda: "has its nodes" in _events(cli, workflow), 60)
+    tasks = cli.tasks(workflow)
+    lost, sending = (lab.servers[tasks[name]["node_name"]] for name in ("master", "worker"))
+    # While its file is on the way, the worker cannot be ready: time to lose the other host.
+    wait_until(lambda: largest_file(cli.folder / sending.alias) > 1 << 20, 60)
+    sending.freeze()
+    wait_until(lambda: "[master] ready to start" in _events(cli, workflow), 60)
+    lost.freeze()
+    lab.await_message(workflow, f"{lost.alias} is out of reach since", "INITIALIZING")
+    sending.thaw()
+    wait_until(lambda: "[worker] ready to start" in _events(cli, workflow), 60)
+    return workflow, lost
+
+
+def test_a_host_lost_between_prepare_and_start_is_waited_for_and_nothing_starts_without_it(lab: Lab) -> None:
+    cli = lab.cli
+    lab.configure(connect_timeout="2s")
+    workflow, lost = _lost_before_the_start(lab)
+    lab.await_message(workflow, f"{lost.alias} is out of reach since", "INITIALIZING")
+    assert "started on" not in _events(cli, workflow)
+    lost.thaw()
+    cli.await_status(workflow, "COMPLETED", timeout=90)
+    assert str(48 << 20) in cli.logs(workflow)
+
+
+def test_a_start_that_is_not_possible_in_time_fails_and_names_the_host(lab: Lab) -> None:
+    cli = lab.cli
+    lab.configure(connect_timeout="2s", start_barrier="25s", node_lost_after="5m")
+    workflow, lost = _lost_before_the_start(lab)
+    lab.await_message(workflow, f"not ready within 25 s: master on {lost.alias}, which is out of reach", "STOPPING")
+    lost.thaw()
+    cli.await_status(workflow, "FAILED_START_TIMEOUT", timeout=90)
+    assert "started on" not in _events(cli, workflow)
+
+
+def test_a_host_lost_for_good_between_prepare_and_start_fails_the_gang(lab: Lab) -> None:
+    cli = lab.cli
+    lab.configure(connect_timeout="2s", node_lost_after="15s", start_barrier="40s")
+    workflow, lost = _lost_before_the_start(lab)
+    answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR")
+    cause = answer["groups"][0]["first_cause"]
+    assert (cause["task"], cause["node"], cause["reason"]) == ("master", lost.alias, "NODE_LOST")
+    assert "started on" not in _events(cli, workflow)
+    # The processes that hold its lease give up by themselves.
+    lost.thaw()
