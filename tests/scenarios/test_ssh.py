@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distflow.testing.sshd import Sshd, missing_sshd
 from scenarios.conftest import Cli
 from scenarios.lab import GANG, TRAINING, Lab, checkout, train
 
@@ -158,3 +160,34 @@ def test_a_setup_that_fails_ends_the_task_with_its_own_words(lab: Lab) -> None:
     assert (cause["node"], cause["exit_code"]) == ("gpu1", 41)
     assert "/no/such/conda.sh: No such file or directory" in "".join(cause["lines"])
     assert "and" not in cli.logs("prelude-1")
+
+
+INJECTED = """
+workflow:
+  name: injected
+  tasks:
+  - name: only
+    command: [COMMAND]
+    files:
+    - {path: /tmp/entry.sh, contents: "#!/bin/sh\\necho it runs\\n"}
+"""
+
+
+def test_a_root_without_exec_runs_all_but_injected_programs(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if why := missing_sshd():
+        pytest.skip(why)
+    root = cli.folder / "gpu1"
+    root.mkdir()
+    mount = f'mount -t tmpfs -o noexec none "{root}"'
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounts need root")
+    prefix = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    with Sshd(tmp_path_factory.mktemp("gpu1"), "127.0.1.1", alias="gpu1", prefix=prefix) as server:
+        lab = Lab(cli, {"gpu1": server})
+        good = cli.run("workflow", "submit", cli.spec(INJECTED.replace("COMMAND", "sh, /tmp/entry.sh")), "--wait")
+        assert good.code == 0, good.err
+        assert "[only] it runs\n" in good.out
+        bad = cli.run("workflow", "submit", cli.spec(INJECTED.replace("COMMAND", "/tmp/entry.sh")), "--wait")
+        assert bad.code == 1
+        assert "not executable" in bad.err, bad.err
+        lab.await_nothing_left()

@@ -112,7 +112,7 @@ def _events(cli: Cli, workflow: str) -> str:
 
 
 def _lost_before_the_start(lab: Lab) -> tuple[str, Sshd]:
-    """Bring a gang so far that all of it is prepared and its master's host is out of reach; return the workflow and that host."""
+    """Bring a gang so far that all of it is prepared and its master's host out of reach; return the workflow and that host."""
     cli = lab.cli
     (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
     workflow = cli.submit(cli.spec(STEPS))

@@ -69,7 +69,7 @@ def workflow_text(
     for group in record.groups:
         lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
         lines += [f"  {line}" for line in _group_words(group, paint)]
-        lines += [f"  {plain(away.words)}; what runs there may still run" for away in nodes_away(group)]
+        lines += [f"  {line}" for away in nodes_away(group) for line in _lines(away.words)]
         rows = [_task_row(group, task, now, last_lines, paint, verbose) for task in group.tasks]
         if width is None:
             rows = [(*row[:-1], cut(row[-1], _LINE_WIDTH)) for row in rows]
@@ -128,7 +128,8 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
             yield f"{group.name}: {group.status}{f': {group.message}' if group.message else ''}"
         old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
         away = {one.node: one.error for one in nodes_away(group)}
-        yield from (f"{node}: out of reach: {plain(error)}" for node, error in away.items() if old_away.get(node) != error)
+        news = (node for node, error in away.items() if old_away.get(node) != error)
+        yield from (f"{node}: out of reach: {plain(away[node].partition(chr(10))[0])}" for node in news)
         yield from (f"{node}: reachable again" for node in old_away if node not in away and not group.state.is_final)
         old_tasks = {task.name: task.status for task in old.tasks} if old else {}
         for task in group.tasks:
@@ -166,9 +167,16 @@ def _group_words(group: GroupRecord, paint: Paint) -> Iterator[str]:
     elif group.state is State.WAITING:
         yield f"waits for {group.message or 'the groups before it'}"
     elif group.state is State.SCHEDULING:
-        yield f"waits: {group.message}" if group.message else "waits for nodes"
+        yield from _lines(f"waits: {group.message}" if group.message else "waits for nodes")
     elif group.message:
-        yield group.message
+        yield from _lines(group.message)
+
+
+def _lines(message: str) -> Iterator[str]:
+    """Yield a message line by line, those after the first set off: remedies have commands that stand on lines of their own."""
+    first, *rest = message.splitlines() or [""]
+    yield plain(first)
+    yield from (f"  {plain(line)}" for line in rest)
 
 
 def _cause_words(cause: Cause) -> str:

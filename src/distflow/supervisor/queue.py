@@ -150,10 +150,14 @@ def _left(capacity: int | None, used: int) -> int | None:
 
 
 def _wait_words(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
-    down = [f"{view.node.name}: {view.error or 'connecting'}" for view in views if not view.up]
+    down = [f"{view.node.name}: {view.error}" for view in views if not view.up and view.error]
+    connecting = [view.node.name for view in views if not view.up and not view.error]
+    words = [f"connecting to {', '.join(connecting)}"] if connecting else []
+    # Errors come last: some have a remedy of several lines.
     if len(down) == len(views):
         return "no node can be reached: " + "; ".join(down)
-    words = [f"no room for {one.task}: " + ", ".join(one.reasons) for one in unplaced[:1]]
+    if any(view.up for view in views):
+        words = [*(f"no room for {one.task}: " + ", ".join(one.reasons) for one in unplaced[:1]), *words]
     return "; ".join([*words, *(f"out of reach: {word}" for word in down)])
 
 

@@ -13,7 +13,7 @@ from distflow.state.record import GroupRecord, OutOfReach, WorkflowRecord
 from unit.cli.screen import Screen
 from unit.state.stored import T0, running_group, submit, supervised, task, workflow
 
-AWAY = OutOfReach(since=T0 + 60, error="me@10.0.0.2:22: it does not answer (is the machine on?)")
+AWAY = OutOfReach(since=T0 + 60, error="me@10.0.0.2:22: it does not answer\nis the machine on?")
 
 
 def _half_lost() -> GroupRecord:
@@ -30,8 +30,8 @@ def test_query_names_the_node_and_why(screen: Screen) -> None:
     with supervised(screen.directory):
         screen.run("query", record.id)
         assert (
-            "worker-node is out of reach since 2025/04/11 21:32:07: me@10.0.0.2:22: it does not answer (is the machine on?);"
-            " what runs there may still run\n"
+            "  worker-node is out of reach since 2025/04/11 21:32:07: me@10.0.0.2:22: it does not answer\n"
+            "    is the machine on?\n"
         ) in screen.out
         screen.run("query", record.id, "-t", "json")
     tasks = json.loads(screen.out)["groups"][0]["tasks"]
@@ -45,7 +45,7 @@ def test_what_has_ended_is_not_out_of_reach() -> None:
 
 def test_a_watch_tells_when_a_node_is_lost_and_found() -> None:
     before, after = _record(running_group()), _record(_half_lost())
-    assert list(changes(before, after)) == [f"worker-node: out of reach: {AWAY.error}"]
+    assert list(changes(before, after)) == [f"worker-node: out of reach: {AWAY.error.splitlines()[0]}"]
     assert list(changes(after, after)) == []
     assert list(changes(after, before)) == ["worker-node: reachable again"]
 
