@@ -89,6 +89,8 @@ def test_a_gang_behind_a_bastion_uses_addresses_that_only_the_bastion_reaches(
     gpu1, gpu2 = inner["gpu1"], inner["gpu2"]
     with (folder / "hosts").open("a") as file:
         file.write(f"{gpu2.address} gpu2.inner\n")
+    # Of its two addresses, only its sshd knows which one is meant.
+    gpu2.add_interface("docker0", "172.17.0.1")
     named = gpu2.sshd.client_stanza(ProxyJump="bastion", HostName="gpu2.inner", HostKeyAlias=gpu2.address)
     lab.ssh_config.write_text(bastion.sshd.client_stanza() + gpu1.sshd.client_stanza(ProxyJump="bastion") + named)
     for first in ("gpu1", "gpu2"):

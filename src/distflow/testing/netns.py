@@ -149,6 +149,12 @@ class NetnsHost:
         """Leads a command that is to run on this host."""
         return ("ip", "netns", "exec", self.namespace)
 
+    def add_interface(self, name: str, address: str) -> None:
+        """Give it one more interface that leads nowhere, as container engines do."""
+        _ip("-n", self.namespace, "link", "add", name, "type", "bridge")
+        _ip("-n", self.namespace, "addr", "add", f"{address}/24", "dev", name)
+        _ip("-n", self.namespace, "link", "set", name, "up")
+
     def cut(self) -> None:
         """Let every packet vanish, both ways; nobody is told."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")

@@ -39,6 +39,11 @@ def test_an_end_has_one_reading(group: GroupRecord, end: End, expected: tuple[St
     assert (task.state, task.reason) == expected
 
 
+def test_processes_that_vanish_together_have_the_usual_cause_named() -> None:
+    task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, reason="both_died"))
+    assert "loginctl enable-linger" in task.message
+
+
 def test_lost_output_is_said() -> None:
     task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, exit_code=0, lost_output_bytes=12))
     assert "12 bytes of output lost" in task.message
