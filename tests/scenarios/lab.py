@@ -90,6 +90,11 @@ class Lab:
             raise AssertionError(f"{texts} are not in\n{shown[0]}") from None
         return shown[0]
 
+    def await_stray_end(self, workflow: str, task: str, timeout: float = 90.0) -> None:
+        """Wait until what was given up on a lost node has been stopped there."""
+        text = f"[{task}] nothing of it is left on"
+        wait_until(lambda: text in self.cli.run("workflow", "events", workflow).out, timeout, text)
+
     def await_nothing_left(self, timeout: float = 60.0) -> None:
         """Wait until no process of this distflow is left on any host."""
         wait_until(lambda: not self.cli.processes(), timeout, "no process is left")

@@ -85,9 +85,9 @@ def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab
     assert (cause["task"], cause["node"], cause["reason"]) == ("worker-1", away, "NODE_LOST")
     assert "refused our key" in cause["message"]
     assert {task["status"] for task in answer["groups"][0]["tasks"]} == {"FAILED", "FAILED_BACKEND_ERROR"}
-    # It ran on, because nobody could stop it: here it ends by itself.
-    go.touch()
+    # It runs on, because nobody can stop it; that is done as soon as somebody can.
     repair()
+    lab.await_stray_end(workflow, "worker-1")
 
 
 STEPS = """
@@ -159,5 +159,5 @@ def test_a_host_lost_for_good_between_prepare_and_start_fails_the_gang(lab: Lab)
     cause = answer["groups"][0]["first_cause"]
     assert (cause["task"], cause["node"], cause["reason"]) == ("master", lost.alias, "NODE_LOST")
     assert "started on" not in _events(cli, workflow)
-    # The processes that hold its lease give up by themselves.
     lost.thaw()
+    lab.await_stray_end(workflow, "master")

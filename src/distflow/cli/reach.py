@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distflow.cli.times import iso, local_second
-from distflow.lifecycle.states import Reason
 from distflow.state.record import GroupRecord, WorkflowRecord
 
 __all__ = ["NodeAway", "cancel_json", "cancel_words", "left_behind", "nodes_away"]
@@ -55,9 +54,8 @@ def left_behind(record: WorkflowRecord) -> Iterator[str]:
     """Yield a sentence for each task of an ended workflow whose end nobody has seen."""
     for group in record.groups:
         for task in group.tasks:
-            if task.reason is Reason.NODE_LOST and task.end is None:
-                where = f"it may still run there: `distflow node clean` tells, once {task.node} answers"
-                yield f"{task.name}: {task.message}; {where}"
+            if task.stray is not None:
+                yield f"{task.name}: {task.message}; it may still run there, and is stopped as soon as {task.node} answers"
 
 
 def cancel_json(record: WorkflowRecord) -> list[dict[str, object]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GroupPlan
 from distflow.pools.model import Node
 
-__all__ = ["bind"]
+__all__ = ["bind", "bind_task"]
 
 
 def bind(
@@ -23,10 +23,11 @@ def bind(
 
     ``nodes`` are the pool's nodes by name; what they set in ``environment`` stands below what the plan sets.
     """
-    return {launch.task: _bind_task(group, launch.task, binding, workflow_id, nodes) for launch in group.launches}
+    return {launch.task: bind_task(group, launch.task, binding, workflow_id, nodes) for launch in group.launches}
 
 
-def _bind_task(group: GroupPlan, task: str, binding: Binding, workflow_id: str, nodes: Mapping[str, Node]) -> BoundLaunch:
+def bind_task(group: GroupPlan, task: str, binding: Binding, workflow_id: str, nodes: Mapping[str, Node]) -> BoundLaunch:
+    """Return one task of a group as ``bind`` does."""
     launch, own = group.launch(task), binding.tasks[task]
     values = {
         "WORKFLOW_ID": workflow_id,

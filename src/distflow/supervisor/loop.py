@@ -29,7 +29,7 @@ from distflow.backends.base import (
 )
 from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.plan.bind import bind
+from distflow.plan.bind import bind_task
 from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.state.mirror import Mirror
@@ -306,7 +306,7 @@ class Supervisor:
             self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=words))
             return
         nodes = {node.name: node for node in pool.nodes}
-        launch = bind(plan, group.binding, workflow_id=workflow.record.id, nodes=nodes)[command.task]
+        launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes)
         names = plan.launch(command.task).secret_names
         given: Mapping[str, Secret] = {name: secrets[name] for name in names if name in secrets}
         backend.prepare(command.key, launch, given, pool.stop_grace_s)

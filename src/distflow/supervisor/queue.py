@@ -21,6 +21,9 @@ from distflow.supervisor.world import Command, NodeView, Workflow, World
 
 __all__ = ["Leases", "next_leases"]
 
+_FEW = 4
+"""Nodes that a message names; of more it says how many."""
+
 _LEASE_OUTLIVES_S = 15.0
 """How much longer than the start barrier nodes hold a lease: what becomes of a gang that is late is decided here. A node that
 gave up at the same moment would look as if it had lost its lease, and the gang would begin anew."""
@@ -67,8 +70,14 @@ def _next_of_pool(
         leases.messages[other.record.uuid, later.name] = f"behind {workflow.record.id}"
     plan = workflow.plan.group(group.name)
     fixed = plan.world.port if plan.world else None
-    free = _free(world, pool_key, views, fixed)
-    placed = place(demands(plan), free, shared=pool.shares_nodes)
+    free, asked = _free(world, pool_key, views, fixed), demands(plan)
+    spread = 1 if pool.shares_nodes else sum(demand.spread is not None for demand in asked)
+    if len(free) < spread and any(not view.up and not view.error for view in views):
+        # The first connections are only just being made: what the nodes have is of no interest yet.
+        if any(not view.up and view.error for view in views):
+            leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
+        return
+    placed = place(asked, free, shared=pool.shares_nodes)
     if not isinstance(placed, Placement):
         if any(view.up or view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, placed)
@@ -152,13 +161,19 @@ def _left(capacity: int | None, used: int) -> int | None:
 def _wait_words(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
     down = [f"{view.node.name}: {view.error}" for view in views if not view.up and view.error]
     connecting = [view.node.name for view in views if not view.up and not view.error]
-    words = [f"connecting to {', '.join(connecting)}"] if connecting else []
+    words = [f"connecting to {_few(connecting, ', ')}"] if connecting else []
     # Errors come last: some have a remedy of several lines.
     if len(down) == len(views):
-        return "no node can be reached: " + "; ".join(down)
+        return "no node can be reached: " + _few(down, "; ")
     if any(view.up for view in views):
-        words = [*(f"no room for {one.task}: " + ", ".join(one.reasons) for one in unplaced[:1]), *words]
-    return "; ".join([*words, *(f"out of reach: {word}" for word in down)])
+        words = [*(f"no room for {one.task}: {_few(one.reasons, ', ')}" for one in unplaced[:1]), *words]
+    return "; ".join([*words, *([f"out of reach: {_few(down, '; ')}"] if down else [])])
+
+
+def _few(words: Sequence[str], between: str) -> str:
+    """Join words for one line: a pool may have a thousand nodes."""
+    more = [f"and {len(words) - _FEW} more"] if len(words) > _FEW + 1 else []
+    return between.join([*(words[:_FEW] if more else words), *more])
 
 
 def _is_of(world: World, uuid: str, pool_key: str) -> bool:

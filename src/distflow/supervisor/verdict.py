@@ -22,7 +22,7 @@ _WATCHERS_DIED = {
     "keeper_died": "the process that runs it on the node was killed, so it was stopped",
     "both_died": (
         "both processes that guard it on the node were killed, so it was stopped"
-        " (where systemd ends what a user leaves at logout, `loginctl enable-linger` for that user keeps them)"
+        " (by hand, out of memory, or by systemd at logout: `KillUserProcesses=no` in the node's logind.conf keeps them)"
     ),
 }
 

@@ -9,7 +9,7 @@ from distflow.cli.reach import cancel_json, cancel_words, left_behind
 from distflow.cli.times import local_second
 from distflow.cli.views import changes
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import GroupRecord, OutOfReach, WorkflowRecord
+from distflow.state.record import GroupRecord, OutOfReach, Stray, WorkflowRecord
 from unit.cli.screen import Screen
 from unit.state.stored import T0, running_group, submit, supervised, task, workflow
 
@@ -63,8 +63,8 @@ def test_cancel_says_what_is_known_and_what_will_happen() -> None:
 
 def test_a_lost_task_of_an_ended_workflow_is_told() -> None:
     gone = "worker-node has been out of reach for 2 min: it does not answer"
-    lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone)
+    lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone, stray=Stray.OUT_OF_REACH)
     record = _record(replace(running_group(), tasks=(task("master"), lost)))
     assert list(left_behind(record)) == [
-        f"worker: {gone}; it may still run there: `distflow node clean` tells, once worker-node answers"
+        f"worker: {gone}; it may still run there, and is stopped as soon as worker-node answers"
     ]

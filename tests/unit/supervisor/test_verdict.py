@@ -41,7 +41,7 @@ def test_an_end_has_one_reading(group: GroupRecord, end: End, expected: tuple[St
 
 def test_processes_that_vanish_together_have_the_usual_cause_named() -> None:
     task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, reason="both_died"))
-    assert "loginctl enable-linger" in task.message
+    assert "KillUserProcesses=no" in task.message
 
 
 def test_lost_output_is_said() -> None:

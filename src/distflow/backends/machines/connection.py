@@ -30,7 +30,7 @@ from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.staging import Blob, send_blobs
-from distflow.errors import DistflowError, NodeError, NodeUnreachable
+from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
 from distflow.pools.model import Node, Pool
 from distflow.transports.base import Transport
 
@@ -39,6 +39,8 @@ __all__ = ["Answered", "Connection", "now"]
 Answered = Callable[[Mapping[str, Any] | DistflowError], None]
 
 _BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_REFUSED_BACKOFF_S = (10.0, 30.0, 120.0, 300.0)
+"""After a refused login: a person must change something first, and many machines lock out who tries too often."""
 _LOG_FILES = ("output.log", "output.idx")
 
 
@@ -173,6 +175,7 @@ class Connection:
         tries = 0
         while not self._closing.is_set():
             self._broken.clear()
+            pauses: tuple[float, ...] = _BACKOFF_S
             try:
                 link = connect(
                     self._transport,
@@ -188,6 +191,7 @@ class Connection:
                 self._broken.wait()
             except DistflowError as error:
                 self._error = _words(error)
+                pauses = _REFUSED_BACKOFF_S if isinstance(error, AuthenticationRefused) else _BACKOFF_S
             with self._lock:
                 self._link = None
                 self._streams.clear()
@@ -196,7 +200,7 @@ class Connection:
             if self._closing.is_set():
                 return
             self._sink(NodeDown(at=now(), pool=self._pool.name, node=self.node.name, error=self._error))
-            self._closing.wait(_BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)])
+            self._closing.wait(pauses[min(tries, len(pauses) - 1)])
             tries += 1
 
     def _greet(self, link: AgentLink) -> None:

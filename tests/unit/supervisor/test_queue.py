@@ -1,0 +1,47 @@
+"""What a waiting gang is told of its pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distflow.lifecycle.states import State
+from distflow.supervisor.queue import Leases, next_leases
+from distflow.supervisor.world import NodeView, World
+from unit.supervisor.gangs import group_plan, node, pool, workflow
+
+
+def _asked(tasks: int, views: list[NodeView]) -> Leases:
+    one = workflow(group_plan(tasks=tasks))
+    groups = tuple(replace(group, state=State.SCHEDULING) for group in one.record.groups)
+    waiting = replace(one, record=replace(one.record, groups=groups))
+    nodes = {("lab", view.node.name): view for view in views}
+    return next_leases(World(workflows=(waiting,), pools={"lab": pool(*(view.node for view in views))}, nodes=nodes), 0.0)
+
+
+def _view(number: int, *, up: bool = False, error: str = "") -> NodeView:
+    return NodeView(node=node(f"n{number}"), up=up, error=error, gpus=8)
+
+
+def test_nothing_is_said_while_the_first_connections_are_being_made() -> None:
+    leases = _asked(64, [_view(number, up=number < 60) for number in range(64)])
+    assert (leases.commands, leases.messages) == ([], {})
+
+
+def test_a_node_that_cannot_be_reached_is_named_while_others_are_being_connected() -> None:
+    views = [_view(0, up=True), _view(1), _view(2, error="refused our key")]
+    assert _asked(3, views).messages == {("u1", "train"): "connecting to n1; out of reach: n2: refused our key"}
+
+
+def test_a_message_names_few_nodes_of_many() -> None:
+    (words,) = _asked(64, [_view(number, error="no route") for number in range(64)]).messages.values()
+    assert words.startswith("no node can be reached: n0: no route; n1: no route;")
+    assert words.endswith("and 60 more")
+    taken = [replace(_view(number, up=True), gpus=4) for number in range(64)]
+    (words,) = _asked(64, taken).messages.values()
+    assert words.startswith("no room for t0: n0: 4 of 4 GPUs free, 8 asked, ")
+    assert words.endswith("and 60 more")
+
+
+def test_enough_nodes_are_enough_although_others_are_not_there_yet() -> None:
+    leases = _asked(2, [_view(0, up=True), _view(1), _view(2, up=True)])
+    assert [sorted(command.lease.nodes.values()) for command in leases.commands if command.lease] == [["n0", "n2"]]
