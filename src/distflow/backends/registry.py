@@ -10,6 +10,7 @@ from types import MappingProxyType
 from distflow.backends.base import Backend, LogSink, Sink
 from distflow.errors import InputError
 from distflow.pools.model import Pool
+from distflow.transports.loading import load_ssh
 
 __all__ = ["BACKENDS", "open_backend", "preload"]
 
@@ -25,7 +26,7 @@ def preload(names: Iterable[str]) -> None:
         if name in BACKENDS:
             importlib.import_module(BACKENDS[name])
         if name == "ssh":
-            importlib.import_module("distflow.transports.ssh")
+            load_ssh()
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Backend:

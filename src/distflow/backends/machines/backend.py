@@ -36,6 +36,7 @@ from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
 from distflow.transports.base import Transport
 from distflow.transports.destination import SshDestination
+from distflow.transports.loading import load_ssh
 from distflow.transports.local import LocalTransport
 
 __all__ = ["MachinesBackend", "open_backend", "transport_of"]
@@ -311,9 +312,7 @@ def transport_of(pool: Pool, node: Node) -> Transport:
     """Return the way to a node; nothing is connected yet."""
     if pool.backend == "local":
         return LocalTransport(node.name)
-    from distflow.transports.ssh import SshTransport  # noqa: PLC0415  paramiko takes half a second to import
-
-    return SshTransport(
+    return load_ssh()(
         node.name,
         SshDestination(
             host=node.host,
