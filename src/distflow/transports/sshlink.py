@@ -35,6 +35,9 @@ __all__ = ["SshLink"]
 
 _MOST_HOPS = 16
 _STUCK_S = 3.0
+_AT_THE_DOOR = 8
+_doors: dict[tuple[Hop, ...], threading.BoundedSemaphore] = {}
+_doors_lock = threading.Lock()
 _T = TypeVar("_T")
 
 
@@ -70,7 +73,8 @@ class SshLink:
             raise TransportError(self.node, f"the SSH configuration is wrong: {error}") from error
         self.place, self.connect_timeout_s = host.place, host.connect_timeout_s
         try:
-            self._wire = self._reach(host, host.proxy_jump, host.place, Deadline(host.connect_timeout_s))
+            with _door(host.proxy_jump):
+                self._wire = self._reach(host, host.proxy_jump, host.place, Deadline(host.connect_timeout_s))
         except SshConfigWrong as error:
             raise TransportError(self.node, f"the SSH configuration is wrong: {error}") from error
         finally:
@@ -302,6 +306,18 @@ class SshLink:
             words += ["-p", str(given.port)] if given.port is not None else []
             words += ["-l", given.user] if given.user is not None else []
         return quote([*words, host.alias, "true"])
+
+
+def _door(jumps: Sequence[Hop]) -> contextlib.AbstractContextManager[object]:
+    """Let only some logins at a time go through the same jump hosts; none are counted on a direct way.
+
+    sshd drops connections at random when more than ten are not logged in yet (MaxStartups 10:30:100, sshd_config(5)). The time
+    spent waiting here is not the connection's.
+    """
+    if not jumps:
+        return contextlib.nullcontext()
+    with _doors_lock:
+        return _doors.setdefault(tuple(jumps), threading.BoundedSemaphore(_AT_THE_DOOR))
 
 
 def _quietly(close: Callable[[], object]) -> None:

@@ -18,6 +18,7 @@ from distflow.errors import HostKeyUnknown, NodeUnreachable, TransportError
 from distflow.shell import quote
 from distflow.testing.sshd import Sshd, free_port
 from distflow.testing.waiting import wait_until
+from distflow.transports.fanout import fan_out
 from distflow.transports.ssh import SshDestination, SshTransport
 from integration.ssh.conftest import MakeServer, Reach
 from integration.ssh.test_hostkeys import works
@@ -289,6 +290,16 @@ class TestJumpHosts:
         config = configure(first.client_stanza(), server.client_stanza(ProxyJump="closed"))
         with pytest.raises(NodeUnreachable, match=r"jump host closed \(.*\) is not allowed to forward to"):
             works(reach(server, config_file=config))
+
+    def test_many_nodes_behind_one_jump_host_are_all_reached(
+        self, server: Sshd, make_server: MakeServer, reach: Reach, configure: Configure
+    ) -> None:
+        # It drops whoever comes while ten others are not logged in yet.
+        bastion = make_server("bastion", "127.0.1.8", options={"MaxStartups": "10:100:10"})
+        config = configure(bastion.client_stanza(), server.client_stanza(ProxyJump="bastion"))
+        transports = [reach(server, config_file=config) for _ in range(24)]
+        outcomes = fan_out(transports, lambda one: one.run(["true"], timeout_s=60).exit_code)
+        assert [str(one.error or one.value) for one in outcomes] == ["0"] * 24
 
     def test_jump_hosts_that_lead_to_each_other_end(self, server: Sshd, reach: Reach, configure: Configure) -> None:
         blocks = ["Host a\n  ProxyJump b\n", "Host b\n  ProxyJump a\n", server.client_stanza(ProxyJump="a")]
