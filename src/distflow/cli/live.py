@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Watch", "follow_workflow", "watch_workflow"]
 
-_LOOK_EVERY = 3
-"""Polls of the logs for one of the store."""
 _WAKE_EVERY = 30
 """Looks at the store between two checks that a supervisor is at work."""
 _PATIENCE_S = 10.0
@@ -56,8 +54,7 @@ class Watch:
 
     def logs_are_over(self) -> bool:
         """Return whether the workflow has ended and its logs are here, or stand still; to be asked every ``POLL_S``."""
-        if self._polls % _LOOK_EVERY == 0:
-            self.look()
+        self.look()
         self._polls += 1
         if not self.record.state.is_final:
             return False

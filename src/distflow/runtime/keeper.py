@@ -210,10 +210,11 @@ class _Keeper:
         end = records.make_end(self._state, self._reason or "exited", **known)
         # Given back before the end is told: who hears of it may want them at once, and the runner lives some instants longer.
         self._grip.unlock()
-        records.write_end(self._grip.dir_fd, self._grip.record, end)
+        record = records.write_end(self._grip.dir_fd, self._grip.record, end)
         if self._release is not None:
             self._release({})
         self._visitors.tell("status")
+        os.fsync(record)
 
     # -- requests
 

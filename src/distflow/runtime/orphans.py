@@ -40,7 +40,8 @@ def settle(root: str, attempt: str) -> Json:
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         size = os.stat(attempts.LOG, dir_fd=dir_fd).st_size
         error = records.read_error(directory)
-        records.write_end(dir_fd, -1, records.make_end(state, reason, message=message, output_bytes=size, error=error))
+        end = records.make_end(state, reason, message=message, output_bytes=size, error=error)
+        os.fsync(records.write_end(dir_fd, -1, end))
     finally:
         os.close(lock)
     return {}

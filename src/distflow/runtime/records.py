@@ -139,8 +139,12 @@ def make_end(state: Json, reason: str, **known: Any) -> Json:
     return end
 
 
-def write_end(dir_fd: int, record_fd: int, end: Json) -> None:
-    """Write the record into its allocated space and give it its name. ``record_fd`` below 0: allocate one now."""
+def write_end(dir_fd: int, record_fd: int, end: Json) -> int:
+    """Write the record into its allocated space and give it its name. ``record_fd`` below 0: allocate one now.
+
+    Whoever reads it sees it now. The descriptor that is returned is to be synced once it has been told: a disk may take its
+    time, and should the power fail in between, the attempt counts as ended by the reboot.
+    """
     data = json.dumps(end).encode()
     if record_fd < 0:
         try:
@@ -151,5 +155,5 @@ def write_end(dir_fd: int, record_fd: int, end: Json) -> None:
     while written < len(data):
         written += os.pwrite(record_fd, data[written:], written)
     os.ftruncate(record_fd, len(data))
-    os.fsync(record_fd)
     os.rename(SPARE_END, END, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    return record_fd

@@ -94,4 +94,4 @@ def _take_over(grip: Grip, keeper_status: int, output_read: int) -> None:
     grip.unlock()
     known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(grip.directory))
     known["message"] = hunt.message or "the process that keeps the task {}".format(keeper.tell(keeper_status))
-    records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known))
+    os.fsync(records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known)))

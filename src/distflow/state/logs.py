@@ -22,7 +22,7 @@ from distflow.state.mirror import INDEX, OUTPUT
 
 __all__ = ["POLL_S", "LogLine", "LogSource", "follow_lines", "mirrored_bytes", "read_lines"]
 
-POLL_S = 0.15
+POLL_S = 0.1
 """Between two looks for new lines."""
 
 _BLOCK = 64 << 10
