@@ -25,6 +25,8 @@ Errors say what happened, where, and what to do; the command line prints them as
 
 from __future__ import annotations
 
+from typing import Literal
+
 __all__ = [
     "AgentError",
     "AuthenticationRefused",
@@ -105,7 +107,12 @@ class AuthenticationRefused(NodeUnreachable):
 
 
 class BootstrapFailed(TransportError):
-    """The node was reached, but distflow's runtime did not come up there."""
+    """The node was reached, but distflow's runtime did not come up there: because of its ``python``, or of its ``root``."""
+
+    def __init__(self, node: str, detail: str, *, hint: str = "", about: Literal["python", "root"] = "python") -> None:
+        """Keep ``about``, so that a check can name the setting."""
+        super().__init__(node, detail, hint=hint)
+        self.about: Literal["python", "root"] = about
 
 
 class AgentError(NodeError):

@@ -23,6 +23,8 @@ __all__ = ["NetnsHost", "Network", "missing_netns"]
 
 _PREFIX = "dfn"
 _NAMES = re.compile(rf"^{_PREFIX}[bvh]([0-9a-f]+)(?:-\d+)?$")
+_NETWORKS = itertools.count(1)
+"""Networks of this process: several may stand at a time."""
 _LOCK = "/tmp/distflow-netns.lock"  # noqa: S108  shared by all test runs of the machine
 
 
@@ -43,7 +45,8 @@ class Network:
 
     def __init__(self) -> None:
         """Make nothing yet."""
-        self._me = f"{os.getpid():x}"
+        number = next(_NETWORKS)
+        self._me = f"{os.getpid():x}-{number}"
         self.bridge = f"{_PREFIX}b{self._me}"
         self._subnet = ""
         self._numbers = itertools.count(1)
@@ -75,7 +78,7 @@ class Network:
         another is in a network with that one alone.
         """
         number = next(self._numbers)
-        host = NetnsHost(self, f"{self._me}-{number}", f"{self._subnet}.{number}", directory, options, hostname)
+        host = NetnsHost(self, f"{self._me}{number:02}", f"{self._subnet}.{number}", directory, options, hostname)
         self._hosts.append(host)
         if behind is None:
             host.open(self.bridge)

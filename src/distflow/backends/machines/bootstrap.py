@@ -13,7 +13,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from distflow.backends.machines.link import AgentLink, Event
 from distflow.backends.machines.remedies import after_exit, after_report
@@ -168,8 +168,11 @@ def open_service(transport: Transport, root: str, python: str, service: str, *, 
             if word != "error":
                 word, detail = greeting.next_word()
         if word == "error":
-            what, remedy = after_report(json.loads(detail))
-            raise BootstrapFailed(transport.name, what, hint=remedy or greeting.heard())
+            report = json.loads(detail)
+            what, remedy = after_report(report)
+            # What the system refuses there is about the directory; the rest is about the interpreter.
+            about: Literal["python", "root"] = "python" if report.get("errno") is None else "root"
+            raise BootstrapFailed(transport.name, what, hint=remedy or greeting.heard(), about=about)
     except BaseException:
         channel.close()
         raise

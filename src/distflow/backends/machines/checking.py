@@ -134,7 +134,7 @@ def _ask(pool: Pool, session: _Session) -> None:
     try:
         link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s, ping_s=pool.ping_s)
     except BootstrapFailed as error:
-        raise _explained(node, transport, error) from error
+        raise (_explained(node, transport, error) if error.about == "python" else error) from error
     session.link = link
     facts = link.request("hello", watch=[])["facts"]
     samples = []

@@ -20,7 +20,6 @@ _LEAST_FREE = 1 << 30
 _LEAST_FREE_PART = 0.05
 _FEW = 5
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "afs")
-_PLACE_WORDS = ("Permission denied", "Read-only file system", "No space left", "Disk quota exceeded", "Not a directory")
 
 
 class Grade(str, Enum):
@@ -90,14 +89,7 @@ def _out_of_reach(measured: Measured) -> Finding:
     error = measured.error
     message = error.detail if isinstance(error, NodeError) else str(error)
     hint = error.hint if error is not None else ""
-    about = "ssh"
-    if isinstance(error, BootstrapFailed):
-        about = "python"
-        if any(words in message + hint for words in _PLACE_WORDS):
-            about, hint = (
-                "root",
-                f"make `root` ({measured.node.root}) a directory that its user can write to, or set another one",
-            )
+    about = error.about if isinstance(error, BootstrapFailed) else "ssh"
     return Finding(grade=Grade.ERROR, about=about, nodes=(measured.node.name,), message=message, hint=hint)
 
 
