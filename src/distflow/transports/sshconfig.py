@@ -6,6 +6,7 @@ package for ``Match exec``; the tests hold this one against ``ssh -G``.
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import pwd
@@ -137,6 +138,25 @@ def _read_file(path: Path) -> str:
         raise SshConfigWrong(f"{path} cannot be read: {error.strerror}") from error
 
 
+@functools.lru_cache(maxsize=32)
+def _lines(text: str, name: str) -> tuple[tuple[str, tuple[str, ...], str], ...]:
+    """Return keyword, words and place of each line that says something; the hosts of a pool all look into one file."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        where = f"{name}:{number}"
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        parsed = _LINE.match(line)
+        if parsed is None:
+            raise SshConfigWrong(f"{where}: this is no `Keyword value`: {line.strip()}")
+        keyword, rest = parsed[1].lower(), parsed[2].strip()
+        words = (rest,) if keyword in _RAW else split_words(rest, where)
+        if not words or not words[0]:
+            raise SshConfigWrong(f"{where}: `{parsed[1]}` has no value")
+        found.append((keyword, words, where))
+    return tuple(found)
+
+
 @dataclass
 class _Reader:
     host: str
@@ -149,17 +169,7 @@ class _Reader:
     def file(self, path: Path, folder: str, depth: int, *, is_active: bool) -> None:
         """Take what holds for the host from one file; blocks in it can hold only where ``is_active``."""
         holds = is_active
-        for number, line in enumerate(self.read(path).splitlines(), 1):
-            where = f"{path}:{number}"
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            parsed = _LINE.match(line)
-            if parsed is None:
-                raise SshConfigWrong(f"{where}: this is no `Keyword value`: {line.strip()}")
-            keyword, rest = parsed[1].lower(), parsed[2].strip()
-            words = (rest,) if keyword in _RAW else split_words(rest, where)
-            if not words or not words[0]:
-                raise SshConfigWrong(f"{where}: `{parsed[1]}` has no value")
+        for keyword, words, where in _lines(self.read(path), str(path)):
             if keyword == "host":
                 holds = is_active and matches_list(self.host, words)
             elif keyword == "match":
