@@ -225,3 +225,24 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path) -> None:
                 pipe.flush()
     assert not [one for one in bench.seen if isinstance(one, Prepared)]
     bench.backend.close()
+
+
+def test_a_released_attempt_may_be_leased_and_sent_its_files_again(tmp_path: Path) -> None:
+    bench = _machines(tmp_path)
+    data = os.urandom(100_000)
+    blob = PlannedFile(path="work/blob", shown="blob", blob=hashlib.sha256(data).hexdigest(), size=len(data))
+    (tmp_path / "blobs" / str(blob.blob)).write_bytes(data)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    key = bench.key()
+    for _ in range(2):
+        bench.seen.clear()
+        bench.backend.lease(bench.request("t"))
+        bench.await_one(Leased)
+        bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), {}, 5.0)
+        bench.await_one(Prepared, key=key)
+        bench.backend.release(key)
+        bench.await_one(Released, key=key)
+        # Or it would not have to be sent again.
+        (tmp_path / "node" / "blobs" / str(blob.blob)).unlink()
+    bench.backend.close()

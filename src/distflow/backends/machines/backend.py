@@ -89,6 +89,7 @@ class MachinesBackend:
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
         """Stage what is large, then write the launch record; in a thread, because that may take minutes."""
+        self._unwanted.discard(key)
         self._workers.submit(self._prepare, key, launch, dict(secrets), stop_grace_s)
 
     def start(self, key: AttemptKey) -> None:
