@@ -216,8 +216,7 @@ class Supervisor:
                 key
                 for group in record.groups
                 for task in group.tasks
-                if (key := key_of(record, group, task)) is not None
-                and not (task.state.is_final and task.log_complete and task.stray is None)
+                if (key := key_of(record, group, task)) is not None and not _is_done(task)
             ]
             if keys:
                 backend.watch(keys)

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.cli.live import watch_workflow
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import CancelRequest, Event, GroupRecord
+from distflow.state.record import CancelRequest, Event, GroupRecord, Transfer
 from unit.cli.screen import Screen, Terminal, hold_against
 from unit.state.stored import (
     T0,
@@ -48,6 +48,22 @@ def test_programs_get_one_document(screen: Screen) -> None:
     assert screen.run("query", failed(screen), "--format-type", "json") == 0
     hold_against("query_failed.json", screen.out)
     assert json.loads(screen.out)["groups"][0]["first_cause"]["task"] == "worker"
+
+
+def test_files_on_their_way_are_shown_until_they_are_there(screen: Screen) -> None:
+    moves = Transfer(sent=340 << 20, total=3 << 30, bytes_per_s=112.4 * 2**20, at=T0 + 5)
+    waiting = replace(running_group(), state=State.INITIALIZING, tasks=(task("master", State.INITIALIZING, transfer=moves),))
+    record = submit(screen.store, workflow([waiting], state=WorkflowState.PENDING))
+    with supervised(screen.directory):
+        assert screen.run("query", record.uuid) == 0
+        assert "receives its files: 340 MiB of 3.0 GiB, 112 MiB/s" in screen.out
+        assert screen.run("query", record.uuid, "-t", "json") == 0
+    told = json.loads(screen.out)["groups"][0]["tasks"][0]["transfer"]
+    assert told == {"sent_bytes": 340 << 20, "total_bytes": 3 << 30, "bytes_per_second": 117859942}
+    screen.store.save([replace(record, groups=(running_group(),), state=WorkflowState.RUNNING)], [])
+    with supervised(screen.directory):
+        screen.run("query", record.uuid)
+    assert "receives" not in screen.out
 
 
 def test_outputs_and_warnings_are_shown(screen: Screen) -> None:
