@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 from distflow.documents.problems import Problem
 from distflow.spec.model import FileSpec, WorkflowSpec
@@ -83,29 +83,35 @@ def _store_bytes(data: bytes, blobs: Path) -> Bundle:
     with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
         sink.write(data)
     os.replace(sink.name, blobs / digest)
-    return Bundle(digest=digest, size=len(data), mode=_mode(data[:2], 0), text=_as_text(data))
+    return Bundle(digest=digest, size=len(data), mode=_mode(data, 0), text=_as_text(data))
 
 
 def _store_file(path: Path, blobs: Path) -> Bundle:
     with path.open("rb") as source:
         status = os.fstat(source.fileno())
-        head = source.read(_TEXT_LIMIT + 1)
-        hasher = hashlib.sha256(head)
-        size = len(head)
-        while chunk := source.read(_CHUNK):
-            hasher.update(chunk)
-            size += len(chunk)
-        if not (blobs / hasher.hexdigest()).exists():
-            # Hashed anew: it may change at this moment, and what is stored is what counts.
+        if any(path.stat().st_size == status.st_size for path in blobs.iterdir()):
+            # It may lie there already: reading is all that this takes then.
+            digest, size, head = _read(source, None)
+            if (blobs / digest).exists():
+                return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
             source.seek(0)
-            hasher, size = hashlib.sha256(), 0
-            with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
-                while chunk := source.read(_CHUNK):
-                    hasher.update(chunk)
-                    size += len(chunk)
-                    sink.write(chunk)
-            os.replace(sink.name, blobs / hasher.hexdigest())
-    return Bundle(digest=hasher.hexdigest(), size=size, mode=_mode(head[:2], status.st_mode), text=_as_text(head))
+        with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+            digest, size, head = _read(source, sink)
+    os.replace(sink.name, blobs / digest)
+    return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
+
+
+def _read(source: BinaryIO, sink: IO[bytes] | None) -> tuple[str, int, bytes]:
+    """Read to the end, into ``sink`` too when there is one; return digest, size and as much as may be text."""
+    head = source.read(_TEXT_LIMIT + 1)
+    hasher, size, chunk = hashlib.sha256(), 0, head
+    while chunk:
+        hasher.update(chunk)
+        size += len(chunk)
+        if sink is not None:
+            sink.write(chunk)
+        chunk = source.read(_CHUNK)
+    return hasher.hexdigest(), size, head
 
 
 def _store_tree(root: Path, blobs: Path) -> Bundle:
@@ -167,4 +173,4 @@ def _as_text(data: bytes) -> str | None:
 
 
 def _mode(head: bytes, status_mode: int) -> int:
-    return 0o700 if head == b"#!" or status_mode & 0o100 else 0o600
+    return 0o700 if head[:2] == b"#!" or status_mode & 0o100 else 0o600

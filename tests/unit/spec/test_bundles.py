@@ -1,0 +1,83 @@
+"""What a spec sends is stored once, by its content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.spec.bundles import Bundle, bundle_files
+from distflow.spec.parse import load_spec
+
+SPEC = """
+workflow:
+  name: send
+  tasks:
+  - name: one
+    command: ["true"]
+    files: [{path: /x, localpath: what}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the spec lies; what it sends is `what` beside it."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return tmp_path
+
+
+def bundle(folder: Path) -> Bundle:
+    spec, _ = load_spec(str(folder / "spec.yaml"))
+    bundles, problems = bundle_files(spec, folder / "blobs")
+    assert problems == ()
+    (one,) = bundles.values()
+    stored = (folder / "blobs" / one.digest).read_bytes()
+    assert (hashlib.sha256(stored).hexdigest(), len(stored)) == (one.digest, one.size)
+    return one
+
+
+@pytest.mark.parametrize("size", [0, 5, (1 << 20) + 1, 5_000_000])
+def test_a_file_is_stored_by_its_content(folder: Path, size: int) -> None:
+    data = os.urandom(size)
+    (folder / "what").write_bytes(data)
+    one = bundle(folder)
+    assert (folder / "blobs" / one.digest).read_bytes() == data
+    assert (one.is_tar, one.mode) == (False, 0o600)
+
+
+def test_an_unchanged_file_is_not_stored_again_and_a_changed_one_is(folder: Path) -> None:
+    (folder / "what").write_bytes(b"a" * 100)
+    first = bundle(folder)
+    inode = (folder / "blobs" / first.digest).stat().st_ino
+    assert bundle(folder) == first
+    assert (folder / "blobs" / first.digest).stat().st_ino == inode
+    (folder / "what").write_bytes(b"b" * 100)
+    assert bundle(folder).digest != first.digest
+    assert len(list((folder / "blobs").iterdir())) == 2
+
+
+def test_text_is_told_from_other_content(folder: Path) -> None:
+    for data, text in ((b"{{output}}\n", "{{output}}\n"), (b"\0\1", None), (b"\xff", None), (b"x" * ((1 << 20) + 1), None)):
+        (folder / "what").write_bytes(data)
+        assert bundle(folder).text == text
+
+
+def test_a_script_may_be_executed(folder: Path) -> None:
+    (folder / "what").write_text("#!/bin/sh\n")
+    assert bundle(folder).mode == 0o700
+
+
+def test_equal_directories_have_one_digest_whatever_their_times(folder: Path) -> None:
+    (folder / "what" / "sub").mkdir(parents=True)
+    (folder / "what" / "sub" / "a.py").write_text("a")
+    (folder / "what" / "b.log").write_text("b")
+    first = bundle(folder)
+    assert first.is_tar
+    os.utime(folder / "what" / "sub" / "a.py", (0, 0))
+    assert bundle(folder) == first
+    (folder / "what" / ".gitignore").write_text("*.log\n")
+    without = bundle(folder)
+    (folder / "what" / "b.log").write_text("changed, and ignored")
+    assert bundle(folder) == without != first
