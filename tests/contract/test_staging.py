@@ -203,6 +203,44 @@ def test_a_large_and_a_small_file_are_placed(node: NodeUnderTest) -> None:
     assert (node.directory(attempt) / "work/small.bin").read_bytes() == b"\0\1\2"
 
 
+def test_what_a_task_does_to_its_file_is_its_own_affair(node: NodeUnderTest) -> None:
+    link = node.connect()
+    data = os.urandom(1_000_000)
+    name = node.stage(data)
+    asked = [{"hash": name, "size": len(data)}]
+
+    def run(script: str) -> bytes:
+        attempt = node.start(link, ["sh", "-c", script], files=[{"path": "work/d", "blob": name, "mode": 0o600}])
+        assert node.end(attempt)["exit_code"] == 0
+        return (node.directory(attempt) / "work/d").read_bytes()
+
+    assert run("true") == data
+    # Another attempt has the blob's own file: this one has a copy, and what it does to it is nobody else's business.
+    assert run("printf x >> d") == data + b"x"
+    assert link.request("stage", blobs=asked)["missing"] == []
+    assert run("true") == data
+    link.request("clean", workflow=node.workflow, keep_output=False)
+    # This one has the blob's own file. It writes to it: the blob is no longer what it was, and is sent again.
+    assert run("printf x >> d") == data + b"x"
+    assert link.request("stage", blobs=asked)["missing"] == [name]
+    attempt = node.lease(link)
+    with pytest.raises(AgentError, match="was not staged"):
+        link.request("prepare", attempt=attempt, launch=launch_of(["true"], files=[{"path": "work/d", "blob": name}]))
+    assert node.stage(data) == name
+    assert run("true") == data
+
+
+def test_where_no_fractions_of_seconds_are_kept_every_attempt_has_a_copy(node: NodeUnderTest) -> None:
+    link = node.connect()
+    name = node.stage(b"data")
+    (node.root / "blobs" / ".unmarked").touch()
+    os.utime(node.root / "blobs" / name, (1_000_000_000, 1_000_000_000))
+    attempt = node.start(link, ["sh", "-c", "printf x >> d"], files=[{"path": "work/d", "blob": name, "mode": 0o600}])
+    assert node.end(attempt)["exit_code"] == 0
+    assert (node.root / "blobs" / name).read_bytes() == b"data"
+    assert link.request("stage", blobs=[{"hash": name, "size": 4}])["missing"] == []
+
+
 def test_a_blob_that_was_not_staged_is_missed(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.lease(link)

@@ -2,6 +2,10 @@
 
 The agent says which are missing; ``receiver`` brings them. What is half there is kept under a ``.part`` name, so that a
 transfer that broke off goes on where it stopped.
+
+The first attempt that needs a blob gets the file itself, by a hard link, and every other one a copy. A task may do with its
+files what it likes: a whole blob has a certain fraction of a second in its time of modification, which any writing changes,
+and then the blob is missing. Where a file system keeps no such fractions, nothing is linked.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ from typing import List, Optional
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["BLOBS", "Part", "missing", "path_of"]
+__all__ = ["BLOBS", "Part", "is_whole", "missing", "path_of", "take"]
 
 BLOBS = "blobs"
 _PART = ".part"
 _STALE_S = 86400.0
+_MARK = 271_828_182
+_UNMARKED = ".unmarked"
 
 
 def path_of(root: str, name: object) -> str:
@@ -36,9 +42,9 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     lacking, needed = [], 0
     for blob in blobs:
         path, size = path_of(root, blob["hash"]), int(blob["size"])
-        try:
-            os.utime(path)  # in use: cleaning goes by age
-        except FileNotFoundError:
+        if is_whole(path):
+            os.utime(path, ns=(int(now() * 1e9), os.stat(path).st_mtime_ns))  # read now: cleaning goes by age
+        else:
             lacking.append(blob["hash"])
             needed += size - _size_of(path + _PART)
     disk = os.statvfs(directory)
@@ -46,6 +52,29 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     if free < needed:
         raise OpError("no_space", "{} bytes are needed in {}, {} are free".format(needed, directory, free))
     return lacking
+
+
+def is_whole(path: str) -> bool:
+    """Whether the blob is there, as it was received."""
+    try:
+        stamp = os.stat(path).st_mtime_ns
+    except FileNotFoundError:
+        return False
+    return stamp % 10**9 == _MARK or not _keeps_marks(os.path.dirname(path))
+
+
+def take(path: str, new: str) -> bool:
+    """Link a whole blob to ``new`` when no other attempt has it. False: it is to be copied."""
+    if not _keeps_marks(os.path.dirname(path)) or os.stat(path).st_nlink > 1:
+        return False
+    try:
+        os.link(path, new)
+    except OSError:
+        return False  # there are file systems without
+    if os.stat(path).st_nlink > 2:
+        os.unlink(new)  # another one took it at the same moment
+        return False
+    return True
 
 
 class Part:
@@ -67,7 +96,11 @@ class Part:
         self.size = os.fstat(fd).st_size
 
     def finish(self) -> None:
-        """It is whole: give it its name."""
+        """It is whole: mark it, and give it its name."""
+        os.utime(self.fd, ns=(int(now() * 1e9), int(now()) * 10**9 + _MARK))
+        directory = os.path.dirname(self._final)
+        if os.fstat(self.fd).st_mtime_ns % 10**9 != _MARK:
+            os.close(os.open(os.path.join(directory, _UNMARKED), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         os.rename(self.path, self._final)
         os.close(self.fd)
 
@@ -92,6 +125,10 @@ def _open_locked(path: str) -> Optional[int]:
         except FileNotFoundError:
             pass
         os.close(fd)  # it was finished or swept while we opened it
+
+
+def _keeps_marks(directory: str) -> bool:
+    return not os.path.exists(os.path.join(directory, _UNMARKED))
 
 
 def _size_of(path: str) -> int:

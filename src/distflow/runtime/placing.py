@@ -9,7 +9,7 @@ import json
 import os
 from typing import BinaryIO, Optional, Set
 
-from distflow.runtime.blobs import path_of
+from distflow.runtime.blobs import is_whole, path_of, take
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["LAUNCH", "inside", "is_quick", "place", "write_launch"]
@@ -71,6 +71,8 @@ def _place(root: str, directory: str, file: Json) -> None:
         raise OpError("bad_request", "{!r} is a file of distflow's own".format(relative))
     path = inside(directory, relative)
     try:
+        if not file.get("is_tar") and _is_taken(root, file, path):
+            return
         with _content(root, file) as source:
             if file.get("is_tar"):
                 from distflow.runtime.unpacking import unpack
@@ -79,7 +81,9 @@ def _place(root: str, directory: str, file: Json) -> None:
                 unpack(source, path)
             else:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                _write(source, path, int(file.get("mode") or 0o600) & 0o777)
+                _write(source, path, _mode_of(file))
+                if file.get("blob") is not None and not is_whole(path_of(root, file["blob"])):
+                    raise _not_staged(file)  # who has the blob itself wrote to it while it was copied
     except OSError as error:
         raise OpError.from_os(error, "the file {} cannot be placed".format(relative)) from error
 
@@ -90,9 +94,32 @@ def _content(root: str, file: Json) -> BinaryIO:
     if file.get("data") is not None:
         return io.BytesIO(binascii.a2b_base64(file["data"]))
     path = path_of(root, file.get("blob"))
-    if not os.path.isfile(path):
-        raise OpError("not_found", "the blob {} of {} was not staged".format(file.get("blob"), file["path"]))
+    if not is_whole(path):
+        raise _not_staged(file)
     return open(path, "rb")
+
+
+def _not_staged(file: Json) -> OpError:
+    return OpError("not_found", "the blob {} of {} was not staged".format(file.get("blob"), file["path"]))
+
+
+def _is_taken(root: str, file: Json, path: str) -> bool:
+    """Whether the blob itself could become the file."""
+    if file.get("blob") is None or not is_whole(path_of(root, file["blob"])):
+        return False
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    new = path + ".new"
+    if os.path.lexists(new):
+        os.unlink(new)
+    if not take(path_of(root, file["blob"]), new):
+        return False
+    os.chmod(new, _mode_of(file))
+    os.rename(new, path)
+    return True
+
+
+def _mode_of(file: Json) -> int:
+    return int(file.get("mode") or 0o600) & 0o777
 
 
 def _write(source: BinaryIO, path: str, mode: int) -> None:

@@ -17,7 +17,7 @@ import zlib
 from typing import BinaryIO, Optional
 
 from distflow.runtime import processes
-from distflow.runtime.blobs import Part, path_of
+from distflow.runtime.blobs import Part, is_whole, path_of
 from distflow.runtime.wire import Json, OpError, encode
 
 __all__ = ["FRAME", "LARGEST_FRAME", "RAW", "ZLIB", "serve"]
@@ -49,7 +49,7 @@ def serve(root: str, _umask: int) -> None:
 
 
 def _receive(source: BinaryIO, path: str, name: str, size: int) -> None:
-    if os.path.exists(path):
+    if is_whole(path):
         _say({"at": size})
         _say({"done": True})
         return

@@ -25,6 +25,8 @@ _WORTHWHILE = 0.9
 """A frame that shrinks to less is sent packed."""
 _SKIPPED = 31
 """After one that did not, so many go as they are, before packing is tried again."""
+_SAMPLE = 32 << 10
+"""Bytes of a frame that are packed to find out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +87,10 @@ def _frames(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
         kind, content = RAW, data
         if skip:
             skip -= 1
+        elif len(zlib.compress(data[:_SAMPLE], _LEVEL)) < _WORTHWHILE * len(data[:_SAMPLE]):
+            kind, content = ZLIB, zlib.compress(data, _LEVEL)
         else:
-            packed = zlib.compress(data, _LEVEL)
-            if len(packed) < _WORTHWHILE * len(data):
-                kind, content = ZLIB, packed
-            else:
-                skip = _SKIPPED
+            skip = _SKIPPED
         yield len(data), FRAME.pack(len(content), kind) + content
 
 
