@@ -20,6 +20,7 @@ from distflow.cli.submission import Checked, Overrides, Ready, check, parse_over
 from distflow.documents.problems import Problem, ProblemsFound, Severity
 from distflow.errors import WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
+from distflow.lifecycle.upstream import waits_for
 from distflow.plan.compile import compile_plan
 from distflow.plan.render import plan_json, plan_text, script
 from distflow.pools.choose import choose_pool
@@ -149,6 +150,7 @@ def _valid_text(file: str, checked: Checked) -> str:
     groups = len(checked.spec.groups)
     tasks = sum(len(group.tasks) for group in checked.spec.groups)
     lines = [f"{file}: valid: {groups} group{'s' * (groups != 1)}, {tasks} task{'s' * (tasks != 1)}"]
+    lines += [f"  {group.name} {waits_for(group.upstream)}" for group in checked.spec.groups if group.upstream]
     for name, picture in checked.pictures.items():
         lines += ["", f"  {name}", *("  " + line for line in picture.splitlines()), ""]
     return "\n".join(lines) + "\n"
@@ -191,6 +193,7 @@ def _store(ready: Ready, overrides: Overrides, directory: StateDirectory, store:
         groups=tuple(
             GroupRecord(
                 name=group.name,
+                upstream=group.upstream,
                 tasks=tuple(
                     TaskRecord(
                         name=launch.task,

@@ -11,6 +11,7 @@ from distflow.cli.times import duration, iso, local_minute, local_second
 from distflow.documents.quantities import bytes_text
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
+from distflow.lifecycle.upstream import still_awaited, waits_for
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 
 __all__ = [
@@ -165,7 +166,7 @@ def _group_words(group: GroupRecord, paint: Paint) -> Iterator[str]:
         for number, line in enumerate(group.cause.lines):
             yield f"{'Its last lines: ' if number == 0 else '                '}| {plain(line)}"
     elif group.state is State.WAITING:
-        yield f"waits for {group.message or 'the groups before it'}"
+        yield plain(group.message) or waits_for(group.upstream or ("the groups before it",))
     elif group.state is State.SCHEDULING:
         yield from _lines(f"waits: {group.message}" if group.message else "waits for nodes")
     elif group.message:
@@ -253,15 +254,16 @@ def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_line
 
     OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``submit_time``,
     ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``status``, ``pool``, ``warnings``, ``groups``;
-    of a group ``name``, ``status``, its times, ``failure_message``, ``tasks``; of a task ``name``, ``retry_id``, ``status``,
+    of a group ``name``, ``status``, its times, ``remaining_upstream_groups`` (that have not completed), ``downstream_groups``,
+    ``failure_message``, ``tasks``; of a task ``name``, ``retry_id``, ``status``,
     ``failure_message``, ``exit_code``, ``node_name``, ``lead``, its times. Times are ISO 8601 in UTC without a zone; what is
     not known is null.
 
-    distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``message`` (what it waits for, or why
-    it ended) and ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code``, ``signal``,
-    ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files while they are
-    on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``, ``last_line``,
-    ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
+    distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``upstream_groups``, ``message`` (what
+    it waits for, or why it ended) and ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code``,
+    ``signal``, ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files while
+    they are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``,
+    ``last_line``, ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
 
     Groups and tasks stand in the order of the spec. Without ``now``, durations of what has not ended are null.
     """
@@ -272,7 +274,7 @@ def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_line
         "cancelled_by": record.cancel.by if record.cancel else None,
         **_workflow_fields(record, now),
         "warnings": list(record.warnings),
-        "groups": [_group_json(group, now, last_lines) for group in record.groups],
+        "groups": [_group_json(record, group, now, last_lines) for group in record.groups],
     }
 
 
@@ -313,7 +315,8 @@ def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, obj
     }
 
 
-def _group_json(group: GroupRecord, now: float | None, last_lines: LastLines) -> dict[str, object]:
+def _group_json(record: WorkflowRecord, group: GroupRecord, now: float | None, last_lines: LastLines) -> dict[str, object]:
+    states = {one.name: one.state for one in record.groups}
     return {
         "name": group.name,
         "status": group.status,
@@ -323,6 +326,9 @@ def _group_json(group: GroupRecord, now: float | None, last_lines: LastLines) ->
         "initializing_start_time": iso(group.initializing_at),
         "start_time": iso(group.running_at),
         "end_time": iso(group.ended_at),
+        "upstream_groups": list(group.upstream),
+        "remaining_upstream_groups": list(still_awaited(group.upstream, states)),
+        "downstream_groups": [one.name for one in record.groups if group.name in one.upstream],
         "failure_message": group.message or None if group.state in (State.FAILED, State.CANCELED) else None,
         "message": group.message,
         "first_cause": _cause_json(group.cause) if group.cause else None,

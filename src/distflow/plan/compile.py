@@ -69,6 +69,7 @@ def _group(
         # One world lives and dies as one: its collectives cannot go on without a member.
         ignore_nonlead_status=ignore if ignore is not None else world is None,
         timeouts=group.timeouts,
+        upstream=group.upstream,
     )
 
 

@@ -97,6 +97,8 @@ class GroupPlan:
     barrier: bool = True
     ignore_nonlead_status: bool = True
     timeouts: Timeouts = Timeouts()
+    upstream: tuple[str, ...] = ()
+    """Groups that must have completed before it is queued."""
 
     @property
     def lead(self) -> Launch:

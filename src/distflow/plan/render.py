@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from distflow.layout.ranks import rank_words
+from distflow.lifecycle.upstream import waits_for
 from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedFile
 from distflow.shell import MASK, quote_with_variables
 
@@ -41,6 +42,7 @@ def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
         "groups": [
             {
                 "name": group.name,
+                "upstream_groups": list(group.upstream),
                 "barrier": group.barrier,
                 "ignore_nonlead_status": group.ignore_nonlead_status,
                 "world_size": group.world.world_size if group.world else None,
@@ -82,6 +84,8 @@ def _headline(group: GroupPlan) -> str:
     if group.world:
         port = group.world.port if group.world.port is not None else "a free port"
         words.append(f"one world of {group.world.world_size} ranks, master {group.master}, {port}")
+    if group.upstream:
+        words.append(waits_for(group.upstream))
     if group.timeouts.exec_s is not None:
         words.append(f"exec_timeout {group.timeouts.exec_s:g} s")
     if group.timeouts.queue_s is not None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from distflow.documents.document import Text
 from distflow.documents.problems import Mark
 
-__all__ = ["FileSpec", "GroupSpec", "Ranks", "ResourceSpec", "TaskSpec", "Text", "Timeouts", "WorkflowSpec"]
+__all__ = ["FileSpec", "GroupSpec", "InputSpec", "Ranks", "ResourceSpec", "TaskSpec", "Text", "Timeouts", "WorkflowSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,17 @@ class FileSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """What a task takes from another one, of an earlier group."""
+
+    position: int
+    """Which entry of ``inputs`` it is, counted from 0."""
+    task: str
+    regex: str = ""
+    """Which files of it, by their relative path and ``re.match``; empty: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
     """One task as written; ``replicas`` are expanded already, so that each is a ``TaskSpec`` of its own."""
 
@@ -80,6 +91,7 @@ class TaskSpec:
     image: str | None = None
     environment: Mapping[str, Text] = field(default_factory=lambda: MappingProxyType({}))
     files: tuple[FileSpec, ...] = ()
+    inputs: tuple[InputSpec, ...] = ()
     resource: str = "default"
     ranks: Ranks | None = None
     replica: int | None = None
@@ -101,6 +113,8 @@ class GroupSpec:
     ignore_nonlead_status: bool | None = None
     """``None``: not said; then true, except for a group that shares one world."""
     timeouts: Timeouts = Timeouts()
+    upstream: tuple[str, ...] = ()
+    """Groups that it waits for, because its tasks take inputs from theirs."""
     mark: Mark = Mark("")
 
     @property

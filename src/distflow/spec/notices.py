@@ -65,20 +65,6 @@ def notice_task(task: View) -> None:
     for key, (message, hint) in _TASK_FLAGS.items():
         if task.flag(key):
             task.warn(message, hint, key=key)
-    for entry in task.views("inputs"):
-        if entry.has("task"):
-            hint = "let both tasks use a shared directory, or submit one workflow after the other"
-            entry.add(f"not supported yet: `inputs` from a task (`{entry.string('task')}`)", hint, key="task")
-        else:
-            what = next((key for key in ("url", "dataset") if entry.has(key)), None)
-            if what is None:
-                entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "say what to fetch")
-            else:
-                entry.warn(
-                    f"`inputs` by {what} is ignored: nothing is fetched",
-                    "put the data on the nodes before the task starts",
-                    key=what,
-                )
 
 
 def notice_workflow(workflow: View, tasks: tuple[View, ...]) -> None:

@@ -16,7 +16,8 @@ from distflow.documents.quantities import parse_bytes, parse_duration
 from distflow.documents.source import decode, read_text
 from distflow.documents.view import View
 from distflow.documents.yaml_text import parse_yaml
-from distflow.spec.model import GroupSpec, ResourceSpec, TaskSpec, Timeouts, WorkflowSpec
+from distflow.spec.inputs import Graph, upstream_of
+from distflow.spec.model import GroupSpec, InputSpec, ResourceSpec, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
 from distflow.spec.notices import notice_workflow
 from distflow.spec.schema import spec_problems
@@ -123,10 +124,21 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
     members = [*(task for _, tasks in written for task in tasks), *alone]
     everyone = {name for task in members for name in (*replica_names(task), task.string("name") or "")}
     timeouts = _parse_timeouts(top, Timeouts())
+    named = [*((group.string("name") or "", tasks) for group, tasks in written), *((None, [task]) for task in alone)]
+    graph = Graph(
+        [(name or tasks[0].string("name") or "", [(task, replica_names(task)) for task in tasks]) for name, tasks in named]
+    )
+    homes = {
+        replica: f"{task.string('name') or ''}-group" if name is None else name
+        for name, tasks in named
+        for task in tasks
+        for replica in replica_names(task)
+    }
     found = []
-    for group, tasks in written:
+    for position, (group, tasks) in enumerate(written):
         lead = lead_position(group, tasks)
-        specs = _parse_members(tasks, lead, resources, everyone, base_dir)
+        inputs = [graph.inputs(task, position) for task in tasks]
+        specs = _parse_members(tasks, lead, resources, inputs, everyone, base_dir)
         found.append(
             GroupSpec(
                 name=group.string("name") or "",
@@ -134,18 +146,27 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 barrier=group.flag("barrier") is not False,
                 ignore_nonlead_status=group.flag("ignoreNonleadStatus"),
                 timeouts=_parse_timeouts(group, timeouts),
+                upstream=upstream_of(specs, homes),
                 mark=group.key_mark("name"),
             )
         )
-    for task in alone:
+    for position, task in enumerate(alone):
         if len(replica_names(task)) > 1:
             task.add(
                 "`replicas` needs a group: tasks of a group start and stop together",
                 "put the task into `groups: [{name: …, tasks: […]}]`",
                 key="replicas",
             )
-        name, specs = task.string("name") or "", _parse_members([task], 0, resources, everyone, base_dir)
-        found.append(GroupSpec(name=f"{name}-group", tasks=specs, timeouts=timeouts, mark=task.key_mark("name")))
+        specs = _parse_members([task], 0, resources, [graph.inputs(task, position)], everyone, base_dir)
+        found.append(
+            GroupSpec(
+                name=f"{task.string('name') or ''}-group",
+                tasks=specs,
+                timeouts=timeouts,
+                upstream=upstream_of(specs, homes),
+                mark=task.key_mark("name"),
+            )
+        )
     notice_workflow(top, tuple(members))
     return tuple(found)
 
@@ -173,14 +194,19 @@ def _take_task(namespace: Namespace, task: View) -> None:
 
 
 def _parse_members(
-    tasks: Sequence[View], lead: int | None, resources: Mapping[str, ResourceSpec], everyone: set[str], base_dir: Path
+    tasks: Sequence[View],
+    lead: int | None,
+    resources: Mapping[str, ResourceSpec],
+    inputs: Sequence[tuple[InputSpec, ...]],
+    everyone: set[str],
+    base_dir: Path,
 ) -> tuple[TaskSpec, ...]:
     found: list[TaskSpec] = []
     for position, task in enumerate(tasks):
         if task.flag("lead") and len(replica_names(task)) > 1:
             hint = "remove `lead`: the first replica leads a group without other tasks; else make the lead a task of its own"
             task.add("a task with `replicas` cannot be the lead: a group has exactly one", hint, key="lead")
-        specs = parse_task(task, leads=position == lead, resources=resources, base_dir=base_dir)
+        specs = parse_task(task, leads=position == lead, resources=resources, inputs=inputs[position], base_dir=base_dir)
         check_tokens(task, specs[0], tasks, everyone)
         found += specs
     return tuple(found)

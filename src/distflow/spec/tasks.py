@@ -11,7 +11,7 @@ from distflow.documents.document import Text
 from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
 from distflow.spec.files import parse_files
-from distflow.spec.model import Ranks, TaskSpec
+from distflow.spec.model import InputSpec, Ranks, TaskSpec
 from distflow.spec.notices import notice_task, output_words
 from distflow.spec.tokens import TOKEN_NAMES, find_tokens
 
@@ -26,7 +26,9 @@ def replica_names(task: View) -> tuple[str, ...]:
     return (name,) if count is None else tuple(f"{name}-{number}" for number in range(count))
 
 
-def parse_task(task: View, *, leads: bool, resources: Container[str], base_dir: Path) -> tuple[TaskSpec, ...]:
+def parse_task(
+    task: View, *, leads: bool, resources: Container[str], inputs: tuple[InputSpec, ...], base_dir: Path
+) -> tuple[TaskSpec, ...]:
     """Return the tasks that an entry stands for; with ``leads`` the first of them is the lead."""
     notice_task(task)
     names = replica_names(task)
@@ -39,6 +41,7 @@ def parse_task(task: View, *, leads: bool, resources: Container[str], base_dir: 
         image=task.string("image"),
         environment=_environment(task),
         files=parse_files(task, base_dir),
+        inputs=inputs,
         resource=_resource(task, resources),
         ranks=_ranks(task),
         replica=None if _replicas(task) is None else 0,

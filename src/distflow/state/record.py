@@ -150,6 +150,8 @@ class GroupRecord:
     """What it waits for, or why it ended so."""
     cause: Cause | None = None
     attempt: int = 0
+    upstream: tuple[str, ...] = ()
+    """Groups that must have completed before it is queued."""
     binding: Binding | None = None
     scheduling_at: float | None = None
     initializing_at: float | None = None

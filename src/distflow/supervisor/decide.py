@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from distflow.lifecycle.rollup import roll_up_workflow
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
@@ -84,12 +85,10 @@ class _Step:
     def run(self) -> GroupRecord:
         """Return the group after everything that follows at once."""
         self._strays()
-        if self.group.state is State.WAITING:
-            tasks = tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks)
-            self.group = replace(self.group, tasks=tasks)
-            self._become(State.SCHEDULING, scheduling_at=self.now)
         if self.record.cancel is not None:
             self._cancel()
+        if self.group.state is State.WAITING:
+            self._waiting()
         if self.group.state is State.SCHEDULING:
             self._scheduling()
         if self.group.state is State.INITIALIZING:
@@ -103,12 +102,31 @@ class _Step:
             self._stopping()
         return self.group
 
+    # WAITING: until every group upstream has completed.
+
+    def _waiting(self) -> None:
+        states = {group.name: group.state for group in self.record.groups}
+        broken = broken_upstream(self.plan.upstream, states)
+        if broken is not None:
+            message = f"{broken}, which it depends on, did not complete: {self.record.group(broken).status}"
+            self._end_unstarted(State.FAILED, Reason.UPSTREAM, message)
+            return
+        awaited = still_awaited(self.plan.upstream, states)
+        if awaited:
+            message = waits_for(awaited)
+            if self.group.message != message:
+                self.group = replace(self.group, message=message)
+                self._tell(f"{self.group.name}: {message}")
+            return
+        self.group = replace(self.group, tasks=tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks))
+        self._become(State.SCHEDULING, scheduling_at=self.now, message="")
+
     # Cancellation and timeouts.
 
     def _cancel(self) -> None:
         words = self.record.cancel.message if self.record.cancel else ""
         message = f"canceled by {self.record.cancel.by}" + (f": {words}" if words else "") if self.record.cancel else ""
-        if self.group.state is State.SCHEDULING:
+        if self.group.state in (State.WAITING, State.SCHEDULING):
             if ("lease", self.record.uuid, self.group.name, "", self.group.attempt) not in self.world.in_flight:
                 self._end_unstarted(State.CANCELED, Reason.CANCELED, message)
         elif self.group.state in (State.INITIALIZING, State.RUNNING):

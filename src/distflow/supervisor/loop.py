@@ -224,7 +224,10 @@ class Supervisor:
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
         """End a workflow that this distflow cannot run, in words; nothing of it is anywhere."""
         now = self._clock.now()
-        groups = tuple(end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now) for group in record.groups)
+        groups = tuple(
+            group if group.state.is_final else end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now)
+            for group in record.groups
+        )
         ended = replace(record, state=WorkflowState.FAILED, reason=Reason.START_ERROR, ended_at=now, groups=groups)
         self._store.save([ended], [Event(at=now, kind="state", text=f"cannot run: {message}", workflow=record.uuid)])
 

@@ -102,11 +102,13 @@ def test_a_waiting_gang_says_for_what(screen: Screen) -> None:
         ),
     )
     after = GroupRecord(name="report", state=State.WAITING, tasks=(replace(task("report", State.WAITING), started_at=None),))
-    record = submit(screen.store, workflow([waits, after], state=WorkflowState.PENDING))
+    last = replace(after, name="mail", upstream=("training", "report"))
+    record = submit(screen.store, workflow([waits, after, last], state=WorkflowState.PENDING))
     with supervised(screen.directory):
         screen.run("query", record.id)
     assert "waits: needs 16 GPUs on 2 nodes, 8 are free" in screen.out
     assert "waits for the groups before it" in screen.out
+    assert "Group mail: WAITING\n  waits for training and report\n" in screen.out
     assert screen.err == ""
 
 

@@ -106,6 +106,29 @@ def test_the_rendered_text_keeps_its_lines() -> None:
     assert rendered[29].strip() == "replicas: 2"
 
 
+def test_inputs_make_their_group_wait_for_the_groups_that_they_name() -> None:
+    tasks = """
+workflow:
+  name: j
+  groups:
+  - {name: prepare, tasks: [{name: crop, lead: true, command: [x]}, {name: label, command: [x], replicas: 2}]}
+  - {name: fetch, tasks: [{name: get, command: [x]}]}
+  - name: train
+    tasks:
+    - {name: a, lead: true, command: [x], inputs: [{task: get}, {task: label-1, regex: ".*[.]pt"}, {task: crop}]}
+    - {name: b, command: [x]}
+"""
+    groups = loaded(tasks).groups
+    assert [group.upstream for group in groups] == [(), (), ("prepare", "fetch")]
+    inputs = [(one.position, one.task, one.regex) for one in groups[2].tasks[0].inputs]
+    assert inputs == [(0, "get", ""), (1, "label-1", ".*[.]pt"), (2, "crop", "")]
+
+
+def test_tasks_without_groups_wait_for_one_another_too() -> None:
+    spec = loaded("workflow: {name: j, tasks: [{name: a, command: [x]}, {name: b, command: [x], inputs: [{task: a}]}]}")
+    assert [(group.name, group.upstream) for group in spec.groups] == [("a-group", ()), ("b-group", ("a-group",))]
+
+
 def test_tasks_without_groups_get_one_each() -> None:
     spec = loaded(
         "workflow: {name: j, timeout: {queue_timeout: 5m}, tasks: [{name: a, command: [x]}, {name: b, command: [x]}]}"

@@ -44,8 +44,9 @@ def group_plan(
     exec_s: float | None = None,
     queue_s: float | None = None,
     barrier: bool = True,
+    after: tuple[str, ...] = (),
 ) -> GroupPlan:
-    """A group of tasks ``t0``, ``t1``, …; the first leads."""
+    """A group of tasks ``t0``, ``t1``, …; the first leads; ``after`` names the groups that it waits for."""
     ranks = [TaskRanks(task=f"t{i}", offset=i * 8, size=8, node_rank=i) for i in range(tasks)]
     rank_world = RankWorld(world_size=8 * tasks, tasks=tuple(ranks), style="ranks", port=port) if world else None
     return GroupPlan(
@@ -54,6 +55,7 @@ def group_plan(
         barrier=barrier,
         ignore_nonlead_status=(not world) if ignore is None else ignore,
         timeouts=Timeouts(exec_s=exec_s, queue_s=queue_s),
+        upstream=after,
         launches=tuple(
             Launch(
                 task=item.task,
@@ -74,7 +76,9 @@ def workflow(*groups: GroupPlan, uuid: str = "u1", at: float = 0.0) -> Workflow:
     record = WorkflowRecord(
         uuid=uuid, id=f"w-{uuid}", name="w", number=1, user="me", pool="lab", pool_key="lab", submitted_at=at,
         groups=tuple(
-            GroupRecord(name=g.name, tasks=tuple(TaskRecord(name=one.task, lead=one.lead) for one in g.launches))
+            GroupRecord(
+                name=g.name, upstream=g.upstream, tasks=tuple(TaskRecord(name=one.task, lead=one.lead) for one in g.launches)
+            )
             for g in plan.groups
         ),
     )  # fmt: skip

@@ -1,0 +1,24 @@
+"""How groups depend on one another: what a waiting group waits for, and what ends it without having run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distflow.lifecycle.states import State
+
+__all__ = ["broken_upstream", "still_awaited", "waits_for"]
+
+
+def still_awaited(upstream: Sequence[str], states: Mapping[str, State]) -> tuple[str, ...]:
+    """Return which of the groups that a group depends on have not completed."""
+    return tuple(name for name in upstream if states[name] is not State.COMPLETED)
+
+
+def broken_upstream(upstream: Sequence[str], states: Mapping[str, State]) -> str | None:
+    """Return the first of them that ended and did not complete, so that what waits for it never can run."""
+    return next((name for name in upstream if states[name] in (State.FAILED, State.CANCELED)), None)
+
+
+def waits_for(names: Sequence[str]) -> str:
+    """Return in words what a group waits for: ``waits for crop, label and prepare``."""
+    return f"waits for {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"waits for {''.join(names)}"

@@ -1,0 +1,144 @@
+"""``inputs`` of tasks: what they name, and the order of groups that follows from them.
+
+Dependencies run between groups: the group of a task with an input waits for the group of the task that it names. As in OSMO
+that group is written earlier in the file, so nothing waits for itself; what would be a cycle is shown as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from distflow.documents.view import View
+from distflow.documents.words import did_you_mean
+from distflow.spec.model import InputSpec, TaskSpec
+
+__all__ = ["Graph", "upstream_of"]
+
+_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*:[A-Za-z][A-Za-z0-9_-]*")
+"""OSMO's form for a task of an earlier workflow: ``train-7:prepare``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Home:
+    """Where a task is written."""
+
+    group: int
+    """Position of its group in the file."""
+    replicas: tuple[str, ...] = ()
+    """Names of the tasks that it stands for, when it has replicas; then it is no task itself."""
+
+
+class Graph:
+    """All groups of a spec with the tasks that they hold, and which of them wait for which."""
+
+    def __init__(self, groups: Sequence[tuple[str, Sequence[tuple[View, Sequence[str]]]]]) -> None:
+        """Take the groups: their names (or the lone task's), their entries of ``tasks``, and the tasks of each entry."""
+        self._names = [name for name, _ in groups]
+        self._homes: dict[str, _Home] = {}
+        for position, (_, tasks) in enumerate(groups):
+            for task, names in tasks:
+                written = task.string("name") or ""
+                self._homes[written] = _Home(group=position, replicas=tuple(names) if task.has("replicas") else ())
+                self._homes |= {name: _Home(group=position) for name in names if name != written}
+        self._wants = [{self._homes[name].group for task, _ in tasks for name in self._named(task)} for _, tasks in groups]
+
+    def _named(self, task: View) -> Iterator[str]:
+        for entry in task.views("inputs"):
+            name = entry.string("task")
+            if name is not None and name in self._homes:
+                yield name
+
+    def inputs(self, task: View, group: int) -> tuple[InputSpec, ...]:
+        """Return the inputs from other tasks of an entry of ``tasks`` in the group at ``group``; finds those that cannot be."""
+        found = []
+        for position, entry in enumerate(task.views("inputs")):
+            what = next((key for key in ("task", "url", "dataset") if entry.has(key)), None)
+            regex = entry.string("regex") or ""
+            if what is None:
+                entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "say what to fetch")
+            elif what != "task":
+                hint = "put the data on the nodes before the task starts"
+                entry.warn(f"`inputs` by {what} is ignored: nothing is fetched", hint, key=what)
+            else:
+                if self._is_wrong(entry, task, group):
+                    continue
+                message = (
+                    f"what `{entry.string('task')}` saves is not brought to `{task.string('name')}` yet: only the order holds"
+                )
+                entry.warn(message, "let both tasks use a shared directory", key="task")
+                found.append(InputSpec(position=position, task=entry.string("task") or "", regex=regex))
+            if _is_no_regex(regex):
+                hint = r"write one of Python's, such as `.*\.pt`; it is matched from the start of the relative path"
+                entry.add(f"`{regex}` is no regular expression: {_is_no_regex(regex)}", hint, key="regex")
+        return tuple(found)
+
+    def _is_wrong(self, entry: View, task: View, group: int) -> bool:
+        name = entry.string("task") or ""
+        home, own = self._homes.get(name), task.string("name") or ""
+        message, hint = "", ""
+        if _ELSEWHERE.fullmatch(name):
+            message, hint = f"not supported yet: `inputs` from another workflow (`{name}`)", "name a task of this workflow"
+        elif home is None and name in self._names:
+            tasks = (other for other, place in self._homes.items() if place.group == self._names.index(name))
+            message, hint = f"`{name}` is a group", f"name a task of it, such as `{next(tasks, '')}`"
+        elif home is None:
+            message, hint = f"there is no task `{name}`", did_you_mean(name, self._homes, what="tasks")
+        elif home.group == group and name == own:
+            message, hint = f"the task `{name}` cannot be its own input", "remove this entry"
+        elif home.group == group:
+            message = f"`{name}` is in the same group as `{own}`: tasks of a group run at the same time"
+            hint = f"put `{name}` into a group of its own, written before `{self._names[group]}`"
+        elif home.replicas:
+            message, hint = (
+                f"`{name}` has replicas",
+                f"name one of them, such as `{home.replicas[0]}`; each is an entry of its own",
+            )
+        elif home.group > group:
+            message, hint = self._later(home.group, group)
+        if message:
+            entry.add(message, hint, key="task")
+        return bool(message)
+
+    def _later(self, later: int, group: int) -> tuple[str, str]:
+        way = self._way(later, group)
+        if way:
+            steps = [f"`{self._names[step]}`" for step in (group, *way)]
+            return (
+                f"a cycle: {steps[0]} waits for {', which waits for '.join(steps[1:])}",
+                "remove one of the `inputs` that lead around it",
+            )
+        name, own = self._names[later], self._names[group]
+        return f"`{name}` is written after `{own}`, which is to wait for it", f"write `{name}` before `{own}`"
+
+    def _way(self, start: int, goal: int) -> list[int]:
+        """Return the groups on a way along what waits for what, with both ends; empty when there is none."""
+        came_from: dict[int, int | None] = {start: None}
+        queue = [start]
+        while queue and goal not in came_from:
+            here = queue.pop(0)
+            for following in sorted(self._wants[here] - set(came_from)):
+                came_from[following] = here
+                queue.append(following)
+        way: list[int] = []
+        step: int | None = goal if goal in came_from else None
+        while step is not None:
+            way.insert(0, step)
+            step = came_from[step]
+        return way
+
+
+def upstream_of(tasks: Sequence[TaskSpec], homes: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the groups that the tasks of a group take inputs from, in the order of the file; ``homes``: task → group."""
+    wanted = {homes.get(one.task) for task in tasks for one in task.inputs}
+    return tuple(group for group in dict.fromkeys(homes.values()) if group in wanted)
+
+
+def _is_no_regex(text: str) -> str:
+    """Return why ``re`` refuses a text; empty when it does not."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        return str(error)
+    return ""
