@@ -17,6 +17,8 @@ from distflow.backends.base import (
     Absent,
     AttemptKey,
     Backend,
+    Collected,
+    CollectFailed,
     Ended,
     Leased,
     LeaseRefused,
@@ -29,8 +31,10 @@ from distflow.backends.base import (
     Staging,
     Started,
     StopAccepted,
+    Unanswered,
 )
 from distflow.backends.machines.backend import MachinesBackend
+from distflow.errors import NodeUnreachable
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import Node, Pool
 from distflow.supervisor.clock import SystemClock
@@ -193,6 +197,74 @@ def test_a_stop_is_accepted_and_then_proved(bench: Bench) -> None:
     bench.backend.stop(key, grace_s=5, why="test")
     bench.await_one(StopAccepted, key=key)
     bench.await_one(Ended, key=key)
+
+
+def test_the_output_of_an_ended_attempt_is_collected(bench: Bench) -> None:
+    key = bench.begin('echo model > "$DISTFLOW_OUTPUT/model"; exit 3')
+    bench.await_one(Ended, key=key)
+    bench.backend.collect(key)
+    first = bench.await_one(Collected, key=key)
+    assert len(first.digest) == 64
+    assert first.size > 0
+    bench.seen.clear()
+    bench.backend.collect(key)
+    assert bench.await_one(Collected, key=key).digest == first.digest
+
+
+def test_an_output_that_is_not_there_is_not_collected(bench: Bench) -> None:
+    bench.backend.collect(bench.key("nobody"))
+    assert "not there any more" in bench.await_one(CollectFailed, key=bench.key("nobody")).message
+
+
+def test_an_output_that_is_under_way_is_not_begun_again(tmp_path: Path) -> None:
+    bench = _machines(tmp_path)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    output = tmp_path / "node" / bench.key().name / "output"
+    output.mkdir(parents=True)
+    with (output / "big").open("wb") as file:
+        file.truncate(64 << 20)
+    for _ in range(3):
+        bench.backend.collect(bench.key())
+    found = bench.await_one(Collected, key=bench.key())
+    assert (tmp_path / "blobs" / found.digest).stat().st_size == found.size > 64 << 20
+    bench.backend.close()
+    assert [type(one) for one in bench.seen if getattr(one, "key", None) == bench.key()].count(Collected) == 1
+
+
+def test_a_full_disk_of_this_machine_is_named(tmp_path: Path) -> None:
+    bench = _machines(tmp_path)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    (tmp_path / "node" / bench.key().name / "output").mkdir(parents=True)
+    (tmp_path / "blobs").rmdir()
+    (tmp_path / "blobs").touch()
+    bench.backend.collect(bench.key())
+    message = bench.await_one(CollectFailed, key=bench.key()).message
+    assert message == f"it cannot be kept in {tmp_path / 'blobs'}, on the machine of the supervisor: File exists"
+    bench.backend.close()
+
+
+def test_connections_that_end_again_and_again_are_no_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.backends.machines.collecting._PAUSE_S", 0.0)
+
+    def ends(*_: object, **__: object) -> None:
+        raise NodeUnreachable("local", "it ended")
+
+    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", ends)
+    bench = _machines(tmp_path)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    for number in range(1, 6):
+        bench.backend.collect(bench.key())
+        wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
+    assert [type(one) for one in _answers(bench)] == [Unanswered] * 4 + [CollectFailed]
+    assert "the connection ended 5 times: it ended" in bench.await_one(CollectFailed).message
+    bench.backend.close()
+
+
+def _answers(bench: Bench) -> list[Observation]:
+    return [one for one in bench.seen if getattr(one, "key", None) == bench.key()]
 
 
 def test_a_stop_ends_the_sending_of_files(tmp_path: Path) -> None:

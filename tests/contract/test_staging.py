@@ -17,7 +17,7 @@ from contract.conftest import launch_of
 from distflow.backends.machines.bootstrap import open_service
 from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
-from distflow.runtime.receiver import FRAME, LARGEST_FRAME, RAW, ZLIB
+from distflow.runtime.frames import FRAME, LARGEST_FRAME, RAW, ZLIB
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:

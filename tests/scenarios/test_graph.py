@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+from pathlib import Path
 
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
@@ -74,3 +76,87 @@ def test_the_dry_run_and_validate_say_what_waits_for_what(cli: Cli) -> None:
     assert "  train-group waits for prepare-group\n" in cli.run("workflow", "validate", spec).out
     plan = json.loads(cli.run("workflow", "submit", spec, "--dry-run", "-t", "json").out)
     assert [group["upstream_groups"] for group in plan["groups"]] == [[], ["prepare-group"], ["train-group"], []]
+
+
+# What tasks hand on to others.
+
+PIPELINE = """
+workflow:
+  name: pipeline
+  groups:
+  - name: preparation
+    tasks:
+    - name: crop
+      lead: true
+      command:
+      - sh
+      - -c
+      - 'mkdir "$1/raw"; echo one > "$1/raw/1.txt"; echo two > "$1/2.txt"; head -c {bytes} /dev/urandom > "$1/big"'
+      - sh
+      - "{{{{output}}}}"
+    - {{name: empty, command: ["true"]}}
+  - name: training
+    tasks:
+    - name: train
+      command:
+      - sh
+      - -c
+      - 'cat "$1/raw/1.txt" "$1/2.txt"; wc -c < "$1/big"; ls "$2"; ls -A "$3" | wc -l; cp "$1/2.txt" "$4/model"'
+      - sh
+      - "{{{{input:0}}}}"
+      - "{{{{input:1}}}}"
+      - "{{{{input:empty}}}}"
+      - "{{{{output}}}}"
+      inputs:
+      - {{task: crop}}
+      - {{task: crop, regex: 'raw/.*'}}
+      - {{task: empty}}
+  - name: rating
+    tasks:
+    - {{name: rate, command: [cat, "{{{{input:train}}}}/model"], inputs: [{{task: train}}]}}
+"""
+
+
+def test_a_task_finds_what_others_wrote(cli: Cli) -> None:
+    done = cli.run("workflow", "submit", cli.spec(PIPELINE.format(bytes=3_000_000)), "--wait")
+    assert done.code == 0, done.err + cli.run("workflow", "events", "pipeline-1").out
+    ident = "pipeline-1"
+    assert cli.logs(ident, "--task", "train").replace("[train]", "").split() == ["one", "two", "3000000", "raw", "0"]
+    assert cli.logs(ident, "--task", "rate").replace("[rate]", "").split() == ["two"]
+    events = cli.run("workflow", "events", ident).out
+    assert (
+        events.index("[crop] its output is here: ")
+        < events.index("preparation: COMPLETED")
+        < events.index("training: SCHEDULING")
+    )
+    folder = Path(cli.tasks(ident)["train"]["output_dir"]).parent / "input" / "0"
+    assert (folder / "big").stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_output_that_cannot_be_handed_on_fails_its_group_in_words(cli: Cli) -> None:
+    spec = CHAIN.format(prepare='ln -s /usr "$DISTFLOW_OUTPUT/data"')
+    done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
+    assert done.code == 1
+    shown = cli.run("workflow", "query", "chain-1").out
+    assert "First cause: prepare on local: its output cannot be handed on: the link data in its output leads to /usr" in shown
+    assert "copy what it points to, or remove the link" in shown
+    group = cli.query("chain-1")["groups"][0]
+    assert (group["status"], group["reason"]) == ("FAILED", "DATA")
+    assert {name: task["status"] for name, task in cli.tasks("chain-1").items()} == {
+        "prepare": "COMPLETED", "train": "FAILED_UPSTREAM", "rate": "FAILED_UPSTREAM", "aside": "COMPLETED",
+    }  # fmt: skip
+
+
+def test_the_dry_run_shows_inputs_and_its_scripts_take_them_by_hand(cli: Cli) -> None:
+    spec = cli.spec(PIPELINE.format(bytes=10))
+    shown = cli.run("workflow", "submit", spec, "--dry-run").out
+    assert "inputs       what crop writes → <ATTEMPT_DIR>/input/0" in shown
+    assert "what crop writes (only raw/.*) → <ATTEMPT_DIR>/input/1" in shown
+    assert cli.run("workflow", "submit", spec, "--dry-run", "--scripts", "by-hand").code == 0
+    model = cli.folder / "model-dir"
+    model.mkdir()
+    (model / "model").write_text("by hand\n")
+    script = ["sh", str(cli.folder / "by-hand" / "rate.sh")]
+    done = subprocess.run(script, env=os.environ | {"INPUT_0": str(model)}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "by hand\n"), done.stderr

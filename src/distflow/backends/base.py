@@ -18,6 +18,9 @@ __all__ = [
     "Absent",
     "AttemptKey",
     "Backend",
+    "CollectFailed",
+    "Collected",
+    "Collecting",
     "Ended",
     "LeaseRefused",
     "LeaseRequest",
@@ -188,6 +191,37 @@ class Absent(_OfAttempt):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Collecting(_OfAttempt):
+    """Its output is on its way here."""
+
+    is_packed: bool
+    """False: it is being packed on its node."""
+    done: int
+    """Bytes that are packed, or here."""
+    total: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected(_OfAttempt):
+    """Its output is here: a tar in the blob store."""
+
+    digest: str
+    """SHA-256, hexadecimal."""
+    size: int
+    """Bytes of the archive."""
+    left_out: tuple[str, ...] = ()
+    """Names of what no archive can hold (sockets, pipes, devices)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectFailed(_OfAttempt):
+    """Its output will not come, for good."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogComplete(_OfAttempt):
     """All of the attempt's output has been handed to the log sink."""
 
@@ -227,7 +261,8 @@ class Backend(Protocol):
     3. A lease is all or nothing.
     4. ``Ended`` is said only when no process of the attempt is left, and is said again after a reconnection.
     5. For every watched attempt the log sink gets all of its output in order, then comes ``LogComplete``.
-    6. ``close`` may be called twice, never raises, and stops nothing that runs.
+    6. ``collect`` may be asked again while it is under way; it is then answered once.
+    7. ``close`` may be called twice, never raises, and stops nothing that runs.
     """
 
     def connect(self, nodes: Sequence[Node]) -> None:
@@ -256,6 +291,10 @@ class Backend(Protocol):
 
     def release(self, key: AttemptKey) -> None:
         """Give back the lease of an attempt that has not started."""
+        ...
+
+    def collect(self, key: AttemptKey) -> None:
+        """Bring the output of an ended attempt to this machine's blob store."""
         ...
 
     def close(self) -> None:

@@ -106,12 +106,12 @@ def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = Non
     paint = paint or Paint()
     begun = record.started_at if record.started_at is not None else record.submitted_at
     head = f"{record.id} {paint.status(record.status)} {duration(elapsed_s(begun, record.ended_at, now))}"
-    tasks = [task for group in record.groups for task in group.tasks]
+    tasks = [(group, task) for group in record.groups for task in group.tasks]
     if len(tasks) <= _FEW_TASKS:
-        parts = [f"{task.name} {paint.status(task.status)}{_transfer_words(task, ' (', ')')}" for task in tasks]
+        parts = [f"{task.name} {paint.status(task.status)}{_transfer_words(group, task, ' (', ')')}" for group, task in tasks]
     else:
         counts: dict[str, int] = {}
-        for task in tasks:
+        for _, task in tasks:
             counts[task.status] = counts.get(task.status, 0) + 1
         parts = [f"{count} {paint.status(status)}" for status, count in counts.items()]
     waiting = [group.message for group in record.groups if group.state is State.SCHEDULING and group.message]
@@ -219,16 +219,17 @@ def _task_row(
         paint.status(task.status),
         exit_shown,
         duration(elapsed_s(task.started_at, task.ended_at, now)),
-        plain(last_lines.get((group.name, task.name), "")).strip() or _transfer_words(task),
+        _transfer_words(group, task) or plain(last_lines.get((group.name, task.name), "")).strip(),
     )
 
 
-def _transfer_words(task: TaskRecord, before: str = "", after: str = "") -> str:
-    files = task.transfer
-    if files is None or task.state is not State.INITIALIZING:
+def _transfer_words(group: GroupRecord, task: TaskRecord, before: str = "", after: str = "") -> str:
+    files = group.moving(task)
+    if files is None:
         return ""
+    doing = f"{files.output} its output" if files.output else "receives its files"
     share = f"{bytes_text(files.sent)} of {bytes_text(files.total)}"
-    return f"{before}receives its files: {share}, {bytes_text(files.bytes_per_s)}/s{after}"
+    return f"{before}{doing}: {share}, {bytes_text(files.bytes_per_s)}/s{after}"
 
 
 def _task_words(task: TaskRecord) -> str:
@@ -261,8 +262,8 @@ def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_line
 
     distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``upstream_groups``, ``message`` (what
     it waits for, or why it ended) and ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code``,
-    ``signal``, ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files while
-    they are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``,
+    ``signal``, ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output
+    that are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``,
     ``last_line``, ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
 
     Groups and tasks stand in the order of the spec. Without ``now``, durations of what has not ended are null.
@@ -332,7 +333,7 @@ def _group_json(record: WorkflowRecord, group: GroupRecord, now: float | None, l
         "failure_message": group.message or None if group.state in (State.FAILED, State.CANCELED) else None,
         "message": group.message,
         "first_cause": _cause_json(group.cause) if group.cause else None,
-        "tasks": [_task_json(task, now, last_lines.get((group.name, task.name))) for task in group.tasks],
+        "tasks": [_task_json(group, task, now, last_lines.get((group.name, task.name))) for task in group.tasks],
     }
 
 
@@ -354,7 +355,8 @@ def _transfer_json(files: Transfer) -> dict[str, object]:
     return {"sent_bytes": files.sent, "total_bytes": files.total, "bytes_per_second": round(files.bytes_per_s)}
 
 
-def _task_json(task: TaskRecord, now: float | None, last_line: str | None) -> dict[str, object]:
+def _task_json(group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None) -> dict[str, object]:
+    moving = group.moving(task)
     failed = task.state in (State.FAILED, State.CANCELED)
     return {
         "name": task.name,
@@ -369,7 +371,7 @@ def _task_json(task: TaskRecord, now: float | None, last_line: str | None) -> di
         "node_name": task.node,
         "ranks": task.ranks,
         "gpu_ids": list(task.gpu_ids),
-        "transfer": _transfer_json(task.transfer) if task.transfer and task.state is State.INITIALIZING else None,
+        "transfer": _transfer_json(moving) if moving else None,
         "pid": task.pid,
         "start_time": iso(task.started_at),
         "end_time": iso(task.ended_at),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from distflow.lifecycle.states import State
 
-__all__ = ["broken_upstream", "still_awaited", "waits_for"]
+__all__ = ["broken_upstream", "listed", "still_awaited", "waits_for"]
 
 
 def still_awaited(upstream: Sequence[str], states: Mapping[str, State]) -> tuple[str, ...]:
@@ -21,4 +21,9 @@ def broken_upstream(upstream: Sequence[str], states: Mapping[str, State]) -> str
 
 def waits_for(names: Sequence[str]) -> str:
     """Return in words what a group waits for: ``waits for crop, label and prepare``."""
-    return f"waits for {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"waits for {''.join(names)}"
+    return f"waits for {listed(names)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a list to read: ``crop, label and prepare``."""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -83,7 +83,7 @@ def _launch(
     secret_names: tuple[str, ...],
 ) -> Launch:
     injected = [(file.path.value, file.is_directory) for file in task.files if file.path.value.startswith("/")]
-    rewrite = rewriter(ranks, world, injected)
+    rewrite = rewriter(ranks, world, injected, task.inputs)
     resource = spec.resources[task.resource]
     environment = task_environment(
         group=group.name,
@@ -100,6 +100,7 @@ def _launch(
         environment={name: value for name, value in environment.items() if name not in secret_names},
         secret_names=secret_names,
         files=tuple(_file(file, rewrite, bundles) for file in task.files),
+        inputs=task.inputs,
         ranks=ranks,
         resource=resource,
         rewritten=tuple((path, place_of(path)) for path, _ in injected),

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.binding import Binding, TaskBinding
-from distflow.spec.model import ResourceSpec, Timeouts
+from distflow.spec.model import InputSpec, ResourceSpec, Timeouts
 
 __all__ = [
     "ATTEMPT_DIR",
@@ -64,7 +64,9 @@ class PlannedFile:
     """Bytes of the content or of the archive."""
     mode: int = 0o600
     is_tar: bool = False
-    """The blob is a gzipped tar of a directory."""
+    """The blob is a tar of a directory."""
+    only: str = ""
+    """Which files of the archive: those whose path this regular expression matches from its start; empty: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class Launch:
     secret_names: tuple[str, ...] = ()
     """Variables given by ``--set-env``: their values are stored apart."""
     files: tuple[PlannedFile, ...] = ()
+    inputs: tuple[InputSpec, ...] = ()
+    """What it takes from tasks of the groups upstream."""
     ranks: TaskRanks | None = None
     """``None`` for a task that shares no world."""
     resource: ResourceSpec = ResourceSpec()
@@ -104,6 +108,11 @@ class GroupPlan:
     def lead(self) -> Launch:
         """The task whose end decides the group's."""
         return next(launch for launch in self.launches if launch.lead)
+
+    @property
+    def starts_as_one(self) -> bool:
+        """Whether all tasks start or none; the ranks of a world would wait for each other anyway."""
+        return self.barrier or self.world is not None
 
     @property
     def master(self) -> str:

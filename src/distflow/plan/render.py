@@ -14,6 +14,7 @@ from typing import Any
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.upstream import waits_for
 from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedFile
+from distflow.plan.tokens import input_place
 from distflow.shell import MASK, quote_with_variables
 
 __all__ = ["plan_json", "plan_text", "script"]
@@ -71,6 +72,9 @@ def script(group: GroupPlan, launch: Launch) -> str:
         'ATTEMPT_DIR=${ATTEMPT_DIR:-$(mktemp -d)}; mkdir -p "$ATTEMPT_DIR/work" "$ATTEMPT_DIR/output"',
     ]
     lines += [f': "${{{name}:={default}}}"' for name, default in sorted(used.items()) if name != "ATTEMPT_DIR"]
+    for one in launch.inputs:
+        place = f'"$ATTEMPT_DIR"/{input_place(one.position)}'
+        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{one.position}:?directory with what {one.task} wrote}}"/. {place}']
     lines += [f'export {name}="${{{name}:?a value of --set-env}}"' for name in launch.secret_names]
     for file in launch.files:
         lines += _place(file)
@@ -106,6 +110,10 @@ def _task_lines(launch: Launch, node: str | None) -> list[str]:
         lines.append(
             f"    {'files' if position == 0 else '':12} {file.shown} → <ATTEMPT_DIR>/{file.path} ({kind}{file.size} bytes)"
         )
+    for position, one in enumerate(launch.inputs):
+        which = f" (only {one.regex})" if one.regex else ""
+        place = f"<ATTEMPT_DIR>/{input_place(one.position)}"
+        lines.append(f"    {'inputs' if position == 0 else '':12} what {one.task} writes{which} → {place}")
     return lines
 
 
@@ -124,6 +132,10 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
             {"path": file.shown, "placed_at": file.path, "bytes": file.size, "sha256": file.blob, "text": file.text,
              "mode": f"{file.mode:o}", "directory": file.is_tar}
             for file in launch.files
+        ],
+        "inputs": [
+            {"position": one.position, "task": one.task, "regex": one.regex, "placed_at": input_place(one.position)}
+            for one in launch.inputs
         ],
         "resource": {
             "cpu": resource.cpu, "gpu": resource.gpu, "memory": resource.memory, "storage": resource.storage,

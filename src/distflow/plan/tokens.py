@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.model import ATTEMPT_DIR, address_of
+from distflow.spec.model import InputSpec
 
-__all__ = ["TOKEN", "Rewrite", "place_of", "rewriter", "token_values"]
+__all__ = ["TOKEN", "Rewrite", "input_place", "place_of", "rewriter", "token_values"]
 
 TOKEN = re.compile(r"\{\{ *([a-z_]+)(?: *: *([A-Za-z0-9_-]+))? *\}\}")
 """A token as the spec floor leaves it in strings."""
@@ -45,17 +46,28 @@ def place_of(path: str) -> str:
     return f"files/{path.lstrip('/')}" if path.startswith("/") else f"work/{path}"
 
 
-def rewriter(ranks: TaskRanks | None, world: World | None, injected: Sequence[tuple[str, bool]]) -> Rewrite:
+def input_place(position: int) -> str:
+    """Return where an entry of ``inputs`` lies in the attempt's directory."""
+    return f"input/{position}"
+
+
+def rewriter(
+    ranks: TaskRanks | None, world: World | None, injected: Sequence[tuple[str, bool]], inputs: Sequence[InputSpec] = ()
+) -> Rewrite:
     """Return the function that turns a string of the spec into one of the plan.
 
     ``injected`` holds each absolute path and whether it is a directory; mentions of what lies in a directory follow it too.
     """
     values = token_values(ranks, world)
+    # Of several entries for one task its name means the first.
+    places = {name: input_place(one.position) for one in reversed(inputs) for name in (one.task, str(one.position))}
 
     def token(match: re.Match[str]) -> str:
         name, argument = match.group(1), match.group(2)
         if name == "host" and argument is not None:
             return address_of(argument)
+        if name == "input" and argument in places:
+            return f"{ATTEMPT_DIR}/{places[argument]}"
         return values.get(name, match.group(0)) if argument is None else match.group(0)
 
     # Longest first, so that /data/train.py wins over /data.

@@ -85,23 +85,22 @@ class Part:
         self._final = path
         self.path = path + _PART
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        fd = _open_locked(self.path)
-        if fd is None:
+        fd, beside = _open_locked(self.path), 0
+        while fd is None:
             # A connection that is dead, or not yet, holds it: receive beside it, whoever ends first has brought it.
-            self.path = "{}.{}{}".format(path, os.getpid(), _PART)
-            fd = _open_locked(self.path)
-        if fd is None:
-            raise OpError("conflict", "{} is being received by another process".format(self.path))
+            self.path = "{}.{}-{}{}".format(path, os.getpid(), beside, _PART)
+            fd, beside = _open_locked(self.path), beside + 1
         self.fd = fd
         self.size = os.fstat(fd).st_size
 
-    def finish(self) -> None:
-        """It is whole: mark it, and give it its name."""
+    def finish(self, path: Optional[str] = None) -> None:
+        """It is whole: mark it, and give it its name (``path``: which was not known before)."""
         os.utime(self.fd, ns=(int(now() * 1e9), int(now()) * 10**9 + _MARK))
-        directory = os.path.dirname(self._final)
+        final = path or self._final
         if os.fstat(self.fd).st_mtime_ns % 10**9 != _MARK:
-            os.close(os.open(os.path.join(directory, _UNMARKED), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        os.rename(self.path, self._final)
+            unmarked = os.path.join(os.path.dirname(final), _UNMARKED)
+            os.close(os.open(unmarked, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        os.rename(self.path, final)
         os.close(self.fd)
 
     def drop(self) -> None:

@@ -16,7 +16,7 @@ __all__ = ["LAUNCH", "inside", "is_quick", "place", "write_launch"]
 
 LAUNCH = "launch.json"
 _RECORDS = {"launch.json", "runner.json", "exit.json", ".exit.json", "error.json"}
-_OURS = _RECORDS | {"control", "output.log", "output.idx", "pair.log"}
+_OURS = _RECORDS | {"control", "output.log", "output.idx", "pair.log", "packed.json"}
 _AT_ONCE = 1 << 30
 _NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
 """Answers of file systems and kernels that cannot copy by themselves."""
@@ -78,7 +78,7 @@ def _place(root: str, directory: str, file: Json) -> None:
                 from distflow.runtime.unpacking import unpack
 
                 os.makedirs(path, exist_ok=True)
-                unpack(source, path)
+                unpack(source, path, str(file.get("only") or ""))
             else:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 _write(source, path, _mode_of(file))

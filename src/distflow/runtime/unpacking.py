@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tarfile
-from typing import BinaryIO, Set
+from typing import BinaryIO, Optional, Pattern, Set
 
 from distflow.runtime.placing import inside
 from distflow.runtime.wire import OpError
@@ -15,14 +16,19 @@ __all__ = ["unpack"]
 _SMALL = 1 << 20
 
 
-def unpack(archive: BinaryIO, top: str) -> None:
-    """Unpack files, directories and links that stay inside ``top``. May be done again over what is there."""
+def unpack(archive: BinaryIO, top: str, only: str = "") -> None:
+    """Unpack files, directories and links that stay inside ``top``. May be done again over what is there.
+
+    ``only`` is a regular expression: of the files and links those whose relative path it matches from its start, in the
+    directories that they need.
+    """
+    wanted = _matcher(only)
     real_top = os.path.realpath(top)
     known: Set[str] = set()
     with tarfile.open(fileobj=archive, mode="r:*") as tar:
         for member in tar:
             name = os.path.normpath(member.name)
-            if name == ".":
+            if name == "." or (wanted is not None and (member.isdir() or not wanted.match(name))):
                 continue
             path = _place_of(top, name, known)
             if member.isdir():
@@ -44,6 +50,13 @@ def unpack(archive: BinaryIO, top: str) -> None:
                 _refuse_outside(path, real_top, member)
             else:
                 raise OpError("bad_request", "the archive holds {!r}, which is no file, directory or link".format(member.name))
+
+
+def _matcher(only: str) -> Optional[Pattern[str]]:
+    try:
+        return re.compile(only) if only else None
+    except re.error as error:
+        raise OpError("bad_request", "{!r} is no regular expression here: {}".format(only, error)) from error
 
 
 def _place_of(top: str, name: str, known: Set[str]) -> str:

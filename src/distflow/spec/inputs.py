@@ -62,19 +62,14 @@ class Graph:
                 hint = "put the data on the nodes before the task starts"
                 entry.warn(f"`inputs` by {what} is ignored: nothing is fetched", hint, key=what)
             else:
-                if self._is_wrong(entry, task, group):
-                    continue
-                message = (
-                    f"what `{entry.string('task')}` saves is not brought to `{task.string('name')}` yet: only the order holds"
-                )
-                entry.warn(message, "let both tasks use a shared directory", key="task")
+                self._check(entry, task, group)
                 found.append(InputSpec(position=position, task=entry.string("task") or "", regex=regex))
             if _is_no_regex(regex):
                 hint = r"write one of Python's, such as `.*\.pt`; it is matched from the start of the relative path"
                 entry.add(f"`{regex}` is no regular expression: {_is_no_regex(regex)}", hint, key="regex")
         return tuple(found)
 
-    def _is_wrong(self, entry: View, task: View, group: int) -> bool:
+    def _check(self, entry: View, task: View, group: int) -> None:
         name = entry.string("task") or ""
         home, own = self._homes.get(name), task.string("name") or ""
         message, hint = "", ""
@@ -99,7 +94,6 @@ class Graph:
             message, hint = self._later(home.group, group)
         if message:
             entry.add(message, hint, key="task")
-        return bool(message)
 
     def _later(self, later: int, group: int) -> tuple[str, str]:
         way = self._way(later, group)

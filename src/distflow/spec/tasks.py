@@ -109,10 +109,7 @@ def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: C
             if token.name == "host":
                 message, hint = _host_finding(token.argument, hosts, elsewhere)
             elif token.name == "input":
-                message, hint = (
-                    f"not supported yet: {{{{input:{token.argument or 'N'}}}}}",
-                    "put the data on the nodes and name its path",
-                )
+                message, hint = _input_finding(token.argument, task, spec)
             elif token.name not in TOKEN_NAMES or token.argument is not None:
                 shown = token.name if token.argument is None else f"{token.name}:{token.argument}"
                 message = f"{{{{{shown}}}}} is not a token of distflow, and would stay as it is"
@@ -136,6 +133,18 @@ def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Contain
             "groups do not run at the same time for certain; put both tasks into one group",
         )
     return said, did_you_mean(name, hosts, what="tasks")
+
+
+def _input_finding(argument: str | None, task: View, spec: TaskSpec) -> tuple[str, str]:
+    if any(argument in (str(one.position), one.task) for one in spec.inputs):
+        return "", ""
+    said, entries = f"{{{{input:{argument or 'N'}}}}}", len(list(task.views("inputs")))
+    if argument is not None and argument.isdigit() and int(argument) < entries:
+        return f"not supported yet: {said} is no input from a task", "put the data on the nodes and name its path"
+    if not spec.inputs:
+        return f"{said}: the task has no `inputs` from other tasks", "add `inputs: [{task: …}]`"
+    known = [name for one in spec.inputs for name in (str(one.position), one.task)]
+    return f"{said} names no input of this task", did_you_mean(argument or "", known, what="inputs")
 
 
 def _texts(spec: TaskSpec) -> Iterator[Text]:

@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "GroupRecord",
     "OutOfReach",
+    "Saved",
     "Stray",
     "TaskRecord",
     "Transfer",
@@ -69,6 +70,20 @@ class Transfer:
     bytes_per_s: float
     at: float
     """When that was so."""
+    output: str = ""
+    """Of a task's output: what its node does with it (``packs``, ``sends``); empty for files that it receives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What became of a task's output that other groups take."""
+
+    at: float
+    digest: str = ""
+    """SHA-256 of the archive in the blob store."""
+    size: int = 0
+    error: str = ""
+    """Why it will never be here; then there is no archive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +126,8 @@ class TaskRecord:
     stray: Stray | None = None
     """Set when it was given up while it may still run: its node was out of reach for too long."""
     outputs: tuple[str, ...] = ()
+    saved: Saved | None = None
+    """Its output, once it was fetched for the groups that take it."""
     output_dir: str | None = None
     """Where its ``{{output}}`` lies on the node."""
 
@@ -170,6 +187,13 @@ class GroupRecord:
     def status(self) -> str:
         """OSMO's word for state and reason."""
         return status_of(self.state, self.reason)
+
+    def moving(self, task: TaskRecord) -> Transfer | None:
+        """Return what is on its way for a task of it at present: files before it runs, or its output after it has ended."""
+        if self.state.is_final or task.transfer is None:
+            return None
+        is_now = task.state.is_final if task.transfer.output else task.state is State.INITIALIZING
+        return task.transfer if is_now else None
 
     def task(self, name: str) -> TaskRecord:
         """Return one task."""

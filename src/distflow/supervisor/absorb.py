@@ -11,6 +11,9 @@ from dataclasses import replace
 
 from distflow.backends.base import (
     Absent,
+    Collected,
+    CollectFailed,
+    Collecting,
     Ended,
     Leased,
     LeaseRefused,
@@ -25,10 +28,11 @@ from distflow.backends.base import (
     Started,
     StopAccepted,
 )
+from distflow.documents.quantities import bytes_text
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding
-from distflow.state.record import Event, GroupRecord, OutOfReach, Stray, TaskRecord, Transfer, WorkflowRecord
+from distflow.state.record import Event, GroupRecord, OutOfReach, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.verdict import conclude, end_from
 
 __all__ = ["absorb", "absorb_node", "end_unstarted", "with_group", "with_task"]
@@ -232,6 +236,28 @@ def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[Ta
     return gone, f"{task.name}: {message}"
 
 
+def _collecting(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.saved is not None or not isinstance(seen, Collecting):
+        return task, ""
+    verb = "sends" if seen.is_packed else "packs"
+    moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb)
+    return replace(task, transfer=moved), ""
+
+
+def _collected(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.saved is not None or not isinstance(seen, Collected):
+        return task, ""
+    left_out = f"; left out, as no file holds it: {', '.join(seen.left_out)}" if seen.left_out else ""
+    saved = replace(task, saved=Saved(at=seen.at, digest=seen.digest, size=seen.size), transfer=None)
+    return saved, f"{task.name}: its output is here: {bytes_text(seen.size)}{left_out}"
+
+
+def _collect_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+    if task.saved is not None or not isinstance(seen, CollectFailed):
+        return task, ""
+    return replace(task, saved=Saved(at=seen.at, error=seen.message), transfer=None), ""
+
+
 def _log_complete(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     return (task, "") if task.log_complete else (replace(task, log_complete=True), "")
 
@@ -246,6 +272,9 @@ _TAKERS: dict[type[Observation], _Taker] = {
     Released: _released,
     Absent: _absent,
     LogComplete: _log_complete,
+    Collecting: _collecting,
+    Collected: _collected,
+    CollectFailed: _collect_failed,
 }
 
 

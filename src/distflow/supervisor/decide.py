@@ -15,8 +15,9 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
-from distflow.state.record import Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
+from distflow.state.record import Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
 from distflow.supervisor.absorb import end_unstarted, with_group
+from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.verdict import first_cause
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
@@ -76,6 +77,7 @@ class _Step:
     ) -> None:
         self.world = world
         self.record = record
+        self.whole = workflow.plan
         self.group = group
         self.plan: GroupPlan = workflow.plan.group(group.name)
         self.pool: Pool | None = world.pools.get(record.pool_key)
@@ -180,7 +182,7 @@ class _Step:
                 continue
             if not task.prepared:
                 self._command("prepare", task)
-            elif ready or not _has_barrier(self.plan):
+            elif ready or not self.plan.starts_as_one:
                 self._command("start", task)
 
     def _withdraw(self) -> None:
@@ -299,11 +301,33 @@ class _Step:
         elif group.stop_reason in (Reason.EXEC_TIMEOUT, Reason.START_TIMEOUT):
             self._become(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
         elif cause is not None:
-            self._become(
-                State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=_blame(cause.task, cause.message)
-            )
+            self._fail(cause, ended)
         else:
-            self._become(State.COMPLETED, ended_at=ended, message="")
+            self._hand_over(ended)
+
+    def _hand_over(self, ended: float) -> None:
+        """Complete as soon as what waiting groups take of it is here."""
+        lost_after_s = self.pool.node_lost_after_s if self.pool else 120.0
+        found = hand_over(self.whole, self.record, self.group, self._node, lost_after_s, self.now)
+        if found.spoilt is not None:
+            self._fail(found.spoilt, self.now)
+        elif not found.missing:
+            self._become(State.COMPLETED, ended_at=max(ended, found.saved_at), message="")
+        else:
+            self._fetch(found)
+
+    def _fetch(self, found: Handover) -> None:
+        for task in found.missing:
+            self._command("collect", task)
+        if found.wake_at is not None:
+            self.decision.wake(found.wake_at)
+        if self.group.message != found.message:
+            self.group = replace(self.group, message=found.message)
+            self._tell(f"{self.group.name}: {found.message}")
+
+    def _fail(self, cause: Cause, ended: float) -> None:
+        message = f"{cause.task}: {cause.message}"
+        self._become(State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=message)
 
     def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
         self.group = end_unstarted(self.group, state, reason, message, self.now)
@@ -369,15 +393,6 @@ class _Step:
 
 def _late(task: TaskRecord) -> str:
     return f"{task.name} on {task.node}" + (", which is out of reach" if task.out_of_reach else "")
-
-
-def _has_barrier(plan: GroupPlan) -> bool:
-    # The ranks of a world wait for each other anyway; all or none of them start.
-    return plan.barrier or plan.world is not None
-
-
-def _blame(task: str, message: str) -> str:
-    return f"{task}: {message}"
 
 
 def _seconds(value: float) -> str:

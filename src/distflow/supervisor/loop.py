@@ -17,6 +17,9 @@ from types import MappingProxyType
 from distflow.backends.base import (
     AttemptKey,
     Backend,
+    Collected,
+    CollectFailed,
+    Collecting,
     Leased,
     LeaseRefused,
     LogComplete,
@@ -39,6 +42,7 @@ from distflow.state.store import Store
 from distflow.supervisor.absorb import absorb, absorb_node, end_unstarted
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
+from distflow.supervisor.handover import place_inputs
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
 
 __all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
@@ -155,13 +159,15 @@ class Supervisor:
 
     def _answered(self, seen: Observation) -> None:
         """Forget the commands that an observation answers: all of its attempt, as it says how things stand there."""
-        if isinstance(seen, LogComplete | Staging):
+        if isinstance(seen, LogComplete | Staging | Collecting):
             return
         if isinstance(seen, Leased | LeaseRefused):
             self._in_flight.pop(("lease", seen.workflow, seen.group, "", seen.attempt), None)
             return
         key: AttemptKey = getattr(seen, "key")  # noqa: B009
-        for op in ("prepare", "start", "stop", "release"):
+        # Of an output that is on its way, what else is said of the attempt says nothing.
+        is_collect = isinstance(seen, Collected | CollectFailed) or (isinstance(seen, Unanswered) and seen.op == "collect")
+        for op in ("collect",) if is_collect else ("prepare", "start", "stop", "release"):
             self._in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
     def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
@@ -293,6 +299,8 @@ class Supervisor:
             backend.stop(command.key, grace_s=command.grace_s, why=command.why)
         elif command.op == "release":
             backend.release(command.key)
+        elif command.op == "collect":
+            backend.collect(command.key)
 
     def _prepare(self, backend: Backend, command: Command) -> None:
         workflow = self._workflows[command.workflow]
@@ -309,6 +317,7 @@ class Supervisor:
             return
         nodes = {node.name: node for node in pool.nodes}
         launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes)
+        launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
         names = plan.launch(command.task).secret_names
         given: Mapping[str, Secret] = {name: secrets[name] for name in names if name in secrets}
         backend.prepare(command.key, launch, given, pool.stop_grace_s)

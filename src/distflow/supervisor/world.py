@@ -41,7 +41,7 @@ class Command:
     """Something a backend shall do; ``identity`` tells whether it is under way already."""
 
     op: str
-    """``lease``, ``prepare``, ``start``, ``stop`` or ``release``."""
+    """``lease``, ``prepare``, ``start``, ``stop``, ``release`` or ``collect``."""
     pool: str
     workflow: str
     group: str

@@ -6,6 +6,7 @@ to lose answers, to kill an attempt. What runs there is described by ``Behaviour
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from distflow.backends.base import (
     Absent,
     AttemptKey,
+    Collected,
+    CollectFailed,
     Ended,
     Leased,
     LeaseRefused,
@@ -51,6 +54,8 @@ class Behaviour:
     """Ends at once when stopped; otherwise after the grace."""
     refuses: str = ""
     """Cannot be prepared, for this reason."""
+    spoils: str = ""
+    """Its output cannot be collected, for this reason."""
 
 
 @dataclass(slots=True)
@@ -89,6 +94,10 @@ class FakeBackend:
         self._next_port = 20000
         self.starts: list[str] = []
         """Names of the attempts that were started, each time that they were."""
+        self.collected: list[str] = []
+        """The same for those whose output was collected."""
+        self.holds_outputs = False
+        """Outputs are long on their way: ``collect`` is not answered."""
 
     # The protocol.
 
@@ -204,6 +213,18 @@ class FakeBackend:
                 self._tell(Released, key)
             else:
                 self._report(key)
+
+    def collect(self, key: AttemptKey) -> None:
+        """Say that the output is here, unless it is spoilt or ``holds_outputs`` keeps it for now."""
+        attempt = self._attempts.get(key.name)
+        if not self._reaches(key, "collect") or self.holds_outputs:
+            return
+        now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
+        if spoils:
+            self._sink(CollectFailed(at=now, key=key, message=spoils))
+        else:
+            self.collected.append(key.name)
+            self._sink(Collected(at=now, key=key, digest=hashlib.sha256(key.name.encode()).hexdigest(), size=10240))
 
     def close(self) -> None:
         """Let go."""

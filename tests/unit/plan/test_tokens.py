@@ -6,6 +6,7 @@ import pytest
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.tokens import place_of, rewriter
+from distflow.spec.model import InputSpec
 
 MASTER = TaskRanks(task="master", offset=0, size=8, node_rank=0)
 WORKER = TaskRanks(task="worker", offset=8, size=8, node_rank=1)
@@ -26,6 +27,20 @@ WORLD = World(world_size=16, tasks=(MASTER, WORKER), style="ranks")
 )
 def test_each_token_has_its_value(text: str, expected: str) -> None:
     assert rewriter(WORKER, WORLD, [])(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{input:1}}/model {{input:crop}}", "@@ATTEMPT_DIR@@/input/1/model @@ATTEMPT_DIR@@/input/1"),
+        # Of two entries for one task its name means the first.
+        ("{{input:2}}", "@@ATTEMPT_DIR@@/input/2"),
+        ("{{input:0}} {{input:other}}", "{{input:0}} {{input:other}}"),
+    ],
+)
+def test_inputs_are_directories_by_position_and_by_task(text: str, expected: str) -> None:
+    inputs = (InputSpec(position=1, task="crop"), InputSpec(position=2, task="crop", regex="a"))
+    assert rewriter(None, None, [], inputs)(text) == expected
 
 
 def test_rank_tokens_stay_text_where_there_is_no_world() -> None:

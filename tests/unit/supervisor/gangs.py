@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from distflow.backends.base import AttemptKey, LogComplete, NodeDown, NodeUp, Observation, Unanswered
+from distflow.backends.base import (
+    AttemptKey,
+    Collected,
+    CollectFailed,
+    Collecting,
+    LogComplete,
+    NodeDown,
+    NodeUp,
+    Observation,
+    Unanswered,
+)
 from distflow.layout.ranks import TaskRanks
 from distflow.layout.ranks import World as RankWorld
 from distflow.plan.bind import bind
-from distflow.plan.model import GroupPlan, Launch, Plan
+from distflow.plan.model import BoundLaunch, GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
-from distflow.spec.model import ResourceSpec, Timeouts
+from distflow.spec.model import InputSpec, ResourceSpec, Timeouts
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.absorb import absorb, absorb_node
 from distflow.supervisor.decide import decide
+from distflow.supervisor.handover import place_inputs
 from distflow.supervisor.world import Command, NodeView, Workflow, World
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.clock import FakeClock
@@ -45,6 +56,7 @@ def group_plan(
     queue_s: float | None = None,
     barrier: bool = True,
     after: tuple[str, ...] = (),
+    inputs: tuple[InputSpec, ...] = (),
 ) -> GroupPlan:
     """A group of tasks ``t0``, ``t1``, …; the first leads; ``after`` names the groups that it waits for."""
     ranks = [TaskRanks(task=f"t{i}", offset=i * 8, size=8, node_rank=i) for i in range(tasks)]
@@ -64,6 +76,7 @@ def group_plan(
                 environment={"MASTER_ADDR": "@@MASTER_ADDR@@"},
                 ranks=item if world else None,
                 resource=ResourceSpec(gpu=gpus, cpu=cpus),
+                inputs=inputs,
             )
             for item in ranks
         ),
@@ -100,6 +113,7 @@ class Driver:
         self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behaviour=behaviour)
         self.events: list[Event] = []
         self.workflows = {one.record.uuid: one for one in workflows}
+        self.launches: dict[str, BoundLaunch] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -206,14 +220,15 @@ class Driver:
             self.workflows[uuid] = replace(one, record=record)
 
     def _answered(self, seen: Observation) -> None:
-        if isinstance(seen, LogComplete):
+        if isinstance(seen, LogComplete | Collecting):
             return
         key = getattr(seen, "key", None)
         if key is None:
             identity = ("lease", seen.workflow, seen.group, "", seen.attempt)  # type: ignore[attr-defined]
             self.in_flight.pop(identity, None)
             return
-        for op in ("prepare", "start", "stop", "release"):
+        collects = isinstance(seen, Collected | CollectFailed) or (isinstance(seen, Unanswered) and seen.op == "collect")
+        for op in ("collect",) if collects else ("prepare", "start", "stop", "release"):
             self.in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
     def act(self, command: Command) -> None:
@@ -227,10 +242,14 @@ class Driver:
             assert binding is not None
             nodes = {each.name: each for each in self.pool.nodes}
             launches = bind(one.plan.group(command.group), binding, workflow_id=one.record.id, nodes=nodes)
-            self.backend.prepare(command.key, launches[command.task], {}, 30.0)
+            launch = place_inputs(launches[command.task], one.plan.group(command.group).launch(command.task).inputs, one.record)
+            self.launches[command.key.name] = launch
+            self.backend.prepare(command.key, launch, {}, 30.0)
         elif command.op == "start":
             self.backend.start(command.key)
         elif command.op == "stop":
             self.backend.stop(command.key, grace_s=command.grace_s, why=command.why)
+        elif command.op == "collect":
+            self.backend.collect(command.key)
         else:
             self.backend.release(command.key)

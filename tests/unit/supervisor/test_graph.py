@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from distflow.backends.base import AttemptKey
+from distflow.backends.base import AttemptKey, CollectFailed, Collecting
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan
+from distflow.spec.model import InputSpec
 from distflow.state.record import CancelRequest, GroupRecord
 from distflow.supervisor.world import Workflow
 from distflow.testing.backend import Behaviour
@@ -137,3 +140,131 @@ def test_a_killed_supervisor_takes_the_graph_up_where_it_was(after_s: float) -> 
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
     assert sorted(driver.backend.starts) == sorted(f"u1/{name}/t0/0" for name in ("top", "left", "right", "bottom"))
+
+
+# What groups hand on.
+
+
+def handing(*, spoils: str = "", **seconds: float) -> Driver:
+    """``top`` hands on to ``bottom``, and ``aside`` to nobody; each runs one second unless said otherwise."""
+    bottom = group_plan(
+        "bottom", 1, world=False, gpus=0, after=("top",), inputs=(InputSpec(position=1, task="t0", regex="a.*"),)
+    )
+    # Names of tasks are of the whole workflow.
+    bottom = replace(bottom, launches=tuple(replace(launch, task="b") for launch in bottom.launches))
+    top = group_plan("top", 2, world=False, gpus=0)
+
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=seconds.get(key.group, 1.0), spoils=spoils if key.group == "top" else "")
+
+    return Driver(workflow(top, bottom), on=pool(node("n1"), node("n2"), node_lost_after_s=60.0), behaviour=behave)
+
+
+def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it() -> None:
+    driver = handing()
+    driver.settle()
+    driver.backend.holds_outputs = True
+    driver.advance(1.0)
+    top = group(driver, "top")
+    assert (top.state, [task.state for task in top.tasks]) == (State.RUNNING, [COMPLETED, COMPLETED])
+    assert top.message == "all tasks have ended; what t0 wrote is fetched for the groups that wait"
+    assert states(driver)["bottom"] is WAITING
+    # A supervisor that was killed meanwhile asks again.
+    driver.backend.holds_outputs = False
+    driver.restart()
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    # Of what nobody takes nothing is fetched.
+    assert driver.backend.collected == ["u1/top/t0/0"]
+    saved = group(driver, "top").task("t0").saved
+    assert saved is not None
+    (file,) = driver.launches["u1/bottom/b/0"].files
+    assert (file.path, file.blob, file.size, file.is_tar, file.only) == ("input/1", saved.digest, 10240, True, "a.*")
+    assert any(event.text == "t0: its output is here: 10 KiB" for event in driver.events)
+
+
+def test_an_output_that_cannot_be_fetched_fails_its_group_and_names_the_task() -> None:
+    driver = handing(spoils="no space left on device")
+    driver.run()
+    top = group(driver, "top")
+    assert (top.state, top.reason, top.status) == (FAILED, Reason.DATA, "FAILED")
+    assert top.cause is not None
+    assert top.cause.task == "t0"
+    assert top.message == "t0: its output cannot be handed on: no space left on device"
+    assert group(driver, "bottom").status == "FAILED_UPSTREAM"
+    assert driver.record().reason is Reason.DATA
+
+
+def test_a_node_that_holds_an_output_is_waited_for_and_not_for_ever() -> None:
+    driver = handing()
+    driver.settle()
+    where = group(driver, "top").task("t0").node
+    assert where is not None
+    driver.backend.holds_outputs = True
+    driver.advance(1.0)
+    driver.backend.cut(where)
+    driver.settle()
+    assert group(driver, "top").message.endswith(f"; {where} is out of reach: cut")
+    driver.advance(59.0)
+    driver.backend.holds_outputs = False
+    assert states(driver)["top"] is State.RUNNING
+    driver.backend.heal(where)
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+
+
+def test_a_node_that_is_lost_with_an_output_fails_its_group() -> None:
+    driver = handing()
+    driver.settle()
+    where = group(driver, "top").task("t0").node
+    assert where is not None
+    driver.backend.holds_outputs = True
+    driver.advance(1.0)
+    driver.backend.cut(where)
+    driver.run()
+    top = group(driver, "top")
+    assert (top.reason, top.status) == (Reason.NODE_LOST, "FAILED_BACKEND_ERROR")
+    assert f"t0: its output cannot be handed on: {where} has been out of reach for 60 s: cut" in top.message
+    assert top.task("t0").state is COMPLETED
+
+
+def test_a_cancel_does_not_wait_for_an_output() -> None:
+    driver = handing()
+    driver.settle()
+    driver.backend.holds_outputs = True
+    driver.advance(1.0)
+    driver.change("u1", cancel=CancelRequest(at=0.0, by="ada"))
+    driver.settle()
+    assert set(states(driver).values()) == {State.CANCELED}
+
+
+def test_a_failed_group_hands_nothing_on() -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=1, exit_code=int(key.group == "top" and key.task == "t0"))
+
+    driver = handing()
+    driver.backend._behaviour = behave
+    driver.run()
+    assert group(driver, "top").reason is Reason.EXIT_CODE
+    assert driver.backend.collected == []
+
+
+def test_progress_of_an_output_is_kept_while_it_lasts() -> None:
+    driver = handing()
+    driver.settle()
+    driver.backend.holds_outputs = True
+    driver.advance(1.0)
+    where = group(driver, "top").task("t0").node
+    assert where is not None
+    key = AttemptKey(workflow="u1", group="top", task="t0", attempt=0, node=where)
+    driver.seen.append(Collecting(at=1.0, key=key, is_packed=True, done=5, total=9, bytes_per_s=1.0))
+    driver.settle()
+    top = group(driver, "top")
+    moving = top.moving(top.task("t0"))
+    assert moving is not None
+    assert (moving.sent, moving.total, moving.output) == (5, 9, "sends")
+    # It is no answer: the command is still under way.
+    assert ("collect", "u1", "top", "t0", 0) in driver.in_flight
+    driver.seen.append(CollectFailed(at=2.0, key=key, message="gone"))
+    driver.settle()
+    assert group(driver, "top").moving(group(driver, "top").task("t0")) is None

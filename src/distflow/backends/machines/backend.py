@@ -28,6 +28,7 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
+from distflow.backends.machines.collecting import Collector
 from distflow.backends.machines.connection import Connection, now
 from distflow.backends.machines.staging import Blob
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
@@ -67,6 +68,7 @@ class MachinesBackend:
         self._logs = logs
         self._connections: dict[str, Connection] = {}
         self._unwanted: set[AttemptKey] = set()
+        self._collector = Collector(blobs, sink)
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
 
     def connect(self, nodes: Sequence[Node]) -> None:
@@ -130,8 +132,13 @@ class MachinesBackend:
 
         self._send(key, "release", answered)
 
+    def collect(self, key: AttemptKey) -> None:
+        """Pack and fetch the output of an ended attempt; in a thread, because that may take minutes."""
+        self._workers.submit(self._collector.collect, self._connections[key.node], key)
+
     def close(self) -> None:
         """Let go of all connections."""
+        self._collector.close()
         for connection in self._connections.values():
             connection.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -150,7 +157,8 @@ class MachinesBackend:
                 "secret_env": {name: secret.reveal() for name, secret in secrets.items()},
                 "path_prepend": connection.path_prepend(),
                 "files": [
-                    {"path": file.path, "mode": file.mode, "is_tar": file.is_tar} | self._content(file) for file in launch.files
+                    {"path": file.path, "mode": file.mode, "is_tar": file.is_tar, "only": file.only} | self._content(file)
+                    for file in launch.files
                 ],
                 "cwd": "work",
                 "stop_grace_s": stop_grace_s,

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from distflow.backends.base import (
@@ -28,6 +29,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
+from distflow.backends.machines.fetching import Fetched, fetch_output
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
@@ -61,6 +63,7 @@ class Connection:
         self._logs = logs
         self._lock = threading.Lock()
         self._staging = threading.Lock()
+        self._fetching = threading.Lock()
         self._link: AgentLink | None = None
         self._facts: Mapping[str, Any] = {}
         self._watched: dict[str, AttemptKey] = {}
@@ -135,6 +138,24 @@ class Connection:
                     timeout_s=self._pool.connect_timeout_s,
                     progress=lambda sent: progress(sent, total),
                 )
+
+    def fetch(self, key: AttemptKey, blobs: Path, progress: Callable[[bool, int, int], None]) -> Fetched:
+        """Bring the output of an attempt to the blob store ``blobs``, one at a time. Raises as ``fetch_output`` does."""
+        with self._fetching:
+            return fetch_output(
+                self._transport,
+                self.node.root,
+                self.node.python,
+                key.name,
+                blobs,
+                timeout_s=self._pool.connect_timeout_s,
+                progress=progress,
+            )
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the agent answers, as far as is known."""
+        return self._link is not None
 
     @property
     def gpu_ids(self) -> list[int]:

@@ -6,27 +6,17 @@ The node's end is ``runtime.receiver``; the format is on the page of the agent p
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from distflow.backends.machines.bootstrap import Opened, open_service
 from distflow.errors import AgentError, NodeUnreachable
-from distflow.runtime.receiver import FRAME, RAW, ZLIB
+from distflow.runtime.frames import frames
 from distflow.transports.base import Transport
 
 __all__ = ["Blob", "send_blobs"]
-
-_READ = 512 << 10
-_LEVEL = 1
-_WORTHWHILE = 0.9
-"""A frame that shrinks to less is sent packed."""
-_SKIPPED = 31
-"""After one that did not, so many go as they are, before packing is tried again."""
-_SAMPLE = 32 << 10
-"""Bytes of a frame that are packed to find out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,25 +63,11 @@ def _send(opened: Opened, answers: _Answers, blob: Blob, progress: Callable[[int
     with blob.path.open("rb") as source:
         if at:
             source.seek(at)
-        for size, frame in _frames(source):
+        for size, frame in frames(source):
             answers.after(lambda frame=frame: opened.channel.write(frame))  # type: ignore[misc]
             at += size
             progress(at)
     answers.next()
-
-
-def _frames(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the frames of what is left in ``source``, each with the bytes that it stands for."""
-    skip = 0
-    while data := source.read(_READ):
-        kind, content = RAW, data
-        if skip:
-            skip -= 1
-        elif len(zlib.compress(data[:_SAMPLE], _LEVEL)) < _WORTHWHILE * len(data[:_SAMPLE]):
-            kind, content = ZLIB, zlib.compress(data, _LEVEL)
-        else:
-            skip = _SKIPPED
-        yield len(data), FRAME.pack(len(content), kind) + content
 
 
 class _Answers:

@@ -1,0 +1,102 @@
+"""Collecting the outputs of ended attempts: each is packed and fetched until it is here, or is known never to come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, Sink, Unanswered
+from distflow.backends.machines.connection import Connection, now
+from distflow.errors import AgentError, DistflowError, NodeUnreachable
+
+__all__ = ["Collector"]
+
+_TRIES = 5
+"""Connections that may end one after the other without having brought anything, while the node itself answers."""
+_PAUSE_S = 1.0
+_TOLD_EVERY_S = 1.0
+
+
+class Collector:
+    """Collects into one blob store; ``collect`` is called in a thread for each output."""
+
+    def __init__(self, blobs: Path, sink: Sink) -> None:
+        """Begin nothing."""
+        self._blobs = blobs
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._under_way: set[str] = set()
+        self._broken: dict[str, int] = {}
+        self._closing = threading.Event()
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._closing.set()
+
+    def collect(self, connection: Connection, key: AttemptKey) -> None:
+        """Bring the output of an ended attempt here, and tell the sink; what is under way already is not begun again."""
+        with self._lock:
+            if key.name in self._under_way:
+                return
+            self._under_way.add(key.name)
+        told = _Told(key, self._sink)
+        try:
+            fetched = connection.fetch(key, self._blobs, told.progress)
+        except NodeUnreachable as error:
+            self._broke_off(key, error, is_accident=told.has_moved or not connection.is_up)
+        except AgentError as error:
+            self._give_up(key, error.detail)
+        except DistflowError as error:
+            self._give_up(key, f"it cannot be fetched: {error}")
+        except OSError as error:
+            self._give_up(key, f"it cannot be kept in {self._blobs}, on the machine of the supervisor: {error.strerror}")
+        else:
+            self._done(key)
+            self._sink(Collected(at=now(), key=key, digest=fetched.digest, size=fetched.size, left_out=fetched.left_out))
+
+    def _broke_off(self, key: AttemptKey, error: NodeUnreachable, *, is_accident: bool) -> None:
+        with self._lock:
+            # A node that is gone is waited for as long as the pool allows; that is decided elsewhere.
+            self._broken[key.name] = 0 if is_accident else self._broken.get(key.name, 0) + 1
+            tries = self._broken[key.name]
+        if tries >= _TRIES:
+            self._give_up(key, f"it cannot be fetched, the connection ended {tries} times: {error.detail}")
+            return
+        self._closing.wait(_PAUSE_S)
+        with self._lock:
+            self._under_way.discard(key.name)
+        self._sink(Unanswered(at=now(), key=key, op="collect"))
+
+    def _give_up(self, key: AttemptKey, message: str) -> None:
+        self._done(key)
+        self._sink(CollectFailed(at=now(), key=key, message=message))
+
+    def _done(self, key: AttemptKey) -> None:
+        with self._lock:
+            self._under_way.discard(key.name)
+            self._broken.pop(key.name, None)
+
+
+class _Told:
+    """Tells how far an output is, every second."""
+
+    def __init__(self, key: AttemptKey, sink: Sink) -> None:
+        self._key = key
+        self._sink = sink
+        self._was_packed = False
+        self._begun = self._told = time.monotonic()
+        self._first = 0
+        self.has_moved = False
+        """Whether this connection brought anything."""
+
+    def progress(self, is_packed: bool, done: int, total: int) -> None:
+        """Note that ``done`` of ``total`` bytes are packed, or here."""
+        at = time.monotonic()
+        if is_packed and not self._was_packed:
+            self._was_packed, self._begun, self._first = True, at, done
+        self.has_moved = is_packed and done > self._first
+        if at - self._told >= _TOLD_EVERY_S:
+            self._told = at
+            rate = (done - self._first) / max(at - self._begun, 0.001)
+            self._sink(Collecting(at=now(), key=self._key, is_packed=is_packed, done=done, total=total, bytes_per_s=rate))

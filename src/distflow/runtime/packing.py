@@ -1,0 +1,151 @@
+"""Packing what a task wrote below ``output/`` into a blob: a tar that depends on names and contents only, named by its SHA-256.
+
+The blob lies where all blobs lie, so the node that packed it never needs to be sent it. What was packed is noted in the
+attempt's ``packed.json`` and not packed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tarfile
+from typing import Callable, Iterator, List, Optional, Tuple
+
+from distflow.runtime import attempts
+from distflow.runtime.blobs import BLOBS, Part, path_of
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["PACKED", "pack_output"]
+
+PACKED = "packed.json"
+_AT_ONCE = 1 << 20
+_NAMED = 3
+"""Files left out that are named; of more it is said how many."""
+
+Told = Callable[[int, int], None]
+
+
+def pack_output(root: str, attempt: str, told: Told) -> Json:
+    """Pack an attempt's output. Returns ``hash``, ``size``, ``files`` and ``left_out``; ``told`` hears how far it is.
+
+    Raises ``not_found`` when it is not there any more, and names the file that cannot be read or leads outside.
+    """
+    directory = attempts.directory_of(root, attempt)
+    known = _packed_before(root, directory)
+    if known is not None:
+        return known
+    output = os.path.join(directory, "output")
+    if not os.path.isdir(output) or os.path.islink(output):
+        raise OpError("not_found", "{} is not there any more".format(output))
+    entries = list(_walk(output, ""))
+    left_out = sorted(name for name, info in entries if not _is_packed(info))
+    members = [(name, info) for name, info in entries if _is_packed(info)]
+    part = Part(os.path.join(root, BLOBS, "pack-" + hashlib.sha256(attempt.encode()).hexdigest()[:16]))
+    try:
+        os.ftruncate(part.fd, 0)
+        sink = _Sink(part.fd, sum(info.st_size for _, info in members if stat.S_ISREG(info.st_mode)), told)
+        with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_AT_ONCE) as tar:  # type: ignore[call-overload]
+            for name, info in members:
+                _add(tar, output, name, info)
+    except BaseException:
+        part.drop()
+        raise
+    digest = sink.digest.hexdigest()
+    part.finish(path_of(root, digest))
+    packed = {"hash": digest, "size": sink.size, "files": len(members), "left_out": _few(left_out)}
+    _note(directory, packed)
+    return packed
+
+
+def _packed_before(root: str, directory: str) -> Optional[Json]:
+    try:
+        with open(os.path.join(directory, PACKED), encoding="utf-8") as file:
+            packed: Json = json.load(file)
+        os.utime(path_of(root, packed["hash"]))  # in use: cleaning goes by age
+    except (OSError, ValueError, KeyError):
+        return None
+    return packed
+
+
+def _note(directory: str, packed: Json) -> None:
+    path = os.path.join(directory, PACKED)
+    fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump(packed, file)
+    os.rename(path + ".new", path)
+
+
+def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
+    """Everything below ``top`` by its relative name, directories before what they hold, in the order of the names' bytes."""
+    try:
+        entries = sorted(os.scandir(os.path.join(top, below)), key=lambda entry: os.fsencode(entry.name))
+    except OSError as error:
+        raise OpError.from_os(error, "its output cannot be read") from error
+    for entry in entries:
+        name = os.path.join(below, entry.name)
+        info = entry.stat(follow_symlinks=False)
+        yield name, info
+        if stat.S_ISDIR(info.st_mode):
+            yield from _walk(top, name)
+
+
+def _is_packed(info: os.stat_result) -> bool:
+    """Sockets, pipes and devices hold nothing that could be handed on."""
+    return stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
+
+
+def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> None:
+    path = os.path.join(output, name)
+    member = tarfile.TarInfo(name)
+    member.mode = 0o700 if stat.S_ISDIR(info.st_mode) or info.st_mode & 0o100 else 0o600
+    if stat.S_ISDIR(info.st_mode):
+        member.type = tarfile.DIRTYPE
+        tar.addfile(member)
+        return
+    if stat.S_ISLNK(info.st_mode):
+        top, target = os.path.realpath(output), os.path.realpath(path)
+        if target == top or target.startswith(top + os.sep):
+            member.type = tarfile.SYMTYPE
+            member.linkname = os.path.relpath(target, os.path.realpath(os.path.dirname(path)))
+            tar.addfile(member)
+            return
+        if not os.path.isfile(target):
+            said = "the link {} in its output leads to {}, outside of it; copy what it points to, or remove the link"
+            raise OpError("bad_request", said.format(name, os.readlink(path)))
+        path = target
+    try:
+        with open(path, "rb") as source:
+            found = os.fstat(source.fileno())
+            member.size = found.st_size
+            member.mode = 0o700 if found.st_mode & 0o100 else 0o600
+            tar.addfile(member, source)
+    except OSError as error:
+        raise OpError.from_os(error, "{} in its output cannot be packed".format(name)) from error
+
+
+class _Sink:
+    """A file that hashes what is written to it, and says how far it is."""
+
+    def __init__(self, fd: int, total: int, told: Told) -> None:
+        self._fd = fd
+        self._total = total
+        self._told = told
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> int:
+        """Take it all."""
+        self.digest.update(data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self.size += len(data)
+        self._told(min(self.size, self._total), self._total)
+        return len(data)
+
+
+def _few(names: List[str]) -> List[str]:
+    more = ["and {} more".format(len(names) - _NAMED)] if len(names) > _NAMED else []
+    return names[:_NAMED] + more

@@ -1,0 +1,76 @@
+"""The sender: packs what a task wrote and sends it as one stream over a connection of its own; the receiver's mirror image.
+
+Standard input: a line ``{"attempt"}``, then, after what was packed was told, a line ``{"at": n}``: so much of it is there
+already. Standard output: lines ``{"packing": n, "of": m}`` while that lasts, ``{"hash", "size", "files", "left_out"}``, and
+after ``at`` frames with the rest; or ``{"error": {"kind", "message"}}``. It ends after the last frame.
+See docs/agent-protocol.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from distflow.runtime import processes
+from distflow.runtime.blobs import path_of
+from distflow.runtime.frames import frames
+from distflow.runtime.packing import pack_output
+from distflow.runtime.wire import Json, OpError, encode
+
+__all__ = ["serve"]
+
+_TOLD_EVERY_S = 1.0
+
+
+def serve(root: str, _umask: int) -> None:
+    """Pack and send one attempt's output."""
+    processes.rename_self("df-sender")
+    try:
+        _serve(root)
+    except BrokenPipeError:
+        sys.exit(1)  # nobody listens any more; what was packed stays
+
+
+def _serve(root: str) -> None:
+    try:
+        packed = pack_output(root, str(_line()["attempt"]), _Progress().told)
+        _say(packed)
+        at = int(_line()["at"])
+        with open(path_of(root, packed["hash"]), "rb") as source:
+            source.seek(at)
+            for _, frame in frames(source):
+                sys.stdout.buffer.write(frame)
+        sys.stdout.buffer.flush()
+    except OpError as error:
+        _say({"error": error.as_json()})
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _say({"error": OpError.from_os(error, "its output cannot be packed").as_json()})
+    except (KeyError, TypeError, ValueError) as error:
+        _say({"error": OpError("bad_request", "this names no output: {!r}".format(error)).as_json()})
+
+
+class _Progress:
+    def __init__(self) -> None:
+        self._told_at = time.monotonic()
+
+    def told(self, done: int, total: int) -> None:
+        """Say how far the packing is, every second."""
+        if time.monotonic() - self._told_at >= _TOLD_EVERY_S:
+            self._told_at = time.monotonic()
+            _say({"packing": done, "of": total})
+
+
+def _line() -> Json:
+    line = sys.stdin.buffer.readline(4096)
+    if not line:
+        sys.exit(1)
+    message: Json = json.loads(line)
+    return message
+
+
+def _say(message: Json) -> None:
+    sys.stdout.buffer.write(encode(message))
+    sys.stdout.buffer.flush()

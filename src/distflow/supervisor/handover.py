@@ -1,0 +1,98 @@
+"""What groups hand on to those that wait for them: which outputs are wanted, what spoils one, and where they appear. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from distflow.lifecycle.states import Reason, State
+from distflow.lifecycle.upstream import listed
+from distflow.plan.model import BoundLaunch, Plan, PlannedFile
+from distflow.plan.tokens import input_place
+from distflow.spec.model import InputSpec
+from distflow.state.record import Cause, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.supervisor.world import NodeView
+
+__all__ = ["Handover", "hand_over", "place_inputs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """How far a group, of which all tasks have ended, is with what others take of it."""
+
+    missing: tuple[TaskRecord, ...] = ()
+    """Tasks whose output is wanted and not here."""
+    message: str = ""
+    """That, in words."""
+    spoilt: Cause | None = None
+    """Why one of them will never be here."""
+    saved_at: float = 0.0
+    """When the last one came."""
+    wake_at: float | None = None
+    """When a node will have been out of reach for too long."""
+
+
+def hand_over(
+    plan: Plan,
+    record: WorkflowRecord,
+    group: GroupRecord,
+    node_of: Callable[[TaskRecord], NodeView | None],
+    lost_after_s: float,
+    now: float,
+) -> Handover:
+    """Return what is still to be fetched of a group's outputs; nothing once a person wants the workflow's end."""
+    wanted = frozenset[str]() if record.cancel is not None else _wanted(plan, record)
+    tasks = [task for task in group.tasks if task.name in wanted]
+    missing = tuple(task for task in tasks if task.saved is None)
+    spoilt = [cause for task in tasks if (cause := _spoilt(task, node_of(task), lost_after_s, now)) is not None]
+    away = {task.node: view for task in missing if (view := node_of(task)) is not None and not view.up}
+    return Handover(
+        missing=missing,
+        message=_words(missing, away),
+        spoilt=spoilt[0] if spoilt else None,
+        saved_at=max((task.saved.at for task in tasks if task.saved is not None), default=0.0),
+        wake_at=min((view.since + lost_after_s for view in away.values()), default=None),
+    )
+
+
+def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: WorkflowRecord) -> BoundLaunch:
+    """Return the launch with its inputs as archives to unpack; every group that they come from has completed."""
+    saved = {task.name: task.saved for group in record.groups for task in group.tasks}
+    files = []
+    for one in inputs:
+        found = saved[one.task]
+        if found is None:
+            raise AssertionError("a group completes when what it hands on is here")
+        files.append(
+            PlannedFile(
+                path=input_place(one.position), shown=f"what {one.task} wrote", blob=found.digest, size=found.size, mode=0o700,
+                is_tar=True, only=one.regex,
+            )
+        )  # fmt: skip
+    return replace(launch, files=(*launch.files, *files))
+
+
+def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:
+    """Return the tasks whose output a group takes that still waits."""
+    waiting = [group for group in plan.groups if record.group(group.name).state is State.WAITING]
+    return frozenset(one.task for group in waiting for launch in group.launches for one in launch.inputs)
+
+
+def _spoilt(task: TaskRecord, view: NodeView | None, lost_after_s: float, now: float) -> Cause | None:
+    reason, words = Reason.DATA, ""
+    if task.saved is not None:
+        words = task.saved.error
+    elif task.node is None:
+        words = "it was never started, so it has no output"
+    elif view is not None and not view.up and now >= view.since + lost_after_s:
+        reason = Reason.NODE_LOST
+        words = f"{task.node} has been out of reach for {now - view.since:.0f} s: {view.error}"
+    if not words:
+        return None
+    message = f"its output cannot be handed on: {words}"
+    return Cause(task=task.name, reason=reason, message=message, at=now, node=task.node, ranks=task.ranks)
+
+
+def _words(missing: Sequence[TaskRecord], away: dict[str | None, NodeView]) -> str:
+    words = f"all tasks have ended; what {listed([task.name for task in missing])} wrote is fetched for the groups that wait"
+    return "; ".join([words, *(f"{name} is out of reach: {view.error}" for name, view in away.items() if view.error)])

@@ -1,0 +1,253 @@
+"""Outputs on their way from a node: packed there, one stream, taken up where it broke off, checked; over every transport."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import socket
+import sys
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from contract.conftest import launch_of
+from distflow.backends.machines.bootstrap import open_service
+from distflow.backends.machines.fetching import Fetched, fetch_output
+from distflow.errors import AgentError, NodeUnreachable
+from distflow.runtime.frames import LARGEST_FRAME
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+
+
+def output_of(node: NodeUnderTest, attempt: str) -> Path:
+    """The output directory of an attempt that has left nothing else behind."""
+    path = node.root / attempt / "output"
+    path.mkdir(parents=True)
+    return path
+
+
+def fetch(node: NodeUnderTest, attempt: str, blobs: Path, told: list[tuple[bool, int, int]] | None = None) -> Fetched:
+    blobs.mkdir(exist_ok=True)
+    progress = (lambda *said: told.append(said)) if told is not None else lambda *_: None
+    return fetch_output(node.transport, str(node.root), sys.executable, attempt, blobs, timeout_s=20, progress=progress)
+
+
+def members(blobs: Path, fetched: Fetched) -> dict[str, tuple[int, str | bytes | None]]:
+    """Names, modes and contents (of links: their targets) of what was fetched."""
+    found: dict[str, tuple[int, str | bytes | None]] = {}
+    with tarfile.open(blobs / fetched.digest) as tar:
+        for member in tar:
+            file = tar.extractfile(member) if member.isreg() else None
+            found[member.name] = (member.mode, file.read() if file else member.linkname or None)
+    return found
+
+
+def test_an_output_comes_whole_with_modes_and_links(node: NodeUnderTest, tmp_path: Path) -> None:
+    attempt = node.attempt()
+    output = output_of(node, attempt)
+    (output / "models" / "empty").mkdir(parents=True)
+    (output / "models" / "a b.pt").write_bytes(b"weights")
+    (output / "models" / "a b.pt").chmod(0o664)
+    (output / "run.sh").write_text("#!/bin/sh\n")
+    (output / "run.sh").chmod(0o775)
+    (output / "latest").symlink_to(output / "models" / "a b.pt")
+    (tmp_path / "elsewhere").write_bytes(b"kept elsewhere")
+    (output / "model.txt").symlink_to(tmp_path / "elsewhere")
+    fetched = fetch(node, attempt, tmp_path / "blobs")
+    assert members(tmp_path / "blobs", fetched) == {
+        "latest": (0o700, "models/a b.pt"),
+        "model.txt": (0o600, b"kept elsewhere"),
+        "models": (0o700, None),
+        "models/a b.pt": (0o600, b"weights"),
+        "models/empty": (0o700, None),
+        "run.sh": (0o700, b"#!/bin/sh\n"),
+    }
+    assert (fetched.files, fetched.left_out) == (6, ())
+    assert (tmp_path / "blobs" / fetched.digest).stat().st_mode & 0o777 == 0o600
+    # Its node has it as well, so it need not be sent there.
+    asked = [{"hash": fetched.digest, "size": fetched.size}]
+    assert node.connect().request("stage", blobs=asked)["missing"] == []
+
+
+def test_equal_outputs_are_one_blob_and_an_empty_one_is_one_too(node: NodeUnderTest, tmp_path: Path) -> None:
+    found = []
+    for stamp in (1_000_000_000, 1_700_000_000):
+        attempt = node.attempt()
+        file = output_of(node, attempt) / "same"
+        file.write_text("same")
+        os.utime(file, (stamp, stamp))
+        found.append(fetch(node, attempt, tmp_path / "blobs").digest)
+    assert found[0] == found[1]
+    attempt = node.attempt()
+    output_of(node, attempt)
+    assert members(tmp_path / "blobs", fetch(node, attempt, tmp_path / "blobs")) == {}
+
+
+def test_what_was_packed_once_is_not_packed_again(node: NodeUnderTest, tmp_path: Path) -> None:
+    attempt = node.attempt()
+    (output_of(node, attempt) / "big").write_bytes(os.urandom(3_000_000))
+    first = fetch(node, attempt, tmp_path / "blobs")
+    # What it holds now would make another blob, were it packed again.
+    (node.root / attempt / "output" / "big").write_bytes(b"small")
+    assert fetch(node, attempt, tmp_path / "other").digest == first.digest
+    told: list[tuple[bool, int, int]] = []
+    fetch(node, attempt, tmp_path / "blobs", told)
+    assert told == [(True, first.size, first.size)]
+
+
+def test_a_broken_transfer_goes_on_where_it_stopped(node: NodeUnderTest, tmp_path: Path) -> None:
+    attempt = node.attempt()
+    (output_of(node, attempt) / "big").write_bytes(os.urandom(3_000_000))
+    whole = fetch(node, attempt, tmp_path / "whole")
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (blobs / f"{whole.digest}.part").write_bytes((tmp_path / "whole" / whole.digest).read_bytes()[:1_234_567])
+    told: list[tuple[bool, int, int]] = []
+    fetched = fetch(node, attempt, blobs, told)
+    assert told[0] == (True, 1_234_567, whole.size)
+    assert told[-1] == (True, whole.size, whole.size)
+    assert {path.name for path in blobs.iterdir()} == {fetched.digest}
+
+
+def test_a_connection_that_ends_leaves_what_came(node: NodeUnderTest, tmp_path: Path) -> None:
+    attempt = node.attempt()
+    (output_of(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
+
+    class Ends(Exception):
+        pass
+
+    def stop(is_packed: bool, done: int, total: int) -> None:
+        if is_packed and done >= 2 * LARGEST_FRAME:
+            raise Ends
+
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    with pytest.raises(Ends):
+        fetch_output(node.transport, str(node.root), sys.executable, attempt, blobs, timeout_s=20, progress=stop)
+    (part,) = blobs.iterdir()
+    assert part.name.endswith(".part")
+    came = part.stat().st_size
+    assert came >= 2 * LARGEST_FRAME
+    told: list[tuple[bool, int, int]] = []
+    fetched = fetch(node, attempt, blobs, told)
+    assert told[0] == (True, came, fetched.size)
+
+
+def test_a_damaged_part_is_forgotten(node: NodeUnderTest, tmp_path: Path) -> None:
+    attempt = node.attempt()
+    (output_of(node, attempt) / "big").write_bytes(os.urandom(1_000_000))
+    whole = fetch(node, attempt, tmp_path / "whole")
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (blobs / f"{whole.digest}.part").write_bytes(b"x" * 1000)
+    with pytest.raises(AgentError, match="damaged"):
+        fetch(node, attempt, blobs)
+    assert fetch(node, attempt, blobs) == whole
+
+
+def test_what_cannot_be_packed_is_named(node: NodeUnderTest, tmp_path: Path) -> None:
+    attempt = node.attempt()
+    (output_of(node, attempt) / "data").symlink_to("/usr")
+    with pytest.raises(AgentError, match=re.escape("the link data in its output leads to /usr, outside of it; copy")):
+        fetch(node, attempt, tmp_path / "blobs")
+    assert not [name for name in os.listdir(node.root / "blobs") if name.startswith("pack-")]
+    with pytest.raises(AgentError, match="is not there any more"):
+        fetch(node, node.attempt(), tmp_path / "blobs")
+    with pytest.raises(AgentError, match="is no attempt"):
+        fetch(node, "../../etc", tmp_path / "blobs")
+
+
+def test_sockets_and_pipes_are_left_out_by_name(node: NodeUnderTest, tmp_path: Path) -> None:
+    attempt = node.attempt()
+    output = output_of(node, attempt)
+    os.mkfifo(output / "pipe")
+    (output / "kept").write_text("kept")
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.open(output, os.O_RDONLY)
+        listener.bind(f"/proc/self/fd/{here}/socket")
+        os.close(here)
+        fetched = fetch(node, attempt, tmp_path / "blobs")
+    assert fetched.left_out == ("pipe", "socket")
+    assert set(members(tmp_path / "blobs", fetched)) == {"kept"}
+
+
+def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
+    attempt = node.attempt()
+    (output_of(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
+    opened = open_service(node.transport, str(node.root), sys.executable, "sender", timeout_s=20)
+    opened.channel.write(json.dumps({"attempt": attempt}).encode() + b"\n")
+    text = bytearray(opened.received)
+    while b"\n" not in text:
+        text += opened.channel.read()
+    assert "hash" in json.loads(bytes(text).partition(b"\n")[0])
+    senders = [pid for pid in os.listdir("/proc") if pid.isdigit() and _name(pid) == "df-sender"]
+    assert senders
+    opened.channel.close()
+    wait_until(lambda: not [pid for pid in senders if _name(pid) == "df-sender"], 20)
+
+
+def _name(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp_path: Path) -> None:
+    class Cut:
+        """The node's transport; what it opens ends after the first read."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(node.transport, name)
+
+        def open(self, argv: list[str]) -> Any:
+            channel = node.transport.open(argv)
+            write = channel.write
+
+            def cut(data: bytes) -> None:
+                write(data)
+                if data.startswith(b'{"attempt"'):
+                    channel.close()
+
+            channel.write = cut  # type: ignore[method-assign]
+            return channel
+
+    attempt = node.attempt()
+    output_of(node, attempt)
+    with pytest.raises(NodeUnreachable):
+        fetch_output(Cut(), str(node.root), sys.executable, attempt, tmp_path, timeout_s=20)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("only", "placed"), [("", {"a.pt", "logs/a.txt"}), (r".*\.pt", {"a.pt"}), ("logs/", {"logs/a.txt"})])
+def test_an_input_is_placed_below_the_attempt(node: NodeUnderTest, tmp_path: Path, only: str, placed: set[str]) -> None:
+    first = node.attempt()
+    output = output_of(node, first)
+    (output / "logs" / "old").mkdir(parents=True)
+    (output / "logs" / "a.txt").write_text("log")
+    (output / "a.pt").write_text("weights")
+    fetched = fetch(node, first, tmp_path / "blobs")
+    link, attempt = node.connect(), node.attempt()
+    node.lease(link, attempt)
+    files = [{"path": "input/0", "mode": 0o700, "is_tar": True, "blob": fetched.digest, "only": only}]
+    link.request("prepare", attempt=attempt, launch=launch_of(["true"], files=files))
+    top = node.root / attempt / "input" / "0"
+    assert {str(path.relative_to(top)) for path in top.rglob("*") if path.is_file()} == placed
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (top, *top.rglob("*")))
+    link.request("release", attempt=attempt)
+
+
+def test_a_wrong_expression_is_refused(node: NodeUnderTest) -> None:
+    from distflow.runtime.unpacking import unpack
+    from distflow.runtime.wire import OpError
+
+    empty = io.BytesIO()
+    with tarfile.open(fileobj=empty, mode="w"):
+        pass
+    with pytest.raises(OpError, match="no regular expression"):
+        unpack(empty, str(node.root), "(")
