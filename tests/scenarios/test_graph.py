@@ -129,6 +129,8 @@ def test_a_task_finds_what_others_wrote(cli: Cli) -> None:
         < events.index("preparation: COMPLETED")
         < events.index("training: SCHEDULING")
     )
+    # Here nothing of it stays.
+    wait_until(lambda: not list((cli.state / "blobs").iterdir()), 20)
     folder = Path(cli.tasks(ident)["train"]["output_dir"]).parent / "input" / "0"
     assert (folder / "big").stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700

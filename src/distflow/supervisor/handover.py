@@ -13,7 +13,7 @@ from distflow.spec.model import InputSpec
 from distflow.state.record import Cause, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.world import NodeView
 
-__all__ = ["Handover", "hand_over", "place_inputs"]
+__all__ = ["Handover", "archives", "hand_over", "place_inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ def hand_over(
     lost_after_s: float,
     now: float,
 ) -> Handover:
-    """Return what is still to be fetched of a group's outputs; nothing once a person wants the workflow's end."""
-    wanted = frozenset[str]() if record.cancel is not None else _wanted(plan, record)
+    """Return what is still to be fetched of a group's outputs: nothing once no group waits for them."""
+    wanted = _wanted(plan, record)
     tasks = [task for task in group.tasks if task.name in wanted]
     missing = tuple(task for task in tasks if task.saved is None)
     spoilt = [cause for task in tasks if (cause := _spoilt(task, node_of(task), lost_after_s, now)) is not None]
@@ -70,6 +70,11 @@ def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: Workf
             )
         )  # fmt: skip
     return replace(launch, files=(*launch.files, *files))
+
+
+def archives(record: WorkflowRecord) -> frozenset[str]:
+    """Return the archives (SHA-256) of a workflow's outputs that were fetched."""
+    return frozenset(task.saved.digest for group in record.groups for task in group.tasks if task.saved and task.saved.digest)
 
 
 def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:

@@ -42,7 +42,7 @@ from distflow.state.store import Store
 from distflow.supervisor.absorb import absorb, absorb_node, end_unstarted
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
-from distflow.supervisor.handover import place_inputs
+from distflow.supervisor.handover import archives, place_inputs
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
 
 __all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
@@ -73,6 +73,7 @@ class Supervisor:
         store: Store,
         mirror: Mirror,
         secrets: Path,
+        blobs: Path,
         clock: Clock,
         open_backend: OpenBackend,
         log: Callable[[str], None],
@@ -81,6 +82,8 @@ class Supervisor:
         self._store = store
         self._mirror = mirror
         self._secrets = secrets
+        self._blobs = blobs
+        self._spent: set[str] = set()
         self._clock = clock
         self._open_backend = open_backend
         self._log = log
@@ -327,8 +330,15 @@ class Supervisor:
             if not _is_over(workflow.record):
                 continue
             remove_secrets(self._secrets, uuid)
+            self._spent |= archives(workflow.record)
             if not any(task.stray for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
+        # Not while one may be arriving that is equal: it would be taken for here already.
+        if self._spent and not any(command.op == "collect" for command in self._in_flight.values()):
+            others = (archives(one.record) for one in self._workflows.values() if not _is_over(one.record))
+            for digest in self._spent.difference(*others):
+                (self._blobs / digest).unlink(missing_ok=True)
+            self._spent.clear()
 
 
 def _is_over(record: WorkflowRecord) -> bool:

@@ -76,7 +76,7 @@ def _work(directory: StateDirectory, store: Store, ready: int) -> None:
     def open_one(pool: Pool, sink: Callable[[Observation], None]) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))
 
-    supervisor = Supervisor(store, mirror, directory.secrets, SystemClock(), open_one, _log)
+    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, SystemClock(), open_one, _log)
     knock = open_wake_socket(directory)
 
     def listen() -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.backends.base import AttemptKey, CollectFailed, Collecting
+from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import InputSpec
 from distflow.state.record import CancelRequest, GroupRecord
+from distflow.supervisor.handover import archives
 from distflow.supervisor.world import Workflow
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -249,7 +250,21 @@ def test_a_failed_group_hands_nothing_on() -> None:
     assert driver.backend.collected == []
 
 
-def test_progress_of_an_output_is_kept_while_it_lasts() -> None:
+def test_a_cancel_after_the_lead_completed_does_not_wait_either() -> None:
+    driver = handing()
+    driver.backend._behaviour = lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG
+    driver.settle()
+    driver.backend.holds_outputs = True
+    driver.advance(1.0)
+    assert group(driver, "top").state is State.STOPPING
+    driver.change("u1", cancel=CancelRequest(at=0.0, by="ada"))
+    driver.settle()
+    assert states(driver) == {"top": COMPLETED, "bottom": State.CANCELED}
+    assert driver.record().state is WorkflowState.CANCELED
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_progress_of_an_output_is_kept_while_it_lasts(is_good: bool) -> None:
     driver = handing()
     driver.settle()
     driver.backend.holds_outputs = True
@@ -265,6 +280,9 @@ def test_progress_of_an_output_is_kept_while_it_lasts() -> None:
     assert (moving.sent, moving.total, moving.output) == (5, 9, "sends")
     # It is no answer: the command is still under way.
     assert ("collect", "u1", "top", "t0", 0) in driver.in_flight
-    driver.seen.append(CollectFailed(at=2.0, key=key, message="gone"))
+    driver.seen.append(
+        Collected(at=2.0, key=key, digest="d", size=1) if is_good else CollectFailed(at=2.0, key=key, message="gone")
+    )
     driver.settle()
-    assert group(driver, "top").moving(group(driver, "top").task("t0")) is None
+    assert group(driver, "top").task("t0").transfer is None
+    assert archives(driver.record()) == ({"d"} if is_good else set())
