@@ -17,7 +17,7 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from scenarios.conftest import Cli
 
-__all__ = ["GANG", "TRAINING", "Lab", "checkout", "json_lines", "largest_file", "train"]
+__all__ = ["GANG", "TRAINING", "Lab", "checkout", "json_lines", "largest_file", "pipeline", "train"]
 
 GANG = """
 workflow:
@@ -134,6 +134,22 @@ def train(cli: Cli, spec: Path, *, epochs: int) -> tuple[dict[str, dict[str, Any
     assert sorted(row["rank"] for row in started) == sorted(claimed) == list(range(len(claimed)))
     assert {row["world_size"] for row in started} == {len(claimed)}
     return tasks, next(row for row in rows if row.get("event") == "finished")
+
+
+def pipeline(cli: Cli, specs: Path, *, epochs: int) -> float:
+    """Run ``pipeline.yaml`` to its end; return the accuracy that its last stage found, which is what training said."""
+    done = cli.run("workflow", "submit", str(specs / "pipeline.yaml"), "--wait", "--set", f"epochs={epochs}", timeout=170)
+    assert done.code == 0, done.err + done.out
+    rows = json_lines(cli.logs("pipeline-1"))
+    found = {row["event"]: row["accuracy"] for row in rows if row.get("event") in ("finished", "evaluated")}
+    assert abs(found["evaluated"] - found["finished"]) < 0.01
+    directory = Path(cli.tasks("pipeline-1")["evaluate"]["output_dir"]).parent / "input"
+    assert sorted(path.name for path in directory.glob("*/*")) == [
+        "model.pt",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    ]
+    return float(found["evaluated"])
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scenarios.conftest import Cli
-from scenarios.lab import TRAINING, checkout, train
+from scenarios.lab import TRAINING, checkout, pipeline, train
 
 
 @pytest.fixture
@@ -25,6 +25,11 @@ def specs(cli: Cli, repository: Path) -> Path:
 def test_a_training_spec_completes_with_exactly_its_ranks(cli: Cli, specs: Path, name: str) -> None:
     _, finished = train(cli, specs / f"{name}.yaml", epochs=15)
     assert finished["accuracy"] > 0.95
+
+
+@pytest.mark.torch
+def test_the_pipeline_hands_its_data_and_its_model_on(cli: Cli, specs: Path) -> None:
+    assert pipeline(cli, specs, epochs=15) > 0.95
 
 
 def test_hello_world_prints_its_ranks(cli: Cli, specs: Path) -> None:

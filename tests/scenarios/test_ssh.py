@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from distflow.testing.sshd import Sshd, missing_sshd
 from scenarios.conftest import Cli
-from scenarios.lab import GANG, TRAINING, Lab, checkout, train
+from scenarios.lab import GANG, TRAINING, Lab, checkout, pipeline, train
 
 pytestmark = pytest.mark.ssh
 
@@ -39,6 +40,21 @@ def test_each_task_of_a_world_has_a_host_of_its_own(lab: Lab) -> None:
 def test_a_training_spec_completes_with_each_task_on_its_own_host(lab: Lab, repository: Path, name: str) -> None:
     tasks, _ = train(lab.cli, checkout(lab.cli, repository) / f"{name}.yaml", epochs=2)
     assert len({task["node_name"] for task in tasks.values()}) == len(tasks)
+
+
+@pytest.mark.torch
+def test_the_pipeline_hands_its_data_on_from_host_to_host(lab: Lab, repository: Path) -> None:
+    # Each stage has a host of its own, so that all of its inputs have to come from elsewhere.
+    specs = checkout(lab.cli, repository)
+    text = (specs / "pipeline.yaml").read_text()
+    for task, host in (("prepare", "gpu1"), ("evaluate", "gpu3")):
+        text = text.replace(f"    - name: {task}\n", f"    - name: {task}\n      resource: on-{host}\n")
+    others = {f"on-{host}": {"nodesExcluded": [f"gpu{i}" for i in (1, 2, 3) if f"gpu{i}" != host]} for host in ("gpu1", "gpu3")}
+    resources = {"default": {"nodesExcluded": ["gpu1"]}, **others}
+    (specs / "pipeline.yaml").write_text(text.replace("  groups:\n", f"  resources: {json.dumps(resources)}\n  groups:\n", 1))
+    pipeline(lab.cli, specs, epochs=1)
+    nodes = {name: task["node_name"] for name, task in lab.cli.tasks("pipeline-1").items()}
+    assert nodes == {"prepare": "gpu1", "master": "gpu2", "worker": "gpu3", "evaluate": "gpu3"}
 
 
 def test_hello_world_runs_across_hosts(lab: Lab, repository: Path) -> None:
