@@ -18,7 +18,7 @@ from typing import List, Optional
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["BLOBS", "Part", "is_whole", "missing", "path_of", "take"]
+__all__ = ["BLOBS", "Part", "is_whole", "missing", "path_of", "take", "touch"]
 
 BLOBS = "blobs"
 _PART = ".part"
@@ -42,9 +42,7 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     lacking, needed = [], 0
     for blob in blobs:
         path, size = path_of(root, blob["hash"]), int(blob["size"])
-        if is_whole(path):
-            os.utime(path, ns=(int(now() * 1e9), os.stat(path).st_mtime_ns))  # read now: cleaning goes by age
-        else:
+        if not touch(path):
             lacking.append(blob["hash"])
             needed += size - _size_of(path + _PART)
     disk = os.statvfs(directory)
@@ -61,6 +59,14 @@ def is_whole(path: str) -> bool:
     except FileNotFoundError:
         return False
     return stamp % 10**9 == _MARK or not _keeps_marks(os.path.dirname(path))
+
+
+def touch(path: str) -> bool:
+    """Note that a blob is in use, because cleaning goes by age. False: it is not there, or not whole."""
+    if not is_whole(path):
+        return False
+    os.utime(path, ns=(int(now() * 1e9), os.stat(path).st_mtime_ns))
+    return True
 
 
 def take(path: str, new: str) -> bool:

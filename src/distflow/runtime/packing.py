@@ -14,7 +14,7 @@ import tarfile
 from typing import Callable, Iterator, List, Optional, Tuple
 
 from distflow.runtime import attempts
-from distflow.runtime.blobs import BLOBS, Part, path_of
+from distflow.runtime.blobs import BLOBS, Part, path_of, touch
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["PACKED", "pack_output"]
@@ -63,10 +63,9 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
     try:
         with open(os.path.join(directory, PACKED), encoding="utf-8") as file:
             packed: Json = json.load(file)
-        os.utime(path_of(root, packed["hash"]))  # in use: cleaning goes by age
+        return packed if touch(path_of(root, packed["hash"])) else None
     except (OSError, ValueError, KeyError):
         return None
-    return packed
 
 
 def _note(directory: str, packed: Json) -> None:
