@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.conftest import launch_of
+from contract.conftest import launch_of, processes_with
 from distflow.backends.machines.bootstrap import open_service
 from distflow.backends.machines.fetching import Fetched, fetch_output
 from distflow.errors import AgentError, NodeUnreachable
@@ -186,20 +186,9 @@ def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
     while b"\n" not in text:
         text += opened.channel.read()
     assert "hash" in json.loads(bytes(text).partition(b"\n")[0])
-    senders = [pid for pid in os.listdir("/proc") if pid.isdigit() and _name(pid) == "df-sender"]
-    assert senders
+    assert processes_with(str(node.root))
     opened.channel.close()
-    wait_until(lambda: not [pid for pid in senders if _name(pid) == "df-sender"], 20)
-
-
-def _name(pid: str) -> str:
-    """What a living process is called; one that has ended, and that nobody has asked after, is not one."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    name, state = stat.partition("(")[2].rpartition(")")[::2]
-    return "" if state.split()[0] in "ZX" else name
+    wait_until(lambda: not processes_with(str(node.root)), 20)
 
 
 def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp_path: Path) -> None:
