@@ -16,7 +16,8 @@ import pytest
 from distflow.errors import NotFound, StateError, StoreTooNew
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
-from distflow.state.record import CancelRequest, Event, Stray
+from distflow.state.record import CancelRequest, Event, Priority, Stray
+from distflow.state.search import Search
 from distflow.state.store import Store
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, task, workflow
 
@@ -145,7 +146,8 @@ def test_lists_are_filtered_and_the_newest_first(store: Store) -> None:
         submit(store, workflow(number=number, at=T0 + number, state=state, reason=reason, pool=f"p{number % 2}"))
 
     def ids(**filters: object) -> list[str]:
-        return [record.id for record in store.list(**filters)]  # type: ignore[arg-type]
+        page = {name: filters.pop(name) for name in ("count", "offset") if name in filters}
+        return [record.id for record in store.list(Search(**filters), **page)]  # type: ignore[arg-type]
 
     assert ids() == ["digits-3", "digits-2", "digits-1"]
     assert ids(count=1, offset=1) == ["digits-2"]
@@ -155,6 +157,77 @@ def test_lists_are_filtered_and_the_newest_first(store: Store) -> None:
     # A state without a reason is a pair of its own.
     assert ids(ends=[(WorkflowState.FAILED, None)]) == ["digits-2"]
     assert ids(ends=[(WorkflowState.FAILED, Reason.EXEC_TIMEOUT), (WorkflowState.COMPLETED, None)]) == ["digits-3", "digits-1"]
+
+
+def test_labels_tags_priorities_and_times_are_searched(store: Store) -> None:
+    marks = [
+        {"labels": {"team": "vision", "org.example/run": "a-1"}, "priority": Priority.HIGH},
+        {"labels": {"team": "speech"}, "user": "bob"},
+        {"labels": {"team": "Vision"}, "priority": Priority.LOW},
+    ]
+    for number, mark in enumerate(marks):
+        submit(store, replace(workflow(number=number, at=T0 + number), **mark))  # type: ignore[arg-type]
+
+    def ids(**filters: object) -> list[str]:
+        return [record.id for record in store.list(Search(**filters))]  # type: ignore[arg-type]
+
+    assert ids(labels=[("team", "vision")]) == ["digits-1"]
+    assert ids(labels=[("team", "*i*")]) == ["digits-3", "digits-1"]
+    assert ids(labels=[("team", "(vision|spe*)")]) == ["digits-2", "digits-1"]
+    assert ids(labels=[("team", "*"), ("org.example/run", "a-*")]) == ["digits-1"]
+    assert ids(without_labels=["org.example/run"]) == ["digits-3", "digits-2"]
+    assert ids(priorities=[Priority.HIGH, Priority.LOW]) == ["digits-3", "digits-1"]
+    assert ids(users=["bob"]) == ["digits-2"]
+    assert ids(submitted_after=T0 + 1) == ["digits-3", "digits-2"]
+    assert ids(submitted_after=T0, submitted_before=T0 + 1) == ["digits-1"]
+    store.tag(store.find("digits-2").uuid, add=["good"])
+    store.tag(store.find("digits-3").uuid, add=["bad", "good"])
+    assert ids(tags=["good"]) == ["digits-3", "digits-2"]
+    assert ids(tags=["bad", "none"]) == ["digits-3"]
+
+
+def test_tags_are_taken_off_and_then_put_on(store: Store) -> None:
+    record = submit(store, workflow())
+    assert store.tag(record.uuid, add=["b", "a", "b"]) == ("a", "b")
+    assert store.tag(record.uuid, add=["a"], remove=["a", "b", "never there"]) == ("a",)
+    assert store.find(record.id).tags == ("a",)
+    assert store.tags() == {"a": 1}
+    # The supervisor's saving knows nothing of tags, and undoes none.
+    store.save([record], [])
+    assert store.find(record.id).tags == ("a",)
+
+
+def test_a_store_of_the_first_format_reads_well(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    with Store(path) as store:
+        old = submit(store, workflow([completed_group()], warnings=["w"]))
+    columns = [str(row[1]) for row in _read(path, "PRAGMA table_info(workflows)") if row[1] not in ("priority", "labels")]
+    documents = "workflow, template, spec, plan, pool"
+    with sqlite3.connect(path) as db:
+        # What the first version made: its tables and columns, and its number.
+        db.executescript(f"""
+            DROP TABLE tags; DROP INDEX workflows_with_strays; DROP INDEX workflows_unfinished; DROP INDEX workflows_by_time;
+            CREATE TABLE old AS SELECT {", ".join(columns)} FROM workflows; DROP TABLE workflows;
+            ALTER TABLE old RENAME TO workflows;
+            CREATE TABLE old AS SELECT {documents} FROM documents; DROP TABLE documents; ALTER TABLE old RENAME TO documents;
+            PRAGMA user_version = 1;
+        """)
+    db.close()
+    with Store(path) as store:
+        found = store.find(old.id)
+        assert found == old
+        assert (found.priority, found.labels, found.tags, store.folder(old.uuid)) == (Priority.NORMAL, {}, (), None)
+        assert store.list(Search(labels=[("team", "*")])) == ()
+        store.tag(old.uuid, add=["old"])
+        assert submit(store, replace(workflow(number=2), labels={"a": "b"})).id == "digits-2"
+    assert {row[0] for row in _read(path, "PRAGMA user_version")} == {3}
+
+
+def _read(path: Path, query: str) -> list[tuple[object, ...]]:
+    with sqlite3.connect(path) as db:
+        rows = db.execute(query).fetchall()
+    db.close()
+    return rows
 
 
 def test_a_newer_store_is_left_alone(tmp_path: Path) -> None:

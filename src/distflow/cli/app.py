@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 import typer
 
@@ -21,6 +22,15 @@ from distflow.state.directory import find_state_directory
 __all__ = ["app", "main", "run", "spread_sets", "wants_json"]
 
 _INTERRUPTED, _BUG = 130, 70
+
+_SEARCH = ("--status", "-s", "--user", "-u", "--pool", "-p", "--priority")
+_LISTS: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
+    {
+        ("workflow", "list"): (*_SEARCH, "--tags"),
+        ("workflow", "tag"): ("--workflow", "-w", "--add", "-a", "--remove", "-r"),
+    }
+)
+"""Options that take one value or more, of commands without arguments."""
 
 
 class _Root(LazyGroup):
@@ -81,17 +91,20 @@ def run(arguments: list[str]) -> int:
 def spread_sets(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with ``--set a=1 b=2`` as ``--set a=1 --set b=2``: OSMO's form, which the parser does not know.
 
+    The same for the options of commands that take no arguments beside them (``list -s RUNNING PENDING``).
+
     >>> spread_sets(["spec.yaml", "--set", "a=1", "b=2", "--dry-run"])
     ['spec.yaml', '--set', 'a=1', '--set', 'b=2', '--dry-run']
     """
     spread: list[str] = []
     flag: str | None = None
     given = False
+    lists = _LISTS.get(tuple(arguments[:2]), ())
     for argument in arguments:
-        if argument in ("--set", "--set-string", "--set-env"):
+        if argument in ("--set", "--set-string", "--set-env") or argument in lists:
             flag, given = argument, False
             continue
-        if flag is not None and not argument.startswith("-") and (not given or "=" in argument):
+        if flag is not None and not argument.startswith("-") and (not given or "=" in argument or flag in lists):
             spread += [flag, argument]
             given = True
             continue

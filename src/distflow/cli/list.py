@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,10 +11,26 @@ import typer
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
 from distflow.cli.reading import reading_directory, until_closed, wake
+from distflow.cli.searching import (
+    AllUsersOption,
+    CountOption,
+    OffsetOption,
+    Order,
+    OrderOption,
+    PoolsOption,
+    PrioritiesOption,
+    UsersOption,
+    choose_users,
+    days,
+    label_key,
+    label_selectors,
+    priorities,
+)
 from distflow.cli.tables import Paint
 from distflow.cli.views import list_json, list_table
 from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, WorkflowState, workflow_status_of
+from distflow.state.search import Search
 from distflow.supervisor.clock import SystemClock
 
 __all__ = ["app"]
@@ -22,32 +38,59 @@ __all__ = ["app"]
 app = command_app()
 
 
-class _Order(str, Enum):
-    """Which end the newest is at."""
-
-    ASC = "asc"
-    DESC = "desc"
-
-
-@app.command("list", epilog="Examples: distflow workflow list  ·  distflow workflow list -s RUNNING -s PENDING -t json")
+@app.command(
+    "list", epilog="Examples: distflow workflow list  ·  distflow workflow list -s RUNNING PENDING --label team=vision"
+)
 def list_workflows(
-    count: Annotated[int, typer.Option("--count", "-c", min=1, help="Show the newest N.")] = 20,
-    offset: Annotated[int, typer.Option("--offset", "-f", min=0, help="Skip the newest N.")] = 0,
+    count: CountOption = 20,
+    offset: OffsetOption = 0,
     name: Annotated[str | None, typer.Option("--name", "-n", help="Only those with this in their id.")] = None,
     status: Annotated[
         list[str] | None, typer.Option("--status", "-s", help="Only those of this status; may be repeated.")
     ] = None,
-    pool: Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only those of this pool; may be repeated.")] = None,
-    order: Annotated[_Order, typer.Option("--order", "-o", help="asc has the newest at the bottom.")] = _Order.ASC,
+    user: UsersOption = None,
+    all_users: AllUsersOption = False,
+    pool: PoolsOption = None,
+    priority: PrioritiesOption = None,
+    submitted_after: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those submitted on this day or later.")
+    ] = None,
+    submitted_before: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those submitted before this day.")
+    ] = None,
+    tags: Annotated[list[str] | None, typer.Option("--tags", metavar="TAG", help="Only those with any of these tags.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=SELECTOR", help="Only those with this label: * is any run, (a|b) one of them."),
+    ] = None,
+    no_label: Annotated[
+        list[str] | None, typer.Option("--no-label", metavar="KEY", help="Only those without this label.")
+    ] = None,
+    order: OrderOption = Order.ASC,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """List workflows, the newest at the bottom."""
-    ends = _ends(status or [])
+    """List workflows, the newest at the bottom.
+
+    All filters must hold; of several values of one any will do, but labels must all be there.
+    """
+    after, before = days(submitted_after, submitted_before, "submitted")
+    search = Search(
+        ends=tuple(_ends(status or ())),
+        name=name,
+        users=choose_users(user, all_users),
+        pools=pool or (),
+        priorities=priorities(priority),
+        tags=tags or (),
+        labels=label_selectors(label),
+        without_labels=tuple(label_key(key, "--no-label") for key in no_label or ()),
+        submitted_after=after,
+        submitted_before=before,
+    )
     directory = reading_directory()
     with wiring.open_store(directory) as store:
-        records = list(store.list(ends=ends, name=name, pools=pool or [], count=count, offset=offset))
+        records = list(store.list(search, count=count, offset=offset))
         wake(directory, store)
-    if order is _Order.ASC:
+    if order is Order.ASC:
         records.reverse()
     now = SystemClock().now()
     with until_closed():
@@ -58,11 +101,10 @@ def list_workflows(
         elif records:
             print(list_table(records, now=now, paint=Paint.of(sys.stdout)), end="")
         else:
-            asked = status or name or pool or offset
-            print("No workflow matches." if asked else "There are no workflows yet.")
+            print("No workflow matches." if offset or search != Search() else "There are no workflows yet.")
 
 
-def _ends(statuses: list[str]) -> list[tuple[WorkflowState, Reason | None]]:
+def _ends(statuses: Sequence[str]) -> list[tuple[WorkflowState, Reason | None]]:
     """Return every state and reason that people see as one of these statuses. Raises ``InputError`` for words that are none."""
     known: dict[str, list[tuple[WorkflowState, Reason | None]]] = {}
     for state in WorkflowState:

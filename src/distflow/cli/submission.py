@@ -19,11 +19,24 @@ from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.spec.bundles import bundle_files
+from distflow.spec.labels import MOST_LABELS, check_label
 from distflow.spec.model import WorkflowSpec
-from distflow.spec.parse import load_spec
+from distflow.spec.parse import load_spec, load_spec_text
 from distflow.state.codec import encode
 
-__all__ = ["Checked", "Overrides", "Ready", "check", "parse_overrides", "plan_for", "pool_key", "propose"]
+__all__ = [
+    "Checked",
+    "Overrides",
+    "Ready",
+    "check",
+    "check_again",
+    "join_labels",
+    "parse_labels",
+    "parse_overrides",
+    "plan_for",
+    "pool_key",
+    "propose",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +58,8 @@ class Checked:
     warnings: tuple[Problem, ...]
     template: str
     """The document as it was written."""
+    folder: Path
+    """What its ``localpath`` entries are relative to."""
 
     @property
     def pictures(self) -> dict[str, str]:
@@ -85,6 +100,25 @@ def _pair(flag: str, item: str) -> tuple[str, str]:
     return name, value
 
 
+def parse_labels(items: Sequence[str]) -> dict[str, str]:
+    """Return what ``--label`` gives. Raises ``InputError``."""
+    labels = dict(_pair("--label", item) for item in items)
+    for key, value in labels.items():
+        try:
+            check_label(key, value)
+        except ValueError as error:
+            raise InputError(f"--label {key}={value}: {error}") from None
+    return labels
+
+
+def join_labels(labels: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of a spec with those of the command line, which win. Raises ``InputError`` when they are too many."""
+    joined = {**labels, **given}
+    if len(joined) > MOST_LABELS:
+        raise InputError(f"a workflow has at most {MOST_LABELS} labels; these are {len(joined)}")
+    return joined
+
+
 def check(file: str, overrides: Overrides) -> Checked:
     """Read and check a spec and its rank layout. Raises ``ProblemsFound`` with every finding."""
     worlds: dict[str, World] = {}
@@ -104,7 +138,22 @@ def check(file: str, overrides: Overrides) -> Checked:
         check=layout,
     )
     template = given if given is not None else Path(file).read_text(encoding="utf-8")
-    return Checked(spec=spec, worlds=worlds, warnings=warnings, template=template)
+    folder = Path.cwd() if file == "-" else Path(file).absolute().parent
+    return Checked(spec=spec, worlds=worlds, warnings=warnings, template=template, folder=folder)
+
+
+def check_again(name: str, text: str, template: str, folder: Path, overrides: Overrides) -> Checked:
+    """Check the rendered spec ``text`` of the workflow ``name``, for what has changed around it. Raises ``ProblemsFound``."""
+    worlds: dict[str, World] = {}
+
+    def layout(spec: WorkflowSpec) -> Sequence[Problem]:
+        found, problems = check_layout(spec)
+        worlds.update(found)
+        return problems
+
+    names = tuple(overrides.secrets)
+    spec, warnings = load_spec_text(text, name, folder, environment_names=names, is_rendered=True, check=layout)
+    return Checked(spec=spec, worlds=worlds, warnings=warnings, template=template, folder=folder)
 
 
 def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path) -> Ready:

@@ -8,15 +8,28 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from distflow.cli import wiring
+from distflow.cli.again import earlier
 from distflow.cli.command import Format, FormatOption, HostfileOption, command_app
-from distflow.cli.submission import Checked, Overrides, Ready, check, parse_overrides, plan_for, pool_key, propose
+from distflow.cli.searching import priorities
+from distflow.cli.submission import (
+    Checked,
+    Overrides,
+    Ready,
+    check,
+    join_labels,
+    parse_labels,
+    parse_overrides,
+    plan_for,
+    pool_key,
+    propose,
+)
 from distflow.documents.problems import Problem, ProblemsFound, Severity
 from distflow.errors import WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
@@ -28,7 +41,7 @@ from distflow.pools.hostfile import Host
 from distflow.pools.model import Configuration
 from distflow.spec.bundles import bundle_files
 from distflow.state.directory import StateDirectory
-from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
 from distflow.state.secrets import remove_secrets, write_secrets
 from distflow.state.store import Store
 from distflow.supervisor.process import ensure_supervisor, hold_supervisor
@@ -46,7 +59,13 @@ SetStringOption = Annotated[
     list[str] | None, typer.Option("--set-string", metavar="NAME=VALUE", help="Set a template variable to a text.")
 ]
 PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Run in this pool, whatever the spec says.")]
-FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="The spec, a YAML file; - for standard input.")]
+FileArgument = Annotated[
+    str,
+    typer.Argument(metavar="FILE|ID", help="The spec, a YAML file; - for standard input; or the id of a workflow: its spec."),
+]
+LabelOption = Annotated[
+    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Add a label, to find it by; may be repeated.")
+]
 
 
 @submit_app.command(
@@ -63,6 +82,13 @@ def submit(
     ] = None,
     pool: PoolOption = None,
     hostfile: HostfileOption = None,
+    priority: Annotated[
+        str | None,
+        typer.Option(
+            "--priority", metavar="HIGH|NORMAL|LOW", help="When it gets its turn in the queue; NORMAL when not given."
+        ),
+    ] = None,
+    label: LabelOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")] = False,
     scripts: Annotated[
         Path | None,
@@ -74,16 +100,24 @@ def submit(
     """Check a spec, place it and run it. Prints the workflow's id.
 
     Everything about its ranks, files and resources is checked before anything starts. The workflow runs on when this
-    terminal closes.
+    terminal closes. The id of a workflow submits its spec again, with its labels and its priority.
     """
+    urgency = priorities([priority])[0] if priority is not None else None
+    given_labels = parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
     is_dry = dry_run or scripts is not None
     # It loads its modules while the spec is checked here; should that fail, it ends with this process.
     backends = ["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()]
     held = None if is_dry else hold_supervisor(wiring.state_directory(), backends)
-    checked = check(file, overrides)
-    chosen = choose_pool(configuration, given=pool, wanted=checked.spec.pool, hosts=hosts)
+    before = earlier(file, overrides)
+    if before is not None:
+        checked, chosen = before.checked, before.pool(configuration, pool, hosts)
+    else:
+        checked = check(file, overrides)
+        chosen = choose_pool(configuration, given=pool, wanted=checked.spec.pool, hosts=hosts)
+    labels = join_labels(before.record.labels if before else checked.spec.labels, given_labels)
+    urgency = urgency or (before.record.priority if before else Priority.NORMAL)
     if is_dry:
         with tempfile.TemporaryDirectory() as blobs:
             _dry_run(plan_for(checked, chosen, overrides, Path(blobs)), scripts, format_type, Path(blobs))
@@ -92,7 +126,7 @@ def submit(
     ready = plan_for(checked, chosen, overrides, directory.blobs)
     _warn(checked.warnings)
     with wiring.open_store(directory) as store:
-        record = _store(ready, overrides, directory, store)
+        record = _store(ready, overrides, urgency, labels, directory, store)
         if not (wait and format_type is Format.JSON):
             _print_submitted(record, format_type)
         ensure_supervisor(directory, held=held)
@@ -179,7 +213,9 @@ def _write_scripts(ready: Ready, folder: Path, blobs: Path) -> None:
             print(f"wrote {path}", file=sys.stderr)
 
 
-def _store(ready: Ready, overrides: Overrides, directory: StateDirectory, store: Store) -> WorkflowRecord:
+def _store(
+    ready: Ready, overrides: Overrides, priority: Priority, labels: Mapping[str, str], directory: StateDirectory, store: Store
+) -> WorkflowRecord:
     now, spec = time.time(), ready.checked.spec  # noqa: TID251  the moment of submission
     record = WorkflowRecord(
         uuid=uuid.uuid4().hex,
@@ -207,12 +243,20 @@ def _store(ready: Ready, overrides: Overrides, directory: StateDirectory, store:
             for group in ready.plan.groups
         ),
         warnings=tuple(problem.message for problem in ready.checked.warnings),
+        priority=priority,
+        labels=labels,
     )
     event = Event(at=now, kind="submitted", text=f"submitted by {record.user} to pool {record.pool}", workflow=record.uuid)
     write_secrets(directory.secrets, record.uuid, overrides.secrets)
     try:
         return store.submit(
-            record, template=ready.checked.template, spec=spec.rendered, plan=ready.plan, pool=ready.pool, events=[event]
+            record,
+            template=ready.checked.template,
+            spec=spec.rendered,
+            plan=ready.plan,
+            pool=ready.pool,
+            folder=str(ready.checked.folder),
+            events=[event],
         )
     except BaseException:
         remove_secrets(directory.secrets, record.uuid)

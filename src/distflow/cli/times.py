@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import datetime, timezone
 
-__all__ = ["duration", "iso", "local_minute", "local_second"]
+__all__ = ["day_start", "duration", "iso", "local_minute", "local_second"]
 
 
 def local_minute(at: float | None) -> str:
@@ -27,6 +27,11 @@ def iso(at: float | None) -> str | None:
     if at is None:
         return None
     return datetime.fromtimestamp(at, timezone.utc).replace(tzinfo=None).isoformat(timespec="milliseconds")
+
+
+def day_start(text: str) -> float:
+    """Return when a day (``2025-04-11``) begins in the reader's zone. Raises ``ValueError``."""
+    return time.mktime(time.strptime(text, "%Y-%m-%d"))
 
 
 def duration(seconds: float | None) -> str:

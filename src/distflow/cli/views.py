@@ -12,7 +12,7 @@ from distflow.documents.quantities import bytes_text
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
 from distflow.lifecycle.upstream import still_awaited, waits_for
-from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
+from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecord, Transfer, WorkflowRecord
 
 __all__ = [
     "LastLines",
@@ -63,6 +63,9 @@ def workflow_text(
         lines.append(f"Elapsed      {duration(elapsed_s(record.started_at, record.ended_at, now))}")
     if verbose:
         lines.append(f"UUID         {record.uuid}")
+    if verbose or record.priority is not Priority.NORMAL:
+        lines.append(f"Priority     {record.priority.value}")
+    lines += [f"{name:<12} {words}" for name, words in _marks(record).items() if words]
     if record.cancel is not None:
         words = f": {record.cancel.message}" if record.cancel.message else ""
         lines.append(f"Canceled by  {record.cancel.by}{words}")
@@ -87,18 +90,27 @@ def workflow_text(
 def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | None = None) -> str:
     """Return what ``list`` shows."""
     paint = paint or Paint()
+    # Few workflows have labels or tags: where none has, there is no column of dashes.
+    more = [name for name in ("Labels", "Tags") if any(_marks(record)[name] for record in records)]
     rows = [
         (
             record.user,
             record.id,
             local_minute(record.submitted_at),
             paint.status(record.status),
+            record.priority.value,
+            *(_marks(record)[name] for name in more),
             record.pool,
             duration(elapsed_s(record.started_at, record.ended_at, now)),
         )
         for record in records
     ]
-    return table(("User", "Workflow ID", "Submit Time", "Status", "Pool", "Elapsed"), rows)
+    return table(("User", "Workflow ID", "Submit Time", "Status", "Priority", *more, "Pool", "Elapsed"), rows)
+
+
+def _marks(record: WorkflowRecord) -> dict[str, str]:
+    labels = " ".join(f"{key}={value}" for key, value in record.labels.items())
+    return {"Labels": labels, "Tags": " ".join(record.tags)}
 
 
 def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = None) -> str:
@@ -254,9 +266,10 @@ def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_line
     """Return a workflow as ``query --format-type json`` prints it.
 
     OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``submit_time``,
-    ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``status``, ``pool``, ``warnings``, ``groups``;
-    of a group ``name``, ``status``, its times, ``remaining_upstream_groups`` (that have not completed), ``downstream_groups``,
-    ``failure_message``, ``tasks``; of a task ``name``, ``retry_id``, ``status``,
+    ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``status``, ``pool``, ``priority``,
+    ``labels``, ``tags``, ``warnings``, ``groups``; of a group ``name``, ``status``, its times,
+    ``remaining_upstream_groups`` (that have not completed), ``downstream_groups``, ``failure_message``, ``tasks``; of a
+    task ``name``, ``retry_id``, ``status``,
     ``failure_message``, ``exit_code``, ``node_name``, ``lead``, its times. Times are ISO 8601 in UTC without a zone; what is
     not known is null.
 
@@ -313,6 +326,9 @@ def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, obj
         "state": record.state.value,
         "reason": record.reason.value if record.reason else None,
         "pool": record.pool,
+        "priority": record.priority.value,
+        "labels": dict(record.labels),
+        "tags": list(record.tags),
     }
 
 

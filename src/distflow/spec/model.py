@@ -135,6 +135,7 @@ class WorkflowSpec:
     """The spec's file, as the person named it."""
     rendered: str = ""
     """The document after its template was rendered; without the values of ``--set-env``."""
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     environment_names: tuple[str, ...] = ()
     """Names of the variables that ``--set-env`` sets for every task; their values are secrets and never stand in a spec."""
     mark: Mark = Mark("")

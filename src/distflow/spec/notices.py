@@ -69,8 +69,6 @@ def notice_task(task: View) -> None:
 
 def notice_workflow(workflow: View, tasks: tuple[View, ...]) -> None:
     """Find what this version does not do for a workflow as a whole; each at most once."""
-    if workflow.has("labels"):
-        workflow.warn("`labels` is ignored: workflows cannot be found by label yet", key="labels")
     image = next((task for task in tasks if task.has("image")), None)
     if image is not None:
         hint = "install what the image holds there; the pool's `python` says which one that is"

@@ -22,7 +22,7 @@ from distflow.spec.names import Namespace, lead_position
 from distflow.spec.notices import notice_workflow
 from distflow.spec.schema import spec_problems
 from distflow.spec.tasks import check_tokens, parse_task, replica_names
-from distflow.spec.template import render
+from distflow.spec.template import Rendered, render
 
 __all__ = ["load_spec", "load_spec_text", "no_check"]
 
@@ -71,15 +71,17 @@ def load_spec_text(
     sets: Pairs = (),
     set_strings: Pairs = (),
     environment_names: Sequence[str] = (),
+    is_rendered: bool = False,
     check: Check = no_check,
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in ``text`` and its warnings, as ``load_spec`` does.
 
-    ``file`` is how findings name it, ``base_dir`` the directory that its ``localpath`` entries are relative to.
+    ``file`` is how findings name it, ``base_dir`` the directory that its ``localpath`` entries are relative to. A text that
+    ``is_rendered`` is no template any more.
     """
     bad_names = tuple(_bad_variables(environment_names))
     try:
-        rendered = render(text, file, sets=sets, set_strings=set_strings)
+        rendered = Rendered(text=text) if is_rendered else render(text, file, sets=sets, set_strings=set_strings)
         document = parse_yaml(rendered.text, file, rendered.line_map)
     except ProblemsFound as error:
         raise ProblemsFound([*bad_names, *error.problems]) from None
@@ -93,6 +95,7 @@ def load_spec_text(
     spec = WorkflowSpec(
         name=top.string("name") or "",
         pool=top.string("pool") or None,
+        labels=MappingProxyType({key: top.view("labels").string(key) or "" for key in top.view("labels").keys}),
         groups=groups,
         resources=resources,
         file=file,

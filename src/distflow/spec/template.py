@@ -33,7 +33,7 @@ class Rendered:
     """A text after its template."""
 
     text: str
-    line_map: tuple[int, ...]
+    line_map: tuple[int, ...] = ()
     """For each line of ``text`` its line in the file; empty when they are the same."""
     problems: tuple[Problem, ...] = ()
     """Warnings only."""

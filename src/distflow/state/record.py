@@ -5,8 +5,10 @@ Times are seconds since the epoch (UTC). Records are replaced, never changed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 from distflow.lifecycle.states import Reason, State, WorkflowState, status_of, workflow_status_of
 from distflow.plan.binding import Binding
@@ -18,6 +20,7 @@ __all__ = [
     "Event",
     "GroupRecord",
     "OutOfReach",
+    "Priority",
     "Saved",
     "Stray",
     "TaskRecord",
@@ -25,6 +28,19 @@ __all__ = [
     "WorkflowRecord",
     "attempt_name",
 ]
+
+
+class Priority(str, Enum):
+    """Which of the gangs that wait for a pool goes first; one that runs gives way to none."""
+
+    HIGH = "HIGH"
+    NORMAL = "NORMAL"
+    LOW = "LOW"
+
+    @property
+    def turn(self) -> int:
+        """What the queue sorts by: the smaller goes first."""
+        return list(Priority).index(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +250,11 @@ class WorkflowRecord:
     groups: tuple[GroupRecord, ...] = ()
     """Empty where only the workflow itself was asked for."""
     warnings: tuple[str, ...] = ()
+    priority: Priority = Priority.NORMAL
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Given at submission, and never changed."""
+    tags: tuple[str, ...] = ()
+    """Put on and taken off at any time; sorted."""
 
     @property
     def status(self) -> str:

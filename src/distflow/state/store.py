@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from distflow.errors import NotFound, StateError, StoreTooNew
-from distflow.lifecycle.states import Reason, WorkflowState
 from distflow.state.codec import DecodeError, decode, encode
 from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
+from distflow.state.search import Search, where
 
 if TYPE_CHECKING:
     from distflow.plan.model import Plan
@@ -57,9 +57,24 @@ _MIGRATIONS = (
     CREATE INDEX events_by_workflow ON events (workflow, sequence);
     """,
     "CREATE INDEX workflows_with_strays ON workflows (unfinished) WHERE unfinished = 2",
+    """
+    ALTER TABLE workflows ADD COLUMN priority TEXT NOT NULL DEFAULT 'NORMAL';
+    ALTER TABLE workflows ADD COLUMN labels TEXT NOT NULL DEFAULT '{}';
+    ALTER TABLE documents ADD COLUMN folder TEXT;
+    CREATE TABLE tags (
+        workflow TEXT NOT NULL REFERENCES workflows, tag TEXT NOT NULL, PRIMARY KEY (workflow, tag)
+    ) WITHOUT ROWID;
+    """,
 )
 
-_COLUMNS = "uuid, id, name, number, user, pool, pool_key, state, reason, submitted_at, started_at, ended_at, warnings"
+_FIELDS = (
+    "uuid", "id", "name", "number", "user", "pool", "pool_key", "state", "reason", "submitted_at", "started_at", "ended_at",
+    "warnings", "priority", "labels",
+)  # fmt: skip
+_COLUMNS = ", ".join(_FIELDS)
+_ALL = Search()
+_TAGS = "(SELECT group_concat(tag) FROM tags WHERE workflow = uuid)"
+"""No tag holds a comma."""
 
 
 class Store:
@@ -109,27 +124,29 @@ class Store:
         spec: str,
         plan: Plan,
         pool: Pool,
+        folder: str | None = None,
         events: Sequence[Event] = (),
     ) -> WorkflowRecord:
         """Insert a new workflow, give it its number and id, and return it with both.
 
         The pool is stored as it is now, so that the supervisor needs no configuration, and later edits change nothing
-        that runs.
+        that runs. ``folder`` is the directory that the spec's ``localpath`` entries are relative to.
         """
         with self._transaction():
             self._db.execute("INSERT INTO names VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET last = last + 1", (record.name,))
             number = self._db.execute("SELECT last FROM names WHERE name = ?", (record.name,)).fetchone()[0]
             record = replace(record, number=number, id=f"{record.name}-{number}")
             self._db.execute(
-                f"INSERT INTO workflows ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  a constant
+                f"INSERT INTO workflows ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  a constant
                 (
                     record.uuid, record.id, record.name, record.number, record.user, record.pool, record.pool_key,
                     record.state.value, None, record.submitted_at, None, None, msgspec.json.encode(record.warnings).decode(),
+                    record.priority.value, encode(record.labels).decode(),
                 ),
             )  # fmt: skip
             self._db.execute(
-                "INSERT INTO documents VALUES (?,?,?,?,?)",
-                (record.uuid, template, spec, encode(plan), encode(pool)),
+                "INSERT INTO documents (workflow, template, spec, plan, pool, folder) VALUES (?,?,?,?,?,?)",
+                (record.uuid, template, spec, encode(plan), encode(pool), folder),
             )
             self._write_groups(record, record.groups)
             self._write_events(events)
@@ -160,6 +177,20 @@ class Store:
             self._db.execute("INSERT OR REPLACE INTO cancels VALUES (?,?)", (workflow, encode(request)))
             self._write_events([event])
 
+    def tag(self, workflow: str, *, add: Iterable[str] = (), remove: Iterable[str] = ()) -> tuple[str, ...]:
+        """Take tags off a workflow (uuid), put others on it, and return the ones it has then."""
+        with self._transaction():
+            self._db.executemany("DELETE FROM tags WHERE workflow = ? AND tag = ?", [(workflow, tag) for tag in remove])
+            self._db.executemany("INSERT OR IGNORE INTO tags VALUES (?,?)", [(workflow, tag) for tag in add])
+            return tuple(
+                row[0] for row in self._db.execute("SELECT tag FROM tags WHERE workflow = ? ORDER BY tag", (workflow,))
+            )
+
+    def tags(self) -> dict[str, int]:
+        """Return the tags that there are, each with the number of its workflows."""
+        with self._errors():
+            return dict(self._db.execute("SELECT tag, count(*) FROM tags GROUP BY tag ORDER BY tag").fetchall())
+
     def find(self, key: str) -> WorkflowRecord:
         """Return the workflow with this id or uuid, with its groups.
 
@@ -167,7 +198,7 @@ class Store:
         """
         with self._errors():
             row = self._db.execute(
-                f"SELECT {_COLUMNS} FROM workflows WHERE id = ? OR uuid = ?",  # noqa: S608  a constant
+                f"SELECT {_COLUMNS}, {_TAGS} FROM workflows WHERE id = ? OR uuid = ?",  # noqa: S608  constants
                 (key, key),
             ).fetchone()
             if row is None:
@@ -181,7 +212,8 @@ class Store:
         """
         with self._errors():
             rows = self._db.execute(
-                f"SELECT {_COLUMNS} FROM workflows WHERE unfinished IN (1, 2) ORDER BY submitted_at, number"  # noqa: S608
+                f"SELECT {_COLUMNS}, {_TAGS} FROM workflows"  # noqa: S608  constants
+                " WHERE unfinished IN (1, 2) ORDER BY submitted_at, number"
             ).fetchall()
             return tuple(self._complete(_workflow(row)) for row in rows)
 
@@ -191,36 +223,18 @@ class Store:
             return self._db.execute("SELECT 1 FROM workflows WHERE unfinished = 1 LIMIT 1").fetchone() is not None
 
     def list(
-        self,
-        *,
-        ends: Sequence[tuple[WorkflowState, Reason | None]] = (),
-        name: str | None = None,
-        pools: Sequence[str] = (),
-        count: int = 20,
-        offset: int = 0,
+        self, search: Search = _ALL, *, count: int = 20, offset: int = 0, with_groups: bool = False
     ) -> tuple[WorkflowRecord, ...]:
-        """Return the newest ``count`` workflows that match, newest first, without their groups.
-
-        ``ends`` are the pairs of state and reason that match, ``name`` is a part of the id; whatever is empty matches all.
-        """
-        where, values = ["1"], list[object]()
-        if ends:
-            where.append(f"(state, coalesce(reason, '')) IN (VALUES {','.join(['(?,?)'] * len(ends))})")
-            for state, reason in ends:
-                values += [state.value, reason.value if reason else ""]
-        if pools:
-            where.append(f"pool IN ({','.join('?' * len(pools))})")
-            values += pools
-        if name is not None:
-            where.append("instr(id, ?) > 0")
-            values.append(name)
+        """Return the newest ``count`` workflows that match, newest first."""
+        condition, values = where(search)
         with self._errors():
             rows = self._db.execute(
-                f"SELECT {_COLUMNS} FROM workflows WHERE {' AND '.join(where)}"  # noqa: S608  only constants are pasted
+                f"SELECT {_COLUMNS}, {_TAGS} FROM workflows WHERE {condition}"  # noqa: S608  only constants are pasted
                 " ORDER BY submitted_at DESC, number DESC LIMIT ? OFFSET ?",
                 (*values, count, offset),
             ).fetchall()
-        return tuple(_workflow(row) for row in rows)
+            found = tuple(_workflow(row) for row in rows)
+            return tuple(self._complete(record) for record in found) if with_groups else found
 
     def document(self, workflow: str, kind: str) -> str:
         """Return the ``template`` as submitted or the rendered ``spec`` of a workflow (uuid)."""
@@ -229,6 +243,12 @@ class Store:
         with self._errors():
             row = self._db.execute(f"SELECT {kind} FROM documents WHERE workflow = ?", (workflow,)).fetchone()  # noqa: S608
         return str(row[0])
+
+    def folder(self, workflow: str) -> str | None:
+        """Return the directory of a workflow's (uuid) spec when it was submitted; ``None`` where nobody noted it."""
+        with self._errors():
+            row = self._db.execute("SELECT folder FROM documents WHERE workflow = ?", (workflow,)).fetchone()
+        return None if row is None else row[0]
 
     def plan(self, workflow: str) -> Plan:
         """Return the plan of a workflow (uuid)."""
@@ -341,9 +361,11 @@ def _work_left(record: WorkflowRecord) -> int:
 
 
 def _workflow(row: Sequence[object]) -> WorkflowRecord:
-    names = _COLUMNS.split(", ")
-    values = dict(zip(names, row, strict=True))
+    *fields, tags = row
+    values = dict(zip(_FIELDS, fields, strict=True))
     values["warnings"] = msgspec.json.decode(str(values["warnings"]))
+    values["labels"] = msgspec.json.decode(str(values["labels"]))
+    values["tags"] = sorted(str(tags).split(",")) if tags else []
     return msgspec.convert(values, WorkflowRecord)
 
 

@@ -1,8 +1,8 @@
 """Which waiting gang may try for its nodes now. Pure.
 
-Gangs of one pool go in the order of submission, all or nothing: one that waits for nodes is not overtaken by a
-smaller one behind it, so that a large gang is never starved. Only one gang per pool asks the nodes at a time, so two
-never hold half of what both need.
+Gangs of one pool go by priority, those of one priority in the order of submission, all or nothing: one that waits for
+nodes is not overtaken by a smaller one behind it, so that a large gang is never starved. One that has nodes keeps them.
+Only one gang per pool asks the nodes at a time, so two never hold half of what both need.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def next_leases(world: World, now: float) -> Leases:
             for group in workflow.record.groups
             if workflow.record.pool_key == pool_key and group.state is State.SCHEDULING and workflow.record.cancel is None
         ]
+        # Those of one priority stay in the order of submission.
+        waiting.sort(key=lambda one: one[0].record.priority.turn)
         if waiting:
             _next_of_pool(world, pool_key, pool, waiting, now, leases)
     return leases

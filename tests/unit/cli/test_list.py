@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from distflow.lifecycle.states import Reason, WorkflowState
+from distflow.state.record import Priority
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, running_group, submit, supervised, workflow
 
@@ -94,6 +96,71 @@ def test_what_has_not_started_took_no_time(screen: Screen) -> None:
         "21:31",
         "UTC",
         "PENDING",
+        "NORMAL",
         "lab",
         "-",
     ]
+
+
+@pytest.fixture
+def marked(screen: Screen) -> Screen:
+    """Return a screen with three workflows that have ended, a day apart, with labels, tags and priorities."""
+    marks = [(Priority.HIGH, {"team": "vision"}), (Priority.NORMAL, {"team": "speech", "run": "a.1"}), (Priority.LOW, {})]
+    for number, (priority, labels) in enumerate(marks):
+        record = workflow([completed_group()], number=number, at=T0 + 86400 * number)
+        record = submit(screen.store, replace(record, priority=priority, labels=labels))
+        screen.store.tag(record.uuid, add=["all", f"tag-{number}"])
+    return screen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--label", "team=*"], [1, 2]),
+        (["--label", "team=(vision|x)"], [1]),
+        (["--label", "team=*", "--label", "run=a*"], [2]),
+        (["--no-label", "run"], [1, 3]),
+        (["--tags", "tag-0", "tag-2"], [1, 3]),
+        (["--priority", "low", "HIGH"], [1, 3]),
+        (["--submitted-after", "2025-04-12"], [2, 3]),
+        (["--submitted-after", "2025-04-12", "--submitted-before", "2025-04-13"], [2]),
+        (["-u", "bob"], []),
+        (["-u", "bob", "ada", "-s", "COMPLETED", "FAILED"], [1, 2, 3]),
+        (["--all-users"], [1, 2, 3]),
+    ],
+)
+def test_what_workflows_are_marked_with_finds_them(marked: Screen, arguments: list[str], expected: list[int]) -> None:
+    assert ids(marked, *arguments) == [f"digits-{number}" for number in expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--label", "team"], "is not of the form KEY=SELECTOR"),
+        (["--label", "team=[a]"], "made of letters"),
+        (["--label", "-=a"], "is no key of a label"),
+        (["--label", "team=(a)"], "alternatives such as `(a|b)`"),
+        (["--label", "team=" + "(a|b)" * 6], "more than 32 patterns"),
+        (["--no-label", "a=b"], "is no key of a label"),
+        (["--priority", "urgent"], "'urgent' is not a priority"),
+        (["--submitted-after", "yesterday"], "is no day\nwrite it as YYYY-MM-DD"),
+        (["--submitted-after", "2025-04-13", "--submitted-before", "2025-04-12"], "is later than"),
+        (["-u", "ada", "--all-users"], "exclude each other"),
+    ],
+)
+def test_filters_that_mean_nothing_are_errors(screen: Screen, arguments: list[str], words: str) -> None:
+    assert screen.run("list", *arguments) == 2
+    assert words in screen.err
+
+
+def test_marks_are_shown_where_there_are_any(marked: Screen) -> None:
+    assert marked.run("list") == 0
+    hold_against("list_marked.txt", marked.out)
+    assert marked.run("query", "digits-2") == 0
+    assert "Labels       team=speech run=a.1\nTags         all tag-1\n" in marked.out
+    assert "Priority" not in marked.out
+    assert marked.run("query", "digits-1") == 0
+    assert "Priority     HIGH\n" in marked.out
+    assert marked.run("query", "digits-1", "-t", "json") == 0
+    answer = json.loads(marked.out)
+    assert (answer["priority"], answer["labels"], answer["tags"]) == ("HIGH", {"team": "vision"}, ["all", "tag-0"])

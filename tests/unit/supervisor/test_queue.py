@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distflow.lifecycle.states import State
+from distflow.plan.binding import Binding, TaskBinding
+from distflow.state.record import Priority
 from distflow.supervisor.queue import Leases, next_leases
 from distflow.supervisor.world import NodeView, World
 from unit.supervisor.gangs import group_plan, node, pool, workflow
@@ -45,3 +47,48 @@ def test_a_message_names_few_nodes_of_many() -> None:
 def test_enough_nodes_are_enough_although_others_are_not_there_yet() -> None:
     leases = _asked(2, [_view(0, up=True), _view(1), _view(2, up=True)])
     assert [sorted(command.lease.nodes.values()) for command in leases.commands if command.lease] == [["n0", "n2"]]
+
+
+def test_priorities_come_before_the_order_of_submission_and_that_within_one() -> None:
+    order = [Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.NORMAL, Priority.HIGH]
+    gangs = [workflow(group_plan(tasks=1), uuid=f"u{number}", at=number) for number in range(len(order))]
+    left = {
+        one.record.uuid: replace(
+            one,
+            record=replace(
+                one.record,
+                id=one.record.uuid,
+                priority=priority,
+                groups=tuple(replace(group, state=State.SCHEDULING) for group in one.record.groups),
+            ),
+        )
+        for one, priority in zip(gangs, order, strict=True)
+    }
+    views = {("lab", "n0"): _view(0, up=True)}
+    served = []
+    while left:
+        leases = next_leases(World(workflows=tuple(left.values()), pools={"lab": pool(node("n0"))}, nodes=views), 0.0)
+        (command,) = leases.commands
+        served.append(command.workflow)
+        assert set(leases.messages.values()) <= {f"behind {command.workflow}"}
+        del left[command.workflow]
+    assert served == ["u2", "u4", "u1", "u3", "u0"]
+
+
+def test_a_gang_that_has_its_nodes_keeps_them_whatever_comes() -> None:
+    low, high = (workflow(group_plan(tasks=1), uuid=uuid) for uuid in ("low", "high"))
+    (group,) = low.record.groups
+    binding = Binding(tasks={"t0": TaskBinding(node="n0", address="10.0.0.1", gpu_ids=tuple(range(8)))}, port=29500)
+    held = replace(group, state=State.RUNNING, binding=binding, tasks=tuple(replace(one, node="n0") for one in group.tasks))
+    waits = tuple(replace(one, state=State.SCHEDULING) for one in high.record.groups)
+    world = World(
+        workflows=(
+            replace(low, record=replace(low.record, groups=(held,), priority=Priority.LOW)),
+            replace(high, record=replace(high.record, groups=waits, priority=Priority.HIGH)),
+        ),
+        pools={"lab": pool(node("n0"))},
+        nodes={("lab", "n0"): _view(0, up=True)},
+    )
+    leases = next_leases(world, 0.0)
+    assert leases.commands == []
+    assert leases.messages["high", "train"].startswith("no room for t0")

@@ -1,0 +1,109 @@
+"""Which workflows a reader asks for: the filters of ``list``, and what they are in SQL. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from distflow.lifecycle.states import Reason, WorkflowState
+from distflow.state.record import Priority
+
+__all__ = ["Search", "label_globs", "where"]
+
+_MOST_GLOBS, _MOST_BYTES = 32, 4096
+_SELECTOR = r"(?:[-A-Za-z0-9_.*]|\([-A-Za-z0-9_.*]+(?:\|[-A-Za-z0-9_.*]+)+\))+"
+_PARTS = r"\(([^)]*)\)|([^(]+)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What must hold for a workflow to be found; whatever is empty holds for all."""
+
+    ends: Sequence[tuple[WorkflowState, Reason | None]] = ()
+    """Pairs of state and reason, any of which matches."""
+    name: str | None = None
+    """A part of the id."""
+    users: Sequence[str] = ()
+    pools: Sequence[str] = ()
+    priorities: Sequence[Priority] = ()
+    tags: Sequence[str] = ()
+    """Any of which it has."""
+    labels: Sequence[tuple[str, str]] = ()
+    """Keys and selectors (``label_globs``), all of which match."""
+    without_labels: Sequence[str] = ()
+    """Keys, none of which it has."""
+    submitted_after: float | None = None
+    """This instant or later."""
+    submitted_before: float | None = None
+    """Before this instant."""
+    unfinished: bool = False
+    """Only those that a supervisor still has work with."""
+
+
+def label_globs(selector: str) -> tuple[str, ...]:
+    """Return the patterns of a label selector, any of which may match: ``*`` is any run, ``(a|b)`` one of several.
+
+    Raises ``ValueError`` for what is no selector.
+
+    >>> label_globs("(train|eval)-*")
+    ('train-*', 'eval-*')
+    """
+    if len(selector.encode()) > _MOST_BYTES:
+        raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
+    if not re.fullmatch(_SELECTOR, selector):
+        raise ValueError("it is made of letters, digits, `-`, `_`, `.`, `*` and flat alternatives such as `(a|b)`")
+    globs = [""]
+    for several, text in re.findall(_PARTS, selector):
+        globs = [before + one for before in globs for one in (several.split("|") if several else [text])]
+        if len(globs) > _MOST_GLOBS:
+            raise ValueError(f"it stands for more than {_MOST_GLOBS} patterns")
+    return tuple(globs)
+
+
+def where(search: Search) -> tuple[str, list[object]]:
+    """Return the condition of a search over the table ``workflows``, and its values."""
+    parts, values = ["1"], list[object]()
+
+    def add(part: str, *more: object) -> None:
+        parts.append(part)
+        values.extend(more)
+
+    if search.ends:
+        pairs = [(state.value, reason.value if reason else "") for state, reason in search.ends]
+        add(
+            f"(state, coalesce(reason, '')) IN (VALUES {','.join(['(?,?)'] * len(pairs))})",
+            *(word for pair in pairs for word in pair),
+        )
+    columns: Mapping[str, Sequence[str]] = MappingProxyType(
+        {"user": search.users, "pool": search.pools, "priority": [one.value for one in search.priorities]}
+    )
+    for column, wanted in columns.items():
+        if wanted:
+            add(f"{column} IN ({_marks(wanted)})", *wanted)
+    if search.name is not None:
+        add("instr(id, ?) > 0", search.name)
+    if search.tags:
+        add(f"uuid IN (SELECT workflow FROM tags WHERE tag IN ({_marks(search.tags)}))", *search.tags)  # noqa: S608  question marks are pasted
+    for key, selector in search.labels:
+        globs = label_globs(selector)
+        condition = " OR ".join(["json_extract(labels, ?) GLOB ?"] * len(globs))
+        add(f"({condition})", *(value for glob in globs for value in (_path(key), glob)))
+    for key in search.without_labels:
+        add("json_extract(labels, ?) IS NULL", _path(key))
+    if search.submitted_after is not None:
+        add("submitted_at >= ?", search.submitted_after)
+    if search.submitted_before is not None:
+        add("submitted_at < ?", search.submitted_before)
+    if search.unfinished:
+        add("unfinished = 1")
+    return " AND ".join(parts), values
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ",".join("?" * len(values))
+
+
+def _path(key: str) -> str:
+    return f'$."{key}"'

@@ -1,0 +1,68 @@
+"""A workflow's stored spec submitted again, and what a submission is marked with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from scenarios.conftest import Cli
+
+SPEC = """
+default-values: {word: first}
+workflow:
+  name: again
+  labels: {team: vision}
+  tasks:
+  - name: only
+    command: [sh, -c, 'echo "{{word}} $TOKEN {% raw %}{% raw %}{% endraw %}"; cat data.txt']
+    files:
+    - {path: data.txt, localpath: data.txt}
+"""
+
+
+def _submitted(cli: Cli) -> Path:
+    folder = cli.folder / "specs"
+    folder.mkdir()
+    (folder / "data.txt").write_text("from beside the spec\n")
+    (folder / "spec.yaml").write_text(SPEC)
+    done = cli.run(
+        "workflow", "submit", str(folder / "spec.yaml"), "--set", "word=second", "--set-env", "TOKEN=secret-1", "--wait",
+        "--label", "run=a.1", "--label", "team=speech", "--priority", "high",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return folder
+
+
+def test_a_stored_spec_runs_again_with_its_values_files_labels_and_priority(cli: Cli) -> None:
+    folder = _submitted(cli)
+    # What is beside the spec is read anew; the spec itself is not.
+    (folder / "spec.yaml").unlink()
+    (folder / "data.txt").write_text("changed since\n")
+    done = cli.run("workflow", "submit", "again-1", "--set-env", "TOKEN=secret-2", "--wait", "--label", "run=b")
+    assert done.code == 0, done.err
+    assert "[only] second secret-2 {% raw %}\n[only] changed since\n" in done.out
+    answer = cli.query("again-2")
+    assert (answer["labels"], answer["priority"]) == ({"team": "speech", "run": "b"}, "HIGH")
+    assert cli.run("workflow", "spec", "again-2").out == cli.run("workflow", "spec", "again-1").out
+    assert cli.run("workflow", "spec", "again-2", "--template").out == SPEC
+    dry = cli.run("workflow", "submit", "again-2", "--set-env", "TOKEN=x", "--dry-run")
+    assert dry.code == 0, dry.err
+    assert [one["name"] for one in json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"]] == [
+        "again-1",
+        "again-2",
+    ]
+
+
+def test_what_a_stored_spec_cannot_do_is_said(cli: Cli) -> None:
+    _submitted(cli)
+    for arguments, words in (
+        (["again-1"], "again-1 had TOKEN from --set-env, which is not kept\ngive it again: --set-env TOKEN=…"),
+        (["again-1", "--set", "word=third"], "`distflow workflow spec again-1 --template`"),
+        (["again-7"], "there is no workflow 'again-7'\nnear it: again-1"),
+        (["again-1", "--label", "team=a b"], "`a b` is no value of a label"),
+        (["again-1", "--priority", "urgent"], "'urgent' is not a priority"),
+        (["nothing.yaml"], "nothing.yaml"),
+    ):
+        done = cli.run("workflow", "submit", *arguments)
+        assert done.code == 2, arguments
+        assert words in done.err, done.err

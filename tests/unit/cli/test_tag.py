@@ -1,0 +1,46 @@
+"""``tag``: put on, taken off, listed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from unit.cli.screen import Screen
+from unit.state.stored import completed_group, submit, workflow
+
+
+def test_tags_are_put_on_several_workflows_and_taken_off(screen: Screen) -> None:
+    for number in (1, 2):
+        submit(screen.store, workflow([completed_group()], number=number))
+    assert screen.run("tag", "-w", "digits-1", "digits-2", "-a", "good", "fast") == 0
+    assert screen.out == "digits-1: fast good\ndigits-2: fast good\n"
+    assert screen.run("tag", "--workflow", "digits-2", "--remove", "good", "--add", "slow", "-r", "fast", "-t", "json") == 0
+    assert json.loads(screen.out) == {"workflows": [{"name": "digits-2", "tags": ["slow"]}]}
+    assert screen.run("tag", "-w", "digits-2", "-r", "slow") == 0
+    assert screen.out == "digits-2: no tags\n"
+    assert screen.run("tag", "-t", "json") == 0
+    assert json.loads(screen.out) == {"tags": [{"name": "fast", "workflows": 1}, {"name": "good", "workflows": 1}]}
+    assert screen.run("tag") == 0
+    assert screen.out.splitlines()[-1].split() == ["good", "1"]
+
+
+def test_without_tags_there_is_a_sentence(screen: Screen) -> None:
+    assert screen.run("tag") == 0
+    assert screen.out == "There are no tags yet.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-a", "good"], "no workflow is named"),
+        (["-w", "digits-1"], "nothing is said to do"),
+        (["-w", "digits-1", "-a", "a,b"], "`a,b` is no tag"),
+        (["-w", "digits-1", "digits-9", "-a", "good"], "there is no workflow 'digits-9'"),
+    ],
+)
+def test_half_a_request_changes_nothing(screen: Screen, arguments: list[str], words: str) -> None:
+    submit(screen.store, workflow([completed_group()]))
+    assert screen.run("tag", *arguments) == 2
+    assert words in screen.err
+    assert screen.store.tags() == {}
