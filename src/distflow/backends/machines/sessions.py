@@ -1,0 +1,183 @@
+"""A command in the surroundings of a running task, from our side: frames to the node's service and back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.backends.machines.backend import transport_of
+from distflow.backends.machines.bootstrap import Opened, open_service
+from distflow.errors import AgentError, NodeUnreachable
+from distflow.pools.model import Node, Pool
+from distflow.runtime.session import (
+    END_OF_INPUT,
+    ERRORS,
+    EXIT,
+    FRAME,
+    INPUT,
+    LARGEST_FRAME,
+    OUTPUT,
+    PING,
+    REFUSED,
+    REQUEST,
+    RESIZE,
+)
+from distflow.shell import Secret
+from distflow.transports.base import Transport
+
+__all__ = ["Exit", "Session", "Size", "open_session"]
+
+_PING_S = 5.0
+_PIECE = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Of a terminal."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How the command ended."""
+
+    code: int
+    """As a shell puts it."""
+    why: str = ""
+    """Why it was ended, when it did not end by itself."""
+
+
+class Session:
+    """A command that runs on a node.
+
+    1. ``events`` yields pieces of standard output (``False``) and standard error (``True``), at last an ``Exit``. It raises
+       ``NodeUnreachable`` when the connection ends first.
+    2. ``write``, ``end_input`` and ``resize`` may be called from other threads; ``resize`` also from a signal handler. None
+       raises: that the command is gone is told by ``events``.
+    3. ``close`` ends the command if it still runs.
+    """
+
+    def __init__(self, transport: Transport, opened: Opened) -> None:
+        """Take over a service that answers."""
+        self._transport = transport
+        self._channel = opened.channel
+        self._received = bytearray(opened.received)
+        self._sizes: queue.SimpleQueue[Size | None] = queue.SimpleQueue()
+        threading.Thread(target=self._keep_alive, name=f"session on {transport.name}", daemon=True).start()
+
+    def events(self) -> Iterator[tuple[bool, bytes] | Exit]:
+        """Yield what the command writes, and how it ends."""
+        while True:
+            kind, data = self.next_frame()
+            if kind in (OUTPUT, ERRORS):
+                yield kind == ERRORS, data
+            elif kind == EXIT:
+                told = json.loads(data)
+                yield Exit(code=int(told["code"]), why=str(told.get("why") or ""))
+                return
+
+    def next_frame(self) -> tuple[int, bytes]:
+        """Wait for a frame. Raises ``NodeUnreachable``."""
+        while True:
+            if len(self._received) >= FRAME.size:
+                size, kind = FRAME.unpack_from(self._received)
+                if size > LARGEST_FRAME:
+                    raise NodeUnreachable(self._transport.name, "what it sends is no session")
+                if len(self._received) >= FRAME.size + size:
+                    data = bytes(self._received[FRAME.size : FRAME.size + size])
+                    del self._received[: FRAME.size + size]
+                    return kind, data
+            more = self._channel.read()
+            if not more:
+                hint = self._channel.stderr_tail().strip()
+                raise NodeUnreachable(self._transport.name, "the connection ended, and the command with it", hint=hint)
+            self._received += more
+
+    def write(self, data: bytes) -> None:
+        """Give the command input."""
+        for at in range(0, len(data), _PIECE):
+            self._send(INPUT, data[at : at + _PIECE])
+
+    def end_input(self) -> None:
+        """Tell the command that there is no more input."""
+        self._send(END_OF_INPUT, b"")
+
+    def resize(self, size: Size) -> None:
+        """Tell the node that the terminal has another size."""
+        self._sizes.put(size)
+
+    def close(self) -> None:
+        """Let go."""
+        self._sizes.put(None)
+        self._channel.close()
+        self._transport.close()
+
+    def request(self, message: Mapping[str, Any]) -> None:
+        """Say what is to be started, and wait until it is. Raises ``AgentError`` and ``NodeUnreachable``."""
+        self._send(REQUEST, json.dumps(message).encode())
+        kind, data = self.next_frame()
+        if kind == REFUSED:
+            error = json.loads(data)
+            raise AgentError(self._transport.name, error["kind"], error["message"])
+
+    def _send(self, kind: int, data: bytes) -> None:
+        with contextlib.suppress(NodeUnreachable):
+            self._channel.write(FRAME.pack(len(data), kind) + data)
+
+    def _keep_alive(self) -> None:
+        while True:
+            try:
+                size = self._sizes.get(timeout=_PING_S)
+            except queue.Empty:
+                self._send(PING, b"")
+                continue
+            if size is None:
+                return
+            self._send(RESIZE, json.dumps({"rows": size.rows, "columns": size.columns}).encode())
+
+
+def open_session(
+    pool: Pool,
+    node: Node,
+    attempt: str,
+    argv: Sequence[str],
+    *,
+    secrets: Mapping[str, Secret],
+    terminal: tuple[Size, str] | None,
+    timeout_s: float,
+) -> Session:
+    """Start a command beside the attempt of this name; with a ``terminal``: its size and its kind (``TERM``).
+
+    Raises ``NodeUnreachable`` and ``BootstrapFailed``, and ``AgentError`` when the attempt does not run.
+    """
+    transport = transport_of(pool, node)
+    try:
+        session = Session(transport, open_service(transport, node.root, node.python, "session", timeout_s=timeout_s))
+    except BaseException:
+        transport.close()
+        raise
+    shape = None
+    if terminal is not None:
+        size, kind = terminal
+        shape = {"rows": size.rows, "columns": size.columns, "term": kind}
+    try:
+        session.request(
+            {
+                "attempt": attempt,
+                "argv": list(argv),
+                # Neither in an argv nor on a disk there.
+                "secret_env": {name: secret.reveal() for name, secret in secrets.items()},
+                "terminal": shape,
+            }
+        )
+    except BaseException:
+        session.close()
+        raise
+    return session

@@ -1,0 +1,252 @@
+"""``distflow workflow exec``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from distflow.backends.machines.sessions import Exit, Session, Size, open_session
+from distflow.cli.command import command_app
+from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
+from distflow.cli.tables import Paint
+from distflow.cli.terminal import raw_terminal, read_size
+from distflow.documents.words import did_you_mean
+from distflow.errors import AgentError, DistflowError, InputError, NotFound
+from distflow.lifecycle.states import State
+from distflow.pools.model import Node, Pool
+from distflow.shell import Secret
+from distflow.state.directory import StateDirectory
+from distflow.state.record import TaskRecord, WorkflowRecord, attempt_name
+from distflow.state.secrets import read_secrets
+from distflow.state.store import Store
+
+__all__ = ["app"]
+
+app = command_app()
+
+_SHELL = "/bin/bash"
+_READ = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A running task, and the way there."""
+
+    task: str
+    attempt: str
+    pool: Pool
+    node: Node
+    secrets: Mapping[str, Secret]
+
+    def open(self, argv: Sequence[str], terminal: tuple[Size, str] | None, timeout_s: float) -> Session:
+        try:
+            return open_session(
+                self.pool,
+                self.node,
+                self.attempt,
+                argv,
+                secrets=self.secrets,
+                terminal=terminal,
+                timeout_s=timeout_s,
+            )
+        except AgentError as error:
+            if error.kind == "not_running":
+                raise InputError(f"{self.task} does not run any more: {error.message}") from None
+            raise
+
+
+@app.command(
+    "exec",
+    epilog="Examples: distflow workflow exec pytorch-dist-3 worker  ·  "
+    "distflow workflow exec pytorch-dist-3 --group training --entry nvidia-smi",
+)
+def execute(
+    workflow: WorkflowArgument,
+    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="The task beside which it runs.")] = None,
+    group: Annotated[
+        str | None, typer.Option("--group", metavar="GROUP", help="Every task of this group instead, without a terminal.")
+    ] = None,
+    entry: Annotated[
+        str | None, typer.Option("--entry", metavar="COMMAND", help=f"What to run, in quotes: {_SHELL} when not given.")
+    ] = None,
+    connect_timeout: Annotated[
+        int, typer.Option("--connect-timeout", metavar="SECONDS", min=1, help="How long the node may take to answer.")
+    ] = 60,
+) -> None:
+    """Run a command beside a running task: on its node, in its directory, with its environment and GPUs.
+
+    In a terminal, the command has one too; otherwise pipes. The exit code is the command's (with --group the highest). The
+    command ends with the connection and with the task, and so does whatever it started: nothing stays behind. Values of
+    --set-env are there as in the task.
+    """
+    argv = _parse(entry if entry is not None else _SHELL)
+    if (task is None) == (group is None):
+        raise InputError("name a task, or a group with --group", hint="not both, and not none of them")
+    if group is not None and entry is None:
+        raise InputError("--group has no terminal for a shell", hint="say with --entry what to run on every task")
+    with open_workflow(workflow, tell_age=False) as (directory, store, record):
+        chosen = choose_tasks(record, [task]) if task is not None else _group(record, group or "")
+        places = [_place(directory, store, record, name, one, connect_timeout) for name, one in chosen]
+    code = _one(places[0], argv, connect_timeout) if task is not None else _all(places, argv, connect_timeout)
+    raise typer.Exit(code)
+
+
+def _parse(entry: str) -> list[str]:
+    try:
+        argv = shlex.split(entry)
+    except ValueError as error:
+        raise InputError(f"--entry {entry!r}: {error}") from None
+    if not argv:
+        raise InputError("--entry names no command")
+    return argv
+
+
+def _group(record: WorkflowRecord, name: str) -> list[tuple[str, TaskRecord]]:
+    there = [one.name for one in record.groups]
+    if name not in there:
+        raise NotFound(f"{record.id} has no group {name!r}", hint=did_you_mean(name, there, what="groups"))
+    return [(name, task) for task in record.group(name).tasks]
+
+
+def _place(
+    directory: StateDirectory, store: Store, record: WorkflowRecord, group: str, task: TaskRecord, connect_timeout: int
+) -> _Place:
+    """Return where a task runs. Raises ``InputError`` for one that does not."""
+    if task.state.is_final:
+        raise InputError(f"{task.name} has ended: {task.status}", hint=f"its output: distflow workflow logs {record.id}")
+    if task.state not in (State.RUNNING, State.STOPPING) or task.node is None:
+        raise InputError(
+            f"{task.name} does not run yet: {task.status}", hint=f"what it waits for: distflow workflow query {record.id}"
+        )
+    pool = replace(store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
+    names = store.plan(record.uuid).group(group).launch(task.name).secret_names
+    secrets = read_secrets(directory.secrets, record.uuid)
+    return _Place(
+        task=task.name,
+        attempt=attempt_name(record.uuid, group, task.name, task.attempt),
+        pool=pool,
+        node=next(node for node in pool.nodes if node.name == task.node),
+        secrets={name: secrets[name] for name in names if name in secrets},
+    )
+
+
+def _one(place: _Place, argv: Sequence[str], connect_timeout: int) -> int:
+    has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not has_terminal:
+        session = place.open(argv, None, connect_timeout)
+        try:
+            return _carry(session)
+        finally:
+            session.close()
+    fd = sys.stdin.fileno()
+    rows, columns = read_size(fd)
+    session = place.open(argv, (Size(rows=rows, columns=columns), os.environ.get("TERM", "")), connect_timeout)
+    try:
+        with raw_terminal(fd, lambda rows, columns: session.resize(Size(rows=rows, columns=columns))):
+            return _carry(session)
+    finally:
+        session.close()
+
+
+def _carry(session: Session) -> int:
+    """Carry input and output until the command ends; return its exit code."""
+    threading.Thread(target=_feed, args=(session,), name="input", daemon=True).start()
+    for event in session.events():
+        if isinstance(event, Exit):
+            if event.why:
+                print(f"\r\n{event.why}\r", file=sys.stderr)
+            return event.code
+        is_error, data = event
+        _write(2 if is_error else 1, data)
+    raise AssertionError("a session ends with an Exit")
+
+
+def _feed(session: Session) -> None:
+    while True:
+        try:
+            data = os.read(0, _READ)
+        except OSError:
+            data = b""
+        if not data:
+            session.end_input()
+            return
+        session.write(data)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class _Prefixed:
+    """Lines of several tasks, whole, each behind its task's name."""
+
+    def __init__(self) -> None:
+        self._paint, self._lock = Paint.of(sys.stdout), threading.Lock()
+        self._rests: dict[tuple[str, bool], bytes] = {}
+
+    def add(self, number: int, task: str, is_error: bool, data: bytes, *, is_last: bool = False) -> None:
+        """Show the lines that ``data`` completes; the last one also without its end."""
+        *lines, rest = (self._rests.get((task, is_error), b"") + data).split(b"\n")
+        self._rests[task, is_error] = b"" if is_last else rest
+        prefix = f"{self._paint.task(f'[{task}]', number)} ".encode()
+        with self._lock:
+            _write(
+                2 if is_error else 1,
+                b"".join(prefix + line + b"\n" for line in [*lines, *([rest] if is_last and rest else [])]),
+            )
+
+
+def _all(places: Sequence[_Place], argv: Sequence[str], connect_timeout: int) -> int:
+    """Run it beside every task; return the highest exit code. Raises the first error when one could not be run."""
+    shown = _Prefixed()
+    codes: list[int] = []
+    errors: list[DistflowError] = []
+    sessions: list[Session] = []
+
+    def follow(number: int, place: _Place) -> None:
+        session = place.open(argv, None, connect_timeout)
+        sessions.append(session)
+        session.end_input()
+        for event in session.events():
+            if isinstance(event, Exit):
+                codes.append(event.code)
+                for is_error, words in ((False, ""), (True, event.why)):
+                    shown.add(number, place.task, is_error, words.encode(), is_last=True)
+            else:
+                shown.add(number, place.task, *event)
+
+    def run(number: int, place: _Place) -> None:
+        try:
+            follow(number, place)
+        except DistflowError as error:
+            errors.append(error)
+        except OSError:
+            codes.append(1)  # nobody reads any more
+
+    try:
+        _at_once(run, places)
+    finally:
+        for session in sessions:
+            session.close()
+    for error in errors[1:]:
+        print(f"error: {error}", file=sys.stderr)
+    if errors:
+        raise errors[0]
+    return max(codes)
+
+
+def _at_once(run: Callable[[int, _Place], None], places: Sequence[_Place]) -> None:
+    threads = [threading.Thread(target=run, args=numbered, daemon=True) for numbered in enumerate(places)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,218 @@
+"""A command beside a running task: its surroundings, its terminal, its end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+SPEC = """
+workflow:
+  name: gang
+  resources: {default: {gpu: 1}}
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      environment: {COLOUR: "green {{output}}"}
+      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+    - name: worker
+      ranks: {size: 1}
+      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+"""
+LOOK = "sh -c 'echo \"$PWD|$COLOUR|$CUDA_VISIBLE_DEVICES|$NODE_RANK|$TOKEN|$TORCHELASTIC_ERROR_FILE\"; command -v python3'"
+
+
+class Terminal:
+    """distflow in a pseudo-terminal, and what a person sees and types there."""
+
+    def __init__(self, cli: Cli, *arguments: str) -> None:
+        self.master, self.slave = pty.openpty()
+        self.resize(33, 101)
+        self.before = termios.tcgetattr(self.slave)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "distflow", *arguments], stdin=self.slave, stdout=self.slave, stderr=self.slave,
+            env=cli.environment | {"TERM": "xterm-test"}, cwd=cli.folder, start_new_session=True,
+        )  # fmt: skip
+        self.seen = ""
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def look(self) -> str:
+        while select.select([self.master], [], [], 0)[0]:
+            self.seen += os.read(self.master, 65536).decode()
+        return self.seen
+
+    def await_text(self, text: str) -> None:
+        try:
+            wait_until(lambda: text in self.look(), 40)
+        except TimeoutError:
+            raise AssertionError(f"{text!r} is not in {self.seen!r}") from None
+
+    def await_end(self) -> int:
+        """Wait for the end; the terminal must then be as it was."""
+        wait_until(lambda: self.look() is not None and self.process.poll() is not None, 40)
+        assert termios.tcgetattr(self.slave) == self.before
+        for fd in (self.master, self.slave):
+            os.close(fd)
+        return int(self.process.wait())
+
+
+@pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.ssh)])
+def place(request: pytest.FixtureRequest, cli: Cli) -> Cli:
+    """A distflow whose pool is this machine, or hosts behind SSH."""
+    if request.param == "lab":
+        lab: Lab = request.getfixturevalue("lab")
+        return lab.cli
+    cli.configure(gpus=2)
+    return cli
+
+
+def _start(cli: Cli, *arguments: str) -> Path:
+    go = cli.folder / "go"
+    assert cli.submit(cli.spec(SPEC.replace("GO", str(go))), *arguments) == "gang-1"
+    cli.await_running("gang-1")
+    return go
+
+
+def _end(cli: Cli, go: Path) -> None:
+    go.touch()
+    cli.await_status("gang-1", "COMPLETED")
+
+
+def test_pipes_carry_input_output_and_the_exit_code_in_the_surroundings_of_the_task(place: Cli) -> None:
+    go = _start(place, "--set-env", "TOKEN=secret-1")
+    seen = place.run("workflow", "exec", "gang-1", "master", "--entry", LOOK)
+    assert seen.code == 0, seen.err
+    where, colour, gpus, rank, token, error_file = seen.out.splitlines()[0].split("|")
+    assert where.endswith("/train/master/0/work")
+    assert colour.startswith("green /")
+    assert colour.endswith("/train/master/0/output")
+    assert (gpus in ("0", "1"), rank, token, error_file) == (True, "0", "secret-1", "")
+    assert seen.out.splitlines()[1] == str(Path(sys.executable).with_name("python3"))
+    given = os.urandom(300_000).hex()
+    command = [sys.executable, "-m", "distflow", "workflow", "exec", "gang-1", "worker", "--entry"]
+    # More input than fits anywhere, an end of it, output and errors apart, and the code at last.
+    done = subprocess.run(
+        [*command, "sh -c 'cat; echo oops >&2; exit 7'"], input=given, capture_output=True, text=True, check=False,
+        env=place.environment, cwd=place.folder, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout == given) == (7, "oops\n", True)
+    assert place.run("workflow", "exec", "gang-1", "worker", "--entry", "no-such-program").code == 127
+    assert place.run("workflow", "exec", "gang-1", "worker", "--entry", "sh -c 'kill -9 $$'").code == 137
+    # The secret reached no disk of the node.
+    assert not [path for path in place.folder.rglob("launch.json") if b"secret-1" in path.read_bytes()]
+    _end(place, go)
+
+
+def test_a_terminal_has_its_size_its_keys_and_its_end(place: Cli) -> None:
+    go = _start(place)
+    screen = Terminal(place, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
+    screen.type("PS1='> '; echo \"$TERM:$(stty size):$NODE_RANK\" | tr a-z A-Z\n")
+    screen.await_text("XTERM-TEST:33 101:1")
+    screen.resize(40, 90)
+    os.killpg(screen.process.pid, signal.SIGWINCH)
+    screen.type("until [ \"$(stty size)\" = '40 90' ]; do sleep 0.1; done; echo re''sized\n")
+    screen.await_text("resized")
+    # Ctrl-C is the command's, not ours.
+    screen.type("echo sta''rted; sleep 600\n")
+    screen.await_text("started")
+    screen.type("\x03")
+    screen.type("echo af''ter\n")
+    screen.await_text("after")
+    screen.type("exit 9\n")
+    assert screen.await_end() == 9
+    _end(place, go)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_whatever_ends_us_ends_the_command_and_what_it_detached(place: Cli, number: signal.Signals) -> None:
+    go = _start(place)
+    marker = "4711.5"
+    screen = Terminal(place, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh")
+    screen.type(f"setsid nohup sleep {marker} >/dev/null 2>&1 & echo sta''rted; trap '' HUP TERM\n")
+    screen.await_text("started")
+    wait_until(lambda: any(f"sleep {marker}" in words for _, words in place.processes()), 20)
+    screen.process.send_signal(number)
+    if number == signal.SIGKILL:
+        screen.process.wait(20)
+        os.close(screen.master)
+        os.close(screen.slave)
+    else:
+        assert screen.await_end() == 128 + number
+    wait_until(lambda: not [words for _, words in place.processes() if marker in words or words.strip() == "/bin/sh"], 20)
+    assert {task["status"] for task in place.tasks("gang-1").values()} == {"RUNNING"}
+    _end(place, go)
+
+
+def test_the_command_ends_with_the_task(place: Cli) -> None:
+    go = _start(place)
+    screen = Terminal(place, "workflow", "exec", "gang-1", "master", "--entry", "sh -c 'echo up; sleep 600'")
+    screen.await_text("up")
+    _end(place, go)
+    screen.await_text("the task has ended, and the command with it")
+    assert screen.await_end() == 129
+
+
+def test_a_group_runs_it_beside_every_task(place: Cli) -> None:
+    go = _start(place)
+    entry = "sh -c 'echo rank $NODE_RANK; echo err >&2; printf end; exit $((NODE_RANK + 3))'"
+    done = place.run("workflow", "exec", "gang-1", "--group", "train", "--entry", entry)
+    assert done.code == 4
+    assert sorted(done.out.splitlines()) == ["[master] end", "[master] rank 0", "[worker] end", "[worker] rank 1"]
+    assert sorted(done.err.splitlines()) == ["[master] err", "[worker] err"]
+    _end(place, go)
+
+
+def test_what_cannot_be_is_said(cli: Cli) -> None:
+    cli.configure(gpus=2)
+    go = _start(cli)
+    assert cli.submit(cli.spec(SPEC.replace("GO", str(go)))) == "gang-2"
+
+    def refused(*arguments: str) -> str:
+        done = cli.run("workflow", "exec", *arguments)
+        assert (done.code, done.out) == (2, "")
+        return done.err
+
+    assert "gang-1 has no task 'wroker'\ndid you mean `worker`?" in refused("gang-1", "wroker")
+    assert "gang-1 has no group 'training'" in refused("gang-1", "--group", "training", "--entry", "true")
+    assert "name a task, or a group" in refused("gang-1")
+    assert "name a task, or a group" in refused("gang-1", "worker", "--group", "train", "--entry", "true")
+    assert "has no terminal for a shell" in refused("gang-1", "--group", "train")
+    assert "No closing quotation" in refused("gang-1", "worker", "--entry", "'")
+    assert "master does not run yet: SCHEDULING" in refused("gang-2", "master")
+    cli.run("workflow", "cancel", "gang-2", "--wait", "60")
+    assert "master has ended: FAILED_CANCELED" in refused("gang-2", "master")
+    _end(cli, go)
+
+
+@pytest.mark.ssh
+def test_a_node_out_of_reach_is_said_in_time(lab: Lab) -> None:
+    go = _start(lab.cli)
+    node = str(lab.cli.tasks("gang-1")["worker"]["node_name"])
+    lab.servers[node].freeze()
+    done = lab.cli.run("workflow", "exec", "gang-1", "worker", "--entry", "true", "--connect-timeout", "2")
+    assert done.code == 3
+    assert f"{node}: " in done.err
+    assert "2 s" in done.err
+    lab.servers[node].thaw()
+    _end(lab.cli, go)
