@@ -27,6 +27,8 @@ _SEARCH = ("--status", "-s", "--user", "-u", "--pool", "-p", "--priority")
 _LISTS: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
     {
         ("workflow", "list"): (*_SEARCH, "--tags"),
+        ("task", "list"): (*_SEARCH, "--node", "-n"),
+        ("resource", "list"): ("--pool", "-p", "--platform"),
         ("workflow", "tag"): ("--workflow", "-w", "--add", "-a", "--remove", "-r"),
     }
 )
@@ -37,7 +39,9 @@ class _Root(LazyGroup):
     table = commands(
         {
             "workflow": ("distflow.cli.workflow:app", "Submit, watch and end workflows."),
+            "task": ("distflow.cli.task:app", "Look at tasks across workflows."),
             "pool": ("distflow.cli.pool:app", "Show the pools that workflows can run in, and check their nodes."),
+            "resource": ("distflow.cli.resource:app", "Show what the nodes have, and what is in use of it."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
             "schema": ("distflow.cli.schema:app", "Print the JSON Schema of workflow specs."),
             "version": ("distflow.cli.version:app", "Print distflow's version."),

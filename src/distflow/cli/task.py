@@ -1,0 +1,236 @@
+"""``distflow task``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from distflow.cli import wiring
+from distflow.cli.command import Format, FormatOption
+from distflow.cli.reading import reading_directory, until_closed, wake
+from distflow.cli.searching import (
+    AllUsersOption,
+    OffsetOption,
+    Order,
+    OrderOption,
+    PoolsOption,
+    PrioritiesOption,
+    UsersOption,
+    choose_users,
+    days,
+    one_of,
+    priorities,
+)
+from distflow.cli.tables import Paint, table
+from distflow.cli.times import iso, local_minute
+from distflow.cli.views import elapsed_s
+from distflow.errors import InputError
+from distflow.lifecycle.states import Reason, State, status_of
+from distflow.spec.model import ResourceSpec
+from distflow.state.record import TaskRecord, WorkflowRecord
+from distflow.state.search import Search
+from distflow.state.store import Store
+from distflow.supervisor.clock import SystemClock
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+_COUNT, _PAGE = 20, 200
+_UNFINISHED = tuple(state.value for state in State if not state.is_final)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A task, and what it asks of its node."""
+
+    workflow: WorkflowRecord
+    task: TaskRecord
+    asks: ResourceSpec
+
+    @property
+    def amounts(self) -> tuple[float, int, float, int]:
+        """Storage (GiB), CPUs, memory (GiB) and GPUs."""
+        asks = self.asks
+        return (asks.storage or 0) / 2**30, asks.cpu or 0, (asks.memory or 0) / 2**30, asks.gpu or 0
+
+
+@app.callback()
+def _task() -> None:
+    """Look at tasks across workflows."""
+
+
+@app.command("list", epilog="Examples: distflow task list  ·  distflow task list --node gpu1 -v  ·  distflow task list -W")
+def list_tasks(
+    count: Annotated[
+        int | None, typer.Option("--count", "-c", min=1, max=1000, help=f"Show the newest N: {_COUNT}, or all for sums.")
+    ] = None,
+    offset: OffsetOption = 0,
+    workflow_id: Annotated[
+        str | None, typer.Option("--workflow-id", "-w", metavar="TEXT", help="Only those of workflows with this in their id.")
+    ] = None,
+    status: Annotated[
+        list[str] | None,
+        typer.Option("--status", "-s", help="Only those of this status, may be repeated; else those that have not ended."),
+    ] = None,
+    user: UsersOption = None,
+    all_users: AllUsersOption = False,
+    pool: PoolsOption = None,
+    node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only those on this node; may be repeated.")] = None,
+    priority: PrioritiesOption = None,
+    started_after: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those started on this day or later.")
+    ] = None,
+    started_before: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those started before this day.")
+    ] = None,
+    order: OrderOption = Order.ASC,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also what each asks of its node, and the sum.")] = False,
+    summary: Annotated[bool, typer.Option("--summary", "-S", help="Only sums, by user, pool and priority.")] = False,
+    by_workflow: Annotated[
+        bool, typer.Option("--aggregate-by-workflow", "-W", help="Only sums, by workflow; also with --summary.")
+    ] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """List tasks across workflows, each with its latest attempt, the newest at the bottom."""
+    if verbose and summary:
+        raise InputError("--verbose and --summary exclude each other")
+    if pool and node:
+        raise InputError("--pool and --node exclude each other")
+    known = sorted({status_of(state, reason) for state in State for reason in (None, *Reason)})
+    wanted = [one_of(word, known, "status of a task", "statuses") for word in status or ()] or list(_UNFINISHED)
+    after, before = days(started_after, started_before, "started")
+    search = Search(
+        name=workflow_id,
+        users=choose_users(user, all_users),
+        pools=pool or (),
+        priorities=priorities(priority),
+        unfinished=set(wanted) <= set(_UNFINISHED),
+    )
+
+    def is_meant(task: TaskRecord) -> bool:
+        started = task.started_at
+        return (
+            task.status in wanted
+            and (not node or task.node in node)
+            and (after is None or (started is not None and started >= after))
+            and (before is None or (started is not None and started < before))
+        )
+
+    has_sums = summary or by_workflow
+    most = count if count is not None else None if has_sums else _COUNT
+    directory = reading_directory()
+    with wiring.open_store(directory) as store:
+        rows: list[_Row] = []
+        for row in _newest_first(store, search):
+            if most is not None and len(rows) >= offset + most:
+                break
+            if is_meant(row.task):
+                rows.append(row)
+        wake(directory, store)
+    rows = rows[offset:]
+    if order is Order.ASC:
+        rows.reverse()
+    with until_closed():
+        if format_type is Format.JSON:
+            name, found = ("summaries", _sums(rows, by_workflow)) if has_sums else ("tasks", [_json(row) for row in rows])
+            print(json.dumps({name: found}, indent=2))
+        elif not rows:
+            print("No task matches.")
+        elif has_sums:
+            # As in OSMO: with both, --summary it is.
+            print(_sums_text(_sums(rows, by_workflow and not summary)), end="")
+        else:
+            print(_text(rows, verbose), end="")
+
+
+def _newest_first(store: Store, search: Search) -> Iterator[_Row]:
+    offset = 0
+    while records := store.list(search, count=_PAGE, offset=offset, with_groups=True):
+        for record in records:
+            asks = {
+                (group.name, launch.task): launch.resource
+                for group in store.plan(record.uuid).groups
+                for launch in group.launches
+            }
+            for group in reversed(record.groups):
+                for task in reversed(group.tasks):
+                    yield _Row(workflow=record, task=task, asks=asks.get((group.name, task.name), ResourceSpec()))
+        offset += len(records)
+
+
+def _text(rows: Sequence[_Row], verbose: bool) -> str:
+    paint = Paint.of(sys.stdout)
+    more = ("Storage [Gi]", "CPU [#]", "Memory [Gi]", "GPU [#]") if verbose else ()
+    header = ("User", "Workflow ID", "Task", "Status", "Pool", "Priority", "Node", "Start Time", *more)
+    cells = [
+        (
+            row.workflow.user,
+            row.workflow.id,
+            row.task.name,
+            paint.status(row.task.status),
+            row.workflow.pool,
+            row.workflow.priority.value,
+            row.task.node or "",
+            local_minute(row.task.started_at),
+            *(_numbers(row.amounts) if verbose else ()),
+        )
+        for row in rows
+    ]
+    if verbose:
+        total = [sum(row.amounts[column] for row in rows) for column in range(4)]
+        cells.append(("Sum", *["-"] * 7, *_numbers(total)))
+    return table(header, cells)
+
+
+def _numbers(amounts: Sequence[float]) -> tuple[str, ...]:
+    return tuple(f"{amount:g}" for amount in amounts)
+
+
+def _sums(rows: Sequence[_Row], by_workflow: bool) -> list[dict[str, object]]:
+    sums: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        one = row.workflow
+        key = (one.user, *([one.id] if by_workflow else []), one.pool, one.priority.value)
+        total = sums.setdefault(key, [0, 0, 0, 0])
+        total[:] = [before + amount for before, amount in zip(total, row.amounts, strict=True)]
+    names = ("user", *(["workflow_id"] if by_workflow else []), "pool", "priority")
+    amounts = ("storage", "cpu", "memory", "gpu")
+    return [{**dict(zip(names, key, strict=True)), **dict(zip(amounts, total, strict=True))} for key, total in sums.items()]
+
+
+def _sums_text(sums: Sequence[dict[str, object]]) -> str:
+    words = {
+        "user": "User", "workflow_id": "Workflow ID", "pool": "Pool", "priority": "Priority", "storage": "Storage [Gi]",
+        "cpu": "CPU [#]", "memory": "Memory [Gi]", "gpu": "GPU [#]",
+    }  # fmt: skip
+    rows = [[f"{value:g}" if isinstance(value, int | float) else str(value) for value in one.values()] for one in sums]
+    return table([words[name] for name in sums[0]], rows)
+
+
+def _json(row: _Row) -> dict[str, object]:
+    record, task = row.workflow, row.task
+    storage, cpu, memory, gpu = row.amounts
+    return {
+        "user": record.user,
+        "workflow_id": record.id,
+        "workflow_uuid": record.uuid,
+        "task_name": task.name,
+        "retry_id": task.attempt,
+        "pool": record.pool,
+        "node": task.node,
+        "start_time": iso(task.started_at),
+        "end_time": iso(task.ended_at),
+        "duration": elapsed_s(task.started_at, task.ended_at, SystemClock().now()),
+        "status": task.status,
+        "storage": storage,
+        "cpu": cpu,
+        "memory": memory,
+        "gpu": gpu,
+        "priority": record.priority.value,
+    }

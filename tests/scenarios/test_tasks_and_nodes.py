@@ -1,0 +1,77 @@
+"""What runs, across workflows, and what nodes have left."""
+
+from __future__ import annotations
+
+import json
+
+from scenarios.conftest import Cli
+
+SPEC = """
+workflow:
+  name: NAME
+  resources: {default: {gpu: 1, cpu: 2, memory: 1536Mi}}
+  tasks:
+  - name: one
+    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+  - name: two
+    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+"""
+
+
+def _rows(cli: Cli, *arguments: str) -> list[tuple[str, str, str]]:
+    done = cli.run("task", "list", "-t", "json", *arguments)
+    assert done.code == 0, done.err
+    return [(one["workflow_id"], one["task_name"], one["status"]) for one in json.loads(done.out)["tasks"]]
+
+
+def test_tasks_and_what_they_hold_are_listed(cli: Cli) -> None:
+    cli.configure(gpus=3)
+    go = cli.folder / "go"
+    first = cli.submit(cli.spec(SPEC.replace("NAME", "first").replace("GO", str(go))))
+    cli.await_running(first)
+    second = cli.submit(cli.spec(SPEC.replace("NAME", "second").replace("GO", str(go))), "--priority", "HIGH")
+    cli.await_status(second, "RUNNING")
+    expected = [("first-1", "one", "RUNNING"), ("first-1", "two", "RUNNING"), ("second-1", "one", "RUNNING")]
+    assert _rows(cli, "-s", "RUNNING") == expected
+    assert _rows(cli) == [*expected, ("second-1", "two", "SCHEDULING")]
+    assert _rows(cli, "-c", "2", "-f", "1") == expected[1:]
+    assert _rows(cli, "-o", "desc", "-w", "first") == expected[1::-1]
+    assert _rows(cli, "--priority", "high", "normal", "-n", "local", "elsewhere") == expected
+    assert _rows(cli, "--started-before", "2020-01-01") == []
+    text = cli.run("task", "list", "-v").out.splitlines()
+    assert text[-1].split() == ["Sum", *["-"] * 7, "0", "8", "6", "4"]
+    summary = json.loads(cli.run("task", "list", "-W", "-t", "json", "-s", "RUNNING").out)["summaries"]
+    assert [(one["workflow_id"], one["priority"], one["cpu"], one["memory"], one["gpu"]) for one in summary] == [
+        ("first-1", "NORMAL", 4, 3.0, 2),
+        ("second-1", "HIGH", 2, 1.5, 1),
+    ]
+    assert cli.run("task", "list", "-S").out.splitlines()[-1].split()[2:] == ["HIGH", "0", "4", "3", "2"]
+
+    # How much memory this machine has, the pool knows of itself.
+    shown = cli.run("resource", "list")
+    name, pool, platform, cpus, memory, gpus, tasks = shown.out.splitlines()[-2].split()
+    assert (name, pool, platform, cpus, gpus, tasks) == ("local", "local", "-", "6/64", "3/3", "3")
+    assert memory.startswith("5/")
+    assert "no node was asked" in shown.err
+    free = cli.run("resource", "list", "--mode", "free").out.splitlines()[-2].split()
+    assert [free[3], free[5], free[6]] == ["58", "0", "3"]
+    (node,) = json.loads(cli.run("resource", "list", "-t", "json").out)["resources"]
+    assert (node["usage_fields"], node["tasks"]) == (
+        {"cpu": 6, "memory": 3 * 1536 * 2**20, "gpu": 3},
+        ["first-1/one", "first-1/two", "second-1/one"],
+    )
+    assert json.loads(cli.run("resource", "list", "--platform", "h100", "-t", "json").out) == {"resources": []}
+    go.touch()
+    for one in (first, second):
+        cli.await_status(one, "COMPLETED")
+    assert _rows(cli) == []
+    assert _rows(cli, "-s", "COMPLETED", "-c", "1") == [("second-1", "two", "COMPLETED")]
+    assert json.loads(cli.run("resource", "list", "-t", "json").out)["resources"][0]["tasks"] == []
+    for arguments, words in (
+        (["task", "list", "-s", "RUNING"], "did you mean `RUNNING`?"),
+        (["task", "list", "-v", "-S"], "exclude each other"),
+        (["resource", "list", "-p", "nowhere"], "there is no pool 'nowhere'"),
+        (["resource", "list", "-p", "local", "--all"], "exclude each other"),
+    ):
+        done = cli.run(*arguments)
+        assert (done.code, words in done.err) == (2, True), done.err
