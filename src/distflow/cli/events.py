@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distflow.cli.command import Format, command_app
+from distflow.cli.documents import event_json
 from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow, pause, wake
-from distflow.cli.views import event_json, event_line
+from distflow.cli.views import event_line
 
 if TYPE_CHECKING:
     from distflow.state.directory import StateDirectory

@@ -10,6 +10,7 @@ import typer
 
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.documents import list_json
 from distflow.cli.reading import reading_directory, until_closed, wake
 from distflow.cli.searching import (
     AllUsersOption,
@@ -27,7 +28,7 @@ from distflow.cli.searching import (
     priorities,
 )
 from distflow.cli.tables import Paint
-from distflow.cli.views import list_json, list_table
+from distflow.cli.views import list_table
 from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, WorkflowState, workflow_status_of
 from distflow.state.search import Search

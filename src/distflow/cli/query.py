@@ -9,9 +9,10 @@ import typer
 
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.documents import workflow_json
 from distflow.cli.reading import WorkflowArgument, open_workflow
 from distflow.cli.tables import Paint, terminal_width
-from distflow.cli.views import LastLines, workflow_json, workflow_text
+from distflow.cli.views import LastLines, workflow_text
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.record import WorkflowRecord

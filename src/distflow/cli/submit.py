@@ -287,7 +287,7 @@ def _wait(directory: StateDirectory, store: Store, record: WorkflowRecord, forma
         print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
         raise
     if quiet:
-        from distflow.cli.views import workflow_json
+        from distflow.cli.documents import workflow_json
 
         print(json.dumps(workflow_json(final), indent=2))
     if final.state is not WorkflowState.COMPLETED:

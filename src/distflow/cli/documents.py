@@ -1,0 +1,156 @@
+"""Records as documents for programs: OSMO's field names where it has them, and distflow's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distflow.cli.times import iso
+from distflow.cli.views import NO_LINES, LastLines, elapsed_s, queued_s, task_words
+from distflow.lifecycle.states import State
+from distflow.lifecycle.upstream import still_awaited
+from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
+
+__all__ = ["event_json", "list_json", "workflow_json"]
+
+
+def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_lines: LastLines = NO_LINES) -> dict[str, object]:
+    """Return a workflow as ``query --format-type json`` prints it.
+
+    OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``submit_time``,
+    ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``status``, ``pool``, ``priority``,
+    ``labels``, ``tags``, ``warnings``, ``groups``; of a group ``name``, ``status``, its times,
+    ``remaining_upstream_groups`` (that have not completed), ``downstream_groups``, ``failure_message``, ``tasks``; of a
+    task ``name``, ``retry_id``, ``status``,
+    ``failure_message``, ``exit_code``, ``node_name``, ``lead``, its times. Times are ISO 8601 in UTC without a zone; what is
+    not known is null.
+
+    distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``upstream_groups``, ``message`` (what
+    it waits for, or why it ended) and ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code``,
+    ``signal``, ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output
+    that are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``,
+    ``last_line``, ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
+
+    Groups and tasks stand in the order of the spec. Without ``now``, durations of what has not ended are null.
+    """
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "submitted_by": record.user,
+        "cancelled_by": record.cancel.by if record.cancel else None,
+        **_workflow_fields(record, now),
+        "warnings": list(record.warnings),
+        "groups": [_group_json(record, group, now, last_lines) for group in record.groups],
+    }
+
+
+def list_json(records: Sequence[WorkflowRecord], *, now: float) -> dict[str, object]:
+    """Return workflows as ``list --format-type json`` prints them: OSMO's names, and ``state`` and ``reason``."""
+    return {
+        "workflows": [
+            {"user": record.user, "name": record.id, "workflow_uuid": record.uuid, **_workflow_fields(record, now)}
+            for record in records
+        ]
+    }
+
+
+def event_json(event: Event) -> dict[str, object]:
+    """Return an event as ``events --format-type json`` prints it."""
+    return {
+        "sequence": event.sequence,
+        "time": iso(event.at),
+        "kind": event.kind,
+        "group": event.group,
+        "task": event.task,
+        "retry_id": event.attempt,
+        "text": event.text,
+    }
+
+
+def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, object]:
+    return {
+        "submit_time": iso(record.submitted_at),
+        "start_time": iso(record.started_at),
+        "end_time": iso(record.ended_at),
+        "queued_time": queued_s(record, now),
+        "duration": elapsed_s(record.started_at, record.ended_at, now),
+        "status": record.status,
+        "state": record.state.value,
+        "reason": record.reason.value if record.reason else None,
+        "pool": record.pool,
+        "priority": record.priority.value,
+        "labels": dict(record.labels),
+        "tags": list(record.tags),
+    }
+
+
+def _group_json(record: WorkflowRecord, group: GroupRecord, now: float | None, last_lines: LastLines) -> dict[str, object]:
+    states = {one.name: one.state for one in record.groups}
+    return {
+        "name": group.name,
+        "status": group.status,
+        "state": group.state.value,
+        "reason": group.reason.value if group.reason else None,
+        "scheduling_start_time": iso(group.scheduling_at),
+        "initializing_start_time": iso(group.initializing_at),
+        "start_time": iso(group.running_at),
+        "end_time": iso(group.ended_at),
+        "upstream_groups": list(group.upstream),
+        "remaining_upstream_groups": list(still_awaited(group.upstream, states)),
+        "downstream_groups": [one.name for one in record.groups if group.name in one.upstream],
+        "failure_message": group.message or None if group.state in (State.FAILED, State.CANCELED) else None,
+        "message": group.message,
+        "first_cause": _cause_json(group.cause) if group.cause else None,
+        "tasks": [_task_json(group, task, now, last_lines.get((group.name, task.name))) for task in group.tasks],
+    }
+
+
+def _cause_json(cause: Cause) -> dict[str, object]:
+    return {
+        "task": cause.task,
+        "node": cause.node,
+        "ranks": cause.ranks,
+        "reason": cause.reason.value,
+        "message": cause.message,
+        "exit_code": cause.exit_code,
+        "signal": cause.signal,
+        "time": iso(cause.at),
+        "lines": list(cause.lines),
+    }
+
+
+def _transfer_json(files: Transfer) -> dict[str, object]:
+    return {"sent_bytes": files.sent, "total_bytes": files.total, "bytes_per_second": round(files.bytes_per_s)}
+
+
+def _task_json(group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None) -> dict[str, object]:
+    moving = group.moving(task)
+    failed = task.state in (State.FAILED, State.CANCELED)
+    return {
+        "name": task.name,
+        "retry_id": task.attempt,
+        "lead": task.lead,
+        "status": task.status,
+        "state": task.state.value,
+        "reason": task.reason.value if task.reason else None,
+        "failure_message": (task_words(task) or None) if failed else None,
+        "exit_code": task.end.exit_code if task.end else None,
+        "signal": task.end.signal if task.end else None,
+        "node_name": task.node,
+        "ranks": task.ranks,
+        "gpu_ids": list(task.gpu_ids),
+        "transfer": _transfer_json(moving) if moving else None,
+        "pid": task.pid,
+        "start_time": iso(task.started_at),
+        "end_time": iso(task.ended_at),
+        "duration": elapsed_s(task.started_at, task.ended_at, now),
+        "last_line": last_line,
+        "outputs": list(task.outputs),
+        "output_dir": task.output_dir,
+        "out_of_reach": _away_json(task),
+    }
+
+
+def _away_json(task: TaskRecord) -> dict[str, object] | None:
+    if task.out_of_reach is None or task.state.is_final:
+        return None
+    return {"since": iso(task.out_of_reach.since), "error": task.out_of_reach.error}
