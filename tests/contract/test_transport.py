@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -168,3 +169,43 @@ def test_an_opened_command_has_a_session_of_its_own(transport: Transport) -> Non
     channel = transport.open([sys.executable, "-c", "import os; print(os.getsid(0))"])
     assert int(channel.read()) != os.getsid(0)
     channel.close()
+
+
+def test_a_stream_reaches_a_port_of_the_node_and_each_direction_ends_by_itself(transport: Transport) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stream = transport.dial(server.getsockname()[1], timeout_s=10)
+        connection, _ = server.accept()
+        with connection:
+            data = os.urandom(300_000)
+
+            def write() -> None:
+                stream.write(data)
+                stream.end()
+
+            writer = threading.Thread(target=write)
+            writer.start()
+            assert b"".join(iter(lambda: connection.recv(65536), b"")) == data
+            writer.join()
+            connection.sendall(b"still open")
+            assert stream.read() == b"still open"
+        assert stream.read() == b""
+        stream.close()
+        stream.close()
+
+
+def test_a_port_that_nothing_listens_on_is_said(transport: Transport) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(NodeUnreachable, match=f"{transport.name}: nothing answers on its port {port}"):
+        transport.dial(port, timeout_s=10)
+
+
+def test_closing_a_stream_ends_a_read(transport: Transport) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stream = transport.dial(server.getsockname()[1], timeout_s=10)
+        found: list[bytes] = []
+        reader = threading.Thread(target=lambda: found.append(stream.read()))
+        reader.start()
+        stream.close()
+        reader.join(10)
+        assert found == [b""]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Channel", "Completed", "Transport"]
+__all__ = ["Channel", "Completed", "Stream", "Transport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,30 @@ class Channel(Protocol):
         """Let go of the command."""
 
 
+class Stream(Protocol):
+    """One TCP connection on the node.
+
+    Contract, held by tests/contract/test_transport.py for every implementation:
+
+    1. ``read`` blocks for up to 64 KiB and returns ``b""`` at the end; it never raises.
+    2. ``write`` returns when all is on its way, and raises ``NodeUnreachable`` when the other side takes no more.
+    3. ``end`` says that no more will be written; the other direction stays open.
+    4. ``close`` may be called twice, from any thread, and never raises. A ``read`` that another thread is blocked in ends.
+    """
+
+    def read(self) -> bytes:
+        """Wait for data; return what is there, up to 64 KiB."""
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``."""
+
+    def end(self) -> None:
+        """Write no more."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+
 class Transport(Protocol):
     """Runs commands on one node.
 
@@ -64,7 +88,8 @@ class Transport(Protocol):
     3. stdout and stderr are drained together, while ``input`` is written: megabytes on one never block the other.
     4. ``argv`` arrives as it is: no shell of ours or theirs changes a byte of it.
     5. ``open`` starts a command in a session of its own. Neither the end of our process nor ``close`` stops it.
-    6. ``close`` may be called twice and never raises. It does not stop remote processes.
+    6. ``dial`` connects to a TCP port of the node itself, on its loopback. It raises ``NodeUnreachable`` when nothing listens.
+    7. ``close`` may be called twice and never raises. It does not stop remote processes.
     """
 
     @property
@@ -84,6 +109,9 @@ class Transport(Protocol):
 
     def open(self, argv: Sequence[str]) -> Channel:
         """Start a command and keep a channel to it."""
+
+    def dial(self, port: int, *, timeout_s: float) -> Stream:
+        """Connect to a TCP port of the node."""
 
     def close(self) -> None:
         """Give back what the transport holds."""

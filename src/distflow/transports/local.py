@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Completed
 
-__all__ = ["LocalChannel", "LocalTransport", "login_environment"]
+__all__ = ["LocalChannel", "LocalStream", "LocalTransport", "login_environment"]
 
 _READ = 65536
 _OF_A_LOGIN = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"})
@@ -64,8 +65,50 @@ class LocalTransport:
         except OSError as error:
             return LocalChannel(self.name, None, _not_started(argv, error))
 
+    def dial(self, port: int, *, timeout_s: float) -> LocalStream:
+        """Connect to a TCP port of this machine."""
+        try:
+            return LocalStream(self.name, socket.create_connection(("127.0.0.1", port), timeout=timeout_s))
+        except OSError as error:
+            raise NodeUnreachable(self.name, f"nothing answers on its port {port} ({error.strerror or error})") from error
+
     def close(self) -> None:
         """Nothing is held."""
+
+
+class LocalStream:
+    """A connection to this machine (contract: ``transports.base.Stream``)."""
+
+    def __init__(self, node: str, connection: socket.socket) -> None:
+        """Take over ``connection``."""
+        self._node = node
+        self._socket = connection
+        connection.settimeout(None)
+
+    def read(self) -> bytes:
+        """Wait for data; return what is there, up to 64 KiB."""
+        try:
+            return self._socket.recv(_READ)
+        except OSError:
+            return b""
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``."""
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise NodeUnreachable(self._node, f"the other side takes no more ({error.strerror})") from error
+
+    def end(self) -> None:
+        """Write no more."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Hang up."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
 
 class LocalChannel:

@@ -12,7 +12,7 @@ from distflow.errors import NodeUnreachable, TransportError
 from distflow.transports.base import Completed
 from distflow.transports.deadline import Deadline
 from distflow.transports.destination import SshDestination
-from distflow.transports.sshchannel import SshChannel, run_to_end
+from distflow.transports.sshchannel import SshChannel, SshStream, run_to_end
 from distflow.transports.sshcommand import remote_command
 from distflow.transports.sshlink import SshLink
 
@@ -46,6 +46,12 @@ class SshTransport:
         """Start a command and keep a channel to it."""
         link = self._connected(None)
         return SshChannel(link, link.execute(remote_command(argv), Deadline(link.connect_timeout_s)))
+
+    def dial(self, port: int, *, timeout_s: float) -> SshStream:
+        """Connect to a TCP port of the node, through the connection."""
+        deadline = Deadline(timeout_s)
+        link = self._connected(deadline)
+        return SshStream(link, link.dial(port, deadline))
 
     def close(self) -> None:
         """Hang up; what runs there goes on."""

@@ -17,7 +17,7 @@ from distflow.transports.sshcommand import remote_command
 from distflow.transports.ssherrors import FOREIGN, foreign_errors
 from distflow.transports.sshlink import SshLink
 
-__all__ = ["SshChannel", "run_to_end"]
+__all__ = ["SshChannel", "SshStream", "run_to_end"]
 
 _READ = 65536
 _BULK = 1 << 20
@@ -95,6 +95,35 @@ class SshChannel:
                 with self._state:
                     self._stderr += data
                     del self._stderr[:-_TAIL]
+
+
+class SshStream:
+    """A TCP connection that sshd made (contract: ``transports.base.Stream``)."""
+
+    def __init__(self, link: SshLink, channel: paramiko.Channel) -> None:
+        """Take over ``channel``."""
+        self._link = link
+        self._channel = channel
+
+    def read(self) -> bytes:
+        """Wait for data; return what is there, up to 64 KiB."""
+        with contextlib.suppress(*FOREIGN), self._link.on_behalf_of(self._channel):
+            return self._channel.recv(_READ)
+        return b""
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``."""
+        with foreign_errors(self._link.node, self._link.place, "writing to a port"), self._link.on_behalf_of(self._channel):
+            _send(self._link, self._channel, data)
+
+    def end(self) -> None:
+        """Write no more."""
+        with contextlib.suppress(*FOREIGN), self._link.on_behalf_of(self._channel):
+            self._channel.shutdown_write()
+
+    def close(self) -> None:
+        """Hang up."""
+        _let_go(self._link, self._channel, self._channel.close)
 
 
 def run_to_end(link: SshLink, argv: Sequence[str], given: bytes, deadline: Deadline) -> Completed:

@@ -33,6 +33,8 @@ from distflow.transports.sshwire import HOST_KEY_ALGORITHMS, Tunnel, Wire
 
 __all__ = ["SshLink"]
 
+_PROHIBITED = 1
+"""Of a channel's refusals (RFC 4254, 5.1): the others say that nothing answered."""
 _MOST_HOPS = 16
 _STUCK_S = 3.0
 _AT_THE_DOOR = 8
@@ -106,6 +108,23 @@ class SshLink:
             finally:
                 hang_up.cancel()
             return channel
+
+    def dial(self, port: int, deadline: Deadline) -> paramiko.Channel:
+        """Let sshd connect to a port of its own machine."""
+        wire = self._wire
+        if wire is None or self._is_closed:
+            raise NodeUnreachable(self.node, f"{self.place}: the connection is closed")
+        late = f"{self.place} did not connect to its port {port} within {deadline.seconds:g} s"
+        with self._hurry(deadline, late, _STUCK_S), foreign_errors(self.node, self.place, f"connecting to its port {port}"):
+            try:
+                return wire.open_channel(
+                    "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=max(0.1, deadline.left())
+                )
+            except paramiko.ChannelException as error:
+                if error.code == _PROHIBITED:
+                    hint = "AllowTcpForwarding or PermitOpen in its sshd_config says so"
+                    raise NodeUnreachable(self.node, f"{self.place} is not allowed to forward", hint=hint) from error
+                raise NodeUnreachable(self.node, f"nothing answers on its port {port} ({error.text})") from error
 
     @contextlib.contextmanager
     def on_behalf_of(self, channel: paramiko.Channel) -> Iterator[None]:
