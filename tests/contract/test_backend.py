@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from distflow.backends.base import (
     Backend,
     Collected,
     CollectFailed,
+    Collecting,
     Ended,
     Leased,
     LeaseRefused,
@@ -243,6 +245,29 @@ def test_a_full_disk_of_this_machine_is_named(tmp_path: Path) -> None:
     message = bench.await_one(CollectFailed, key=bench.key()).message
     assert message == f"it cannot be kept in {tmp_path / 'blobs'}, on the machine of the supervisor: File exists"
     bench.backend.close()
+
+
+def test_a_backend_that_is_closed_lets_go_of_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def endless(*_: object, progress: Callable[[bool, int, int], None], **__: object) -> None:
+        try:
+            while True:
+                progress(False, 0, 1)
+                pause.wait(0.01)
+        except NodeUnreachable as error:
+            ended.append(error.detail)
+            raise
+
+    pause = threading.Event()
+    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", endless)
+    bench = _machines(tmp_path)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    bench.backend.collect(bench.key())
+    assert bench.await_one(Collecting).is_packed is False
+    bench.backend.close()
+    wait_until(lambda: ended == ["let go"], 20)
 
 
 def test_connections_that_end_again_and_again_are_no_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

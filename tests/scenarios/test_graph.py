@@ -162,3 +162,27 @@ def test_the_dry_run_shows_inputs_and_its_scripts_take_them_by_hand(cli: Cli) ->
     script = ["sh", str(cli.folder / "by-hand" / "rate.sh")]
     done = subprocess.run(script, env=os.environ | {"INPUT_0": str(model)}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "by hand\n"), done.stderr
+
+
+def test_a_cancel_while_an_output_is_on_its_way_leaves_nothing_here(cli: Cli) -> None:
+    # In place of the archive stands a pipe, and the note that it was packed: nothing comes before something is written to it.
+    spec = cli.spec(CHAIN.format(prepare="while ! test -e ../../../../../go; do sleep 0.05; done"))
+    ident = cli.submit(spec)
+    wait_until(lambda: cli.tasks(ident)["prepare"]["status"] == "RUNNING", 60)
+    digest = "5" * 64
+    (cli.root / "blobs").mkdir(exist_ok=True)
+    os.mkfifo(cli.root / "blobs" / digest)
+    packed = {"hash": digest, "size": 1 << 20, "files": 1, "left_out": []}
+    (Path(cli.tasks(ident)["prepare"]["output_dir"]).parent / "packed.json").write_text(json.dumps(packed))
+    (cli.root / "go").touch()
+    with (cli.root / "blobs" / digest).open("wb") as pipe:
+        wait_until(lambda: list((cli.state / "blobs").glob("*.part")), 20)
+        group = next(one for one in cli.query(ident)["groups"] if one["name"] == "prepare-group")
+        assert (group["status"], group["message"]) == (
+            "RUNNING", "all tasks have ended; what prepare wrote is fetched for the groups that wait",
+        )  # fmt: skip
+        assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
+        assert cli.query(ident)["status"] == "FAILED_CANCELED"
+        pipe.write(b"x" * 4096)
+    wait_until(lambda: cli.supervisor() is None, 30)
+    assert not list((cli.state / "blobs").iterdir())

@@ -1,12 +1,14 @@
 """How a blob travels: frames of at most a mebibyte, packed where that pays; taken into a part, checked, and given its name.
 
 Both ends use it, in both directions: ``receiver`` with ``backends.machines.staging``, ``sender`` with its ``fetching``.
-A frame is ``>IB``: the length of what follows and its kind (0 as it is, 1 zlib). See docs/agent-protocol.md.
+A frame is ``>IB``: the length of what follows and its kind (0 as it is, 1 zlib, 2 why there is no more). See
+docs/agent-protocol.md.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import struct
 import zlib
@@ -15,10 +17,10 @@ from typing import BinaryIO, Callable, Iterator, Optional, Protocol, Tuple
 from distflow.runtime.blobs import Part
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["FRAME", "LARGEST_FRAME", "RAW", "ZLIB", "Source", "frames", "receive"]
+__all__ = ["FRAME", "LARGEST_FRAME", "RAW", "ZLIB", "Source", "error_frame", "frames", "receive"]
 
 FRAME = struct.Struct(">IB")
-RAW, ZLIB = 0, 1
+RAW, ZLIB, ERROR = 0, 1, 2
 LARGEST_FRAME = 1 << 20
 """Bytes of a frame, packed or not."""
 _READ = 512 << 10
@@ -56,6 +58,12 @@ def frames(source: BinaryIO) -> Iterator[Tuple[int, bytes]]:
         yield len(data), FRAME.pack(len(content), kind) + content
 
 
+def error_frame(error: OpError) -> bytes:
+    """The frame that says why there is no more."""
+    said = json.dumps(error.as_json()).encode("utf-8")
+    return FRAME.pack(len(said), ERROR) + said
+
+
 def receive(
     source: Source,
     path: str,
@@ -67,7 +75,8 @@ def receive(
 ) -> bool:
     """Take the blob ``name`` (its SHA-256) to ``path``: ``say`` how much is here, then read the rest. False: it broke off.
 
-    What came before it broke off stays, and is taken up by the next call. ``told`` hears how much is here. Raises ``damaged``.
+    What came before it broke off stays, and is taken up by the next call. ``told`` hears how much is here. Raises ``damaged``,
+    and what the other side says.
     """
     if is_here(path):
         say({"at": size})
@@ -114,13 +123,16 @@ def _frame(source: Source) -> Optional[bytes]:
     if len(head) < FRAME.size:
         return None
     length, kind = FRAME.unpack(head)
-    if length > LARGEST_FRAME or kind not in (RAW, ZLIB):
+    if length > LARGEST_FRAME or kind not in (RAW, ZLIB, ERROR):
         raise OpError("bad_request", "a frame of {} bytes, kind {}".format(length, kind))
     data = source.read(length)
     if len(data) < length:
         return None
     if kind == RAW:
         return data
+    if kind == ERROR:
+        said = json.loads(data)
+        raise OpError(str(said["kind"]), str(said["message"]))
     unpack = zlib.decompressobj()
     try:
         return unpack.decompress(data, LARGEST_FRAME)

@@ -14,7 +14,7 @@ import time
 
 from distflow.runtime import processes
 from distflow.runtime.blobs import path_of
-from distflow.runtime.frames import frames
+from distflow.runtime.frames import error_frame, frames
 from distflow.runtime.packing import pack_output
 from distflow.runtime.wire import Json, OpError, encode
 
@@ -36,12 +36,7 @@ def _serve(root: str) -> None:
     try:
         packed = pack_output(root, str(_line()["attempt"]), _Progress().told)
         _say(packed)
-        at = int(_line()["at"])
-        with open(path_of(root, packed["hash"]), "rb") as source:
-            source.seek(at)
-            for _, frame in frames(source):
-                sys.stdout.buffer.write(frame)
-        sys.stdout.buffer.flush()
+        _send(path_of(root, packed["hash"]), int(_line()["at"]))
     except OpError as error:
         _say({"error": error.as_json()})
     except BrokenPipeError:
@@ -50,6 +45,20 @@ def _serve(root: str) -> None:
         _say({"error": OpError.from_os(error, "its output cannot be packed").as_json()})
     except (KeyError, TypeError, ValueError) as error:
         _say({"error": OpError("bad_request", "this names no output: {!r}".format(error)).as_json()})
+
+
+def _send(path: str, at: int) -> None:
+    try:
+        with open(path, "rb") as source:
+            if at:
+                source.seek(at)
+            for _, frame in frames(source):
+                sys.stdout.buffer.write(frame)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.stdout.buffer.write(error_frame(OpError.from_os(error, "its packed output cannot be read")))
+    sys.stdout.buffer.flush()
 
 
 class _Progress:

@@ -339,6 +339,9 @@ class Supervisor:
             for digest in self._spent.difference(*others):
                 (self._blobs / digest).unlink(missing_ok=True)
             self._spent.clear()
+        if all(_is_over(one.record) for one in self._workflows.values()):
+            for part in self._blobs.glob("*.part"):
+                part.unlink(missing_ok=True)  # of an output that nobody takes any more
 
 
 def _is_over(record: WorkflowRecord) -> bool:

@@ -40,7 +40,7 @@ class Collector:
             if key.name in self._under_way:
                 return
             self._under_way.add(key.name)
-        told = _Told(key, self._sink)
+        told = _Told(key, self._sink, self._closing)
         try:
             fetched = connection.fetch(key, self._blobs, told.progress)
         except NodeUnreachable as error:
@@ -81,7 +81,8 @@ class Collector:
 class _Told:
     """Tells how far an output is, every second."""
 
-    def __init__(self, key: AttemptKey, sink: Sink) -> None:
+    def __init__(self, key: AttemptKey, sink: Sink, closing: threading.Event) -> None:
+        self._closing = closing
         self._key = key
         self._sink = sink
         self._was_packed = False
@@ -91,7 +92,9 @@ class _Told:
         """Whether this connection brought anything."""
 
     def progress(self, is_packed: bool, done: int, total: int) -> None:
-        """Note that ``done`` of ``total`` bytes are packed, or here."""
+        """Note that ``done`` of ``total`` bytes are packed, or here. Ends the transfer when nobody waits for it any more."""
+        if self._closing.is_set():
+            raise NodeUnreachable(self._key.node, "let go")
         at = time.monotonic()
         if is_packed and not self._was_packed:
             self._was_packed, self._begun, self._first = True, at, done
