@@ -166,8 +166,9 @@ def test_what_cannot_be_packed_is_named(node: NodeUnderTest, tmp_path: Path) -> 
 def test_what_fails_in_the_middle_says_so(node: NodeUnderTest, tmp_path: Path) -> None:
     attempt, digest = node.attempt(), "5" * 64
     output_of(node, attempt)
-    # A directory in the archive's place: it can be opened by nobody.
+    # A directory in the archive's place, which counts as whole: it can be opened by nobody.
     (node.root / "blobs" / digest).mkdir(parents=True)
+    (node.root / "blobs" / ".unmarked").touch()
     packed = {"hash": digest, "size": 5, "files": 1, "left_out": []}
     (node.root / attempt / "packed.json").write_text(json.dumps(packed))
     with pytest.raises(AgentError, match="its packed output cannot be read: Is a directory"):
