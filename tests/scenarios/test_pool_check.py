@@ -197,6 +197,15 @@ def test_settings_that_tasks_would_see_are_used_and_checked(hosts: Hosts) -> Non
     assert "does not start as tasks would start it: exit code 7" in said["gpu2"]["message"]
 
 
+def test_cleaning_says_in_one_document_which_node_could_not_be_reached(hosts: Hosts) -> None:
+    hosts.servers["gpu2"].stop()
+    done = hosts.cli.run("node", "clean", "-t", "json")
+    assert done.code == 3
+    nodes = {node["node"]: node["error"] for node in json.loads(done.out)["nodes"]}
+    assert (nodes["gpu1"], nodes["gpu3"]) == (None, None)
+    assert "connection refused" in str(nodes["gpu2"])
+
+
 def test_only_the_named_nodes_are_asked(hosts: Hosts) -> None:
     hosts.servers["gpu2"].stop()
     answer = hosts.check("--node", "gpu1", "--node", "gpu3", code=0)

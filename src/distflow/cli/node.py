@@ -71,6 +71,9 @@ def clean(
         )
     _show(results, dry_run, format_type)
     failed = [result for result in results if result.error]
+    if failed and format_type is Format.JSON:
+        # The document has said it all.
+        raise typer.Exit(NodeUnreachable.exit_code)
     if failed:
         raise NodeUnreachable(failed[0].node, failed[0].error)
 
