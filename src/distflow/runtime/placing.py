@@ -7,12 +7,13 @@ import errno
 import io
 import json
 import os
-from typing import BinaryIO, Optional, Set
+from typing import BinaryIO
 
 from distflow.runtime.blobs import is_whole, path_of, take
+from distflow.runtime.inside import inside
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["LAUNCH", "inside", "is_quick", "place", "write_launch"]
+__all__ = ["LAUNCH", "is_quick", "place", "write_launch"]
 
 LAUNCH = "launch.json"
 _RECORDS = {"launch.json", "runner.json", "exit.json", ".exit.json", "error.json"}
@@ -44,25 +45,6 @@ def write_launch(directory: str, launch: Json) -> None:
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(public, file, indent=1)
     os.rename(path + ".new", path)
-
-
-def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
-    """The path of ``relative`` below ``top``. Raises when it leads outside, by itself or through a link.
-
-    ``known`` remembers directories that were found to be inside; whoever makes a link forgets them.
-    """
-    if not relative or os.path.isabs(relative) or ".." in relative.split("/") or "\0" in relative:
-        raise OpError("bad_request", "the path {!r} does not lie below the attempt's directory".format(relative))
-    path = os.path.normpath(os.path.join(top, relative))
-    if known is not None and os.path.dirname(path) in known:
-        return path
-    real_top = os.path.realpath(top)
-    parent = os.path.realpath(os.path.dirname(path)) if path != os.path.normpath(top) else real_top
-    if parent != real_top and not parent.startswith(real_top + os.sep):
-        raise OpError("bad_request", "the path {!r} leads through a link out of the attempt's directory".format(relative))
-    if known is not None:
-        known.add(os.path.dirname(path))
-    return path
 
 
 def _place(root: str, directory: str, file: Json) -> None:

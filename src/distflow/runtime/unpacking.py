@@ -8,7 +8,7 @@ import shutil
 import tarfile
 from typing import BinaryIO, Optional, Pattern, Set
 
-from distflow.runtime.placing import inside
+from distflow.runtime.inside import inside
 from distflow.runtime.wire import OpError
 
 __all__ = ["unpack"]

@@ -1,0 +1,29 @@
+"""Paths that may not lead out of a directory, by themselves or through a link."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional, Set
+
+from distflow.runtime.wire import OpError
+
+__all__ = ["inside"]
+
+
+def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
+    """The path of ``relative`` below ``top``. Raises when it leads outside, by itself or through a link.
+
+    ``known`` remembers directories that were found to be inside; whoever makes a link forgets them.
+    """
+    if not relative or os.path.isabs(relative) or ".." in relative.split("/") or "\0" in relative:
+        raise OpError("bad_request", "the path {!r} does not lie below the attempt's directory".format(relative))
+    path = os.path.normpath(os.path.join(top, relative))
+    if known is not None and os.path.dirname(path) in known:
+        return path
+    real_top = os.path.realpath(top)
+    parent = os.path.realpath(os.path.dirname(path)) if path != os.path.normpath(top) else real_top
+    if parent != real_top and not parent.startswith(real_top + os.sep):
+        raise OpError("bad_request", "the path {!r} leads through a link out of the attempt's directory".format(relative))
+    if known is not None:
+        known.add(os.path.dirname(path))
+    return path
