@@ -172,6 +172,7 @@ def test_a_cancel_while_an_output_is_on_its_way_leaves_nothing_here(cli: Cli) ->
     digest = "5" * 64
     (cli.root / "blobs").mkdir(exist_ok=True)
     os.mkfifo(cli.root / "blobs" / digest)
+    (cli.root / "blobs" / ".unmarked").touch()  # so that it counts as whole
     packed = {"hash": digest, "size": 1 << 20, "files": 1, "left_out": []}
     (Path(cli.tasks(ident)["prepare"]["output_dir"]).parent / "packed.json").write_text(json.dumps(packed))
     (cli.root / "go").touch()
