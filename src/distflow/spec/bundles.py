@@ -6,12 +6,13 @@ A directory becomes one gzipped tar with names in order and no times or owners, 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
@@ -51,6 +52,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tu
     place of the file in the spec.
     """
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    kept = _sizes(blobs)
     bundles: dict[str, Bundle] = {}
     problems: list[Problem] = []
     for file in _files(spec):
@@ -63,7 +65,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tu
             elif file.is_directory:
                 bundles[key] = _store_tree(Path(file.local_path), blobs)
             else:
-                bundles[key] = _store_file(Path(file.local_path), blobs)
+                bundles[key] = _store_file(Path(file.local_path), blobs, kept)
         except OSError as error:
             if error.filename is None or str(blobs) in str(error.filename):
                 raise
@@ -86,10 +88,20 @@ def _store_bytes(data: bytes, blobs: Path) -> Bundle:
     return Bundle(digest=digest, size=len(data), mode=_mode(data, 0), text=_as_text(data))
 
 
-def _store_file(path: Path, blobs: Path) -> Bundle:
+def _sizes(blobs: Path) -> frozenset[int]:
+    """Return the sizes of what is kept. Others add and remove files of the folder meanwhile."""
+    sizes = set()
+    with os.scandir(blobs) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.add(entry.stat().st_size)
+    return frozenset(sizes)
+
+
+def _store_file(path: Path, blobs: Path, kept: Container[int]) -> Bundle:
     with path.open("rb") as source:
         status = os.fstat(source.fileno())
-        if any(path.stat().st_size == status.st_size for path in blobs.iterdir()):
+        if status.st_size in kept:
             # It may lie there already: reading is all that this takes then.
             digest, size, head = _read(source, None)
             if (blobs / digest).exists():

@@ -81,3 +81,10 @@ def test_equal_directories_have_one_digest_whatever_their_times(folder: Path) ->
     without = bundle(folder)
     (folder / "what" / "b.log").write_text("changed, and ignored")
     assert bundle(folder) == without != first
+
+
+def test_a_file_of_the_store_that_is_gone_when_it_is_looked_at_does_no_harm(folder: Path) -> None:
+    (folder / "what").write_bytes(b"a" * 100)
+    (folder / "blobs").mkdir()
+    (folder / "blobs" / "another.part").symlink_to(folder / "gone")
+    assert bundle(folder).size == 100
