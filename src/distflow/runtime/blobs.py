@@ -16,6 +16,7 @@ import re
 from typing import List, Optional
 
 from distflow.runtime.clock import now
+from distflow.runtime.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["BLOBS", "Part", "is_whole", "missing", "path_of", "take", "touch"]
@@ -45,8 +46,7 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
         if not touch(path):
             lacking.append(blob["hash"])
             needed += size - _size_of(path + _PART)
-    disk = os.statvfs(directory)
-    free = disk.f_bavail * disk.f_frsize
+    free = free_bytes(directory)
     if free < needed:
         raise OpError("no_space", "{} bytes are needed in {}, {} are free".format(needed, directory, free))
     return lacking

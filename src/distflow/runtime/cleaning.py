@@ -8,6 +8,7 @@ from typing import List, Tuple
 
 from distflow.runtime import attempts
 from distflow.runtime.blobs import BLOBS
+from distflow.runtime.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["clean", "survey"]
@@ -25,7 +26,7 @@ def survey(root: str) -> Json:
         size, modified = _measure(entry.path)
         workflows.append({"uuid": entry.name, "bytes": size, "modified_at": modified, "alive": _alive(root, entry.name)})
     blob_bytes = _measure(os.path.join(root, BLOBS))[0] if os.path.isdir(os.path.join(root, BLOBS)) else 0
-    return {"workflows": workflows, "blob_bytes": blob_bytes, "free_bytes": _free_bytes(root)}
+    return {"workflows": workflows, "blob_bytes": blob_bytes, "free_bytes": free_bytes(root)}
 
 
 def clean(root: str, workflow: str, keep_output: bool) -> Json:
@@ -49,11 +50,6 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     os.rename(top, os.path.join(trash, "{}-{}".format(workflow, os.getpid())))
     _remove(trash)
     return {"freed_bytes": before}
-
-
-def _free_bytes(root: str) -> int:
-    disk = os.statvfs(root)
-    return disk.f_bavail * disk.f_frsize
 
 
 def _alive(root: str, workflow: str) -> List[str]:

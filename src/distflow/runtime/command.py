@@ -14,7 +14,7 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 from distflow.runtime import nc, processes
 from distflow.runtime.wire import Json
 
-__all__ = ["PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn"]
+__all__ = ["PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn", "with_prelude"]
 
 PLACEHOLDER = "@@ATTEMPT_DIR@@"
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -63,13 +63,18 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     return env
 
 
+def with_prelude(argv: List[str], prelude: Optional[str], env: Dict[str, str]) -> List[str]:
+    """What runs ``argv`` after the prelude: bash, or sh where there is none, which then becomes the command."""
+    if not prelude:
+        return list(argv)
+    shell = processes.find_program("bash", env["PATH"]) or "/bin/sh"
+    return [shell, "-c", prelude + '\nexec "$@"', "sh", *argv]
+
+
 def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -> Spawned:
     """Fork the child and wait until it stands in a session of its own. Raises ``OSError`` when no process can be made."""
     env = environment(launch, attempt, directory)
-    argv = list(launch["argv"])
-    if launch.get("shell_prelude"):
-        shell = processes.find_program("bash", env["PATH"]) or "/bin/sh"
-        argv = [shell, "-c", launch["shell_prelude"] + '\nexec "$@"', "sh"] + argv
+    argv = with_prelude(launch["argv"], launch.get("shell_prelude"), env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     go_read, go_write = os.pipe()
     failure_read, failure_write = os.pipe()

@@ -16,7 +16,7 @@ from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
-__all__ = ["gather", "is_quick", "user_name"]
+__all__ = ["free_bytes", "gather", "is_quick", "user_name"]
 
 _SIOCGIFCONF = 0x8912
 _NVIDIA_SMI_S = 5.0
@@ -34,7 +34,6 @@ def user_name(uid: Optional[int] = None) -> str:
 def gather(root: str) -> Json:
     """All facts. Takes as long as ``nvidia-smi`` does where there is one (``is_quick``)."""
     gpus = _gpus()
-    disk = os.statvfs(root)
     return {
         "hostname": socket.gethostname(),
         "python": sys.executable,
@@ -42,7 +41,7 @@ def gather(root: str) -> Json:
         "python_version": ".".join(str(part) for part in sys.version_info[:3]),
         "cpus": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "free_bytes": disk.f_bavail * disk.f_frsize,
+        "free_bytes": free_bytes(root),
         "gpus": len(gpus),
         "gpu_names": gpus,
         "addresses": _ipv4() + _ipv6(),
@@ -52,6 +51,12 @@ def gather(root: str) -> Json:
         "root": root,
         "now": now(),
     }
+
+
+def free_bytes(path: str) -> int:
+    """What may still be written to the file system of ``path``."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
 
 
 def is_quick() -> bool:

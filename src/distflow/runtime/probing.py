@@ -58,11 +58,7 @@ def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
         env = command.environment(launch, "", root)
         for name in ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "TORCHELASTIC_ERROR_FILE"):
             env.pop(name, None)
-        words = argv
-        if prelude:
-            shell = shutil.which("bash", path=env["PATH"]) or "/bin/sh"
-            words = [shell, "-c", prelude + '\nexec "$@"', "sh"] + argv
-        return _run(words, timeout_s, env=env, cwd=root, umask=umask)
+        return _run(command.with_prelude(argv, prelude, env), timeout_s, env=env, cwd=root, umask=umask)
 
     return work
 

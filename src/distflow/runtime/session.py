@@ -24,6 +24,7 @@ import time
 from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 from distflow.runtime import attempts, command, placing, processes, records
+from distflow.runtime.frames import FRAME, LARGEST_FRAME
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.wire import Json, OpError
 
@@ -31,9 +32,7 @@ __all__ = [
     "END_OF_INPUT",
     "ERRORS",
     "EXIT",
-    "FRAME",
     "INPUT",
-    "LARGEST_FRAME",
     "OUTPUT",
     "PING",
     "REFUSED",
@@ -43,8 +42,6 @@ __all__ = [
     "serve",
 ]
 
-FRAME = struct.Struct(">IB")
-LARGEST_FRAME = 1 << 20
 REQUEST, INPUT, RESIZE, END_OF_INPUT, PING = 1, 2, 3, 4, 5
 STARTED, REFUSED, OUTPUT, ERRORS, EXIT = 11, 12, 13, 14, 15
 
@@ -191,10 +188,7 @@ class _Session:
             del env["TORCHELASTIC_ERROR_FILE"]
         if terminal is not None:
             env["TERM"] = str(terminal.get("term") or "dumb")
-        argv = list(launch["argv"])
-        if launch.get("shell_prelude"):
-            shell = processes.find_program("bash", env["PATH"]) or "/bin/sh"
-            argv = [shell, "-c", launch["shell_prelude"] + '\nexec "$@"', "sh"] + argv
+        argv = command.with_prelude(launch["argv"], launch.get("shell_prelude"), env)
         cwd = os.path.join(self._directory, launch.get("cwd") or "work")
         wake, self._wake = os.pipe()
         for fd in (wake, self._wake):
