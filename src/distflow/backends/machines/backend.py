@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +29,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.collecting import Collector
 from distflow.backends.machines.connection import Connection, now
+from distflow.backends.machines.pace import Pace
 from distflow.backends.machines.staging import Blob
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
 from distflow.plan.model import Binding, BoundLaunch, PlannedFile, TaskBinding
@@ -45,7 +45,6 @@ __all__ = ["MachinesBackend", "open_backend", "transport_of"]
 _PREPARE_THREADS = 32
 _INLINE = 64 << 10
 """Bytes up to which a file goes along with the launch; larger ones are staged, and kept on the node for the next time."""
-_TOLD_EVERY_S = 1.0
 _PLACING_S = 3600.0
 """For unpacking and copying what was staged; a node that is gone is noticed by its silence, long before."""
 _WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable"})
@@ -183,12 +182,14 @@ class MachinesBackend:
             if file.blob is not None and file.size > _INLINE
         }
         if blobs:
-            report = _Progress(key, self._sink)
+            pace = Pace()
 
             def told(sent: int, total: int) -> None:
                 if key in self._unwanted:
                     raise _Unwanted
-                report.told(sent, total)
+                rate = pace.due(sent)
+                if rate is not None:
+                    self._sink(Staging(at=now(), key=key, sent=sent, total=total, bytes_per_s=rate))
 
             connection.stage(list(blobs.values()), told)
 
@@ -210,27 +211,6 @@ class MachinesBackend:
 
 class _Unwanted(Exception):
     """The attempt whose files are on their way is being stopped."""
-
-
-class _Progress:
-    """Tells how far the files of an attempt are, every second."""
-
-    def __init__(self, key: AttemptKey, sink: Sink) -> None:
-        self._key = key
-        self._sink = sink
-        self._begun = time.monotonic()
-        self._told = self._begun
-        self._first: int | None = None
-
-    def told(self, sent: int, total: int) -> None:
-        """Note that ``sent`` of ``total`` bytes are there."""
-        if self._first is None:
-            self._first = sent
-        at = time.monotonic()
-        if at - self._told >= _TOLD_EVERY_S:
-            self._told = at
-            rate = (sent - self._first) / (at - self._begun)
-            self._sink(Staging(at=now(), key=self._key, sent=sent, total=total, bytes_per_s=rate))
 
 
 class _GangLease:

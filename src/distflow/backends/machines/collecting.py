@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, Sink, Unanswered
 from distflow.backends.machines.connection import Connection, now
+from distflow.backends.machines.pace import Pace
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
 
 __all__ = ["Collector"]
@@ -15,7 +15,6 @@ __all__ = ["Collector"]
 _TRIES = 5
 """Connections that may end one after the other without having brought anything, while the node itself answers."""
 _PAUSE_S = 1.0
-_TOLD_EVERY_S = 1.0
 
 
 class Collector:
@@ -86,8 +85,9 @@ class _Told:
         self._key = key
         self._sink = sink
         self._was_packed = False
-        self._begun = self._told = time.monotonic()
         self._first = 0
+        self._pace = Pace()
+        self._pace.begin(0)
         self.has_moved = False
         """Whether this connection brought anything."""
 
@@ -95,11 +95,10 @@ class _Told:
         """Note that ``done`` of ``total`` bytes are packed, or here. Ends the transfer when nobody waits for it any more."""
         if self._closing.is_set():
             raise NodeUnreachable(self._key.node, "let go")
-        at = time.monotonic()
         if is_packed and not self._was_packed:
-            self._was_packed, self._begun, self._first = True, at, done
+            self._was_packed, self._first = True, done
+            self._pace.begin(done)
         self.has_moved = is_packed and done > self._first
-        if at - self._told >= _TOLD_EVERY_S:
-            self._told = at
-            rate = (done - self._first) / max(at - self._begun, 0.001)
+        rate = self._pace.due(done)
+        if rate is not None:
             self._sink(Collecting(at=now(), key=self._key, is_packed=is_packed, done=done, total=total, bytes_per_s=rate))

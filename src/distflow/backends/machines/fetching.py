@@ -5,17 +5,16 @@ The node's end is ``runtime.sender``; the format is on the page of the agent pro
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from distflow.backends.machines.bootstrap import Opened, open_service
-from distflow.errors import AgentError, NodeUnreachable
+from distflow.backends.machines.bootstrap import open_service
+from distflow.backends.machines.stream import ServiceStream
+from distflow.errors import AgentError
 from distflow.runtime.frames import receive
-from distflow.runtime.wire import MAX_LINE, OpError, encode
+from distflow.runtime.wire import OpError, encode
 from distflow.transports.base import Transport
 
 __all__ = ["Fetched", "fetch_output"]
@@ -54,7 +53,7 @@ def fetch_output(
     cannot be kept here.
     """
     opened = open_service(transport, root, python, "sender", timeout_s=timeout_s)
-    stream = _Stream(transport.name, opened)
+    stream = ServiceStream(transport.name, opened, "the connection that fetched files ended")
     try:
         opened.channel.write(encode({"attempt": attempt}))
         while "packing" in (told := stream.line()):
@@ -71,41 +70,3 @@ def fetch_output(
         raise AgentError(transport.name, error.kind, error.message) from error
     finally:
         opened.channel.close()
-
-
-class _Stream:
-    """What the sender says: first lines, then frames."""
-
-    def __init__(self, node: str, opened: Opened) -> None:
-        self._node = node
-        self._channel = opened.channel
-        self._held = bytearray(opened.received)
-
-    def line(self) -> dict[str, Any]:
-        """Wait for the next line. Raises ``AgentError`` when it is a refusal, ``NodeUnreachable`` when there is none."""
-        while b"\n" not in self._held:
-            data = self._channel.read()
-            if not data or len(self._held) > MAX_LINE:
-                raise self.broke_off()
-            self._held += data
-        line, _, rest = self._held.partition(b"\n")
-        self._held = rest
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise AgentError(self._node, answer["error"]["kind"], answer["error"]["message"])
-        return answer
-
-    def read(self, size: int) -> bytes:
-        """Return ``size`` bytes; fewer only at the end."""
-        while len(self._held) < size:
-            data = self._channel.read()
-            if not data:
-                break
-            self._held += data
-        taken = bytes(self._held[:size])
-        del self._held[:size]
-        return taken
-
-    def broke_off(self) -> NodeUnreachable:
-        """Return the error that says so."""
-        return NodeUnreachable(self._node, "the connection that fetched files ended", hint=self._channel.stderr_tail().strip())

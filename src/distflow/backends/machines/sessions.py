@@ -12,15 +12,15 @@ from typing import Any
 
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.bootstrap import Opened, open_service
+from distflow.backends.machines.stream import ServiceStream
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.pools.model import Node, Pool
+from distflow.runtime.frames import FRAME, LARGEST_FRAME
 from distflow.runtime.session import (
     END_OF_INPUT,
     ERRORS,
     EXIT,
-    FRAME,
     INPUT,
-    LARGEST_FRAME,
     OUTPUT,
     PING,
     REFUSED,
@@ -68,7 +68,7 @@ class Session:
         """Take over a service that answers."""
         self._transport = transport
         self._channel = opened.channel
-        self._received = bytearray(opened.received)
+        self._stream = ServiceStream(transport.name, opened, "the connection ended, and the command with it")
         self._sizes: queue.SimpleQueue[Size | None] = queue.SimpleQueue()
         threading.Thread(target=self._keep_alive, name=f"session on {transport.name}", daemon=True).start()
 
@@ -85,20 +85,16 @@ class Session:
 
     def next_frame(self) -> tuple[int, bytes]:
         """Wait for a frame. Raises ``NodeUnreachable``."""
-        while True:
-            if len(self._received) >= FRAME.size:
-                size, kind = FRAME.unpack_from(self._received)
-                if size > LARGEST_FRAME:
-                    raise NodeUnreachable(self._transport.name, "what it sends is no session")
-                if len(self._received) >= FRAME.size + size:
-                    data = bytes(self._received[FRAME.size : FRAME.size + size])
-                    del self._received[: FRAME.size + size]
-                    return kind, data
-            more = self._channel.read()
-            if not more:
-                hint = self._channel.stderr_tail().strip()
-                raise NodeUnreachable(self._transport.name, "the connection ended, and the command with it", hint=hint)
-            self._received += more
+        head = self._stream.read(FRAME.size)
+        if len(head) < FRAME.size:
+            raise self._stream.broke_off()
+        size, kind = FRAME.unpack(head)
+        if size > LARGEST_FRAME:
+            raise NodeUnreachable(self._transport.name, "what it sends is no session")
+        data = self._stream.read(size)
+        if len(data) < size:
+            raise self._stream.broke_off()
+        return kind, data
 
     def write(self, data: bytes) -> None:
         """Give the command input."""

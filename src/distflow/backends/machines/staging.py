@@ -9,10 +9,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distflow.backends.machines.bootstrap import Opened, open_service
-from distflow.errors import AgentError, NodeUnreachable
+from distflow.backends.machines.stream import ServiceStream
+from distflow.errors import NodeUnreachable
 from distflow.runtime.frames import frames
 from distflow.transports.base import Transport
 
@@ -46,57 +46,34 @@ def send_blobs(
     """
     opened = open_service(transport, root, python, "receiver", timeout_s=timeout_s)
     try:
-        answers = _Answers(transport.name, opened)
+        stream = ServiceStream(transport.name, opened, "the connection that sent files ended")
         before = 0
         for blob in blobs:
-            _send(opened, answers, blob, lambda at, before=before: progress(before + at))  # type: ignore[misc]
+            _send(opened, stream, blob, lambda at, before=before: progress(before + at))  # type: ignore[misc]
             before += blob.size
     finally:
         opened.channel.close()
 
 
-def _send(opened: Opened, answers: _Answers, blob: Blob, progress: Callable[[int], None]) -> None:
+def _send(opened: Opened, stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) -> None:
     header = json.dumps({"hash": blob.digest, "size": blob.size}).encode()
-    answers.after(lambda: opened.channel.write(header + b"\n"))
-    at = int(answers.next()["at"])
+    _write(opened, stream, header + b"\n")
+    at = int(stream.line()["at"])
     progress(at)
     with blob.path.open("rb") as source:
         if at:
             source.seek(at)
         for size, frame in frames(source):
-            answers.after(lambda frame=frame: opened.channel.write(frame))  # type: ignore[misc]
+            _write(opened, stream, frame)
             at += size
             progress(at)
-    answers.next()
+    stream.line()
 
 
-class _Answers:
-    """What the receiver says, a line each."""
-
-    def __init__(self, node: str, opened: Opened) -> None:
-        self._node = node
-        self._channel = opened.channel
-        self._text = opened.received
-
-    def next(self) -> dict[str, Any]:
-        """Wait for the next answer. Raises ``AgentError`` when it is a refusal, ``NodeUnreachable`` when there is none."""
-        while b"\n" not in self._text:
-            data = self._channel.read()
-            if not data:
-                raise NodeUnreachable(
-                    self._node, "the connection that sent files ended", hint=self._channel.stderr_tail().strip()
-                )
-            self._text += data
-        line, _, self._text = self._text.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise AgentError(self._node, answer["error"]["kind"], answer["error"]["message"])
-        return answer
-
-    def after(self, write: Callable[[], None]) -> None:
-        """Write; a receiver that ended before has said why."""
-        try:
-            write()
-        except NodeUnreachable:
-            self.next()
-            raise
+def _write(opened: Opened, stream: ServiceStream, data: bytes) -> None:
+    """Write; a receiver that ended before has said why."""
+    try:
+        opened.channel.write(data)
+    except NodeUnreachable:
+        stream.line()
+        raise
