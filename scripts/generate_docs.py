@@ -24,6 +24,7 @@ import yaml
 from distflow import errors
 from distflow.documents.problems import ProblemsFound
 from distflow.lifecycle import states
+from distflow.lifecycle.exits import CODES
 from distflow.lifecycle.states import MOVES, REASON_TEXT, WORKFLOW_MOVES, Reason, State, WorkflowState
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -276,6 +277,16 @@ def reason_table() -> str:
     return "\n".join(lines)
 
 
+def task_exit_codes() -> str:
+    """Return the exit codes of ends that the command did not choose."""
+    texts: dict[int, list[str]] = {2010: ["its data could not be brought to it"]}
+    for reason, number in CODES.items():
+        if number is not None:
+            texts.setdefault(number, []).append(REASON_TEXT[reason])
+    lines = ["| code | the task ended because … |", "|--:|---|"]
+    return "\n".join([*lines, *(f"| {number} | {'; or '.join(words)} |" for number, words in sorted(texts.items()))])
+
+
 def _reasons_in_use() -> set[Reason]:
     texts = [path.read_text(encoding="utf-8") for path in sorted((SOURCES / "supervisor").glob("*.py"))]
     return {reason for reason in Reason if any(re.search(rf"\bReason\.{reason.name}\b", text) for text in texts)}
@@ -457,6 +468,7 @@ PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
         "workflow-states": workflow_state_table,
         "reasons": reason_table,
         "statuses": status_table,
+        "task-exit-codes": task_exit_codes,
         "layout-rules": layout_rules,
     }
 )

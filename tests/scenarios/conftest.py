@@ -81,9 +81,9 @@ class Cli:
         assert done.code == 0, done.err
         return done.out.strip()
 
-    def query(self, workflow: str) -> dict[str, Any]:
+    def query(self, workflow: str, *arguments: str) -> dict[str, Any]:
         """Where a workflow stands."""
-        done = self.run("workflow", "query", workflow, "-t", "json")
+        done = self.run("workflow", "query", workflow, *arguments, "-t", "json")
         assert done.code == 0, done.err
         answer: dict[str, Any] = json.loads(done.out)
         return answer

@@ -20,6 +20,7 @@ GENERATED = {
     "exit-codes.md": ["exit-codes", "error-tree"],
     "rank-layout.md": ["layout-rules"],
     "spec.md": ["spec"],
+    "retries.md": ["task-exit-codes"],
     "states.md": ["states", "workflow-states", "reasons", "statuses"],
 }
 

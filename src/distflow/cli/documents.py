@@ -13,7 +13,9 @@ from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfe
 __all__ = ["event_json", "list_json", "workflow_json"]
 
 
-def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_lines: LastLines = NO_LINES) -> dict[str, object]:
+def workflow_json(
+    record: WorkflowRecord, *, now: float | None = None, last_lines: LastLines = NO_LINES, verbose: bool = False
+) -> dict[str, object]:
     """Return a workflow as ``query --format-type json`` prints it.
 
     OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``submit_time``,
@@ -25,12 +27,15 @@ def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_line
     not known is null.
 
     distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``upstream_groups``, ``message`` (what
-    it waits for, or why it ended) and ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code``,
-    ``signal``, ``time``, ``lines``); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output
-    that are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``,
-    ``last_line``, ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
+    it waits for, or why it ended), ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code`` of
+    the command, ``signal``, ``time``, ``lines``) and ``earlier_causes`` (one for each earlier attempt); of a task ``ranks``
+    (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output that are on their way: ``sent_bytes``,
+    ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``, ``last_line``, ``outputs``, ``output_dir``,
+    ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
 
-    Groups and tasks stand in the order of the spec. Without ``now``, durations of what has not ended are null.
+    Groups and tasks stand in the order of the spec; with ``verbose`` earlier attempts of a task follow it, the latest first.
+    ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node. Without ``now``,
+    durations of what has not ended are null.
     """
     return {
         "name": record.id,
@@ -39,7 +44,7 @@ def workflow_json(record: WorkflowRecord, *, now: float | None = None, last_line
         "cancelled_by": record.cancel.by if record.cancel else None,
         **_workflow_fields(record, now),
         "warnings": list(record.warnings),
-        "groups": [_group_json(record, group, now, last_lines) for group in record.groups],
+        "groups": [_group_json(record, group, now, last_lines, verbose) for group in record.groups],
     }
 
 
@@ -83,7 +88,9 @@ def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, obj
     }
 
 
-def _group_json(record: WorkflowRecord, group: GroupRecord, now: float | None, last_lines: LastLines) -> dict[str, object]:
+def _group_json(
+    record: WorkflowRecord, group: GroupRecord, now: float | None, last_lines: LastLines, verbose: bool
+) -> dict[str, object]:
     states = {one.name: one.state for one in record.groups}
     return {
         "name": group.name,
@@ -100,7 +107,11 @@ def _group_json(record: WorkflowRecord, group: GroupRecord, now: float | None, l
         "failure_message": group.message or None if group.state in (State.FAILED, State.CANCELED) else None,
         "message": group.message,
         "first_cause": _cause_json(group.cause) if group.cause else None,
-        "tasks": [_task_json(group, task, now, last_lines.get((group.name, task.name))) for task in group.tasks],
+        "earlier_causes": [_cause_json(cause) for cause in group.earlier_causes],
+        "tasks": [
+            _task_json(group, task, now, last_lines.get((group.name, task.name, task.attempt)))
+            for task in (group.attempts if verbose else group.tasks)
+        ],
     }
 
 
@@ -124,7 +135,7 @@ def _transfer_json(files: Transfer) -> dict[str, object]:
 
 def _task_json(group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None) -> dict[str, object]:
     moving = group.moving(task)
-    failed = task.state in (State.FAILED, State.CANCELED)
+    failed = task.state in (State.FAILED, State.CANCELED, State.RESCHEDULED)
     return {
         "name": task.name,
         "retry_id": task.attempt,
@@ -133,7 +144,7 @@ def _task_json(group: GroupRecord, task: TaskRecord, now: float | None, last_lin
         "state": task.state.value,
         "reason": task.reason.value if task.reason else None,
         "failure_message": (task_words(task) or None) if failed else None,
-        "exit_code": task.end.exit_code if task.end else None,
+        "exit_code": task.exit_code,
         "signal": task.end.signal if task.end else None,
         "node_name": task.node,
         "ranks": task.ranks,

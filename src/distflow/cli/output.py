@@ -55,7 +55,7 @@ def what_is_missing(
 ) -> Iterator[str]:
     """Yield one sentence for each of the tasks that ended and whose output is not all here."""
     for group in record.groups:
-        for task in group.tasks:
+        for task in group.attempts:
             if task.name not in tasks or task.end is None or attempt not in (None, task.attempt):
                 continue
             here = sum(mirrored_bytes(source) for source in log_sources(directory, record, [(group.name, task)], task.attempt))

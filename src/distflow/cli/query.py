@@ -29,7 +29,7 @@ _FAILED, _NOT_ENDED = 1, 4
 def query(
     workflow: WorkflowArgument,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also attempts, process ids, start times, messages.")
+        bool, typer.Option("--verbose", "-v", help="Also earlier attempts, process ids, start times, messages.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until it ends.")] = False,
     exit_status: Annotated[
@@ -60,7 +60,7 @@ def query(
             import json
 
             now, lines = SystemClock().now(), _last_lines(directory, record)
-            print(json.dumps(workflow_json(record, now=now, last_lines=lines), indent=2))
+            print(json.dumps(workflow_json(record, now=now, last_lines=lines, verbose=verbose), indent=2))
         else:
             print(shown(record), end="")
     if exit_status and record.state is not WorkflowState.COMPLETED:
@@ -70,8 +70,8 @@ def query(
 def _last_lines(directory: StateDirectory, record: WorkflowRecord) -> LastLines:
     mirror = wiring.mirror(directory)
     return {
-        (group.name, task.name): lines[0]
+        (group.name, task.name, task.attempt): lines[0]
         for group in record.groups
-        for task in group.tasks
+        for task in group.attempts
         if (lines := mirror.last_lines(record.uuid, group.name, task.name, task.attempt, 1))
     }

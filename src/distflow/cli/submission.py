@@ -19,6 +19,7 @@ from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.spec.bundles import bundle_files
+from distflow.spec.exits import unused_reschedules
 from distflow.spec.labels import MOST_LABELS, check_label
 from distflow.spec.model import WorkflowSpec
 from distflow.spec.parse import load_spec, load_spec_text
@@ -121,39 +122,39 @@ def join_labels(labels: Mapping[str, str], given: Mapping[str, str]) -> dict[str
 
 def check(file: str, overrides: Overrides) -> Checked:
     """Read and check a spec and its rank layout. Raises ``ProblemsFound`` with every finding."""
-    worlds: dict[str, World] = {}
-    given = sys.stdin.read() if file == "-" else None
-
-    def layout(spec: WorkflowSpec) -> Sequence[Problem]:
-        found, problems = check_layout(spec)
-        worlds.update(found)
-        return problems
-
+    given, meaning = sys.stdin.read() if file == "-" else None, _Meaning()
     spec, warnings = load_spec(
         file,
         sets=overrides.sets,
         set_strings=overrides.set_strings,
         environment_names=tuple(overrides.secrets),
         stdin_text=given,
-        check=layout,
+        check=meaning.check,
     )
     template = given if given is not None else Path(file).read_text(encoding="utf-8")
     folder = Path.cwd() if file == "-" else Path(file).absolute().parent
-    return Checked(spec=spec, worlds=worlds, warnings=warnings, template=template, folder=folder)
+    return Checked(spec=spec, worlds=meaning.worlds, warnings=warnings, template=template, folder=folder)
 
 
 def check_again(name: str, text: str, template: str, folder: Path, overrides: Overrides) -> Checked:
     """Check the rendered spec ``text`` of the workflow ``name``, for what has changed around it. Raises ``ProblemsFound``."""
-    worlds: dict[str, World] = {}
+    names, meaning = tuple(overrides.secrets), _Meaning()
+    spec, warnings = load_spec_text(text, name, folder, environment_names=names, is_rendered=True, check=meaning.check)
+    return Checked(spec=spec, worlds=meaning.worlds, warnings=warnings, template=template, folder=folder)
 
-    def layout(spec: WorkflowSpec) -> Sequence[Problem]:
+
+class _Meaning:
+    """What a spec means beyond its own floor: its rank layout, and what depends on it."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.worlds: dict[str, World] = {}
+
+    def check(self, spec: WorkflowSpec) -> Sequence[Problem]:
+        """Keep the worlds of a spec, and return what is found about them."""
         found, problems = check_layout(spec)
-        worlds.update(found)
-        return problems
-
-    names = tuple(overrides.secrets)
-    spec, warnings = load_spec_text(text, name, folder, environment_names=names, is_rendered=True, check=layout)
-    return Checked(spec=spec, worlds=worlds, warnings=warnings, template=template, folder=folder)
+        self.worlds.update(found)
+        return [*problems, *unused_reschedules(spec, found)]
 
 
 def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path) -> Ready:

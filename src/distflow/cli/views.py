@@ -27,13 +27,14 @@ __all__ = [
     "workflow_text",
 ]
 
-LastLines = Mapping[tuple[str, str], str]
-"""The last line that tasks printed, by group and task."""
+LastLines = Mapping[tuple[str, str, int], str]
+"""The last line that tasks printed, by group, task and attempt."""
 
 NO_LINES: LastLines = MappingProxyType({})
 _LINE_WIDTH = 60
 """Columns of the last log line where there is no terminal to fit."""
 _FEW_TASKS = 8
+_FEW_ATTEMPTS = 3
 
 
 def workflow_text(
@@ -71,12 +72,13 @@ def workflow_text(
         lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
         lines += [f"  {line}" for line in _group_words(group, paint)]
         lines += [f"  {line}" for away in nodes_away(group) for line in _lines(away.words)]
-        rows = [_task_row(group, task, now, last_lines, paint, verbose) for task in group.tasks]
+        tasks = group.attempts if verbose else group.tasks
+        rows = [_task_row(group, task, now, last_lines, paint, verbose) for task in tasks]
         if width is None:
             rows = [(*row[:-1], cut(row[-1], _LINE_WIDTH)) for row in rows]
         lines.append(table(_task_header(verbose), rows, width=width).rstrip("\n"))
         if verbose:
-            lines += [f"  {task.name}: {task_words(task)}" for task in group.tasks if task_words(task)]
+            lines += [f"  {_attempt_name(task)}: {task_words(task)}" for task in tasks if task_words(task)]
     outputs = [task for group in record.groups for task in group.tasks if task.outputs and task.output_dir]
     if outputs:
         lines += ["", "Outputs stay where they were written:"]
@@ -135,6 +137,8 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
     for group in after.groups:
         old = old_groups.get(group.name)
         if old is None or (old.status, old.message) != (group.status, group.message):
+            if group.earlier_causes and (old is None or old.attempt != group.attempt):
+                yield f"{group.name}: tried again after {_cause_words(group.earlier_causes[-1])}"
             yield f"{group.name}: {group.status}{f': {group.message}' if group.message else ''}"
         old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
         away = {one.node: one.error for one in nodes_away(group)}
@@ -171,6 +175,12 @@ def queued_s(record: WorkflowRecord, now: float | None) -> float | None:
 
 
 def _group_words(group: GroupRecord, paint: Paint) -> Iterator[str]:
+    older = len(group.earlier_causes) - _FEW_ATTEMPTS
+    if older > 0:
+        yield f"Attempts 1 to {older} are shown by `query -v` and `events`"
+    for number, cause in enumerate(group.earlier_causes):
+        if number >= older:
+            yield f"Attempt {number + 1}: {_cause_words(cause)}"
     if group.cause is not None:
         yield paint.bad(f"First cause: {_cause_words(group.cause)}")
         for number, line in enumerate(group.cause.lines):
@@ -229,7 +239,7 @@ def _task_row(
         paint.status(task.status),
         exit_shown,
         duration(elapsed_s(task.started_at, task.ended_at, now)),
-        _transfer_words(group, task) or plain(last_lines.get((group.name, task.name), "")).strip(),
+        _transfer_words(group, task) or plain(last_lines.get((group.name, task.name, task.attempt), "")).strip(),
     )
 
 
@@ -240,6 +250,10 @@ def _transfer_words(group: GroupRecord, task: TaskRecord, before: str = "", afte
     doing = f"{files.output} its output" if files.output else "receives its files"
     share = f"{bytes_text(files.sent)} of {bytes_text(files.total)}"
     return f"{before}{doing}: {share}, {bytes_text(files.bytes_per_s)}/s{after}"
+
+
+def _attempt_name(task: TaskRecord) -> str:
+    return f"{task.name} retry-{task.attempt}" if task.attempt else task.name
 
 
 def task_words(task: TaskRecord) -> str:

@@ -133,10 +133,17 @@ MOVES: Mapping[State, tuple[State, ...]] = MappingProxyType(
     {
         State.WAITING: (State.SCHEDULING, State.FAILED, State.CANCELED),
         State.SCHEDULING: (State.INITIALIZING, State.FAILED, State.CANCELED),
-        # Back to SCHEDULING: the lease was lost or refused before anything ran.
+        # Back to SCHEDULING: the lease was lost or refused before anything ran, or the group is tried again.
         State.INITIALIZING: (State.SCHEDULING, State.RUNNING, State.STOPPING, State.FAILED, State.CANCELED),
-        State.RUNNING: (State.STOPPING, State.COMPLETED, State.FAILED, State.CANCELED, State.RESCHEDULED),
-        State.STOPPING: (State.COMPLETED, State.FAILED, State.CANCELED, State.RESCHEDULED),
+        State.RUNNING: (
+            State.SCHEDULING,
+            State.STOPPING,
+            State.COMPLETED,
+            State.FAILED,
+            State.CANCELED,
+            State.RESCHEDULED,
+        ),
+        State.STOPPING: (State.SCHEDULING, State.COMPLETED, State.FAILED, State.CANCELED, State.RESCHEDULED),
         State.COMPLETED: (),
         State.FAILED: (),
         State.CANCELED: (),

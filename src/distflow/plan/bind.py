@@ -26,8 +26,10 @@ def bind(
     return {launch.task: bind_task(group, launch.task, binding, workflow_id, nodes) for launch in group.launches}
 
 
-def bind_task(group: GroupPlan, task: str, binding: Binding, workflow_id: str, nodes: Mapping[str, Node]) -> BoundLaunch:
-    """Return one task of a group as ``bind`` does."""
+def bind_task(
+    group: GroupPlan, task: str, binding: Binding, workflow_id: str, nodes: Mapping[str, Node], attempt: int = 0
+) -> BoundLaunch:
+    """Return one task of a group as ``bind`` does; ``attempt`` is the number of its attempt."""
     launch, own = group.launch(task), binding.tasks[task]
     values = {
         "WORKFLOW_ID": workflow_id,
@@ -36,6 +38,7 @@ def bind_task(group: GroupPlan, task: str, binding: Binding, workflow_id: str, n
         "IFNAME": own.interface,
         "GPU_IDS": ",".join(str(gpu) for gpu in own.gpu_ids),
         "NODE": own.node,
+        "RETRY_ID": str(attempt),
     }
 
     def value(match: re.Match[str]) -> str:

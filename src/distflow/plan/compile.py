@@ -69,6 +69,7 @@ def _group(
         # One world lives and dies as one: its collectives cannot go on without a member.
         ignore_nonlead_status=ignore if ignore is not None else world is None,
         timeouts=group.timeouts,
+        retry=group.retry,
         upstream=group.upstream,
     )
 
@@ -105,6 +106,7 @@ def _launch(
         resource=resource,
         rewritten=tuple((path, place_of(path)) for path, _ in injected),
         outputs=task.outputs,
+        exit_actions=task.exit_actions,
     )
 
 

@@ -34,6 +34,7 @@ def task_environment(
         "DISTFLOW_GROUP": group,
         "DISTFLOW_TASK": task,
         "DISTFLOW_NODE": "@@NODE@@",
+        "DISTFLOW_RETRY_ID": "@@RETRY_ID@@",
         "DISTFLOW_OUTPUT": "@@ATTEMPT_DIR@@/output",
         "PYTHONUNBUFFERED": "1",
     }

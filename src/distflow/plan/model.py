@@ -10,6 +10,7 @@ Where only the nodes know a value, a string of the plan holds a placeholder of t
 ``@@IFNAME@@``         the interface that owns the task's own address
 ``@@GPU_IDS@@``        the task's GPUs, such as ``0,1,2``
 ``@@NODE@@``           name of the task's node
+``@@RETRY_ID@@``       number of the attempt, counted from 0
 ``@@ATTEMPT_DIR@@``    the attempt's directory on its node (filled in there)
 =====================  ====================================================
 """
@@ -21,8 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distflow.layout.ranks import TaskRanks, World
+from distflow.lifecycle.exits import ExitActions
 from distflow.plan.binding import Binding, TaskBinding
-from distflow.spec.model import InputSpec, ResourceSpec, Timeouts
+from distflow.spec.model import InputSpec, ResourceSpec, Retry, Timeouts
 
 __all__ = [
     "ATTEMPT_DIR",
@@ -89,6 +91,7 @@ class Launch:
     rewritten: tuple[tuple[str, str], ...] = ()
     """Injected absolute paths, and where they stand on the node: ``("/train.py", "files/train.py")``."""
     outputs: tuple[str, ...] = ()
+    exit_actions: ExitActions = ExitActions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,7 @@ class GroupPlan:
     barrier: bool = True
     ignore_nonlead_status: bool = True
     timeouts: Timeouts = Timeouts()
+    retry: Retry = Retry()
     upstream: tuple[str, ...] = ()
     """Groups that must have completed before it is queued."""
 

@@ -8,8 +8,20 @@ from types import MappingProxyType
 
 from distflow.documents.document import Text
 from distflow.documents.problems import Mark
+from distflow.lifecycle.exits import ExitActions
 
-__all__ = ["FileSpec", "GroupSpec", "InputSpec", "Ranks", "ResourceSpec", "TaskSpec", "Text", "Timeouts", "WorkflowSpec"]
+__all__ = [
+    "FileSpec",
+    "GroupSpec",
+    "InputSpec",
+    "Ranks",
+    "ResourceSpec",
+    "Retry",
+    "TaskSpec",
+    "Text",
+    "Timeouts",
+    "WorkflowSpec",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +32,21 @@ class Timeouts:
     """From RUNNING to the end (``exec_timeout``)."""
     queue_s: float | None = None
     """From SCHEDULING to INITIALIZING (``queue_timeout``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """How often and how soon a group is tried again when ``exitActions`` say RESCHEDULE."""
+
+    limit: int = 10
+    """Attempts after the first."""
+    backoff_s: float = 5.0
+    """Seconds before the second attempt; before each later one twice as long as before."""
+    max_backoff_s: float = 300.0
+
+    def wait_s(self, attempt: int) -> float:
+        """Return how long to wait before an attempt, counted from 0."""
+        return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +120,7 @@ class TaskSpec:
     files: tuple[FileSpec, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     resource: str = "default"
+    exit_actions: ExitActions = ExitActions()
     ranks: Ranks | None = None
     replica: int | None = None
     """Which of the replicas it is, counted from 0; ``None`` when it was written without ``replicas``."""
@@ -113,6 +141,7 @@ class GroupSpec:
     ignore_nonlead_status: bool | None = None
     """``None``: not said; then true, except for a group that shares one world."""
     timeouts: Timeouts = Timeouts()
+    retry: Retry = Retry()
     upstream: tuple[str, ...] = ()
     """Groups that it waits for, because its tasks take inputs from theirs."""
     mark: Mark = Mark("")

@@ -15,10 +15,6 @@ __all__ = ["notice_task", "notice_workflow", "output_words"]
 
 _TASK_ERRORS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "exitActions": (
-            "not supported yet: `exitActions`",
-            "remove it; a task completes when it exits with 0, and fails otherwise",
-        ),
         "checkpoint": (
             "not supported yet: `checkpoint`",
             "remove it; write checkpoints to a directory of the node or a shared one yourself",

@@ -16,8 +16,9 @@ from distflow.documents.quantities import parse_bytes, parse_duration
 from distflow.documents.source import decode, read_text
 from distflow.documents.view import View
 from distflow.documents.yaml_text import parse_yaml
+from distflow.spec.exits import parse_retry
 from distflow.spec.inputs import Graph, upstream_of
-from distflow.spec.model import GroupSpec, InputSpec, ResourceSpec, TaskSpec, Timeouts, WorkflowSpec
+from distflow.spec.model import GroupSpec, InputSpec, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
 from distflow.spec.notices import notice_workflow
 from distflow.spec.schema import spec_problems
@@ -126,7 +127,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
     _check_names(written, alone)
     members = [*(task for _, tasks in written for task in tasks), *alone]
     everyone = {name for task in members for name in (*replica_names(task), task.string("name") or "")}
-    timeouts = _parse_timeouts(top, Timeouts())
+    timeouts, retry = _parse_timeouts(top, Timeouts()), parse_retry(top, Retry())
     named = [*((group.string("name") or "", tasks) for group, tasks in written), *((None, [task]) for task in alone)]
     graph = Graph(
         [(name or tasks[0].string("name") or "", [(task, replica_names(task)) for task in tasks]) for name, tasks in named]
@@ -149,6 +150,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 barrier=group.flag("barrier") is not False,
                 ignore_nonlead_status=group.flag("ignoreNonleadStatus"),
                 timeouts=_parse_timeouts(group, timeouts),
+                retry=parse_retry(group, retry),
                 upstream=upstream_of(specs, homes),
                 mark=group.key_mark("name"),
             )
@@ -166,6 +168,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 name=f"{task.string('name') or ''}-group",
                 tasks=specs,
                 timeouts=timeouts,
+                retry=retry,
                 upstream=upstream_of(specs, homes),
                 mark=task.key_mark("name"),
             )

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from distflow.documents.document import Text
 from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
+from distflow.spec.exits import parse_exit_actions
 from distflow.spec.files import parse_files
 from distflow.spec.model import InputSpec, Ranks, TaskSpec
 from distflow.spec.notices import notice_task, output_words
@@ -43,6 +44,7 @@ def parse_task(
         files=parse_files(task, base_dir),
         inputs=inputs,
         resource=_resource(task, resources),
+        exit_actions=parse_exit_actions(task),
         ranks=_ranks(task),
         replica=None if _replicas(task) is None else 0,
         outputs=output_words(task),

@@ -6,10 +6,11 @@ Times are seconds since the epoch (UTC). Records are replaced, never changed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
+from distflow.lifecycle.exits import exit_code_of
 from distflow.lifecycle.states import Reason, State, WorkflowState, status_of, workflow_status_of
 from distflow.plan.binding import Binding
 
@@ -148,6 +149,14 @@ class TaskRecord:
     """Where its ``{{output}}`` lies on the node."""
 
     @property
+    def exit_code(self) -> int | None:
+        """Its code in OSMO's ranges; ``None`` while it has not ended, or was ended by a person or a clock."""
+        if self.end is not None and self.end.is_success:
+            return 0
+        code, number = (self.end.exit_code, self.end.signal) if self.end else (None, None)
+        return exit_code_of(self.reason, code, number, has_run=self.started_at is not None)
+
+    @property
     def status(self) -> str:
         """OSMO's word for state and reason."""
         return status_of(self.state, self.reason)
@@ -173,7 +182,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """One group of a workflow, with the latest attempt of its tasks."""
+    """One group of a workflow: the latest attempt of its tasks, and those before."""
 
     name: str
     tasks: tuple[TaskRecord, ...]
@@ -183,6 +192,10 @@ class GroupRecord:
     """What it waits for, or why it ended so."""
     cause: Cause | None = None
     attempt: int = 0
+    earlier: tuple[TaskRecord, ...] = ()
+    """The attempts before this one, oldest first: all are RESCHEDULED."""
+    earlier_causes: tuple[Cause, ...] = ()
+    """Why each of them ended."""
     upstream: tuple[str, ...] = ()
     """Groups that must have completed before it is queued."""
     binding: Binding | None = None
@@ -197,6 +210,8 @@ class GroupRecord:
     """INITIALIZING, but on its way back to the queue: its leases are being given back."""
     not_before: float = 0.0
     """No new try for nodes before this time."""
+    resting_until: float = 0.0
+    """It was rescheduled: until then it does not stand in its pool's queue."""
     lease_tries: int = 0
 
     @property
@@ -214,6 +229,26 @@ class GroupRecord:
     def task(self, name: str) -> TaskRecord:
         """Return one task."""
         return next(task for task in self.tasks if task.name == name)
+
+    def with_task(self, task: TaskRecord) -> GroupRecord:
+        """Return the group with one attempt of a task replaced."""
+
+        def put(tasks: tuple[TaskRecord, ...]) -> tuple[TaskRecord, ...]:
+            key = (task.name, task.attempt)
+            return tuple(task if (other.name, other.attempt) == key else other for other in tasks)
+
+        return replace(self, tasks=put(self.tasks), earlier=put(self.earlier))
+
+    @property
+    def attempts(self) -> tuple[TaskRecord, ...]:
+        """Every attempt of every task: task by task, the latest first."""
+        return tuple(
+            one for task in self.tasks for one in (task, *(old for old in reversed(self.earlier) if old.name == task.name))
+        )
+
+    def find(self, name: str, attempt: int) -> TaskRecord | None:
+        """Return one attempt of a task; ``None`` when there is none of that number."""
+        return next((task for task in self.attempts if (task.name, task.attempt) == (name, attempt)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

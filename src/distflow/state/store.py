@@ -354,7 +354,7 @@ _WORK, _STRAYS, _NOTHING = 1, 2, 0
 
 def _work_left(record: WorkflowRecord) -> int:
     """Return what the column ``unfinished`` holds: whether a supervisor is needed, or would merely be of use."""
-    tasks = [task for group in record.groups for task in group.tasks]
+    tasks = [task for group in record.groups for task in group.attempts]
     if not (record.state.is_final and all(task.log_complete for task in tasks)):
         return _WORK
     return _STRAYS if any(task.stray is not None for task in tasks) else _NOTHING

@@ -30,10 +30,11 @@ from distflow.backends.base import (
 )
 from distflow.documents.quantities import bytes_text
 from distflow.layout.ranks import rank_words
+from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State
-from distflow.plan.model import Binding
+from distflow.plan.model import Binding, Plan
 from distflow.state.record import Event, GroupRecord, OutOfReach, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
-from distflow.supervisor.verdict import conclude, end_from
+from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 
 __all__ = ["absorb", "absorb_node", "end_unstarted", "with_group", "with_task"]
 
@@ -41,7 +42,7 @@ LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """Waits between tries for nodes that refused."""
 
 
-def absorb(record: WorkflowRecord, seen: Observation) -> tuple[WorkflowRecord, list[Event]]:
+def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after an observation of one of its attempts, and the events that tell of it."""
     if isinstance(seen, Leased | LeaseRefused):
         group = record.group(seen.group)
@@ -56,13 +57,15 @@ def absorb(record: WorkflowRecord, seen: Observation) -> tuple[WorkflowRecord, l
     if key is None:
         return record, []
     group = record.group(key.group)
-    task = group.task(key.task)
-    if task.attempt != key.attempt or task.node != key.node:
+    task = group.find(key.task, key.attempt)
+    if task is None or task.node != key.node:
         return record, []
-    take = _TAKERS.get(type(seen))
-    if take is None:
+    if isinstance(seen, Ended):
+        changed, text = _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)
+    elif (take := _TAKERS.get(type(seen))) is not None:
+        changed, text = take(group, task, seen)
+    else:
         return record, []
-    changed, text = take(group, task, seen)
     if changed is task:
         return record, []
     after = with_task(record, group, changed)
@@ -112,8 +115,7 @@ def with_group(record: WorkflowRecord, group: GroupRecord) -> WorkflowRecord:
 
 def with_task(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> WorkflowRecord:
     """Return the workflow with one task of a group replaced."""
-    tasks = tuple(task if other.name == task.name else other for other in group.tasks)
-    return with_group(record, replace(group, tasks=tasks))
+    return with_group(record, group.with_task(task))
 
 
 def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
@@ -190,10 +192,10 @@ def _stop_accepted(group: GroupRecord, task: TaskRecord, seen: Observation) -> t
     return replace(task, state=State.STOPPING), ""
 
 
-def _ended(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActions) -> tuple[TaskRecord, str]:
     if task.stray is not None:
         return _is_gone(task)
-    if task.state.is_final or not isinstance(seen, Ended):
+    if task.state.is_final:
         return task, ""
     end = end_from(dict(seen.end), seen.at)
     was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
@@ -204,6 +206,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[Tas
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
         ended = conclude(task, group, end)
+    ended = by_exit_actions(ended, actions)
     words = f": {ended.message}" if ended.message else ""
     return ended, f"{task.name}: {ended.status}{words}"
 
@@ -268,7 +271,6 @@ _TAKERS: dict[type[Observation], _Taker] = {
     Staging: _staging,
     Started: _started,
     StopAccepted: _stop_accepted,
-    Ended: _ended,
     Released: _released,
     Absent: _absent,
     LogComplete: _log_complete,

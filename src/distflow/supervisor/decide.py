@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distflow.lifecycle.rollup import roll_up_workflow
-from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
@@ -19,7 +18,9 @@ from distflow.state.record import Cause, Event, GroupRecord, Stray, TaskRecord, 
 from distflow.supervisor.absorb import end_unstarted, with_group
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.queue import next_leases
-from distflow.supervisor.verdict import first_cause
+from distflow.supervisor.retry import is_rescheduled, try_again
+from distflow.supervisor.rolling import roll_up
+from distflow.supervisor.verdict import by_exit_actions, first_cause
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
 
 __all__ = ["LOG_DRAIN_S", "decide"]
@@ -36,7 +37,10 @@ def decide(world: World, now: float) -> Decision:
         record = workflow.record
         for group in record.groups:
             record = with_group(record, _Step(world, workflow, record, group, now, decision).run())
-        record = _roll_up(record, now, decision)
+        before, record = record.status, roll_up(record, now)
+        if record.status != before:
+            text = f"workflow {record.id}: {record.status}"
+            decision.events.append(Event(at=now, kind="state", text=text, workflow=record.uuid))
         if record != workflow.record:
             decision.records[record.uuid] = record
         current.append(replace(workflow, record=record))
@@ -51,22 +55,6 @@ def decide(world: World, now: float) -> Decision:
     if waiting.wake_at is not None:
         decision.wake(waiting.wake_at)
     return decision
-
-
-def _roll_up(record: WorkflowRecord, now: float, decision: Decision) -> WorkflowRecord:
-    if record.state.is_final:
-        return record
-    state, reason = roll_up_workflow([(group.state, group.reason) for group in record.groups])
-    if state is WorkflowState.PENDING or (state, reason) == (record.state, record.reason):
-        return record
-    after = replace(record, state=state, reason=reason)
-    if record.started_at is None:
-        started = [group.running_at for group in record.groups if group.running_at is not None]
-        after = replace(after, started_at=min(started) if started else None)
-    if state.is_final:
-        after = replace(after, ended_at=max((group.ended_at or now for group in record.groups), default=now))
-    decision.events.append(Event(at=now, kind="state", text=f"workflow {after.id}: {after.status}", workflow=record.uuid))
-    return after
 
 
 class _Step:
@@ -239,7 +227,7 @@ class _Step:
                 self._command("stop", task, grace_s=self._grace_s(), why=self._why())
             elif task.state in (State.WAITING, State.SCHEDULING):
                 # Its lease is gone already, so nothing of it is anywhere.
-                self._replace_task(self._stopped_unstarted(task))
+                self.group = self.group.with_task(self._stopped_unstarted(task))
         if all(task.state.is_final for task in self.group.tasks):
             self._finish()
 
@@ -266,21 +254,21 @@ class _Step:
                 self.decision.wake(deadline)
                 continue
             gone = f"{task.node} has been out of reach for {_seconds(self.now - view.since)}: {view.error}"
-            self._replace_task(
-                replace(
-                    task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True,
-                    stray=Stray.OUT_OF_REACH,
-                )
+            lost = replace(
+                task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True,
+                stray=Stray.OUT_OF_REACH,
             )  # fmt: skip
-            self._tell(f"{task.name}: FAILED_BACKEND_ERROR: {gone}", task)
+            lost = by_exit_actions(lost, self.plan.launch(task.name).exit_actions)
+            self.group = self.group.with_task(lost)
+            self._tell(f"{task.name}: {lost.status}: {lost.message}", task)
 
     def _strays(self) -> None:
         """Stop what was given up, as soon as its node is back: it may hold GPUs, and the ranks of its world are gone."""
-        for task in self.group.tasks:
+        for task in self.group.attempts:
             if task.stray is None:
                 continue
             if self.pool is not None and self.now >= (task.ended_at or self.now) + self.pool.retention_s:
-                self._replace_task(replace(task, stray=None))
+                self.group = self.group.with_task(replace(task, stray=None))
                 self._tell(f"{task.name}: {task.node} was not seen again", task)
             elif task.stray is Stray.OUT_OF_REACH:
                 self._command("stop", task, why=Reason.NODE_LOST.value)
@@ -298,8 +286,12 @@ class _Step:
         cause = first_cause(considered, self._lines())
         if group.stop_reason is Reason.CANCELED:
             self._become(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, cause=None)
-        elif group.stop_reason in (Reason.EXEC_TIMEOUT, Reason.START_TIMEOUT):
+        elif group.stop_reason is Reason.EXEC_TIMEOUT:
             self._become(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
+        elif group.stop_reason is Reason.START_TIMEOUT:
+            late = Cause(task=self.plan.lead.task, reason=group.stop_reason, message=group.message, at=ended)
+            if not self._try_again(late):
+                self._become(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
         elif cause is not None:
             self._fail(cause, ended)
         else:
@@ -326,8 +318,19 @@ class _Step:
             self._tell(f"{self.group.name}: {found.message}")
 
     def _fail(self, cause: Cause, ended: float) -> None:
+        if self._try_again(cause):
+            return
         message = f"{cause.task}: {cause.message}"
+        if self.group.attempt:
+            message += f" (attempt {self.group.attempt + 1}{', the last' if is_rescheduled(self.plan, cause) else ''})"
         self._become(State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=message)
+
+    def _try_again(self, cause: Cause) -> bool:
+        again = try_again(self.plan, self.group, cause, self.now) if is_rescheduled(self.plan, cause) else None
+        if again is not None:
+            self.group = again
+            self._tell(f"{again.name}: RESCHEDULED: {cause.task}: {cause.message}; {again.message}")
+        return again is not None
 
     def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
         self.group = end_unstarted(self.group, state, reason, message, self.now)
@@ -362,10 +365,6 @@ class _Step:
                 task=task.name if task else None, attempt=task.attempt if task else None,
             )
         )  # fmt: skip
-
-    def _replace_task(self, task: TaskRecord) -> None:
-        tasks = tuple(task if other.name == task.name else other for other in self.group.tasks)
-        self.group = replace(self.group, tasks=tasks)
 
     def _command(self, op: str, task: TaskRecord, *, grace_s: float = 0.0, why: str = "") -> None:
         view = self._node(task)

@@ -74,7 +74,9 @@ def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: Workf
 
 def archives(record: WorkflowRecord) -> frozenset[str]:
     """Return the archives (SHA-256) of a workflow's outputs that were fetched."""
-    return frozenset(task.saved.digest for group in record.groups for task in group.tasks if task.saved and task.saved.digest)
+    return frozenset(
+        task.saved.digest for group in record.groups for task in group.attempts if task.saved and task.saved.digest
+    )
 
 
 def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:

@@ -154,7 +154,7 @@ class Supervisor:
         workflow = self._workflows.get(uuid)
         if workflow is None or isinstance(seen, Unanswered):
             return
-        record, told = absorb(workflow.record, seen)
+        record, told = absorb(workflow.record, workflow.plan, seen)
         events += told
         if record is not workflow.record:
             changed[uuid] = record
@@ -224,7 +224,7 @@ class Supervisor:
             keys = [
                 key
                 for group in record.groups
-                for task in group.tasks
+                for task in group.attempts
                 if (key := key_of(record, group, task)) is not None and not _is_done(task)
             ]
             if keys:
@@ -319,7 +319,7 @@ class Supervisor:
             self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=words))
             return
         nodes = {node.name: node for node in pool.nodes}
-        launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes)
+        launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes, command.attempt)
         launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
         names = plan.launch(command.task).secret_names
         given: Mapping[str, Secret] = {name: secrets[name] for name in names if name in secrets}
@@ -353,4 +353,4 @@ def _is_done(task: TaskRecord) -> bool:
 
 
 def _tasks(record: WorkflowRecord) -> list[TaskRecord]:
-    return [task for group in record.groups for task in group.tasks]
+    return [task for group in record.groups for task in group.attempts]

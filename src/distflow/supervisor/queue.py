@@ -38,6 +38,10 @@ class Leases:
     """What each waiting group waits for, by workflow (uuid) and group."""
     wake_at: float | None = None
 
+    def wake(self, at: Sequence[float]) -> None:
+        """Look again at the earliest of these times."""
+        self.wake_at = min([*at, *([] if self.wake_at is None else [self.wake_at])], default=None)
+
 
 def next_leases(world: World, now: float) -> Leases:
     """Return the lease commands of the gangs whose turn it is, and what the others wait for."""
@@ -49,6 +53,9 @@ def next_leases(world: World, now: float) -> Leases:
             for group in workflow.record.groups
             if workflow.record.pool_key == pool_key and group.state is State.SCHEDULING and workflow.record.cancel is None
         ]
+        resting = [group.resting_until for _, group in waiting if now < group.resting_until]
+        leases.wake(resting)
+        waiting = [one for one in waiting if now >= one[1].resting_until]
         # Those of one priority stay in the order of submission.
         waiting.sort(key=lambda one: one[0].record.priority.turn)
         if waiting:
@@ -86,7 +93,7 @@ def _next_of_pool(
         # Otherwise the first connections are only just being made.
         return
     if now < group.not_before:
-        leases.wake_at = group.not_before
+        leases.wake([group.not_before])
         return
     leases.commands.append(
         Command(

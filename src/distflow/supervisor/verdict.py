@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distflow.lifecycle.exits import Action, ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import Cause, End, GroupRecord, TaskRecord
 
-__all__ = ["conclude", "end_from", "first_cause", "signal_name"]
+__all__ = ["by_exit_actions", "conclude", "end_from", "first_cause", "signal_name"]
 
 _WATCHERS_DIED = {
     "runner_died": "the process that guards it on the node was killed, so it was stopped",
@@ -61,6 +62,19 @@ def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
         started_at=task.started_at if task.started_at is not None else end.started_at,
         ended_at=end.ended_at,
     )
+
+
+def by_exit_actions(task: TaskRecord, actions: ExitActions) -> TaskRecord:
+    """Return an ended task as its spec counts its exit code: a failure as a success, or a success as a failure."""
+    action = actions.action(task.exit_code)
+    if task.state is State.FAILED and action is Action.COMPLETE:
+        words = f"{task.message}: counts as success (exitActions)"
+        return replace(task, state=State.COMPLETED, reason=None, message=words)
+    succeeded = task.state is State.COMPLETED and task.end is not None and task.end.is_success
+    if succeeded and action in (Action.FAIL, Action.RESCHEDULE):
+        words = "exit code 0: counts as failure (exitActions)"
+        return replace(task, state=State.FAILED, reason=Reason.EXIT_CODE, message=words)
+    return task
 
 
 def _conclusion(group: GroupRecord, end: End) -> tuple[State, Reason | None, str]:

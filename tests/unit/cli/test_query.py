@@ -50,6 +50,30 @@ def test_programs_get_one_document(screen: Screen) -> None:
     assert json.loads(screen.out)["groups"][0]["first_cause"]["task"] == "worker"
 
 
+def rescheduled(screen: Screen) -> str:
+    """A gang that completed in its second attempt."""
+    before, now = failed_group(), completed_group()
+    assert before.cause is not None
+    group = replace(
+        now,
+        attempt=1,
+        tasks=tuple(replace(one, attempt=1) for one in now.tasks),
+        earlier=tuple(replace(one, state=State.RESCHEDULED) for one in before.tasks),
+        earlier_causes=(before.cause,),
+    )
+    return submit(screen.store, workflow([group])).id
+
+
+def test_earlier_attempts_are_told_by_their_cause(screen: Screen) -> None:
+    assert screen.run("query", rescheduled(screen)) == 0
+    hold_against("query_retried.txt", screen.out)
+
+
+def test_verbose_shows_every_attempt(screen: Screen) -> None:
+    assert screen.run("query", rescheduled(screen), "-v") == 0
+    hold_against("query_retried_verbose.txt", screen.out)
+
+
 def test_files_on_their_way_are_shown_until_they_are_there(screen: Screen) -> None:
     moves = Transfer(sent=340 << 20, total=3 << 30, bytes_per_s=112.4 * 2**20, at=T0 + 5)
     waiting = replace(running_group(), state=State.INITIALIZING, tasks=(task("master", State.INITIALIZING, transfer=moves),))

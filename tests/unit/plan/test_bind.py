@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distflow.plan.bind import bind
+from distflow.plan.bind import bind, bind_task
 from distflow.plan.model import Binding, PlannedFile, TaskBinding
 from unit.supervisor.gangs import group_plan, node
 
@@ -49,3 +49,13 @@ def test_an_unknown_interface_is_left_to_torch() -> None:
     bound = bind(replace(plan, launches=launches), BINDING, workflow_id="w-7", nodes=NODES)
     assert bound["t0"].environment["NCCL_SOCKET_IFNAME"] == "eth0"
     assert "NCCL_SOCKET_IFNAME" not in bound["t1"].environment
+
+
+def test_each_attempt_knows_its_number() -> None:
+    plan = group_plan()
+    launch = replace(plan.launches[0], environment={"DISTFLOW_RETRY_ID": "@@RETRY_ID@@"})
+    numbers = [
+        bind_task(replace(plan, launches=(launch, plan.launches[1])), "t0", BINDING, "w-7", NODES, attempt)
+        for attempt in (0, 3)
+    ]
+    assert [bound.environment["DISTFLOW_RETRY_ID"] for bound in numbers] == ["0", "3"]

@@ -255,7 +255,7 @@ def test_standard_input_is_a_spec_too() -> None:
 
 
 def test_the_same_finding_in_an_alias_is_told_once() -> None:
-    text = "workflow:\n  name: j\n  tasks:\n  - &a {name: a, command: [x], exitActions: {FAIL: 1}}\n  - {<<: *a, name: b}\n"
+    text = "workflow:\n  name: j\n  tasks:\n  - &a {name: a, command: [x], exitActions: {FAIL: x}}\n  - {<<: *a, name: b}\n"
     with pytest.raises(ProblemsFound) as caught:
         load_spec_text(text, "f", Path("/"))
     assert len(caught.value.problems) <= 2
@@ -302,6 +302,7 @@ def test_distflows_own_keys_are_marked() -> None:
     }
     assert marked == {
         ("group", "timeout"),
+        ("group", "retry"),
         ("task", "ranks"),
         ("task", "replicas"),
         *(("ranks", key) for key in ("offset", "size", "world_size")),

@@ -18,19 +18,22 @@ from distflow.backends.base import (
 )
 from distflow.layout.ranks import TaskRanks
 from distflow.layout.ranks import World as RankWorld
+from distflow.lifecycle.exits import ExitActions
 from distflow.plan.bind import bind
 from distflow.plan.model import BoundLaunch, GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
-from distflow.spec.model import InputSpec, ResourceSpec, Timeouts
+from distflow.spec.model import InputSpec, ResourceSpec, Retry, Timeouts
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.absorb import absorb, absorb_node
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import place_inputs
-from distflow.supervisor.world import Command, NodeView, Workflow, World
+from distflow.supervisor.world import Command, NodeView, Workflow, World, key_of
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.clock import FakeClock
 
 __all__ = ["Driver", "group_plan", "node", "pool", "workflow"]
+
+NO_ACTIONS, RETRY = ExitActions(), Retry()
 
 
 def node(name: str, gpus: int = 8, cpus: int | None = None) -> Node:
@@ -56,6 +59,8 @@ def group_plan(
     queue_s: float | None = None,
     barrier: bool = True,
     after: tuple[str, ...] = (),
+    exit_actions: ExitActions = NO_ACTIONS,
+    retry: Retry = RETRY,
     inputs: tuple[InputSpec, ...] = (),
 ) -> GroupPlan:
     """A group of tasks ``t0``, ``t1``, …; the first leads; ``after`` names the groups that it waits for."""
@@ -68,6 +73,7 @@ def group_plan(
         ignore_nonlead_status=(not world) if ignore is None else ignore,
         timeouts=Timeouts(exec_s=exec_s, queue_s=queue_s),
         upstream=after,
+        retry=retry,
         launches=tuple(
             Launch(
                 task=item.task,
@@ -77,6 +83,7 @@ def group_plan(
                 ranks=item if world else None,
                 resource=ResourceSpec(gpu=gpus, cpu=cpus),
                 inputs=inputs,
+                exit_actions=exit_actions,
             )
             for item in ranks
         ),
@@ -125,11 +132,11 @@ class Driver:
         self.backend.connect(self.pool.nodes)
         for one in self.workflows.values():
             for group in one.record.groups:
-                for task in group.tasks:
+                for task in group.attempts:
                     if task.node and not (task.state.is_final and task.log_complete and task.stray is None):
-                        self.backend.watch(
-                            [AttemptKey(workflow=one.record.uuid, group=group.name, task=task.name, attempt=0, node=task.node)]
-                        )
+                        key = key_of(one.record, group, task)
+                        assert key is not None
+                        self.backend.watch([key])
 
     def add(self, one: Workflow) -> None:
         """Submit another workflow."""
@@ -215,7 +222,7 @@ class Driver:
             if isinstance(seen, Unanswered):
                 continue
             one = self.workflows[uuid]
-            record, events = absorb(one.record, seen)
+            record, events = absorb(one.record, one.plan, seen)
             self.events += events
             self.workflows[uuid] = replace(one, record=record)
 

@@ -11,6 +11,8 @@ from distflow.supervisor.absorb import absorb, absorb_node
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, workflow
 
+PLAN = workflow().plan
+
 
 def _running() -> Driver:
     driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=float("inf")))
@@ -23,10 +25,10 @@ def _key(task: str = "t0", attempt: int = 0, node: str = "n1") -> AttemptKey:
 
 
 def test_an_end_is_final() -> None:
-    record, events = absorb(_running().record(), Ended(at=5.0, key=_key(), end={"exit_code": 3, "ended_at": 5.0}))
+    record, events = absorb(_running().record(), PLAN, Ended(at=5.0, key=_key(), end={"exit_code": 3, "ended_at": 5.0}))
     assert record.groups[0].task("t0").state is State.FAILED
     assert len(events) == 1
-    again, events = absorb(record, Ended(at=6.0, key=_key(), end={"exit_code": 0, "ended_at": 6.0}))
+    again, events = absorb(record, PLAN, Ended(at=6.0, key=_key(), end={"exit_code": 0, "ended_at": 6.0}))
     assert again == record
     assert events == []
 
@@ -36,18 +38,18 @@ def test_how_far_the_files_are_is_kept_until_they_are_there() -> None:
     driver.backend.prepare = lambda *_: None  # type: ignore[method-assign]
     driver.settle()
     told = Staging(at=5.0, key=_key(), sent=10, total=40, bytes_per_s=5.0)
-    record, events = absorb(driver.record(), told)
+    record, events = absorb(driver.record(), PLAN, told)
     assert record.groups[0].task("t0").transfer == Transfer(sent=10, total=40, bytes_per_s=5.0, at=5.0)
     assert events == []
-    record, _ = absorb(record, Prepared(at=6.0, key=_key()))
+    record, _ = absorb(record, PLAN, Prepared(at=6.0, key=_key()))
     assert record.groups[0].task("t0").transfer is None
-    assert absorb(record, told) == (record, [])
+    assert absorb(record, PLAN, told) == (record, [])
 
 
 def test_what_is_said_of_another_attempt_or_node_is_not_taken() -> None:
     record = _running().record()
     for key in (_key(attempt=1), _key(node="n2")):
-        assert absorb(record, Ended(at=5.0, key=key, end={"exit_code": 3})) == (record, [])
+        assert absorb(record, PLAN, Ended(at=5.0, key=key, end={"exit_code": 3})) == (record, [])
 
 
 def test_a_second_grant_does_not_begin_a_gang_anew() -> None:
@@ -55,13 +57,13 @@ def test_a_second_grant_does_not_begin_a_gang_anew() -> None:
     binding = driver.group().binding
     assert binding is not None
     late = Leased(at=9.0, workflow="u1", group="train", attempt=0, binding=binding)
-    assert absorb(driver.record(), late) == (driver.record(), [])
+    assert absorb(driver.record(), PLAN, late) == (driver.record(), [])
 
 
 def test_what_runs_is_not_prepared_or_started_again() -> None:
     record = _running().record()
-    assert absorb(record, Prepared(at=9.0, key=_key())) == (record, [])
-    assert absorb(record, Started(at=9.0, key=_key(), pid=7, started_at=9.0)) == (record, [])
+    assert absorb(record, PLAN, Prepared(at=9.0, key=_key())) == (record, [])
+    assert absorb(record, PLAN, Started(at=9.0, key=_key(), pid=7, started_at=9.0)) == (record, [])
 
 
 def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> None:

@@ -1,0 +1,119 @@
+"""Exit codes in OSMO's ranges, and the actions that a spec ties to them (``exitActions``). Pure.
+
+A code of 0 to 255 is the command's own (128 + n when signal n ended it). Everything else that can end a task has a number of
+its own: 2xxx for data, 3xxx for the machines under it. Ends that a person or a clock asked for have none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from distflow.lifecycle.states import Reason
+
+__all__ = ["CODES", "Action", "Codes", "ExitActions", "exit_code_of", "overlap", "parse_codes"]
+
+CODES: Mapping[Reason, int | None] = MappingProxyType(
+    {
+        Reason.EXIT_CODE: None,  # the command's own
+        Reason.SIGNAL: None,  # 128 + its number
+        Reason.OOM_KILLED: 3004,
+        Reason.PEER_FAILED: None,
+        Reason.EXEC_TIMEOUT: None,
+        Reason.QUEUE_TIMEOUT: None,
+        Reason.START_ERROR: 3003,
+        Reason.START_TIMEOUT: 3005,
+        Reason.NODE_LOST: 3001,
+        Reason.UPSTREAM: 3000,
+        Reason.CANCELED: None,
+        Reason.SUBMISSION: None,
+        Reason.IMAGE_PULL: 302,
+        Reason.EVICTED: 3004,
+        Reason.PREEMPTED: 3006,
+        Reason.DATA: 2012,
+        Reason.INTERNAL: 3002,
+    }
+)
+"""The code of each reason; ``None`` where the command gives it, or where there is none."""
+
+_LARGEST = 9999
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+Codes = tuple[tuple[int, int], ...]
+"""Ranges of exit codes, both ends included."""
+
+
+class Action(str, Enum):
+    """What the end of a task means, by its exit code."""
+
+    COMPLETE = "COMPLETE"
+    """It counts as a success."""
+    FAIL = "FAIL"
+    """It counts as a failure, also with code 0."""
+    RESCHEDULE = "RESCHEDULE"
+    """The group is tried again, as often as its ``retry`` allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitActions:
+    """A task's ``exitActions``; no code stands in two of them."""
+
+    complete: Codes = ()
+    fail: Codes = ()
+    reschedule: Codes = ()
+
+    def action(self, code: int | None) -> Action | None:
+        """Return what the spec says of a code; ``None`` where it says nothing."""
+        if code is None:
+            return None
+        for action, ranges in self.by_action().items():
+            if any(first <= code <= last for first, last in ranges):
+                return action
+        return None
+
+    def by_action(self) -> dict[Action, Codes]:
+        """Return the codes of each action."""
+        return {Action.COMPLETE: self.complete, Action.FAIL: self.fail, Action.RESCHEDULE: self.reschedule}
+
+
+def parse_codes(text: str) -> Codes:
+    """Return the codes of a text such as ``0,1-10,16``.
+
+    Raises ``ValueError`` with what is wrong and, after ``;``, what to write.
+    """
+    hint = "write codes and ranges without spaces, such as `0,1-10,16`"
+    found = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"`{part}` is no exit code and no range of them; {hint}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise ValueError(f"the range `{part}` is empty; write `{last}-{first}`")
+        if last > _LARGEST:
+            raise ValueError(f"`{part}`: there are no exit codes above {_LARGEST}; 0-255 are the command's own")
+        found.append((first, last))
+    return tuple(found)
+
+
+def overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int | None:
+    """Return the smallest code that stands in both; ``None`` when there is none."""
+    shared = [max(first, low) for first, last in one for low, high in other if max(first, low) <= min(last, high)]
+    return min(shared, default=None)
+
+
+def exit_code_of(reason: Reason | None, exit_code: int | None, signal: int | None, *, has_run: bool) -> int | None:
+    """Return the code of an end in OSMO's ranges; ``None`` for one that has none, such as a cancellation.
+
+    ``exit_code`` and ``signal`` are the command's own. Data that failed before the command has run is 2010, after it 2012.
+    """
+    if reason is None or reason is Reason.EXIT_CODE:
+        return exit_code
+    if reason is Reason.SIGNAL:
+        return None if signal is None else 128 + signal
+    if reason is Reason.DATA and not has_run:
+        return 2010
+    return CODES[reason]

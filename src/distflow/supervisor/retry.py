@@ -1,0 +1,48 @@
+"""Trying a failed group again, when the exit actions of the task that failed first say so. Pure.
+
+Always the whole gang: ranks of one world cannot go on with a new member, and tasks that only start together were told each
+other's addresses. Each attempt is a new one for nodes and clocks: it leases anew, and its timeouts begin anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distflow.lifecycle.exits import Action, exit_code_of
+from distflow.lifecycle.states import State
+from distflow.plan.model import GroupPlan
+from distflow.state.record import Cause, GroupRecord, TaskRecord
+
+__all__ = ["is_rescheduled", "try_again"]
+
+
+def is_rescheduled(plan: GroupPlan, cause: Cause) -> bool:
+    """Return whether the spec wants another attempt after this failure, however many there were."""
+    code = exit_code_of(cause.reason, cause.exit_code, cause.signal, has_run=True)
+    return plan.launch(cause.task).exit_actions.action(code) is Action.RESCHEDULE
+
+
+def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> GroupRecord | None:
+    """Return a group that has ended on its way to its next attempt; ``None`` after its last one."""
+    if group.attempt >= plan.retry.limit:
+        return None
+    attempt = group.attempt + 1
+    wait_s = plan.retry.wait_s(attempt)
+    return GroupRecord(
+        name=group.name,
+        upstream=group.upstream,
+        state=State.SCHEDULING,
+        message=f"attempt {attempt + 1} of at most {plan.retry.limit + 1} begins in {wait_s:g} s",
+        attempt=attempt,
+        earlier=(*group.earlier, *(replace(task, state=State.RESCHEDULED) for task in group.tasks)),
+        earlier_causes=(*group.earlier_causes, cause),
+        tasks=tuple(
+            TaskRecord(
+                name=task.name, lead=task.lead, attempt=attempt, state=State.SCHEDULING, ranks=task.ranks, outputs=task.outputs
+            )
+            for task in group.tasks
+        ),
+        # Its rest does not count as waiting for nodes.
+        scheduling_at=now + wait_s,
+        resting_until=now + wait_s,
+    )

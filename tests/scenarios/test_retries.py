@@ -1,0 +1,132 @@
+"""Gangs that are tried again, run to their end with real processes, on this machine and on hosts behind sshd."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+FLAKY = """
+workflow:
+  name: flaky
+  retry: {limit: 3, backoff: LATER}
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 2}
+      command: [sh, -c, 'echo "attempt $DISTFLOW_RETRY_ID"; [ "$DISTFLOW_RETRY_ID" -ge 2 ] || exec sleep 600']
+    - name: worker
+      ranks: {size: 2}
+      command: [sh, -c, 'echo "attempt $DISTFLOW_RETRY_ID"; [ "$DISTFLOW_RETRY_ID" -ge 2 ] || exit 75']
+      exitActions: {RESCHEDULE: "75"}
+"""
+
+
+@pytest.mark.parametrize("backend", ["local", "ssh"])
+def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+    if backend == "ssh":
+        request.getfixturevalue("lab")
+    done = cli.run("workflow", "submit", cli.spec(FLAKY.replace("LATER", "100ms")), "--wait", timeout=180)
+    assert done.code == 0, done.err
+    ident = "flaky-1"
+    for task in ("master", "worker"):
+        logs = cli.run("workflow", "logs", ident, "--task", task).out.splitlines()
+        assert logs == [f"[{task}] attempt 0", f"[{task} retry-1] attempt 1", f"[{task} retry-2] attempt 2"]
+        assert cli.run("workflow", "logs", ident, "-t", task, "-r", "1").out == f"[{task} retry-1] attempt 1\n"
+    events = cli.run("workflow", "events", ident).out
+    assert "train: RESCHEDULED: worker: exit code 75; attempt 2 of at most 4 begins in 0.1 s" in events
+    assert "[worker retry-2] COMPLETED" in events
+    shown = cli.run("workflow", "query", ident, "-v").out
+    assert "Attempt 2: worker on " in shown
+    group = cli.query(ident, "-v")["groups"][0]
+    assert [(task["name"], task["retry_id"], task["status"], task["exit_code"]) for task in group["tasks"]] == [
+        ("master", 2, "COMPLETED", 0), ("master", 1, "RESCHEDULED", None), ("master", 0, "RESCHEDULED", None),
+        ("worker", 2, "COMPLETED", 0), ("worker", 1, "RESCHEDULED", 75), ("worker", 0, "RESCHEDULED", 75),
+    ]  # fmt: skip
+    assert [cause["task"] for cause in group["earlier_causes"]] == ["worker", "worker"]
+    assert [task["retry_id"] for task in cli.query(ident)["groups"][0]["tasks"]] == [2, 2]
+    wait_until(lambda: not cli.processes(), 60)
+
+
+def test_a_supervisor_that_is_killed_while_a_gang_rests_begins_the_next_attempt_once(cli: Cli) -> None:
+    ident = cli.submit(cli.spec(FLAKY.replace("LATER", "2s")))
+    wait_until(lambda: cli.tasks(ident)["worker"]["retry_id"] == 1, 60)
+    pid = cli.supervisor()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cli.supervisor() is None, 30)
+    cli.await_status(ident, "COMPLETED")
+    logs = cli.run("workflow", "logs", ident, "--task", "worker").out
+    assert logs == "[worker] attempt 0\n[worker retry-1] attempt 1\n[worker retry-2] attempt 2\n"
+
+
+def test_a_killed_rank_is_code_137_and_what_exits_as_wished_completes(cli: Cli) -> None:
+    spec = """
+workflow:
+  name: codes
+  retry: {backoff: 0}
+  tasks:
+  - name: killed
+    command: [sh, -c, '[ $DISTFLOW_RETRY_ID = 1 ] || kill -9 $$']
+    exitActions: {RESCHEDULE: "137"}
+  - name: three
+    command: [sh, -c, 'exit 3']
+    exitActions: {COMPLETE: "1-3"}
+  - name: zero
+    command: ["true"]
+    exitActions: {FAIL: "0"}
+"""
+    done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
+    assert done.code == 1
+    tasks = cli.tasks("codes-1")
+    assert (tasks["killed"]["status"], tasks["killed"]["retry_id"]) == ("COMPLETED", 1)
+    assert (tasks["three"]["status"], tasks["three"]["exit_code"]) == ("COMPLETED", 3)
+    assert (tasks["zero"]["status"], tasks["zero"]["exit_code"]) == ("FAILED", 0)
+    assert "exit code 0: counts as failure (exitActions)" in cli.run("workflow", "query", "codes-1").out
+
+
+@pytest.mark.usefixtures("lab")
+def test_inputs_are_there_again_in_the_next_attempt(cli: Cli) -> None:
+    spec = """
+workflow:
+  name: again
+  retry: {backoff: 0}
+  tasks:
+  - {name: make, command: [sh, -c, 'echo data > "{{output}}/data"']}
+  - name: use
+    command: [sh, -c, 'cat "{{input:0}}/data"; rm "{{input:0}}/data"; [ $DISTFLOW_RETRY_ID -gt 0 ]']
+    inputs: [{task: make}]
+    exitActions: {RESCHEDULE: "1"}
+"""
+    ident = cli.submit(cli.spec(spec))
+    cli.await_status(ident, "COMPLETED")
+    assert cli.run("workflow", "logs", ident, "--task", "use", "-r", "1").out == "[use retry-1] data\n"
+
+
+def test_a_node_that_is_lost_is_replaced(lab: Lab, cli: Cli) -> None:
+    lab.configure(node_lost_after="2s", connect_timeout="2s")
+    spec = """
+workflow:
+  name: moved
+  retry: {backoff: 0}
+  tasks:
+  - name: one
+    command: [sh, -c, '[ $DISTFLOW_RETRY_ID -ge 1 ] || exec sleep 600']
+    exitActions: {RESCHEDULE: "3001"}
+"""
+    ident = cli.submit(cli.spec(spec))
+    wait_until(lambda: cli.tasks(ident)["one"]["status"] == "RUNNING", 60)
+    first = cli.tasks(ident)["one"]["node_name"]
+    lab.servers[first].stop()
+    cli.await_status(ident, "COMPLETED")
+    assert cli.tasks(ident)["one"]["node_name"] != first
+    lab.servers[first].start()
+    lab.await_stray_end(ident, "one")
+    lab.await_nothing_left()

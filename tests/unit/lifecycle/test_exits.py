@@ -1,0 +1,43 @@
+"""Exit codes: how they are written, what they mean, and which code each kind of end has."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.lifecycle.exits import CODES, Action, ExitActions, exit_code_of, overlap, parse_codes
+from distflow.lifecycle.states import Reason
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [("3", ((3, 3),)), ("0,1-10,16", ((0, 0), (1, 10), (16, 16))), ("3001,3006", ((3001, 3001), (3006, 3006)))],
+)
+def test_codes_and_ranges(text: str, codes: tuple[tuple[int, int], ...]) -> None:
+    assert parse_codes(text) == codes
+
+
+@pytest.mark.parametrize("text", ["", "1,", "a", "1-23-4", "20-10", "1 - 2", "1, 2", "-1", "0x10", "99999", "1" * 5000, "٣"])
+def test_what_is_no_list_of_codes_is_refused_with_a_remedy(text: str) -> None:
+    with pytest.raises(ValueError, match=r"; ."):
+        parse_codes(text)
+
+
+def test_each_code_has_the_action_that_names_it() -> None:
+    actions = ExitActions(complete=((0, 2),), fail=((3, 3),), reschedule=((4, 9), (3001, 3006)))
+    assert [actions.action(code) for code in (1, 3, 4, 9, 10, 3003, None)] == [
+        Action.COMPLETE, Action.FAIL, Action.RESCHEDULE, Action.RESCHEDULE, None, Action.RESCHEDULE, None,
+    ]  # fmt: skip
+
+
+def test_overlaps_are_found() -> None:
+    assert overlap(((0, 5),), ((7, 9), (5, 6))) == 5
+    assert overlap(((0, 4),), ((5, 9),)) is None
+
+
+def test_every_reason_has_its_code_or_none() -> None:
+    assert set(CODES) == set(Reason)
+    assert {reason: exit_code_of(reason, 7, 9, has_run=True) for reason in Reason} == {
+        **CODES, Reason.EXIT_CODE: 7, Reason.SIGNAL: 137, Reason.DATA: 2012,
+    }  # fmt: skip
+    assert exit_code_of(Reason.DATA, None, None, has_run=False) == 2010
+    assert exit_code_of(None, 0, None, has_run=True) == 0

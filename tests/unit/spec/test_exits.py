@@ -1,0 +1,57 @@
+"""``exitActions`` and ``retry`` as a spec writes them, and the warnings for those that change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distflow.lifecycle.exits import ExitActions
+from distflow.spec.exits import unused_reschedules
+from distflow.spec.model import Retry, WorkflowSpec
+from distflow.spec.parse import load_spec_text
+
+SPEC = """
+workflow:
+  name: job
+  retry: {limit: 3, max_backoff: 1h}
+  groups:
+  - name: helpers
+    tasks:
+    - {name: master, lead: true, command: [x], exitActions: {RESCHEDULE: 1-255}}
+    - {name: helper, replicas: 2, command: [x], exitActions: {Reschedule: 1, complete: "3,5-6"}}
+  - name: never
+    retry: {limit: 0, backoff: 2h}
+    tasks:
+    - {name: one, command: [x], exitActions: {RESCHEDULE: 137}}
+  - name: counts
+    ignoreNonleadStatus: false
+    tasks:
+    - {name: two, lead: true, command: [x]}
+    - {name: three, command: [x], exitActions: {RESCHEDULE: 1-255}}
+"""
+
+
+def load() -> WorkflowSpec:
+    spec, problems = load_spec_text(SPEC, "spec.yaml", Path.cwd())
+    assert problems == ()
+    return spec
+
+
+def test_they_are_read_from_task_group_and_workflow() -> None:
+    helpers, never, counts = load().groups
+    assert helpers.retry == Retry(limit=3, backoff_s=5.0, max_backoff_s=3600.0) == counts.retry
+    assert never.retry == Retry(limit=0, backoff_s=7200.0, max_backoff_s=7200.0)
+    assert helpers.tasks[2].exit_actions == ExitActions(complete=((3, 3), (5, 6)), reschedule=((1, 1),))
+
+
+def test_a_reschedule_without_effect_is_told_once_per_entry() -> None:
+    helper, one = unused_reschedules(load(), ())
+    assert helper.as_text() == (
+        "spec.yaml:9: warning: RESCHEDULE of `helper` has no effect:"
+        " the group goes on without `helper`, as only its lead counts\n"
+        "    set `ignoreNonleadStatus: false`: then the whole group is tried again"
+    )
+    assert one.as_text().startswith("spec.yaml:13: warning: RESCHEDULE of `one` has no effect: `retry` sets the limit 0\n")
+
+
+def test_in_one_world_every_task_counts() -> None:
+    assert len(unused_reschedules(load(), {"helpers"})) == 1

@@ -1,0 +1,220 @@
+"""Groups that are tried again: when, how often, how soon, and what of the earlier attempts stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from distflow.backends.base import AttemptKey
+from distflow.lifecycle.exits import ExitActions
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.spec.model import Retry
+from distflow.state.record import CancelRequest, Stray
+from distflow.supervisor.decide import decide
+from distflow.testing.backend import Behaviour
+from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
+
+HANG = Behaviour(seconds=float("inf"))
+ON_3 = ExitActions(reschedule=((3, 3),))
+
+
+def failing(attempts: int, exit_code: int = 3, culprit: str = "t1") -> Driver:
+    """A gang of two of which one fails in its first attempts, and runs through in the next."""
+
+    def behave(key: AttemptKey) -> Behaviour:
+        if key.attempt >= attempts or key.workflow != "u1":
+            return Behaviour(seconds=5)
+        return Behaviour(seconds=2, exit_code=exit_code) if key.task == culprit else HANG
+
+    return Driver(
+        workflow(group_plan(exit_actions=ON_3, retry=Retry(limit=2, backoff_s=10, max_backoff_s=15))), behaviour=behave
+    )
+
+
+def test_the_whole_gang_is_tried_again_after_its_rest() -> None:
+    driver = failing(1)
+    driver.settle()
+    driver.advance(2.0)
+    group = driver.group()
+    assert (group.state, group.attempt, group.message) == (State.SCHEDULING, 1, "attempt 2 of at most 3 begins in 10 s")
+    assert [(task.state, task.attempt, task.node) for task in group.tasks] == [(State.SCHEDULING, 1, None)] * 2
+    assert driver.backend.alive == []
+    driver.advance(9.9)
+    assert driver.group().state is State.SCHEDULING
+    driver.advance(0.2)
+    assert driver.group().state is State.RUNNING
+    assert sorted(driver.backend.alive) == ["u1/train/t0/1", "u1/train/t1/1"]
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert len(driver.backend.starts) == 4
+
+
+def test_what_became_of_earlier_attempts_is_kept() -> None:
+    driver = failing(1)
+    driver.run()
+    group = driver.group()
+    assert [(task.name, task.attempt, task.status, task.reason, task.exit_code) for task in group.attempts] == [
+        ("t0", 1, "COMPLETED", None, 0),
+        ("t0", 0, "RESCHEDULED", Reason.PEER_FAILED, None),
+        ("t1", 1, "COMPLETED", None, 0),
+        ("t1", 0, "RESCHEDULED", Reason.EXIT_CODE, 3),
+    ]
+    assert [(cause.task, cause.exit_code) for cause in group.earlier_causes] == [("t1", 3)]
+    assert group.cause is None
+    assert "train: RESCHEDULED: t1: exit code 3; attempt 2 of at most 3 begins in 10 s" in [
+        event.text for event in driver.events
+    ]
+
+
+def test_after_the_last_attempt_it_has_failed() -> None:
+    driver = failing(99)
+    driver.run()
+    group = driver.group()
+    assert (group.state, group.reason, group.attempt) == (State.FAILED, Reason.EXIT_CODE, 2)
+    assert group.message == "t1: exit code 3 (attempt 3, the last)"
+    assert len(group.earlier_causes) == 2
+    assert len(driver.backend.starts) == 6
+
+
+@pytest.mark.parametrize(("exit_code", "attempts"), [(4, 0), (3, 1)])
+def test_only_the_codes_that_are_named_are_tried_again(exit_code: int, attempts: int) -> None:
+    driver = failing(1, exit_code)
+    driver.run()
+    assert driver.group().attempt == attempts
+
+
+def test_rests_double_up_to_the_longest() -> None:
+    retry = Retry(backoff_s=5, max_backoff_s=60)
+    assert [retry.wait_s(attempt) for attempt in range(1, 7)] == [5, 10, 20, 40, 60, 60]
+    assert retry.wait_s(100_000) == 60
+
+
+def test_a_gang_that_rests_does_not_hold_up_the_queue() -> None:
+    driver = failing(1)
+    driver.add(workflow(group_plan(), uuid="u2", at=1.0))
+    driver.settle()
+    assert driver.group("u2").state is State.SCHEDULING
+    driver.advance(2.0)
+    assert driver.group().state is State.SCHEDULING
+    assert driver.group("u2").state is State.RUNNING
+    driver.run()
+    assert driver.record().state is driver.record("u2").state is WorkflowState.COMPLETED
+
+
+def test_its_rest_is_no_waiting_for_nodes() -> None:
+    plan = group_plan(exit_actions=ON_3, retry=Retry(backoff_s=100), queue_s=20.0)
+
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=1, exit_code=3 if key.attempt == 0 else 0)
+
+    driver = Driver(workflow(plan), behaviour=behave)
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+
+
+def test_a_group_that_rests_can_be_canceled() -> None:
+    driver = failing(99)
+    driver.settle()
+    driver.advance(2.0)
+    one = driver.workflows["u1"]
+    request = CancelRequest(at=driver.clock.now(), by="me")
+    driver.workflows["u1"] = replace(one, record=replace(one.record, cancel=request))
+    driver.run()
+    group = driver.group()
+    assert (group.state, group.attempt) == (State.CANCELED, 1)
+    assert {task.status for task in group.tasks} == {"FAILED_CANCELED"}
+    assert {task.status for task in group.earlier} == {"RESCHEDULED"}
+
+
+def test_a_killed_supervisor_goes_on_with_the_attempt_that_stands() -> None:
+    driver = failing(1)
+    driver.settle()
+    driver.advance(2.0)
+    driver.restart()
+    driver.advance(11.0)
+    assert driver.group().state is State.RUNNING
+    driver.restart()
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert driver.backend.starts.count("u1/train/t0/1") == 1
+
+
+def test_a_lost_node_is_code_3001_and_the_next_attempt_goes_elsewhere() -> None:
+    nodes = pool(node("n1"), node("n2"), node("n3"), node_lost_after_s=30.0)
+    driver = Driver(
+        workflow(group_plan(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1))),
+        on=nodes,
+        behaviour=lambda key: Behaviour(seconds=5) if key.attempt else HANG,
+    )
+    driver.settle()
+    driver.backend.cut("n2")
+    driver.advance(31.0)
+    driver.advance(2.0)
+    group = driver.group()
+    assert (group.state, group.attempt) == (State.RUNNING, 1)
+    assert [task.node for task in group.tasks] == ["n1", "n3"]
+    lost = group.find("t1", 0)
+    assert lost is not None
+    assert (lost.status, lost.exit_code, lost.stray) == ("RESCHEDULED", 3001, Stray.OUT_OF_REACH)
+    driver.backend.heal("n2")
+    driver.advance(1.0)
+    assert driver.backend.alive == ["u1/train/t0/1", "u1/train/t1/1"]  # what was left on the lost node is stopped
+    driver.run()
+    lost = driver.group().find("t1", 0)
+    assert lost is not None
+    assert lost.stray is None
+    assert driver.record().state is WorkflowState.COMPLETED
+
+
+def test_nodes_that_refuse_to_prepare_are_code_3003() -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(refuses="no space left on device") if key.attempt == 0 and key.task == "t1" else Behaviour(seconds=1)
+
+    plan = group_plan(exit_actions=ExitActions(reschedule=((3003, 3003),)))
+    driver = Driver(workflow(plan), behaviour=behave)
+    driver.run()
+    assert (driver.record().state, driver.group().attempt) == (WorkflowState.COMPLETED, 1)
+
+
+def test_timeouts_of_running_and_cancellations_have_no_code() -> None:
+    plan = group_plan(exit_actions=ExitActions(reschedule=((0, 9999),)), exec_s=3.0)
+    driver = Driver(workflow(plan), behaviour=lambda _: HANG)
+    driver.run()
+    assert (driver.group().reason, driver.group().attempt) == (Reason.EXEC_TIMEOUT, 0)
+
+
+def test_a_failure_that_counts_as_success() -> None:
+    plan = group_plan(exit_actions=ExitActions(complete=((3, 3),)))
+    driver = Driver(workflow(plan), behaviour=lambda _: Behaviour(seconds=1, exit_code=3))
+    driver.run()
+    task = driver.group().task("t0")
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert (task.state, task.exit_code, task.message) == (State.COMPLETED, 3, "exit code 3: counts as success (exitActions)")
+
+
+def test_a_success_that_counts_as_failure() -> None:
+    plan = group_plan(exit_actions=ExitActions(fail=((0, 0),)))
+    driver = Driver(workflow(plan), behaviour=lambda _: Behaviour(seconds=1))
+    driver.run()
+    assert driver.group().reason is Reason.EXIT_CODE
+    assert driver.cause().message == "exit code 0: counts as failure (exitActions)"
+
+
+def test_a_task_that_was_stopped_for_the_lead_is_no_success_of_its_own() -> None:
+    plan = group_plan(world=False, exit_actions=ExitActions(fail=((0, 0),)))
+    actions = (replace(plan.launches[0], exit_actions=ExitActions()), plan.launches[1])
+
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=1) if key.task == "t0" else HANG
+
+    driver = Driver(workflow(replace(plan, launches=actions)), behaviour=behave)
+    driver.run()
+    assert driver.group().task("t1").state is State.COMPLETED
+
+
+def test_a_decision_is_the_same_however_often_it_is_made() -> None:
+    driver = failing(1)
+    driver.settle()
+    driver.advance(2.0)
+    assert decide(driver.world(), driver.clock.now()).records == {}
