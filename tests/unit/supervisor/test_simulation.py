@@ -7,13 +7,15 @@ import random
 import pytest
 
 from distflow.backends.base import AttemptKey
+from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, is_legal
+from distflow.spec.model import Retry
 from distflow.state.record import CancelRequest
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_every_workflow_ends_and_nothing_is_left(seed: int) -> None:
     dice = random.Random(seed)
     nodes = [node(f"n{i}", gpus=dice.choice([4, 8])) for i in range(dice.randint(1, 5))]
@@ -36,6 +38,8 @@ def test_every_workflow_ends_and_nothing_is_left(seed: int) -> None:
             group_plan(
                 f"g{i}", dice.randint(1, len(nodes)), world=dice.random() < 0.7, gpus=dice.choice([0, 1, 4]),
                 exec_s=dice.choice([None, 60.0]), queue_s=dice.choice([None, 5000.0]), barrier=dice.random() < 0.8,
+                exit_actions=dice.choice([ExitActions(), ExitActions(reschedule=((1, 3006),)), ExitActions(complete=((2, 2),))]),
+                retry=Retry(limit=dice.choice([0, 1, 3]), backoff_s=dice.choice([0.0, 20.0])),
             )
             for i in range(dice.randint(1, 3))
         ]  # fmt: skip
@@ -55,7 +59,7 @@ def test_every_workflow_ends_and_nothing_is_left(seed: int) -> None:
         f"{uuid}/{group.name}/{task.name}/{task.attempt}"
         for uuid, each in driver.workflows.items()
         for group in each.record.groups
-        for task in group.tasks
+        for task in group.attempts
         if task.reason is Reason.NODE_LOST
     }
     assert set(driver.backend.alive) <= lost, f"seed {seed}"
@@ -63,8 +67,10 @@ def test_every_workflow_ends_and_nothing_is_left(seed: int) -> None:
     for ended in driver.workflows.values():
         for group in ended.record.groups:
             assert group.state.is_final
-            for task in group.tasks:
+            for task in group.attempts:
                 assert task.state.is_final, f"seed {seed}: {task}"
+            assert group.attempt <= ended.plan.group(group.name).retry.limit
+            assert len(group.attempts) == len(group.tasks) * (group.attempt + 1)
             if group.state is State.FAILED and group.reason in (Reason.EXIT_CODE, Reason.SIGNAL):
                 assert group.cause is not None
                 culprit = group.task(group.cause.task)
