@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from typing import Any
 
 from distflow.backends.machines.checking import Checked
 from distflow.backends.machines.findings import Finding, Grade
 from distflow.backends.machines.measured import Measured, Pair
 from distflow.backends.machines.reachability import Verdict
-from distflow.cli.tables import Paint, cut, plain, table, terminal_width
+from distflow.cli.tables import Paint, plain, table
 from distflow.pools.model import Pool
 
-__all__ = ["Progress", "check_json", "check_text"]
+__all__ = ["check_json", "check_text"]
 
 _HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs")
-
-
-class Progress:
-    """One line on a terminal that says what is being done, and goes; nothing anywhere else."""
-
-    def __init__(self) -> None:
-        """Write to standard error, if that is a terminal."""
-        self._lock = threading.Lock()
-        self._width = terminal_width(sys.stderr)
-
-    def __call__(self, text: str) -> None:
-        """Show a text in place of the last one."""
-        self._write(f"checking: {text} …")
-
-    def clear(self) -> None:
-        """Take the line away."""
-        self._write("")
-
-    def _write(self, text: str) -> None:
-        if self._width is not None:
-            with self._lock:
-                print(f"\r\x1b[K{cut(text, self._width - 1)}", end="", file=sys.stderr, flush=True)
 
 
 def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TextIO
 
+from distflow.cli.bottom import Bottom
 from distflow.cli.output import Prefixes, log_sources, what_is_missing
 from distflow.cli.reading import pause, wake
-from distflow.cli.tables import Paint, cut, terminal_width, visible_width
+from distflow.cli.tables import Paint
 from distflow.cli.views import changes, status_line
 from distflow.state.logs import POLL_S, LogSource, follow_lines, mirrored_bytes
 from distflow.supervisor.clock import SystemClock
@@ -86,13 +87,13 @@ def follow_workflow(
     watch = Watch(directory, store, record)
     paint = Paint.of(out)
     prefixes = Prefixes([task for group in record.groups for task in group.tasks], paint)
-    bottom = _Bottom(out) if out.isatty() else None
+    bottom = Bottom(out)
     told: WorkflowRecord | None = None
 
     def is_over() -> bool:
         nonlocal told
         over = watch.logs_are_over()
-        if bottom is None:
+        if not bottom.is_there:
             for words in changes(told, watch.record):
                 out.flush()
                 print(words, file=err, flush=True)
@@ -100,21 +101,19 @@ def follow_workflow(
         return over
 
     def settle(seconds: float) -> None:
-        if bottom is not None:
+        if bottom.is_there:
             bottom.show(status_line(watch.record, now=SystemClock().now(), paint=paint))
         out.flush()
         wait(seconds)
 
     try:
         for line in follow_lines(watch.sources, wait=settle, is_over=is_over):
-            if bottom is not None:
-                bottom.clear()
+            bottom.clear()
             out.write(f"{prefixes.of(line)}{line.text}\n")
     finally:
-        if bottom is not None:
-            bottom.clear()
+        bottom.clear()
         out.flush()
-    if bottom is not None:
+    if bottom.is_there:
         print(status_line(watch.record, now=SystemClock().now(), paint=paint), file=out, flush=True)
     names = {task.name for group in watch.record.groups for task in group.tasks}
     for words in what_is_missing(directory, watch.record, names):
@@ -162,27 +161,3 @@ def _watch_live(watch: Watch, render: Callable[[WorkflowRecord], str], out: Text
             wait(_WATCH_S)
             watch.look()
     return watch.record
-
-
-class _Bottom:
-    """One line at the bottom of a terminal, below what scrolls."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._shown = ""
-
-    def show(self, text: str) -> None:
-        """Show a line instead of the one before; cut, so that it never wraps."""
-        width = (terminal_width(self._out) or 80) - 1
-        if visible_width(text) > width:
-            text = cut(text, width)
-        if text != self._shown:
-            self.clear()
-            self._out.write(text)
-            self._shown = text
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._shown:
-            self._out.write("\r\x1b[K")
-            self._shown = ""

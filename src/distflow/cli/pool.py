@@ -74,13 +74,14 @@ def check(
     # paramiko comes with the nodes.
     from distflow.backends.machines.checking import check_pool
     from distflow.backends.machines.reachability import verdict
-    from distflow.cli.checks import Progress, check_json, check_text
+    from distflow.cli.bottom import Bottom
+    from distflow.cli.checks import check_json, check_text
 
-    progress = Progress()
+    bottom = Bottom(sys.stderr)
     try:
-        checked = check_pool(chosen, nodes, progress)
+        checked = check_pool(chosen, nodes, lambda text: bottom.show(f"checking: {text} …"))
     finally:
-        progress.clear()
+        bottom.clear()
     found = verdict(checked.nodes, checked.pairs)
     if format_type is Format.JSON:
         print(json.dumps(check_json(chosen, checked, found), indent=2))
