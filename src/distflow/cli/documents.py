@@ -18,7 +18,8 @@ def workflow_json(
 ) -> dict[str, object]:
     """Return a workflow as ``query --format-type json`` prints it.
 
-    OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``submit_time``,
+    OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``parent_name`` (the id
+    of the workflow that it restarts), ``submit_time``,
     ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``status``, ``pool``, ``priority``,
     ``labels``, ``tags``, ``warnings``, ``groups``; of a group ``name``, ``status``, its times,
     ``remaining_upstream_groups`` (that have not completed), ``downstream_groups``, ``failure_message``, ``tasks``; of a
@@ -27,7 +28,8 @@ def workflow_json(
     not known is null.
 
     distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``upstream_groups``, ``message`` (what
-    it waits for, or why it ended), ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code`` of
+    it waits for, or why it ended), ``kept_from`` (the id of the workflow in which it completed, when this one restarts
+    that), ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code`` of
     the command, ``signal``, ``time``, ``lines``) and ``earlier_causes`` (one for each earlier attempt); of a task ``ranks``
     (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output that are on their way: ``sent_bytes``,
     ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``, ``last_line``, ``outputs``, ``output_dir``,
@@ -42,6 +44,7 @@ def workflow_json(
         "uuid": record.uuid,
         "submitted_by": record.user,
         "cancelled_by": record.cancel.by if record.cancel else None,
+        "parent_name": record.parent,
         **_workflow_fields(record, now),
         "warnings": list(record.warnings),
         "groups": [_group_json(record, group, now, last_lines, verbose) for group in record.groups],
@@ -106,6 +109,7 @@ def _group_json(
         "downstream_groups": [one.name for one in record.groups if group.name in one.upstream],
         "failure_message": group.message or None if group.state in (State.FAILED, State.CANCELED) else None,
         "message": group.message,
+        "kept_from": group.kept.id if group.kept else None,
         "first_cause": _cause_json(group.cause) if group.cause else None,
         "earlier_causes": [_cause_json(cause) for cause in group.earlier_causes],
         "tasks": [

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import sys
 import tempfile
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +15,7 @@ from distflow.cli import wiring
 from distflow.cli.again import earlier
 from distflow.cli.command import Format, FormatOption, HostfileOption, command_app
 from distflow.cli.searching import priorities
+from distflow.cli.starting import print_submitted, store_workflow, wait_for_end, warn
 from distflow.cli.submission import (
     Checked,
     Overrides,
@@ -27,12 +25,9 @@ from distflow.cli.submission import (
     parse_labels,
     parse_overrides,
     plan_for,
-    pool_key,
     propose,
 )
 from distflow.documents.problems import Problem, ProblemsFound, Severity
-from distflow.errors import WorkflowEnded
-from distflow.lifecycle.states import WorkflowState
 from distflow.lifecycle.upstream import waits_for
 from distflow.plan.compile import compile_plan
 from distflow.plan.render import plan_json, plan_text, script
@@ -40,10 +35,7 @@ from distflow.pools.choose import choose_pool
 from distflow.pools.hostfile import Host
 from distflow.pools.model import Configuration
 from distflow.spec.bundles import bundle_files
-from distflow.state.directory import StateDirectory
-from distflow.state.record import Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
-from distflow.state.secrets import remove_secrets, write_secrets
-from distflow.state.store import Store
+from distflow.state.record import Priority
 from distflow.supervisor.process import ensure_supervisor, hold_supervisor
 
 __all__ = ["submit_app", "validate_app"]
@@ -124,14 +116,14 @@ def submit(
         return
     directory = wiring.state_directory()
     ready = plan_for(checked, chosen, overrides, directory.blobs)
-    _warn(checked.warnings)
+    warn(checked.warnings)
     with wiring.open_store(directory) as store:
-        record = _store(ready, overrides, urgency, labels, directory, store)
+        record = store_workflow(ready, overrides, urgency, labels, directory, store)
         if not (wait and format_type is Format.JSON):
-            _print_submitted(record, format_type)
+            print_submitted(record, format_type)
         ensure_supervisor(directory, held=held)
         if wait:
-            _wait(directory, store, record, format_type)
+            wait_for_end(directory, store, record, format_type)
 
 
 @validate_app.command(epilog="Example: distflow workflow validate workflow_specs/pytorch_dist.yaml --set gpus=8")
@@ -155,7 +147,7 @@ def validate(
             problems += error.problems
             continue
         if format_type is Format.TEXT:
-            _warn(warnings)
+            warn(warnings)
             print(_valid_text(file, checked), end="")
         results.append({"file": file, "valid": True, "warnings": [problem.as_json() for problem in warnings]})
     if problems:
@@ -191,7 +183,7 @@ def _valid_text(file: str, checked: Checked) -> str:
 
 
 def _dry_run(ready: Ready, scripts: Path | None, format_type: Format, blobs: Path) -> None:
-    _warn(ready.checked.warnings)
+    warn(ready.checked.warnings)
     if scripts is not None:
         _write_scripts(ready, scripts, blobs)
     if format_type is Format.JSON:
@@ -211,99 +203,3 @@ def _write_scripts(ready: Ready, folder: Path, blobs: Path) -> None:
                 if file.blob is not None:
                     (folder / "blobs" / file.blob).write_bytes((blobs / file.blob).read_bytes())
             print(f"wrote {path}", file=sys.stderr)
-
-
-def _store(
-    ready: Ready, overrides: Overrides, priority: Priority, labels: Mapping[str, str], directory: StateDirectory, store: Store
-) -> WorkflowRecord:
-    now, spec = time.time(), ready.checked.spec  # noqa: TID251  the moment of submission
-    record = WorkflowRecord(
-        uuid=uuid.uuid4().hex,
-        id="",
-        name=spec.name,
-        number=0,
-        user=getpass.getuser(),
-        pool=ready.pool.name,
-        pool_key=pool_key(ready.pool),
-        submitted_at=now,
-        groups=tuple(
-            GroupRecord(
-                name=group.name,
-                upstream=group.upstream,
-                tasks=tuple(
-                    TaskRecord(
-                        name=launch.task,
-                        lead=launch.lead,
-                        ranks=launch.ranks.text if launch.ranks else "",
-                        outputs=launch.outputs,
-                    )
-                    for launch in group.launches
-                ),
-            )
-            for group in ready.plan.groups
-        ),
-        warnings=tuple(problem.message for problem in ready.checked.warnings),
-        priority=priority,
-        labels=labels,
-    )
-    event = Event(at=now, kind="submitted", text=f"submitted by {record.user} to pool {record.pool}", workflow=record.uuid)
-    write_secrets(directory.secrets, record.uuid, overrides.secrets)
-    try:
-        return store.submit(
-            record,
-            template=ready.checked.template,
-            spec=spec.rendered,
-            plan=ready.plan,
-            pool=ready.pool,
-            folder=str(ready.checked.folder),
-            events=[event],
-        )
-    except BaseException:
-        remove_secrets(directory.secrets, record.uuid)
-        raise
-
-
-def _print_submitted(record: WorkflowRecord, format_type: Format) -> None:
-    if format_type is Format.JSON:
-        print(json.dumps(_submitted_json(record), indent=2), flush=True)
-        return
-    print(record.id, flush=True)
-    if sys.stderr.isatty():
-        print(f"follow it:  distflow workflow logs -f {record.id}", file=sys.stderr)
-        print(f"where it is:  distflow workflow query {record.id}", file=sys.stderr)
-
-
-def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
-    return {"name": record.id, "uuid": record.uuid, "pool": record.pool, "warnings": list(record.warnings)}
-
-
-def _wait(directory: StateDirectory, store: Store, record: WorkflowRecord, format_type: Format) -> None:
-    from distflow.cli.live import follow_workflow
-
-    quiet = format_type is Format.JSON
-    try:
-        final = follow_workflow(directory, store, record, out=sys.stderr if quiet else sys.stdout, err=sys.stderr)
-    except KeyboardInterrupt:
-        print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
-        raise
-    if quiet:
-        from distflow.cli.documents import workflow_json
-
-        print(json.dumps(workflow_json(final), indent=2))
-    if final.state is not WorkflowState.COMPLETED:
-        if sys.stderr.isatty():
-            _print_causes(final)
-        raise WorkflowEnded("")
-
-
-def _print_causes(record: WorkflowRecord) -> None:
-    """Say why it failed, where the status line has just said that it did."""
-    for group in record.groups:
-        if group.message:
-            print(f"{group.name}: {group.status}: {group.message}", file=sys.stderr)
-    print(f"more: distflow workflow query {record.id}", file=sys.stderr)
-
-
-def _warn(warnings: tuple[Problem, ...] | list[Problem]) -> None:
-    for problem in warnings:
-        print(problem.as_text(), file=sys.stderr)

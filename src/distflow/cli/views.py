@@ -55,6 +55,8 @@ def workflow_text(
         f"User         {record.user}",
         f"Submitted    {local_minute(record.submitted_at)}",
     ]
+    if record.parent is not None:
+        lines.append(f"Restarts     {record.parent}")
     if record.started_at is None:
         lines.append(f"Queued       {duration(queued_s(record, now))}")
     else:

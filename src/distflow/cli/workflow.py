@@ -13,6 +13,7 @@ class _Workflow(LazyGroup):
     table = commands(
         {
             "submit": ("distflow.cli.submit:submit_app", "Check a spec, place it and run it."),
+            "restart": ("distflow.cli.restart:app", "Run what did not complete once more."),
             "validate": ("distflow.cli.submit:validate_app", "Check a spec, offline, and start nothing."),
             "query": ("distflow.cli.query:app", "Show where a workflow stands."),
             "list": ("distflow.cli.list:app", "List workflows, the newest last."),

@@ -20,6 +20,7 @@ __all__ = [
     "End",
     "Event",
     "GroupRecord",
+    "Kept",
     "OutOfReach",
     "Priority",
     "Saved",
@@ -181,6 +182,14 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The workflow in which a group ran that a later one did not run again."""
+
+    uuid: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
     """One group of a workflow: the latest attempt of its tasks, and those before."""
 
@@ -196,6 +205,8 @@ class GroupRecord:
     """The attempts before this one, oldest first: all are RESCHEDULED."""
     earlier_causes: tuple[Cause, ...] = ()
     """Why each of them ended."""
+    kept: Kept | None = None
+    """Set when it did not run here: it had completed in an earlier workflow, which this one restarts."""
     upstream: tuple[str, ...] = ()
     """Groups that must have completed before it is queued."""
     binding: Binding | None = None
@@ -288,6 +299,8 @@ class WorkflowRecord:
     priority: Priority = Priority.NORMAL
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Given at submission, and never changed."""
+    parent: str | None = None
+    """Id of the workflow that this one restarts."""
     tags: tuple[str, ...] = ()
     """Put on and taken off at any time; sorted."""
 

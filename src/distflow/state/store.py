@@ -65,11 +65,12 @@ _MIGRATIONS = (
         workflow TEXT NOT NULL REFERENCES workflows, tag TEXT NOT NULL, PRIMARY KEY (workflow, tag)
     ) WITHOUT ROWID;
     """,
+    "ALTER TABLE workflows ADD COLUMN parent TEXT",
 )
 
 _FIELDS = (
     "uuid", "id", "name", "number", "user", "pool", "pool_key", "state", "reason", "submitted_at", "started_at", "ended_at",
-    "warnings", "priority", "labels",
+    "warnings", "priority", "labels", "parent",
 )  # fmt: skip
 _COLUMNS = ", ".join(_FIELDS)
 _ALL = Search()
@@ -137,11 +138,11 @@ class Store:
             number = self._db.execute("SELECT last FROM names WHERE name = ?", (record.name,)).fetchone()[0]
             record = replace(record, number=number, id=f"{record.name}-{number}")
             self._db.execute(
-                f"INSERT INTO workflows ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  a constant
+                f"INSERT INTO workflows ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  a constant
                 (
                     record.uuid, record.id, record.name, record.number, record.user, record.pool, record.pool_key,
                     record.state.value, None, record.submitted_at, None, None, msgspec.json.encode(record.warnings).decode(),
-                    record.priority.value, encode(record.labels).decode(),
+                    record.priority.value, encode(record.labels).decode(), record.parent,
                 ),
             )  # fmt: skip
             self._db.execute(

@@ -15,7 +15,9 @@ def roll_up(record: WorkflowRecord, now: float) -> WorkflowRecord:
     """Return the workflow with the state that its groups give it; the same where nothing changes."""
     if record.state.is_final:
         return record
-    state, reason = roll_up_workflow([(group.state, group.reason) for group in record.groups])
+    # Groups that an earlier workflow ran say nothing of whether this one has begun.
+    states = [(group.state, group.reason) for group in record.groups if group.kept is None]
+    state, reason = roll_up_workflow(states)
     if state is WorkflowState.PENDING or (state, reason) == (record.state, record.reason):
         return record
     after = replace(record, state=state, reason=reason)

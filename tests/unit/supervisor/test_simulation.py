@@ -18,6 +18,7 @@ from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 @pytest.mark.parametrize("seed", range(100))
 def test_every_workflow_ends_and_nothing_is_left(seed: int) -> None:
     dice = random.Random(seed)
+    actions = [ExitActions(), ExitActions(reschedule=((1, 3006),)), ExitActions(complete=((2, 2),))]
     nodes = [node(f"n{i}", gpus=dice.choice([4, 8])) for i in range(dice.randint(1, 5))]
     behaviours: dict[str, Behaviour] = {}
 
@@ -38,7 +39,7 @@ def test_every_workflow_ends_and_nothing_is_left(seed: int) -> None:
             group_plan(
                 f"g{i}", dice.randint(1, len(nodes)), world=dice.random() < 0.7, gpus=dice.choice([0, 1, 4]),
                 exec_s=dice.choice([None, 60.0]), queue_s=dice.choice([None, 5000.0]), barrier=dice.random() < 0.8,
-                exit_actions=dice.choice([ExitActions(), ExitActions(reschedule=((1, 3006),)), ExitActions(complete=((2, 2),))]),
+                exit_actions=dice.choice(actions),
                 retry=Retry(limit=dice.choice([0, 1, 3]), backoff_s=dice.choice([0.0, 20.0])),
             )
             for i in range(dice.randint(1, 3))

@@ -1,0 +1,144 @@
+"""From a plan that fits to a workflow in the store, told to the person, and followed where that is wished."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from distflow.cli.command import Format
+from distflow.cli.submission import Overrides, Ready, pool_key
+from distflow.documents.problems import Problem
+from distflow.errors import WorkflowEnded
+from distflow.lifecycle.states import WorkflowState
+from distflow.state.directory import StateDirectory
+from distflow.state.record import Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
+from distflow.state.secrets import remove_secrets, write_secrets
+from distflow.state.store import Store
+
+__all__ = ["print_submitted", "store_workflow", "wait_for_end", "warn"]
+
+
+def store_workflow(
+    ready: Ready,
+    overrides: Overrides,
+    priority: Priority,
+    labels: Mapping[str, str],
+    directory: StateDirectory,
+    store: Store,
+    *,
+    kept: Mapping[str, GroupRecord] = MappingProxyType({}),
+    parent: str | None = None,
+) -> WorkflowRecord:
+    """Insert a workflow with its secrets, and return it with its id.
+
+    ``kept`` holds the groups that have completed already, in the workflow ``parent`` that this one restarts.
+    """
+    now, spec = time.time(), ready.checked.spec  # noqa: TID251  the moment of submission
+    record = WorkflowRecord(
+        uuid=uuid.uuid4().hex,
+        id="",
+        name=spec.name,
+        number=0,
+        user=getpass.getuser(),
+        pool=ready.pool.name,
+        pool_key=pool_key(ready.pool),
+        submitted_at=now,
+        groups=tuple(
+            kept.get(group.name)
+            or GroupRecord(
+                name=group.name,
+                upstream=group.upstream,
+                tasks=tuple(
+                    TaskRecord(
+                        name=launch.task,
+                        lead=launch.lead,
+                        ranks=launch.ranks.text if launch.ranks else "",
+                        outputs=launch.outputs,
+                    )
+                    for launch in group.launches
+                ),
+            )
+            for group in ready.plan.groups
+        ),
+        warnings=tuple(problem.message for problem in ready.checked.warnings),
+        priority=priority,
+        labels=labels,
+        parent=parent,
+    )
+    what = f"restarted from {parent}" if parent else "submitted"
+    text = f"{what} by {record.user} to pool {record.pool}" + (f"; kept: {', '.join(kept)}" if kept else "")
+    event = Event(at=now, kind="submitted", text=text, workflow=record.uuid)
+    write_secrets(directory.secrets, record.uuid, overrides.secrets)
+    try:
+        return store.submit(
+            record,
+            template=ready.checked.template,
+            spec=spec.rendered,
+            plan=ready.plan,
+            pool=ready.pool,
+            folder=str(ready.checked.folder),
+            events=[event],
+        )
+    except BaseException:
+        remove_secrets(directory.secrets, record.uuid)
+        raise
+
+
+def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
+    """Print the id; on a terminal also what to do with it."""
+    if format_type is Format.JSON:
+        print(json.dumps(_submitted_json(record), indent=2), flush=True)
+        return
+    print(record.id, flush=True)
+    if sys.stderr.isatty():
+        print(f"follow it:  distflow workflow logs -f {record.id}", file=sys.stderr)
+        print(f"where it is:  distflow workflow query {record.id}", file=sys.stderr)
+
+
+def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "pool": record.pool,
+        "warnings": list(record.warnings),
+        "parent_name": record.parent,
+    }
+
+
+def wait_for_end(directory: StateDirectory, store: Store, record: WorkflowRecord, format_type: Format) -> None:
+    """Follow a workflow to its end. Raises ``WorkflowEnded`` when it did not complete."""
+    from distflow.cli.live import follow_workflow
+
+    quiet = format_type is Format.JSON
+    try:
+        final = follow_workflow(directory, store, record, out=sys.stderr if quiet else sys.stdout, err=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
+        raise
+    if quiet:
+        from distflow.cli.documents import workflow_json
+
+        print(json.dumps(workflow_json(final), indent=2))
+    if final.state is not WorkflowState.COMPLETED:
+        if sys.stderr.isatty():
+            _print_causes(final)
+        raise WorkflowEnded("")
+
+
+def _print_causes(record: WorkflowRecord) -> None:
+    """Say why it failed, where the status line has just said that it did."""
+    for group in record.groups:
+        if group.message:
+            print(f"{group.name}: {group.status}: {group.message}", file=sys.stderr)
+    print(f"more: distflow workflow query {record.id}", file=sys.stderr)
+
+
+def warn(warnings: Iterable[Problem]) -> None:
+    """Show findings that stop nothing."""
+    for problem in warnings:
+        print(problem.as_text(), file=sys.stderr)

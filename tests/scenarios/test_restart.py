@@ -1,0 +1,109 @@
+"""Restarting what did not complete: completed groups are kept, with what they wrote, on this machine and over SSH."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+SPEC = """
+workflow:
+  name: stages
+  labels: {team: vision}
+  tasks:
+  - name: prepare
+    command: [sh, -c, 'echo prepared; date +%s%N > "{{output}}/when"']
+  - name: aside
+    command: [echo, aside]
+  - name: train
+    command: [sh, -c, 'test -e GO && cp "{{input:0}}/when" "{{output}}/when"']
+    inputs: [{task: prepare}]
+  - name: rate
+    command: [sh, -c, 'cat "{{input:train}}/when" "{{input:prepare}}/when"; test -e GO2']
+    inputs: [{task: train}, {task: prepare}]
+"""
+
+
+def spec(cli: Cli) -> str:
+    return cli.spec(SPEC.replace("GO", f"{cli.folder}/go"))
+
+
+@pytest.mark.parametrize("backend", ["local", "ssh"])
+def test_only_what_did_not_complete_runs_again(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+    if backend == "ssh":
+        request.getfixturevalue("lab")
+    assert cli.run("workflow", "submit", spec(cli), "--priority", "high", "--wait").code == 1
+    (cli.folder / "go").touch()
+    done = cli.run("workflow", "restart", "stages-1", "--wait")
+    assert done.code == 1, done.err  # `rate` wants another file
+    assert "prepared" not in done.out
+    tasks = cli.tasks("stages-2")
+    assert {name: task["status"] for name, task in tasks.items()} == {
+        "prepare": "COMPLETED", "aside": "COMPLETED", "train": "COMPLETED", "rate": "FAILED",
+    }  # fmt: skip
+    # A restart of a restart: `prepare` was kept twice, and its output is still where it ran.
+    (cli.folder / "go2").touch()
+    done = cli.run("workflow", "restart", "stages-2", "--wait")
+    assert done.code == 0, done.err
+    first, second = (line.removeprefix("[rate] ") for line in done.out.splitlines() if line.startswith("[rate] 1"))
+    assert first == second
+    answer = cli.query("stages-3")
+    assert (answer["parent_name"], answer["priority"], answer["labels"]) == ("stages-2", "HIGH", {"team": "vision"})
+    assert {group["name"]: group["kept_from"] for group in answer["groups"]} == {
+        "prepare-group": "stages-1", "aside-group": "stages-1", "train-group": "stages-2", "rate-group": None,
+    }  # fmt: skip
+    shown = cli.run("workflow", "query", "stages-3").out
+    assert "Restarts     stages-2" in shown
+    assert "kept from stages-1" in shown
+    events = cli.run("workflow", "events", "stages-3").out
+    assert "restarted from stages-2 by" in events
+    assert "; kept: prepare-group, aside-group, train-group" in events
+    assert not list(cli.state.rglob("incoming-*"))
+
+
+def test_what_cannot_be_restarted_is_said(cli: Cli) -> None:
+    (cli.folder / "go").touch()
+    (cli.folder / "go2").touch()
+    assert cli.run("workflow", "submit", spec(cli), "--wait").code == 0
+    running = cli.submit(cli.spec("workflow: {name: long, tasks: [{name: a, command: [sleep, '600']}]}", "long.yaml"))
+    for ident, words in (
+        (
+            "stages-1",
+            "stages-1 completed: there is nothing to restart\nto run all of it again: distflow workflow submit stages-1",
+        ),
+        (running, "long-1 has not ended: "),
+        ("stages-7", "there is no workflow 'stages-7'"),
+        ("nothing", "'nothing' is no id of a workflow"),
+    ):
+        done = cli.run("workflow", "restart", ident)
+        assert (done.code, done.out) == (2, "")
+        assert words in done.err
+    assert cli.run("workflow", "cancel", running, "--wait", "60").code == 0
+    again = cli.run("workflow", "restart", running, "-t", "json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["parent_name"] == "long-1"
+    assert cli.run("workflow", "cancel", "long-2", "--wait", "60").code == 0
+
+
+def test_outputs_that_are_gone_are_named_and_nothing_is_submitted(lab: Lab, cli: Cli) -> None:
+    assert cli.run("workflow", "submit", spec(cli), "--wait").code == 1
+    node = cli.tasks("stages-1")["prepare"]["node_name"]
+    shutil.rmtree(cli.folder / node / cli.query("stages-1")["uuid"])
+    done = cli.run("workflow", "restart", "stages-1")
+    assert done.code == 3
+    assert f"{node}: what prepare of stages-1 wrote cannot be fetched: " in done.err
+    lab.servers[node].stop()
+    lab.configure(connect_timeout="2s")
+    done = cli.run("workflow", "restart", "stages-1")
+    assert done.code == 3
+    assert f"{node}: what prepare of stages-1 wrote cannot be fetched: " in done.err
+    assert cli.run("workflow", "query", "stages-2").code == 2
+    # All of it can still be run again.
+    lab.servers[node].start()
+    (cli.folder / "go").touch()
+    (cli.folder / "go2").touch()
+    assert cli.run("workflow", "submit", "stages-1", "--wait").code == 0
