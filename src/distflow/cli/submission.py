@@ -12,8 +12,9 @@ from distflow.documents.problems import Problem, ProblemsFound, Severity
 from distflow.errors import InputError
 from distflow.layout.checks import check_layout
 from distflow.layout.drawing import draw_world
-from distflow.layout.placement import Free, Placement, place
+from distflow.layout.placement import Free, Placement
 from distflow.layout.ranks import World
+from distflow.layout.topology import place_near
 from distflow.plan.compile import compile_plan, demands
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
@@ -180,7 +181,7 @@ def propose(
     placement: dict[str, str] = {}
     problems: list[Problem] = []
     for group in plan.groups:
-        placed = place(demands(group), free, shared=pool.shares_nodes)
+        placed = place_near(demands(group), free, shared=pool.shares_nodes)
         if isinstance(placed, Placement):
             placement.update(placed.nodes)
             continue

@@ -8,12 +8,13 @@ paths), and anything else is searched within bounds, so that a gang which fits i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from distflow.pools.model import Node
+from distflow.spec.model import Near
 
-__all__ = ["Demand", "Free", "Placement", "Unplaced", "could_ever_fit", "place"]
+__all__ = ["Demand", "Free", "Placement", "Unplaced", "place"]
 
 _STEPS = 20_000
 """How many tries a search may take before a gang is refused."""
@@ -33,6 +34,10 @@ class Demand:
     platform: str | None = None
     """``None``: any."""
     nodes_excluded: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """What the node's labels must say."""
+    near: tuple[Near, ...] = ()
+    """Which tasks it stands near to (``layout.topology``); not looked at here."""
     spread: str | None = None
     """Tasks with the same key stand on nodes of their own (those of one world); ``None``: beside anything that fits."""
 
@@ -47,6 +52,7 @@ class Free:
     memory: int | None = None
     """Bytes."""
     platform: str | None = None
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     all_gpus: int | None = None
     """What the node has when nothing runs there; ``None``: as much as is free."""
     all_cpus: int | None = None
@@ -55,17 +61,9 @@ class Free:
     @classmethod
     def whole(cls, node: Node) -> Free:
         """Return a node of a pool with nothing running on it."""
-        return cls(node=node.name, gpus=node.gpus, cpus=node.cpus, memory=node.memory, platform=node.platform)
-
-    @property
-    def emptied(self) -> Free:
-        """The same node with nothing running on it."""
-        return replace(
-            self,
-            gpus=self.gpus if self.all_gpus is None else self.all_gpus,
-            cpus=self.cpus if self.all_cpus is None else self.all_cpus,
-            memory=self.memory if self.all_memory is None else self.all_memory,
-        )
+        return cls(
+            node=node.name, gpus=node.gpus, cpus=node.cpus, memory=node.memory, platform=node.platform, labels=node.labels
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +97,6 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
         names = {demands[task].task: nodes[at].node for task, at in sorted(chosen.items())}
         return Placement(nodes=MappingProxyType(names))
     return tuple(_unplaced(task, demands, nodes, chosen) for task in range(len(demands)) if task not in chosen)
-
-
-def could_ever_fit(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
-    """Return what ``place`` would, if nothing else ran: a gang that does not fit then need not wait."""
-    return place(demands, [node.emptied for node in nodes], shared=shared)
 
 
 def _greedy(demands: Sequence[Demand], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
@@ -207,6 +200,9 @@ def _lacks(demand: Demand, node: Free) -> str:
         return "excluded by nodesExcluded"
     if demand.platform is not None and node.platform is not None and demand.platform != node.platform:
         return f"platform {node.platform}, {demand.platform} asked"
+    for key, value in demand.labels.items():
+        if node.labels.get(key) != value:
+            return f"{key} {node.labels[key]}, {value} asked" if key in node.labels else f"no label {key}, {value} asked"
     if node.gpus is not None and demand.gpus > node.gpus:
         return f"{_of(node.gpus, node.all_gpus)} GPUs free, {demand.gpus} asked"
     if node.cpus is not None and demand.cpus > node.cpus:

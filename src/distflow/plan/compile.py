@@ -44,6 +44,7 @@ def demands(group: GroupPlan) -> tuple[Demand, ...]:
             memory=launch.resource.memory or 0,
             platform=launch.resource.platform,
             nodes_excluded=launch.resource.nodes_excluded,
+            near=launch.resource.topology,
             spread=group.name if launch.ranks is not None else None,
         )
         for launch in ranked

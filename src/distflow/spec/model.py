@@ -14,6 +14,7 @@ __all__ = [
     "FileSpec",
     "GroupSpec",
     "InputSpec",
+    "Near",
     "Ranks",
     "ResourceSpec",
     "Retry",
@@ -50,6 +51,17 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """An entry of ``topology``: tasks of a gang with equal key and group share a unit, such as a rack."""
+
+    key: str
+    """A label of nodes."""
+    group: str = "default"
+    required: bool = True
+    """``False``: preferred, and given up where there is no room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceSpec:
     """What a task asks of its node."""
 
@@ -62,6 +74,7 @@ class ResourceSpec:
     """Bytes."""
     platform: str | None = None
     nodes_excluded: tuple[str, ...] = ()
+    topology: tuple[Near, ...] = ()
     mark: Mark = Mark("")
 
 

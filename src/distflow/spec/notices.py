@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from distflow.documents.view import View
 
-__all__ = ["notice_task", "notice_workflow", "output_words"]
+__all__ = ["notice_images", "notice_task", "output_words"]
 
 _TASK_ERRORS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -63,16 +63,12 @@ def notice_task(task: View) -> None:
             task.warn(message, hint, key=key)
 
 
-def notice_workflow(workflow: View, tasks: tuple[View, ...]) -> None:
-    """Find what this version does not do for a workflow as a whole; each at most once."""
+def notice_images(tasks: tuple[View, ...]) -> None:
+    """Warn once that images are ignored."""
     image = next((task for task in tasks if task.has("image")), None)
     if image is not None:
         hint = "install what the image holds there; the pool's `python` says which one that is"
         image.warn("`image` is ignored: tasks run on the node's own python", hint, key="image")
-    resources = workflow.view("resources")
-    topology = next((name for name in resources.keys if resources.view(name).has("topology")), None)
-    if topology is not None:
-        resources.view(topology).warn("`topology` is ignored: nodes are chosen without it", key="topology")
 
 
 def output_words(task: View) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from distflow.documents.view import View
 from distflow.documents.yaml_text import parse_yaml
 from distflow.spec.exits import parse_retry
 from distflow.spec.inputs import Graph, upstream_of
-from distflow.spec.model import GroupSpec, InputSpec, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
+from distflow.spec.model import GroupSpec, InputSpec, Near, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
-from distflow.spec.notices import notice_workflow
+from distflow.spec.notices import notice_images
 from distflow.spec.schema import spec_problems
 from distflow.spec.tasks import check_tokens, parse_task, replica_names
 from distflow.spec.template import Rendered, render
@@ -173,7 +173,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 mark=task.key_mark("name"),
             )
         )
-    notice_workflow(top, tuple(members))
+    notice_images(tuple(members))
     return tuple(found)
 
 
@@ -244,5 +244,20 @@ def _parse_resource(entry: View, mark: Mark) -> ResourceSpec:
         storage=entry.parsed("storage", parse_bytes),
         platform=entry.string("platform") or None,
         nodes_excluded=tuple(text.value for text in entry.texts("nodesExcluded")),
+        topology=_parse_topology(entry),
         mark=mark,
     )
+
+
+def _parse_topology(resource: View) -> tuple[Near, ...]:
+    found: list[Near] = []
+    for entry in resource.views("topology"):
+        near = Near(
+            key=entry.string("key") or "",
+            group=entry.string("group") or "default",
+            required=entry.string("requirementType") != "preferred",
+        )
+        if any(other.key == near.key for other in found):
+            entry.add(f"the key `{near.key}` stands here twice", "a task belongs to one group of each key", key="key")
+        found.append(near)
+    return tuple(found)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distflow.backends.base import LeaseRequest
-from distflow.layout.placement import Demand, Free, Placement, Unplaced, place
+from distflow.layout.placement import Demand, Free, Placement, Unplaced
+from distflow.layout.topology import place_near
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan
@@ -86,7 +87,7 @@ def _next_of_pool(
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
         return
-    placed = place(asked, free, shared=pool.shares_nodes)
+    placed = place_near(asked, free, shared=pool.shares_nodes)
     if not isinstance(placed, Placement):
         if any(view.up or view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, placed)
@@ -140,6 +141,7 @@ def _free(world: World, pool_key: str, views: Sequence[NodeView], fixed_port: in
             cpus=_left(view.cpus, used[view.node.name][1]),
             memory=_left(view.memory, used[view.node.name][2]),
             platform=view.node.platform,
+            labels=view.node.labels,
             all_gpus=view.gpus,
             all_cpus=view.cpus,
             all_memory=view.memory,

@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.layout.placement import Demand, Free, Placement, could_ever_fit, place
+from distflow.layout.placement import Demand, Free, Placement, place
 
 GPUS = st.integers(0, 4)
 
@@ -64,11 +64,11 @@ def test_each_reason_is_given_in_words() -> None:
     assert reasons(place([asked], [], shared=False)) == {"a": ("the pool has no nodes",)}
 
 
-def test_a_busy_pool_may_fit_later() -> None:
-    nodes = [Free(node="n0", gpus=0, all_gpus=8)]
-    assert reasons(place([demand("a", 8)], nodes, shared=False)) == {"a": ("n0: 0 of 8 GPUs free, 8 asked",)}
-    assert isinstance(could_ever_fit([demand("a", 8)], nodes, shared=False), Placement)
-    assert reasons(could_ever_fit([demand("a", 9)], nodes, shared=False)) == {"a": ("n0: 8 of 8 GPUs free, 9 asked",)}
+def test_labels_are_held_against_those_of_the_nodes() -> None:
+    nodes = [Free(node="n0"), Free(node="n1", labels={"rack": "r2"}), Free(node="n2", labels={"rack": "r1"})]
+    asked = Demand(task="a", labels={"rack": "r1"})
+    assert place([asked], nodes, shared=False) == Placement(nodes={"a": "n2"})
+    assert reasons(place([asked], nodes[:2], shared=False)) == {"a": ("n0: no label rack, r1 asked", "n1: rack r2, r1 asked")}
 
 
 def test_nothing_to_place_is_placed() -> None:
