@@ -24,6 +24,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@sh scripts/install_sshd.sh
+	@sh scripts/install_engines.sh
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(STAMP)

@@ -54,6 +54,7 @@ REASONS = {
     "takes minutes",
     "changes your shell",
     "needs a git repository",
+    "needs a container engine",
 }
 COLUMNS, LINES = 110, 40
 LIMIT_S = 120.0

@@ -143,6 +143,8 @@ class Staging(_OfAttempt):
     total: int
     """Bytes of all that the node lacked."""
     bytes_per_s: float
+    image: str = ""
+    """The container image that is being pulled; then nobody knows how many bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,8 @@ class PrepareFailed(_OfAttempt):
     """The node refused, for good."""
 
     message: str
+    is_image: bool = False
+    """It was the container image that could not be had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,11 +29,11 @@ def workflow_json(
 
     distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``upstream_groups``, ``message`` (what
     it waits for, or why it ended), ``kept_from`` (the id of the workflow in which it completed, when this one restarts
-    that), ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code`` of
-    the command, ``signal``, ``time``, ``lines``) and ``earlier_causes`` (one for each earlier attempt); of a task ``ranks``
-    (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output that are on their way: ``sent_bytes``,
-    ``total_bytes``, ``bytes_per_second``), ``pid``, ``signal``, ``duration``, ``last_line``, ``outputs``, ``output_dir``,
-    ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
+    that), ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code`` of the command,
+    ``signal``, ``time``, ``lines``) and ``earlier_causes`` (one for each earlier attempt); of a task ``ranks`` (such as
+    ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output that are on their way: ``sent_bytes``, ``total_bytes``,
+    ``bytes_per_second``, ``image`` that is pulled), ``pid``, ``signal``, ``duration``, ``last_line``, ``outputs``,
+    ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
 
     Groups and tasks stand in the order of the spec; with ``verbose`` earlier attempts of a task follow it, the latest first.
     ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node. Without ``now``,
@@ -134,7 +134,12 @@ def _cause_json(cause: Cause) -> dict[str, object]:
 
 
 def _transfer_json(files: Transfer) -> dict[str, object]:
-    return {"sent_bytes": files.sent, "total_bytes": files.total, "bytes_per_second": round(files.bytes_per_s)}
+    return {
+        "sent_bytes": files.sent,
+        "total_bytes": files.total,
+        "bytes_per_second": round(files.bytes_per_s),
+        "image": files.image or None,
+    }
 
 
 def _task_json(group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None) -> dict[str, object]:

@@ -57,7 +57,7 @@ def restart(
         hint = f"to run all of it again: distflow workflow submit {record.id}"
         raise InputError(f"{record.id} completed: there is nothing to restart", hint=hint)
     ready = plan_for(before.checked, before.pool(configuration, pool, None), overrides, directory.blobs)
-    warn(before.checked.warnings)
+    warn(ready.checked.warnings)
     with wiring.open_store(directory) as store:
         kept = _keep(before, ready.plan, store, directory)
         new = store_workflow(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distflow.documents.problems import Problem, ProblemsFound, Severity
+from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.errors import InputError
 from distflow.layout.checks import check_layout
 from distflow.layout.drawing import draw_world
@@ -16,6 +16,7 @@ from distflow.layout.placement import Free, Placement
 from distflow.layout.ranks import World
 from distflow.layout.topology import place_near
 from distflow.plan.compile import compile_plan, demands
+from distflow.plan.containers import container_notices
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
@@ -163,6 +164,8 @@ def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path) ->
 
     Raises ``ProblemsFound`` when a file cannot be read, or when the pool could not hold a group even if it were idle.
     """
+    notices = container_notices(checked.spec, pool.nodes)
+    checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
     bundles, problems = bundle_files(checked.spec, blobs)
     if problems:
         raise ProblemsFound([*problems, *checked.warnings])

@@ -27,9 +27,10 @@ from distflow.cli.submission import (
     plan_for,
     propose,
 )
-from distflow.documents.problems import Problem, ProblemsFound, Severity
+from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.lifecycle.upstream import waits_for
 from distflow.plan.compile import compile_plan
+from distflow.plan.containers import container_notices
 from distflow.plan.render import plan_json, plan_text, script
 from distflow.pools.choose import choose_pool
 from distflow.pools.hostfile import Host
@@ -116,7 +117,7 @@ def submit(
         return
     directory = wiring.state_directory()
     ready = plan_for(checked, chosen, overrides, directory.blobs)
-    warn(checked.warnings)
+    warn(ready.checked.warnings)
     with wiring.open_store(directory) as store:
         record = store_workflow(ready, overrides, urgency, labels, directory, store)
         if not (wait and format_type is Format.JSON):
@@ -169,7 +170,8 @@ def _validate_one(
     plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
     # Whether it fits here is no fault of the spec: it may be meant for other machines.
     _, misfits = propose(plan, chosen, checked.spec, Severity.WARNING)
-    return checked, [*checked.warnings, *misfits]
+    notices = container_notices(checked.spec, chosen.nodes)
+    return checked, [*in_document_order([*checked.warnings, *notices]), *misfits]
 
 
 def _valid_text(file: str, checked: Checked) -> str:

@@ -249,6 +249,8 @@ def _transfer_words(group: GroupRecord, task: TaskRecord, before: str = "", afte
     files = group.moving(task)
     if files is None:
         return ""
+    if files.image:
+        return f"{before}pulls its image {files.image}{after}"
     doing = f"{files.output} its output" if files.output else "receives its files"
     share = f"{bytes_text(files.sent)} of {bytes_text(files.total)}"
     return f"{before}{doing}: {share}, {bytes_text(files.bytes_per_s)}/s{after}"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from distflow.plan.containers import container_of
 from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GroupPlan
 from distflow.pools.model import Node
 
@@ -62,4 +63,5 @@ def bind_task(
         environment=environment,
         files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in launch.files),
         setup=node.setup,
+        container=container_of(launch, node, fill),
     )

@@ -108,6 +108,9 @@ def _launch(
         rewritten=tuple((path, place_of(path)) for path, _ in injected),
         outputs=task.outputs,
         exit_actions=task.exit_actions,
+        image=rewrite(task.image.value) if task.image is not None else None,
+        mounts=tuple(rewrite(text.value) for text in task.mounts),
+        privileged=task.privileged,
     )
 
 

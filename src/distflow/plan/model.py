@@ -31,6 +31,7 @@ __all__ = [
     "PLACEHOLDER",
     "Binding",
     "BoundLaunch",
+    "Container",
     "GroupPlan",
     "Launch",
     "Plan",
@@ -92,6 +93,20 @@ class Launch:
     """Injected absolute paths, and where they stand on the node: ``("/train.py", "files/train.py")``."""
     outputs: tuple[str, ...] = ()
     exit_actions: ExitActions = ExitActions()
+    image: str | None = None
+    mounts: tuple[str, ...] = ()
+    privileged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """The container that a task runs in."""
+
+    runtime: str
+    """``docker``, ``podman``, or ``auto``: the first of them that the node has."""
+    image: str
+    mounts: tuple[str, ...] = ()
+    privileged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +166,5 @@ class BoundLaunch:
     environment: Mapping[str, str]
     files: tuple[PlannedFile, ...] = ()
     setup: str | None = None
+    container: Container | None = None
+    """``None``: it runs on the node's own python."""

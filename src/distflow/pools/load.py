@@ -25,7 +25,7 @@ from distflow.documents.words import did_you_mean
 from distflow.documents.yaml_text import parse_yaml
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
 from distflow.pools.machine import Machine, this_machine
-from distflow.pools.model import Configuration, Node, Pool, ssh_node
+from distflow.pools.model import Configuration, ContainerRuntime, Node, Pool, ssh_node
 
 __all__ = [
     "FILE_NAME",
@@ -273,6 +273,7 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
         platform=text("platform"),
         labels=_merged(pool.document, layers[:2], "labels"),
         environment=_merged(pool.document, layers, "environment"),
+        container=_CONTAINERS.get(text("container") or "", base.container),
         setup=text("setup"),
         lease_dir=directory(layers, "lease_dir", text("lease_dir")) or _LEASE_DIR,
     )
@@ -280,7 +281,10 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
 
 _POLICIES: Mapping[str, Literal["strict", "accept-new"]] = MappingProxyType({"strict": "strict", "accept-new": "accept-new"})
 
-_OF_POOLS = ("root", "python", "setup", "lease_dir")
+_CONTAINERS: Mapping[str, ContainerRuntime] = MappingProxyType(
+    {"none": "none", "auto": "auto", "docker": "docker", "podman": "podman"}
+)
+_OF_POOLS = ("root", "python", "setup", "lease_dir", "container")
 """Keys of a node that may stand on its pool, too."""
 
 

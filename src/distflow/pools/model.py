@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["Configuration", "Node", "Pool", "ssh_node"]
+__all__ = ["Configuration", "ContainerRuntime", "Node", "Pool", "ssh_node"]
+
+ContainerRuntime = Literal["none", "auto", "docker", "podman"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Set for every task there, below what the spec sets."""
+    container: ContainerRuntime = "none"
+    """What runs the image of a task; ``none``: tasks run on the node's own python, whatever their image."""
     setup: str | None = None
     """A shell prelude that runs before each command (modules, conda, ulimits)."""
     lease_dir: str = "/tmp/distflow-leases"  # noqa: S108  shared by all users on purpose, its contents are not secret

@@ -98,7 +98,6 @@ class _Agent:
             "tail": self._tail,
             "untail": self._untail,
             "credit": self._credit,
-            **dict.fromkeys(("survey", "clean", "probe", "run", "listen", "reach"), self._look_after),
         }
 
     def run(self) -> None:
@@ -145,10 +144,8 @@ class _Agent:
 
     def _dispatch(self, request: Json) -> None:
         answer = _Answer(self, request.get("id"))
-        op = self._ops.get(str(request.get("op")))
+        op = self._ops.get(str(request.get("op")), self._look_after)
         try:
-            if op is None:
-                raise OpError("bad_request", "unknown op {!r}".format(request.get("op")))
             op(request, answer)
         except OpError as error:
             answer.refuse(error)

@@ -74,7 +74,12 @@ def with_prelude(argv: List[str], prelude: Optional[str], env: Dict[str, str]) -
 def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -> Spawned:
     """Fork the child and wait until it stands in a session of its own. Raises ``OSError`` when no process can be made."""
     env = environment(launch, attempt, directory)
-    argv = with_prelude(launch["argv"], launch.get("shell_prelude"), env)
+    argv = list(launch["argv"])
+    if launch.get("container"):
+        from distflow.runtime import containers
+
+        argv = containers.wrap(launch, attempt, directory, env)
+    argv = with_prelude(argv, launch.get("shell_prelude"), env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     go_read, go_write = os.pipe()
     failure_read, failure_write = os.pipe()

@@ -79,6 +79,7 @@ class _Keeper:
         self._release: Optional[Callable[[Json], None]] = None
         self._deadline = time.monotonic() + grip.start_timeout_s  # of the start, then of the ladder's next rung
         self._killing = False
+        self._container: Optional[Json] = None
         self._news_at = _FOR_EVER
         self._told_at = 0.0
         me = os.getpid()
@@ -111,6 +112,7 @@ class _Keeper:
             "why": None,
             "message": None,
             "lost_output_bytes": 0,
+            "container": None,
         }
 
     def _listen_to_signals(self) -> None:
@@ -151,7 +153,7 @@ class _Keeper:
         self._orphaned = self._orphaned or os.getppid() != self._runner
         if self._orphaned and not self._killing:
             self._reason = self._reason or ("runner_died" if self._exit is None else None)
-            self._killing = True
+            self._kill()
         if self._terminated:
             self._terminated = False
             grace_s = float((self._launch or {}).get("stop_grace_s") or 0)
@@ -175,6 +177,7 @@ class _Keeper:
             if pid == spawned.pid:
                 self._exit = dict(as_exit(status), ended_at=now())
                 self._take_failure()
+                self._remove_container()
                 # What outlives it gets TERM too, and what is left of the grace.
                 self._deadline = min(self._deadline, time.monotonic() + _STRAGGLERS_S)
                 if are_left and not self._killing:
@@ -183,21 +186,43 @@ class _Keeper:
         if not are_left:
             return True
         if time.monotonic() >= self._deadline:
-            self._killing = True
+            self._kill()
             self._deadline = _FOR_EVER
         if self._killing:
             self._hunt.step()
         return self._killing and self._hunt.is_over
 
+    def _kill(self) -> None:
+        self._killing = True
+        if self._exit is None:
+            self._remove_container()
+
+    def _remove_container(self) -> None:
+        """End what runs in the container: its processes are children of a daemon, and not below us."""
+        if self._container is not None:
+            from distflow.runtime import containers
+
+            self._message = containers.remove(self._container) or self._message
+
     def _take_failure(self) -> None:
         """Find out, once, whether the exec failed; only the child's end or the closed pipe tells."""
         spawned, failure = self._command, None
         if spawned is not None:
-            failure = command.read_failure(spawned.failure)
+            failure = command.read_failure(spawned.failure) or self._no_container()
         if failure is not None and self._exit is not None and self._reason is None:
             self._reason = "start_error"
             self._message = str(failure.get("message"))
             self._exit.update(exit_code=failure.get("exit_code"), signal=None)
+
+    def _no_container(self) -> Optional[Json]:
+        """Why there was no container to run anything in; the details are in the task's output, where the program wrote them."""
+        if self._container is None or (self._exit or {}).get("exit_code") != 125:
+            return None
+        from distflow.runtime import containers
+
+        if os.path.exists(os.path.join(self._grip.directory, containers.CREATED)):
+            return None
+        return {"exit_code": 125, "message": "the container could not be made; the last lines of its output say why"}
 
     def _finish(self) -> None:
         self._output.drain()
@@ -247,6 +272,13 @@ class _Keeper:
         if self._launch is None:
             raise OpError("not_prepared", "`prepare` comes before `start`")
         grip = self._grip
+        if self._launch.get("container"):
+            from distflow.runtime import containers
+
+            env = command.environment(self._launch, grip.attempt, grip.directory)
+            # On record before there is a container, so that the runner can end it, too.
+            self._container = containers.identify(self._launch, grip.attempt, env)
+            self._state.update(container=self._container)
         try:
             spawned = command.spawn(self._launch, grip.attempt, grip.directory, self._output_write, grip.umask)
         except OSError as error:

@@ -17,7 +17,7 @@ __all__ = ["LAUNCH", "is_quick", "place", "write_launch"]
 
 LAUNCH = "launch.json"
 _RECORDS = {"launch.json", "runner.json", "exit.json", ".exit.json", "error.json"}
-_OURS = _RECORDS | {"control", "output.log", "output.idx", "pair.log", "packed.json"}
+_OURS = _RECORDS | {"control", "output.log", "output.idx", "pair.log", "packed.json", "container.id"}
 _AT_ONCE = 1 << 30
 _NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
 """Answers of file systems and kernels that cannot copy by themselves."""

@@ -78,6 +78,11 @@ def _take_over(grip: Grip, keeper_status: int, output_read: int) -> None:
     state: Json = records.read_state(grip.directory) or {}
     command = (state.get("command") or {}).get("pid", 0)
     known: Json = {}
+    trouble = None
+    if state.get("container"):
+        from distflow.runtime import containers
+
+        trouble = containers.remove(state["container"])
     me = os.getpid()
     hunt = Hunt(lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me))
     while True:
@@ -93,5 +98,5 @@ def _take_over(grip: Grip, keeper_status: int, output_read: int) -> None:
     output.drain()
     grip.unlock()
     known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(grip.directory))
-    known["message"] = hunt.message or "the process that keeps the task {}".format(keeper.tell(keeper_status))
+    known["message"] = hunt.message or trouble or "the process that keeps the task {}".format(keeper.tell(keeper_status))
     os.fsync(records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known)))

@@ -188,7 +188,12 @@ class _Session:
             del env["TORCHELASTIC_ERROR_FILE"]
         if terminal is not None:
             env["TERM"] = str(terminal.get("term") or "dumb")
-        argv = command.with_prelude(launch["argv"], launch.get("shell_prelude"), env)
+        argv = list(launch["argv"])
+        if launch.get("container"):
+            from distflow.runtime import containers
+
+            argv = containers.enter(launch, attempt, self._directory, env, terminal is not None)
+        argv = command.with_prelude(argv, launch.get("shell_prelude"), env)
         cwd = os.path.join(self._directory, launch.get("cwd") or "work")
         wake, self._wake = os.pipe()
         for fd in (wake, self._wake):

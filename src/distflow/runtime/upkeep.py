@@ -33,8 +33,12 @@ class Upkeep:
             "run": self._run,
             "listen": self._listen,
             "reach": self._reach,
+            "pull": self._pull,
         }
-        ops[request["op"]](request, done)
+        op = ops.get(str(request.get("op")))
+        if op is None:
+            raise OpError("bad_request", "unknown op {!r}".format(request.get("op")))
+        op(request, done)
 
     def _survey(self, _request: Json, done: _Done) -> None:
         self._loop.job(lambda: cleaning.survey(self._root), done)
@@ -54,6 +58,13 @@ class Upkeep:
 
     def _run(self, request: Json, done: _Done) -> None:
         self._loop.job(probing.run(self._root, request, self._umask), done)
+
+    def _pull(self, request: Json, done: _Done) -> None:
+        from distflow.runtime import command, containers
+
+        launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
+        env = command.environment(launch, "", self._root)
+        self._loop.job(lambda: containers.pull(request["container"], env), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))

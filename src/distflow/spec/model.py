@@ -128,7 +128,11 @@ class TaskSpec:
     lead: bool
     command: tuple[Text, ...]
     args: tuple[Text, ...] = ()
-    image: str | None = None
+    image: Text | None = None
+    """The container image that it runs in, where its node has a container runtime."""
+    mounts: tuple[Text, ...] = ()
+    """``volumeMounts``: directories of the node in the container, ``src`` or ``src:dst``."""
+    privileged: bool = False
     environment: Mapping[str, Text] = field(default_factory=lambda: MappingProxyType({}))
     files: tuple[FileSpec, ...] = ()
     inputs: tuple[InputSpec, ...] = ()

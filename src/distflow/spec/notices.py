@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from distflow.documents.view import View
 
-__all__ = ["notice_images", "notice_task", "output_words"]
+__all__ = ["notice_task", "output_words"]
 
 _TASK_ERRORS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -28,10 +28,6 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "`credentials` is ignored: no secret reaches the task",
             "give secrets with `--set-env NAME=value`; they are masked and stored apart",
         ),
-        "volumeMounts": (
-            "`volumeMounts` is ignored: nothing is mounted",
-            "the task sees the node's own directories under their own paths",
-        ),
         "downloadType": ("`downloadType` is ignored", ""),
         "cacheSize": ("`cacheSize` is ignored", ""),
         "kpis": ("`kpis` is ignored: nothing is uploaded", "the files stay below the task's output directory on the node"),
@@ -39,13 +35,6 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "`outputs` is not uploaded yet: the files stay on the node, below the task's output directory",
             "`distflow workflow query` says where",
         ),
-    }
-)
-
-_TASK_FLAGS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "privileged": ("`privileged` is ignored: tasks run with the rights of the user on the node", ""),
-        "hostNetwork": ("`hostNetwork` is ignored: without containers every task uses the node's network", ""),
     }
 )
 
@@ -58,17 +47,6 @@ def notice_task(task: View) -> None:
     for key, (message, hint) in _TASK_WARNINGS.items():
         if task.has(key):
             task.warn(message, hint, key=key)
-    for key, (message, hint) in _TASK_FLAGS.items():
-        if task.flag(key):
-            task.warn(message, hint, key=key)
-
-
-def notice_images(tasks: tuple[View, ...]) -> None:
-    """Warn once that images are ignored."""
-    image = next((task for task in tasks if task.has("image")), None)
-    if image is not None:
-        hint = "install what the image holds there; the pool's `python` says which one that is"
-        image.warn("`image` is ignored: tasks run on the node's own python", hint, key="image")
 
 
 def output_words(task: View) -> tuple[str, ...]:

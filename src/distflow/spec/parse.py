@@ -20,7 +20,6 @@ from distflow.spec.exits import parse_retry
 from distflow.spec.inputs import Graph, upstream_of
 from distflow.spec.model import GroupSpec, InputSpec, Near, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
-from distflow.spec.notices import notice_images
 from distflow.spec.schema import spec_problems
 from distflow.spec.tasks import check_tokens, parse_task, replica_names
 from distflow.spec.template import Rendered, render
@@ -173,7 +172,6 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 mark=task.key_mark("name"),
             )
         )
-    notice_images(tuple(members))
     return tuple(found)
 
 

@@ -39,7 +39,9 @@ def parse_task(
         lead=leads,
         command=task.texts("command"),
         args=task.texts("args"),
-        image=task.string("image"),
+        image=task.text("image"),
+        mounts=_mounts(task),
+        privileged=task.flag("privileged") is True,
         environment=_environment(task),
         files=parse_files(task, base_dir),
         inputs=inputs,
@@ -56,6 +58,16 @@ def parse_task(
 def _replicas(task: View) -> int | None:
     count = task.whole("replicas")
     return count if count is not None and 1 <= count <= 4096 else None
+
+
+def _mounts(task: View) -> tuple[Text, ...]:
+    found = task.texts("volumeMounts")
+    for text in found:
+        parts = text.value.split(":")
+        if len(parts) > 2 or not all(part.startswith("/") for part in parts):
+            hint = "write a directory of the node, or two: `/data` or `/data:/mnt/data`"
+            task.add(f"`{text.value}` is no entry of `volumeMounts`", hint, where=text.mark_at(0))
+    return found
 
 
 def _environment(task: View) -> Mapping[str, Text]:

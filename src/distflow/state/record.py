@@ -90,6 +90,8 @@ class Transfer:
     """When that was so."""
     output: str = ""
     """Of a task's output: what its node does with it (``packs``, ``sends``); empty for files that it receives."""
+    image: str = ""
+    """The container image that is being pulled; nobody knows how many bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,14 +160,19 @@ def _prepared(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[
 def _staging(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     if task.state is not State.INITIALIZING or task.prepared or not isinstance(seen, Staging):
         return task, ""
-    return replace(task, transfer=Transfer(sent=seen.sent, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at)), ""
+    return replace(task, transfer=_on_its_way(seen)), ""
+
+
+def _on_its_way(seen: Staging) -> Transfer:
+    return Transfer(sent=seen.sent, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, image=seen.image)
 
 
 def _prepare_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     if task.state is not State.INITIALIZING or not isinstance(seen, PrepareFailed):
         return task, ""
     # The attempt's pair still waits on the node: its end is seen when it is stopped.
-    return replace(task, reason=Reason.START_ERROR, message=seen.message), f"{task.name}: cannot start: {seen.message}"
+    reason = Reason.IMAGE_PULL if seen.is_image else Reason.START_ERROR
+    return replace(task, reason=reason, message=seen.message), f"{task.name}: cannot start: {seen.message}"
 
 
 def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
@@ -202,7 +207,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
         # Nothing has run, so nothing has failed: the gang gives back what it has and queues again.
         return replace(task, reason=Reason.START_TIMEOUT, prepared=False), f"{task.name}: its lease was lost"
-    if task.reason is Reason.START_ERROR:
+    if task.reason in (Reason.START_ERROR, Reason.IMAGE_PULL):
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
         ended = conclude(task, group, end)

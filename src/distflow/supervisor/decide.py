@@ -28,6 +28,8 @@ __all__ = ["LOG_DRAIN_S", "decide"]
 LOG_DRAIN_S = 5.0
 """How long an ended group may wait for the last of its output before it is shown as ended; mirroring goes on after that."""
 
+_REFUSALS = (Reason.START_ERROR, Reason.IMAGE_PULL)
+
 
 def decide(world: World, now: float) -> Decision:
     """Return what follows from the world as it is at ``now`` (seconds since the epoch)."""
@@ -139,7 +141,7 @@ class _Step:
 
     def _initializing(self) -> None:
         group = self.group
-        refused = [task for task in group.tasks if task.reason is Reason.START_ERROR or task.state is State.FAILED]
+        refused = [task for task in group.tasks if task.reason in _REFUSALS or task.state is State.FAILED]
         if refused:
             self._stop(Reason.PEER_FAILED, f"{refused[0].name}: {refused[0].message}")
             return

@@ -223,14 +223,14 @@ def test_what_is_done_with_outputs_is_kept_in_words() -> None:
 
 
 def test_warnings_come_with_a_spec_that_can_be_used() -> None:
-    spec, problems = load_spec_text("workflow: {name: j, tasks: [{name: a, image: x, command: [x]}]}", "f", Path("/"))
-    assert spec.groups[0].tasks[0].image == "x"
+    spec, problems = load_spec_text("workflow: {name: j, tasks: [{name: a, cacheSize: 1Gi, command: [x]}]}", "f", Path("/"))
+    assert spec.groups[0].tasks[0].name == "a"
     assert [problem.severity for problem in problems] == [Severity.WARNING]
 
 
 def test_warnings_are_told_beside_errors() -> None:
     with pytest.raises(ProblemsFound) as caught:
-        load_spec_text("workflow: {name: j, tasks: [{name: a, image: x, comand: [x]}]}", "f", Path("/"))
+        load_spec_text("workflow: {name: j, tasks: [{name: a, cacheSize: 1Gi, comand: [x]}]}", "f", Path("/"))
     assert {problem.severity for problem in caught.value.problems} == {Severity.WARNING, Severity.ERROR}
 
 

@@ -10,6 +10,7 @@ import base64
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from distflow.backends.machines.connection import Connection, now
 from distflow.backends.machines.pace import Pace
 from distflow.backends.machines.staging import Blob
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
-from distflow.plan.model import Binding, BoundLaunch, PlannedFile, TaskBinding
+from distflow.plan.model import Binding, BoundLaunch, Container, PlannedFile, TaskBinding
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
 from distflow.transports.base import Transport
@@ -47,6 +48,7 @@ _INLINE = 64 << 10
 """Bytes up to which a file goes along with the launch; larger ones are staged, and kept on the node for the next time."""
 _PLACING_S = 3600.0
 """For unpacking and copying what was staged; a node that is gone is noticed by its silence, long before."""
+_TELL_S = 5.0
 _WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable"})
 """Kinds of refusal that pass by themselves."""
 
@@ -150,6 +152,8 @@ class MachinesBackend:
         connection = self._connections[key.node]
         try:
             self._stage(connection, key, launch)
+            if launch.container is not None:
+                self._pull(connection, key, launch, launch.container)
             record = {
                 "argv": list(launch.argv),
                 "env": dict(launch.environment),
@@ -162,6 +166,7 @@ class MachinesBackend:
                 "cwd": "work",
                 "stop_grace_s": stop_grace_s,
                 "shell_prelude": launch.setup,
+                "container": None if launch.container is None else asdict(launch.container),
             }
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record)
         except _Unwanted:
@@ -193,6 +198,21 @@ class MachinesBackend:
 
             connection.stage(list(blobs.values()), told)
 
+    def _pull(self, connection: Connection, key: AttemptKey, launch: BoundLaunch, container: Container) -> None:
+        """Have the task's image on its node; it is told that this goes on, as nobody knows how far it is."""
+        pulled = threading.Event()
+
+        def tell() -> None:
+            while not pulled.wait(_TELL_S):
+                self._sink(Staging(at=now(), key=key, sent=0, total=0, bytes_per_s=0.0, image=container.image))
+
+        threading.Thread(target=tell, name=f"image of {key.name}", daemon=True).start()
+        try:
+            env, path = dict(launch.environment), connection.path_prepend()
+            connection.request("pull", timeout_s=_PLACING_S, container=asdict(container), env=env, path_prepend=path)
+        finally:
+            pulled.set()
+
     def _content(self, file: PlannedFile) -> dict[str, str]:
         """Return what a file's content is: filled in here, small enough to go along, or a blob that was staged."""
         if file.blob is None:
@@ -206,7 +226,8 @@ class MachinesBackend:
             # Its pair gave up waiting, or was killed: the lease is lost.
             self._connections[key.node].report(key, {"phase": "absent"})
         else:
-            self._sink(PrepareFailed(at=now(), key=key, message=error.message))
+            is_image = error.kind == "image_pull"
+            self._sink(PrepareFailed(at=now(), key=key, message=error.message, is_image=is_image))
 
 
 class _Unwanted(Exception):

@@ -1,0 +1,154 @@
+"""Tasks in containers, through the command line of docker or podman: nothing else is needed on the node.
+
+A task's container shares with its node the network, the memory for messages between processes (``/dev/shm``) and the process
+ids, so that addresses, ports, signals, exit codes and the search for what is left are those of a task without one. The
+attempt's directory stands in it under its own path. Loaded only when a launch has a ``container``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from typing import Dict, List, Optional
+
+from distflow.runtime import processes
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["CREATED", "enter", "identify", "pull", "remove", "wrap"]
+
+CREATED = "container.id"
+"""Written by the container's program once the container is made."""
+
+_KNOWN = ("docker", "podman")
+_REMOVE_S = 30.0
+_INSPECT_S = 60.0
+_PULL_S = 3600.0
+_OF_CLIENT = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", "TMPDIR")
+"""Beginnings of the variables by which the program finds its daemon, its images and its settings."""
+
+
+def pull(container: Json, env: Dict[str, str]) -> Json:
+    """Have the image on the node. Answers ``program`` and whether it ``was_there``. Raises ``image_pull``, ``no_container``."""
+    program, image = _program(container, env), str(container["image"])
+    for mount in container.get("mounts") or []:
+        source = mount.partition(":")[0]
+        if not os.path.exists(source):
+            raise OpError("no_container", "volumeMounts: {} is not on this node".format(source))
+    looked = _run([program, "image", "inspect", image], env, _INSPECT_S)
+    if looked.returncode == 0:
+        return {"program": program, "was_there": True}
+    pulled = _run([program, "pull", "--quiet", image], env, _PULL_S)
+    if pulled.returncode != 0:
+        raise OpError("image_pull", "the image {} cannot be pulled: {}".format(image, _last_words(pulled.stderr)))
+    return {"program": program, "was_there": False}
+
+
+def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Json:
+    """What must be known to end the attempt's container, whoever ends it. Holds no secret."""
+    secret = launch.get("secret_env") or {}
+    return {
+        "program": _program(launch["container"], env),
+        "name": _name(attempt),
+        "env": {name: env[name] for name in env if name.startswith(_OF_CLIENT) and name not in secret},
+    }
+
+
+def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> List[str]:
+    """The command line that runs the launch in its container.
+
+    Values of variables are never in it: the program takes them from its own environment.
+    """
+    container = launch["container"]
+    program = _program(container, env)
+    cwd = os.path.join(directory, launch.get("cwd") or "work")
+    words = [program, "run", "--rm", "--name", _name(attempt), "--label", "distflow.attempt=" + attempt]
+    words += ["--cidfile", os.path.join(directory, CREATED), "--network", "host", "--ipc", "host", "--pid", "host"]
+    words += ["--volume", "{0}:{0}".format(directory), "--workdir", cwd]
+    for mount in container.get("mounts") or []:
+        words += ["--volume", mount]
+    if container.get("privileged"):
+        words.append("--privileged")
+    words += _user(program, launch, cwd)
+    if (launch.get("env") or {}).get("CUDA_VISIBLE_DEVICES"):
+        words += ["--gpus", "all"] if _is_docker(program) else ["--device", "nvidia.com/gpu=all"]
+    for name in _names(launch, env):
+        words += ["--env", name]
+    program_inside, *arguments = launch["argv"]
+    return [*words, "--entrypoint", program_inside, str(container["image"]), *arguments]
+
+
+def enter(launch: Json, attempt: str, directory: str, env: Dict[str, str], terminal: bool) -> List[str]:
+    """The command line that runs ``launch["argv"]`` beside the attempt's command, in its container."""
+    cwd = os.path.join(directory, launch.get("cwd") or "work")
+    words = [_program(launch["container"], env), "exec", "--interactive", "--workdir", cwd]
+    if terminal:
+        words += ["--tty", "--env", "TERM"]
+    for name in _names(launch, env):
+        words += ["--env", name]
+    return [*words, _name(attempt), *launch["argv"]]
+
+
+def remove(known: Optional[Json]) -> Optional[str]:
+    """End what ``identify`` named, and all that runs in it; harmless when it is gone. Returns why that failed."""
+    if not known:
+        return None
+    env = dict(os.environ, **known["env"])
+    try:
+        done = _run([known["program"], "rm", "--force", known["name"]], env, _REMOVE_S)
+    except OpError as error:
+        return "its container {} could not be removed: {}".format(known["name"], error.message)
+    if done.returncode == 0 or "no such container" in done.stderr.lower() or "no container with" in done.stderr.lower():
+        return None
+    return "its container {} could not be removed: {}".format(known["name"], _last_words(done.stderr))
+
+
+def _program(container: Json, env: Dict[str, str]) -> str:
+    wanted = str(container["runtime"])
+    for name in _KNOWN if wanted == "auto" else (wanted,):
+        program = processes.find_program(name, env.get("PATH") or os.defpath)
+        if program is not None:
+            return program
+    what = " or ".join(_KNOWN) if wanted == "auto" else wanted
+    hint = "install it, or let tasks run without their image: `container: none` in the node's configuration"
+    raise OpError("no_container", "{} is not on this node; {}".format(what, hint))
+
+
+def _name(attempt: str) -> str:
+    """One container for each attempt, and one attempt for each container: names may not hold slashes, and must not be long."""
+    return "distflow-" + hashlib.sha256(attempt.encode()).hexdigest()[:24]
+
+
+def _is_docker(program: str) -> bool:
+    return os.path.basename(program) == "docker"
+
+
+def _user(program: str, launch: Json, cwd: str) -> List[str]:
+    """Files that the task writes belong to the node's user: with podman that is who root is inside."""
+    if not _is_docker(program) or os.getuid() == 0:
+        return []
+    home = [] if "HOME" in launch["env"] else ["--env", "HOME=" + cwd]
+    return ["--user", "{}:{}".format(os.getuid(), os.getgid()), *home]
+
+
+def _names(launch: Json, env: Dict[str, str]) -> List[str]:
+    """The variables that the task sees inside: its own, and the marks. PATH and HOME are the image's."""
+    ours = ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "TORCHELASTIC_ERROR_FILE")
+    return sorted({*launch["env"], *(launch.get("secret_env") or {}), *(name for name in ours if name in env)})
+
+
+def _run(argv: List[str], env: Dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=timeout_s,
+            check=False, encoding="utf-8", errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise OpError("timeout", "`{}` did not end within {:g} s".format(" ".join(argv[:3]), timeout_s)) from None
+    except OSError as error:
+        raise OpError.from_os(error, "{} cannot be run".format(argv[0])) from error
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " / ".join(lines[-2:])[:1000] or "it did not say why"

@@ -1,0 +1,188 @@
+"""Tasks in containers: files, tokens, signals, exit codes and ends as without; real podman and real dockerd."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.engines import IMAGE, Dockerd, Engine, Podman, missing_dockerd, missing_podman
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import checkout
+
+REPOSITORY = Path(__file__).parents[2]
+MOUNTS = json.dumps(["/usr", *sorted({sys.prefix, sys.base_prefix} - {"/usr"}), str(REPOSITORY)])
+
+
+@pytest.fixture(params=["podman", "docker"])
+def engine(request: pytest.FixtureRequest, cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A container engine, and a pool that runs images with it."""
+    is_podman = request.param == "podman"
+    if why := missing_podman() if is_podman else missing_dockerd():
+        pytest.skip(why)
+    made = Podman if is_podman else Dockerd
+    with made(tmp_path_factory.mktemp("engine")) as running:
+        cli.configure(
+            cpus=64,
+            container=request.param,
+            environment=json.dumps(running.environment),
+            stop_grace="5s",
+            peer_failed_grace="1s",
+        )
+        yield running
+        assert running.containers() == []
+
+
+def spec(cli: Cli, tasks: str, name: str = "boxed") -> str:
+    text = f"workflow:\n  name: {name}\n  groups:\n  - name: g\n    tasks:\n"
+    return cli.spec(text + tasks.replace("IMAGE", IMAGE).replace("MOUNTS", MOUNTS), f"{name}.yaml")
+
+
+ONE = """
+    - name: one
+      image: IMAGE
+      volumeMounts: MOUNTS
+      command: [sh, -c]
+      args:
+      - COMMAND
+"""
+
+
+def test_a_task_in_a_container_sees_what_it_would_see_without(cli: Cli, engine: Engine) -> None:
+    tasks = """
+    - name: one
+      image: IMAGE
+      volumeMounts: [/usr, /dev/shm]
+      environment: {GREETING: "hello {{workflow_id}}"}
+      files:
+      - {path: /etc/hello.txt, contents: "from a file of {{workflow_id}}"}
+      - {path: beside.txt, contents: "from beside"}
+      command: [sh, -c]
+      args:
+      - |
+        test -e /etc/os-release && echo "this is no container"
+        echo "$GREETING"; cat /etc/hello.txt; echo; cat beside.txt; echo; echo "$TOKEN" | tr a-z A-Z
+        echo done > "{{output}}/out.txt"; echo "$DISTFLOW_ATTEMPT_DIR"; exit 3
+"""
+    done = cli.run("workflow", "submit", spec(cli, tasks), "--set-env", "TOKEN=canary", "--wait")
+    assert done.code == 1
+    lines = [line.removeprefix("[one] ") for line in done.out.splitlines() if line.startswith("[one] ")]
+    assert lines[:4] == ["hello boxed-1", "from a file of boxed-1", "from beside", "CANARY"]
+    task = cli.tasks("boxed-1")["one"]
+    assert (task["status"], task["exit_code"], task["signal"]) == ("FAILED", 3, None)
+    assert (Path(lines[4]) / "output" / "out.txt").read_text() == "done\n"
+    assert done.err.count("is ignored") == 0
+
+
+def test_two_containers_train_as_one_world(cli: Cli, engine: Engine) -> None:
+    specs = checkout(cli, REPOSITORY)
+    text = (specs / "pytorch_dist.yaml").read_text()
+    image = f"image: {IMAGE}\n      volumeMounts: {MOUNTS}\n      command: [{sys.executable}, "
+    text = text.replace("command: [python3, ", image)
+    (specs / "boxed.yaml").write_text(text)
+    done = cli.run("workflow", "submit", str(specs / "boxed.yaml"), "--wait", timeout=300)
+    assert done.code == 0, done.out + done.err
+    assert {task["status"] for task in cli.tasks("pytorch-dist-1").values()} == {"COMPLETED"}
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bool) -> None:
+    trap = "trap 'echo got TERM; exit 0' TERM" if obeys else "trap '' TERM"
+    command = json.dumps(f"{trap}; echo up; setsid sleep 987 & while :; do sleep 0.1; done")
+    ident = cli.submit(spec(cli, ONE.replace("COMMAND", command)))
+    cli.await_log(ident, "up")
+    assert len(engine.containers()) == 1
+    assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
+    assert cli.tasks(ident)["one"]["status"] == "FAILED_CANCELED"
+    assert ("got TERM" in cli.logs(ident)) == obeys
+    assert engine.containers() == []
+    assert not _running("sleep\0" + "987\0")
+
+
+@pytest.mark.parametrize("victim", ["client", "keeper", "runner"])
+def test_a_kill_of_what_guards_it_leaves_no_container(cli: Cli, engine: Engine, victim: str) -> None:
+    ident = cli.submit(spec(cli, ONE.replace("COMMAND", "echo up; exec sleep 986")))
+    cli.await_log(ident, "up")
+    names = {"keeper": "df-keeper", "runner": "df-runner"}
+    (pid,) = [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _is_victim(entry, engine.program, names.get(victim))
+    ]
+    os.kill(pid, signal.SIGKILL)
+    cli.await_status(ident, "FAILED", "FAILED_SERVER_ERROR")
+    wait_until(lambda: engine.containers() == [], 60, "no container is left")
+    assert not _running("sleep\0" + "986\0")
+
+
+def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: Engine) -> None:
+    missing = ONE.replace("IMAGE", "127.0.0.1:9/nobody/nothing:1").replace("COMMAND", "echo never")
+    done = cli.run("workflow", "submit", spec(cli, missing), "--wait")
+    assert done.code == 1
+    task = cli.tasks("boxed-1")["one"]
+    assert (task["status"], task["exit_code"]) == ("FAILED_IMAGE_PULL", 302)
+    assert "the image 127.0.0.1:9/nobody/nothing:1 cannot be pulled: " in task["failure_message"]
+
+
+def test_a_directory_that_is_not_there_is_named(cli: Cli, engine: Engine) -> None:
+    wrong = ONE.replace("MOUNTS", "[/usr, '/no/such/place:/data']").replace("COMMAND", "echo never")
+    assert cli.run("workflow", "submit", spec(cli, wrong), "--wait").code == 1
+    task = cli.tasks("boxed-1")["one"]
+    assert task["status"] == "FAILED_START_ERROR"
+    assert "volumeMounts: /no/such/place is not on this node" in task["failure_message"]
+
+
+def test_exec_goes_into_the_container(cli: Cli, engine: Engine) -> None:
+    ident = cli.submit(spec(cli, ONE.replace("COMMAND", "echo inside > /tmp/where; echo up; exec sleep 985")))
+    cli.await_log(ident, "up")
+    done = cli.run("workflow", "exec", ident, "one", "--entry", "sh -c 'cat /tmp/where; echo $DISTFLOW_TASK; pwd; exit 4'")
+    assert done.code == 4, done.err
+    assert done.out.splitlines()[:2] == ["inside", "one"]
+    assert done.out.splitlines()[2].endswith("/one/0/work")
+    assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
+
+
+def test_a_node_without_the_runtime_says_so(cli: Cli) -> None:
+    cli.configure(container="docker", environment=json.dumps({"PATH": "/nowhere"}))
+    assert cli.run("workflow", "submit", spec(cli, ONE.replace("COMMAND", "echo never")), "--wait").code == 1
+    task = cli.tasks("boxed-1")["one"]
+    assert task["status"] == "FAILED_START_ERROR"
+    assert (
+        "docker is not on this node; install it, or let tasks run without their image: `container: none`"
+        in task["failure_message"]
+    )
+
+
+def test_a_pool_without_containers_says_once_that_images_are_ignored(cli: Cli) -> None:
+    tasks = ONE.replace("MOUNTS", "['/data:/elsewhere']").replace("COMMAND", "echo ran; exit 0\n      privileged: true")
+    done = cli.run("workflow", "submit", spec(cli, tasks), "--wait")
+    assert done.code == 0
+    assert "[one] ran" in done.out
+    for words in ("`image` is ignored", "nothing is mounted at /elsewhere", "`privileged` is ignored"):
+        assert done.err.count(words) == 1, done.err
+
+
+def _is_victim(entry: Path, program: str, name: str | None) -> bool:
+    try:
+        if name is not None:
+            return (entry / "comm").read_text().strip() == name
+        words = (entry / "cmdline").read_bytes().split(b"\0")
+        return words[0].endswith(program.encode()) and words[1:2] == [b"run"]
+    except (OSError, IndexError):
+        return False
+
+
+def _running(command: str) -> bool:
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cmdline").read_bytes().decode(errors="replace").endswith(command):
+                return True
+        except OSError:
+            continue
+    return False

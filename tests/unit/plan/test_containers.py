@@ -1,0 +1,56 @@
+"""Which container a task runs in, and what a spec says of containers in vain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from distflow.plan.containers import container_notices, container_of
+from distflow.plan.model import Container
+from distflow.spec.parse import load_spec_text
+from unit.supervisor.gangs import group_plan, node
+
+LAUNCH = replace(
+    group_plan().launches[0], image="repo/image:@@WORKFLOW_ID@@", mounts=("/data", "/a:/b", "/dev/shm"), privileged=True
+)
+SPEC = """
+workflow:
+  name: boxed
+  tasks:
+  - name: a
+    image: first
+    volumeMounts: [/data, /a:/b]
+    command: [x]
+  - name: b
+    image: second
+    privileged: true
+    volumeMounts: [/data, /c:/c]
+    command: [x]
+"""
+
+
+def fill(text: str) -> str:
+    return text.replace("@@WORKFLOW_ID@@", "w-7")
+
+
+def test_a_node_with_a_runtime_runs_the_image() -> None:
+    found = container_of(LAUNCH, replace(node("n"), container="podman"), fill)
+    assert found == Container(runtime="podman", image="repo/image:w-7", mounts=("/data:/data", "/a:/b"), privileged=True)
+
+
+def test_without_a_runtime_or_an_image_there_is_no_container() -> None:
+    assert container_of(LAUNCH, node("n"), fill) is None
+    assert container_of(replace(LAUNCH, image=None), replace(node("n"), container="auto"), fill) is None
+
+
+def test_what_is_ignored_is_told_once_and_only_where_it_is() -> None:
+    spec, problems = load_spec_text(SPEC, "spec.yaml", Path.cwd())
+    assert problems == ()
+    boxed, plain = replace(node("n1"), container="docker"), node("n2")
+    assert container_notices(spec, (boxed,)) == ()
+    found = [problem.as_text().partition("\n")[0] for problem in container_notices(spec, (boxed, plain))]
+    assert found == [
+        "spec.yaml:6: warning: `image` is ignored: tasks run on the node's own python",
+        "spec.yaml:7: warning: `volumeMounts` is ignored: nothing is mounted at /b",
+        "spec.yaml:9: warning: `privileged` is ignored: tasks run with the rights of the user on the node",
+    ]
