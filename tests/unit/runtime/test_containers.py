@@ -1,0 +1,83 @@
+"""The command lines that run containers: what stands in them, and what must never."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.runtime import containers
+from distflow.runtime.wire import OpError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A PATH with a docker and a podman that say what they were given."""
+    for name in ("docker", "podman"):
+        program = tmp_path / name
+        program.write_text(
+            '#!/bin/sh\nprintf "%s\\n" "$@" > "$0.said"; [ "$1" != rm ] || { echo "boom: $DOCKER_HOST" >&2; exit 1; }\n'
+        )
+        program.chmod(0o700)
+    return str(tmp_path)
+
+
+def launch(**container: Any) -> dict[str, Any]:
+    return {
+        "argv": ["python3", "train.py", "--lr", "1"],
+        "env": {"LR": "1", "CUDA_VISIBLE_DEVICES": "0,1"},
+        "secret_env": {"TOKEN": "canary"},
+        "cwd": "work",
+        "container": {"runtime": "podman", "image": "repo/image:1", "mounts": ["/a:/b"], "privileged": False, **container},
+    }
+
+
+def test_no_value_of_a_variable_is_in_a_command_line(path: str) -> None:
+    env = {"PATH": path, "LR": "1", "TOKEN": "canary", "DISTFLOW_ATTEMPT": "w/g/t/0"}
+    words = containers.wrap(launch(), "w/g/t/0", "/attempt", env)
+    assert words[:2] == [f"{path}/podman", "run"]
+    assert "canary" not in " ".join(words)
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--env"] == [
+        "CUDA_VISIBLE_DEVICES", "DISTFLOW_ATTEMPT", "LR", "TOKEN",
+    ]  # fmt: skip
+    assert words[-6:] == ["--entrypoint", "python3", "repo/image:1", "train.py", "--lr", "1"]
+    assert "/attempt:/attempt" in words
+    assert "/a:/b" in words
+    assert "nvidia.com/gpu=all" in words
+    assert "--privileged" in containers.wrap(launch(privileged=True), "w/g/t/0", "/attempt", env)
+
+
+def test_what_ends_a_container_holds_no_secret(path: str) -> None:
+    env = {"PATH": path, "DOCKER_HOST": "unix:///x", "DOCKER_TOKEN": "canary", "HOME": "/home/me"}
+    secret = launch() | {"secret_env": {"DOCKER_TOKEN": "canary"}}
+    known = containers.identify(secret, "w/g/t/0", env)
+    assert known["env"] == {"DOCKER_HOST": "unix:///x", "HOME": "/home/me"}
+    assert known["name"] in containers.wrap(launch(), "w/g/t/0", "/attempt", env)
+    assert containers.identify(secret, "w/g/t/1", env)["name"] != known["name"]
+
+
+def test_that_a_container_cannot_be_removed_is_said(path: str) -> None:
+    known = containers.identify(launch(), "w/g/t/0", {"PATH": path, "DOCKER_HOST": "unix:///x"})
+    assert containers.remove(known) == f"its container {known['name']} could not be removed: boom: unix:///x"
+    assert Path(path, "podman.said").read_text().split() == ["rm", "--force", known["name"]]
+    assert containers.remove(None) is None
+    gone = containers.remove({**known, "program": "/nowhere/podman"})
+    assert gone is not None
+    assert "/nowhere/podman cannot be run" in gone
+
+
+def test_auto_takes_the_first_that_is_there(path: str) -> None:
+    auto = launch(runtime="auto")
+    assert containers.identify(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/docker"
+    os.unlink(f"{path}/docker")
+    assert containers.identify(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/podman"
+
+
+@pytest.mark.parametrize(("runtime", "words"), [("docker", "docker is"), ("auto", "docker or podman is")])
+def test_a_node_without_the_program_says_so(runtime: str, words: str) -> None:
+    with pytest.raises(OpError) as caught:
+        containers.pull(launch(runtime=runtime)["container"], {"PATH": "/nowhere"})
+    assert caught.value.kind == "no_container"
+    assert f"{words} not on this node; install it" in caught.value.message
