@@ -179,8 +179,8 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         0: "what was asked was done; with `--wait`, and for `query --exit-status`, the workflow completed",
         1: "the workflow ended and did not complete",
         2: "the spec, the configuration or the command line is wrong; nothing was started",
-        3: "a node could not be reached or refused, or `pool check` found that no gang can run; or the supervisor did not "
-        "start; or `cancel --wait` ran out of time",
+        3: "a node or a store of data could not be reached or refused, or `pool check` found that no gang can run; or the "
+        "supervisor did not start; or `cancel --wait` ran out of time",
         4: "`query --exit-status`: the workflow has not ended yet",
         5: "this machine's state directory cannot be used",
         70: "a bug in distflow; the message names the file that holds the traceback",

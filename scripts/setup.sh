@@ -19,4 +19,4 @@ fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 
 # torch first and pinned: the plain name would bring gigabytes of CUDA packages to a machine that has no GPU.
-"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+"$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,data,dev]'

@@ -14,6 +14,10 @@
     │   │   │   └── AuthenticationRefused 3  it accepts none of our keys
     │   │   └── BootstrapFailed         3    connected, but our runtime does not come up
     │   └── AgentError                  3    the node's agent refused a request
+    ├── StorageError                    3    something between us and data at a URL, or with the files here
+    │   ├── StorageUnreachable          3    no connection to the store, or it broke
+    │   ├── StorageRefused              3    the store knows us not, or forbids it: trying again does not help
+    │   └── StorageMissing              3    there is no such bucket, object or file
     ├── SupervisorError                 3    the background process did not start
     ├── StateError                      5    this machine's state directory cannot be used
     │   └── StoreTooNew                 5    written by a newer distflow
@@ -39,6 +43,10 @@ __all__ = [
     "NodeUnreachable",
     "NotFound",
     "StateError",
+    "StorageError",
+    "StorageMissing",
+    "StorageRefused",
+    "StorageUnreachable",
     "StoreTooNew",
     "SupervisorError",
     "TransportError",
@@ -122,6 +130,24 @@ class AgentError(NodeError):
         """Keep ``kind`` beside the message, because callers decide by it."""
         super().__init__(node, message, hint=hint)
         self.kind = kind
+
+
+class StorageError(DistflowError):
+    """Something between us and data at a URL failed, or it cannot be kept here."""
+
+    exit_code = 3
+
+
+class StorageUnreachable(StorageError):
+    """No connection to the store could be made, or it broke; trying again may help."""
+
+
+class StorageRefused(StorageError):
+    """The store does not know who asks, or does not allow it; trying again does not help."""
+
+
+class StorageMissing(StorageError):
+    """There is no such bucket, object or file."""
 
 
 class SupervisorError(DistflowError):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from distflow.testing.waiting import wait_until
 
-__all__ = ["Sshd", "free_port", "make_key", "missing_sshd"]
+__all__ = ["Sshd", "die_with_parent", "free_port", "make_key", "missing_sshd"]
 
 _SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
 _PR_SET_PDEATHSIG = 1
@@ -151,7 +151,7 @@ class Sshd:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
+                preexec_fn=die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
             )
         wait_until(self._answers, 20.0, f"sshd at {self.known_name} answers; its log: {self.log}")
 
@@ -228,7 +228,8 @@ class Sshd:
         return keys + "".join(f"{key} {value}\n" for key, value in given.items())
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """End with whoever started this process; called in a child before its program begins."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 

@@ -1,0 +1,144 @@
+"""URLs of data: what `s3://bucket/path` and its kin name, checked before anything is asked. Pure.
+
+``{{workflow_id}}`` may stand in one; it is filled in before the URL is used.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from distflow.documents.words import did_you_mean
+from distflow.errors import InputError
+
+__all__ = ["READ_ONLY", "SCHEMES", "StorageUrl", "parse_url"]
+
+SCHEMES = ("file", "s3", "gs", "az", "azure", "http", "https", "sftp")
+READ_ONLY = ("http", "https")
+
+_SHAPES = {
+    "file": "file:///directory/name",
+    "s3": "s3://bucket/path",
+    "gs": "gs://bucket/path",
+    "az": "az://container/path",
+    "azure": "azure://account/container/path",
+    "http": "http://host/path",
+    "https": "https://host/path",
+    "sftp": "sftp://host/path",
+}
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageUrl:
+    """Where data lies: a container of some kind, and a key in it."""
+
+    scheme: str
+    """One of ``SCHEMES``; a plain absolute path is ``file``."""
+    container: str
+    """The bucket; ``account/container`` of ``azure``; ``[user@]host[:port]`` of ``http``, ``https`` and ``sftp``; of ``file``
+    nothing."""
+    key: str
+    """What is named in it, without a slash at either end; empty: all of it."""
+    is_folder: bool = False
+    """It was written with a slash at its end: what is below it is meant, not one object of that name."""
+    query: str = ""
+    """Of ``http`` and ``https``: what follows the ``?``. It may be a signature, so it is never shown."""
+
+    @property
+    def profile(self) -> str:
+        """What credentials are kept for: ``s3://bucket``, ``azure://account``, ``https://host``; of ``file`` ``file://``."""
+        return f"{self.scheme}://{self.container.split('/')[0]}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.key.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        """Return it as people write it, without its query."""
+        return self.shown(self.key) + ("/" if self.is_folder and self.key else "") + ("?…" if self.query else "")
+
+    def shown(self, key: str) -> str:
+        """Return how another key of the same container is written."""
+        return "/".join(part for part in (f"{self.scheme}://{self.container}", key) if part)
+
+    def below(self, name: str) -> StorageUrl:
+        """Return the URL of what lies below it."""
+        return replace(self, key=f"{self.key}/{name}" if self.key else name, is_folder=False)
+
+
+def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
+    """Return what a URL names; with ``writes`` it must be one that can be written to. Raises ``InputError``.
+
+    >>> parse_url("s3://bucket/runs/7/").key
+    'runs/7'
+    >>> parse_url("/data/mnist").scheme
+    'file'
+    """
+    if text.startswith("/"):
+        return _file(text, text)
+    match = _URL.fullmatch(text)
+    if match is None:
+        hint = "write a URL such as s3://bucket/path, or an absolute path"
+        raise InputError(f"`{_short(text)}` is no URL of data", hint=hint)
+    scheme, rest = match.group(1).lower(), match.group(2)
+    if scheme not in SCHEMES:
+        near = did_you_mean(scheme, SCHEMES, what="schemes")
+        raise InputError(f"`{scheme}://` is not a place for data that distflow knows", hint=near)
+    if any(ord(character) < 32 or ord(character) == 127 for character in text):
+        raise InputError(f"`{_short(text)}` holds a control character", hint="remove it")
+    if writes and scheme in READ_ONLY:
+        raise InputError(f"`{scheme}://` can only be read", hint="write to s3://, gs://, az://, azure://, sftp:// or file://")
+    if scheme == "file":
+        return _file(rest.removeprefix("localhost"), text)
+    query = ""
+    if scheme in READ_ONLY:
+        rest, _, query = rest.partition("#")[0].partition("?")
+    elif "*" in rest:
+        raise InputError(f"`{text}` holds a `*`", hint="name what is above it, and choose with a regex")
+    container, key = _divided(scheme, rest)
+    if "@" in container and (":" in container.rpartition("@")[0] or scheme != "sftp"):
+        raise InputError(
+            f"a URL of {scheme}:// names a user or a password: distflow keeps no secrets in URLs",
+            hint="remove what stands before the `@`",
+        )
+    if not container or (scheme == "azure" and "/" not in container):
+        raise InputError(f"`{_short(text)}` names no {_what(scheme)}", hint=f"write {_SHAPES[scheme]}")
+    _check_parts(key, text)
+    return StorageUrl(
+        scheme=scheme, container=container, key=key.strip("/"), is_folder=key.endswith("/"), query=query,
+    )  # fmt: skip
+
+
+def _divided(scheme: str, rest: str) -> tuple[str, str]:
+    container, _, key = rest.partition("/")
+    if scheme == "azure":
+        inner, _, key = key.partition("/")
+        container = f"{container}/{inner}" if inner else container
+    return container, key
+
+
+def _what(scheme: str) -> str:
+    if scheme == "azure":
+        return "account and container"
+    return {"s3": "bucket", "gs": "bucket", "az": "container"}.get(scheme, "host")
+
+
+def _file(path: str, text: str) -> StorageUrl:
+    if not path.startswith("/"):
+        raise InputError(f"`{_short(text)}` is no absolute path", hint="write file:///directory/name")
+    _check_parts(path, text)
+    return StorageUrl(scheme="file", container="", key=path.strip("/"), is_folder=path.endswith("/") and path != "/")
+
+
+def _check_parts(key: str, text: str) -> None:
+    parts = key.strip("/").split("/")
+    if "" in parts[1:] or {".", ".."} & set(parts):
+        hint = "write the path without `.`, `..` and empty parts"
+        raise InputError(f"`{_short(text)}` names a path with `.`, `..` or an empty part", hint=hint)
+
+
+def _short(text: str) -> str:
+    """Return a text for a message: without what may be a signature or a password."""
+    return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])

@@ -1,0 +1,1 @@
+"""Data at URLs: listed, fetched, written and removed, whatever kind of store holds it."""

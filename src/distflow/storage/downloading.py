@@ -1,0 +1,164 @@
+"""Data at a URL, fetched into a directory of this machine: each file whole and with the right sum, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.documents.urls import StorageUrl
+from distflow.errors import StorageError, StorageMissing, StorageUnreachable
+from distflow.runtime.inside import inside
+from distflow.runtime.wire import OpError
+from distflow.storage.base import Entry, Progress, Store, nothing_told, part_name
+from distflow.storage.failures import Halted, local_errors
+from distflow.storage.selecting import Wanted, check_names, select
+from distflow.storage.sums import is_equal
+from distflow.storage.trying import Gauge, Patience, for_all
+
+__all__ = ["Moved", "download", "find"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What a transfer has done."""
+
+    files: int = 0
+    """That are at their goal now."""
+    size: int = 0
+    """Their bytes."""
+    skipped: int = 0
+    """Of them, those that were there already."""
+
+
+def find(store: Store, url: StorageUrl, regex: str = "", *, patience: Patience | None = None) -> tuple[Wanted, ...]:
+    """Return what a URL means, of which ``regex`` matches the relative path.
+
+    Raises ``StorageMissing`` when there is nothing at all at the URL.
+    """
+    entries = (patience or Patience()).keep_trying(lambda: store.find(url.key))
+    found = select(url, entries, regex)
+    if not found and not select(url, entries):
+        raise StorageMissing(f"there is nothing at {url}", hint="`distflow data list` shows what there is")
+    return found
+
+
+def download(
+    store: Store,
+    url: StorageUrl,
+    target: Path,
+    *,
+    regex: str = "",
+    resume: bool = False,
+    at_once: int = 8,
+    patience: Patience | None = None,
+    told: Progress = nothing_told,
+) -> Moved:
+    """Fetch what a URL means into the directory ``target``.
+
+    With ``resume``, what is there with the right size and sum stays. A file that is half here is gone on with in any case,
+    as long as the store has the same content. Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
+    """
+    patience = patience or Patience()
+    wanted = find(store, url, regex, patience=patience)
+    check_names(url, wanted)
+    gauge = Gauge(sum(one.entry.size for one in wanted), told)
+    with local_errors(target):
+        target.mkdir(parents=True, exist_ok=True)
+        places = _places(target, wanted)
+
+    def fetch(one: Wanted) -> bool:
+        path = places[one.name]
+        if resume and path.is_file() and not path.is_symlink() and is_equal(path, one.entry):
+            gauge.add(one.entry.size)
+            return True
+        _Fetch(store, url, one.entry, path, patience, gauge).run()
+        return False
+
+    were_there = for_all(wanted, fetch, at_once, patience)
+    return Moved(files=len(wanted), size=sum(one.entry.size for one in wanted), skipped=sum(were_there))
+
+
+def _places(target: Path, wanted: Sequence[Wanted]) -> dict[str, Path]:
+    """Return where each file goes, its directory made; a link that was there already leads nobody out."""
+    places = {}
+    known: set[str] = set()
+    for one in wanted:
+        try:
+            places[one.name] = Path(inside(os.fspath(target), one.name, known))
+        except OpError as error:
+            raise StorageError(
+                f"{one.name!r} cannot be kept below {target}: a link there leads out of it", hint="remove the link"
+            ) from error
+        places[one.name].parent.mkdir(parents=True, exist_ok=True)
+    return places
+
+
+class _Fetch:
+    """One object on its way to a file."""
+
+    def __init__(self, store: Store, url: StorageUrl, entry: Entry, path: Path, patience: Patience, gauge: Gauge) -> None:
+        self._store = store
+        self._shown = url.shown(entry.key)
+        self._entry = entry
+        self._path = path
+        # The part belongs to this content only: another one under the same key begins anew.
+        mark = hashlib.sha256(f"{self._shown}\0{path.name}\0{entry.mark}\0{entry.size}".encode("utf-8", "surrogateescape"))
+        self._part = path.with_name(part_name(mark.hexdigest()[:16]))
+        self._patience = patience
+        self._gauge = gauge
+        self._here = 0
+        """Bytes of it that the gauge knows of."""
+
+    def run(self) -> None:
+        try:
+            with local_errors(self._path):
+                self._patience.keep_trying(self._try, lambda: self._here)
+        except (StorageError, Halted) as error:
+            # A disk that is full is full for everybody else, too; and without a mark, the rest may be of another content.
+            if isinstance(error.__cause__, OSError) or not self._entry.mark:
+                self._part.unlink(missing_ok=True)
+            raise
+
+    def _try(self) -> None:
+        # Without a mark, nobody knows whether the rest belongs to what is here.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if self._entry.mark else os.O_TRUNC)
+        with os.fdopen(os.open(self._part, flags, 0o666), "r+b") as part:
+            at = part.seek(0, os.SEEK_END)
+            if at > self._entry.size:
+                at = part.truncate(0)
+            part.seek(at)
+            self._count(at)
+
+            def keep(piece: bytes) -> None:
+                self._patience.check()
+                part.write(piece)
+                self._count(self._here + len(piece))
+
+            if at < self._entry.size:
+                self._store.read(self._entry, at, keep)
+        self._check()
+        os.replace(self._part, self._path)
+
+    def _count(self, here: int) -> None:
+        self._gauge.add(here - self._here)
+        self._here = here
+
+    def _check(self) -> None:
+        size = self._part.stat().st_size
+        if size != self._entry.size:
+            self._again(f"{size:,} bytes came of {self._entry.size:,}", keep=size < self._entry.size)
+        if not is_equal(self._part, self._entry):
+            # What the list says may be no sum of the content, or nothing: ask for this one.
+            now = self._store.stat(self._entry.key)
+            if now.mark != self._entry.mark or now.size != self._entry.size:
+                self._again("it was changed while it was fetched", keep=False)
+            if is_equal(self._part, now) is False:
+                self._again("what came does not have the sum that the store tells", keep=False)
+
+    def _again(self, why: str, *, keep: bool) -> None:
+        if not keep:
+            self._part.unlink(missing_ok=True)
+        raise StorageUnreachable(f"{self._shown}: {why}")

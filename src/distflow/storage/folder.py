@@ -1,0 +1,125 @@
+"""Folders of this machine as a store, for ``file://`` and plain paths; no driver is needed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from distflow.errors import StorageError, StorageMissing
+from distflow.storage.base import Entry, Sink, is_part, part_name
+from distflow.storage.failures import local_errors
+
+__all__ = ["FolderStore"]
+
+_AT_ONCE = 1 << 20
+
+
+class FolderStore:
+    """The whole file system as one container: keys are absolute paths without their first slash (``storage.base.Store``)."""
+
+    def find(self, key: str) -> Sequence[Entry]:
+        """Return the file, or all files below the directory; links are followed, but not in circles."""
+        path = _path(key)
+        with local_errors(path):
+            try:
+                found = os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            if stat.S_ISDIR(found.st_mode):
+                return list(_walk(path, (_identity(found),)))
+            return [_entry(path, found)] if stat.S_ISREG(found.st_mode) else []
+
+    def stat(self, key: str) -> Entry:
+        """Return one file."""
+        path = _path(key)
+        with local_errors(path):
+            try:
+                found = os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                found = None
+            if found is None or not stat.S_ISREG(found.st_mode):
+                raise StorageMissing(f"{path}: there is no such file")
+            return _entry(path, found)
+
+    def read(self, entry: Entry, start: int, sink: Sink) -> None:
+        """Give the content from ``start`` on to ``sink``."""
+        path = _path(entry.key)
+        with local_errors(path):
+            source = open(path, "rb")
+        with source:
+            source.seek(start)
+            while True:
+                with local_errors(path):
+                    piece = source.read(_AT_ONCE)
+                if not piece:
+                    return
+                sink(piece)
+
+    def write(self, key: str, source: Path, told: Callable[[int], None]) -> None:
+        """Copy a file there, under another name until it is whole."""
+        path = Path(_path(key))
+        with local_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(part_name(secrets.token_hex(8)))
+            try:
+                with source.open("rb") as given, part.open("xb") as target:
+                    while piece := given.read(_AT_ONCE):
+                        target.write(piece)
+                        told(len(piece))
+                shutil.copymode(source, part)
+                os.replace(part, path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+
+    def delete(self, key: str) -> None:
+        """Remove a file; directories stay."""
+        path = Path(_path(key))
+        with local_errors(path):
+            path.unlink(missing_ok=True)
+
+    def check_writable(self, key: str) -> None:
+        """Make a file in the nearest directory that is there, and remove it."""
+        path = Path(_path(key))
+        while not path.is_dir() and path != path.parent:
+            if path.exists():
+                raise StorageError(f"{path} is no directory")
+            path = path.parent
+        with local_errors(path):
+            probe = path / part_name(secrets.token_hex(8))
+            probe.touch(exist_ok=False)
+            probe.unlink()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _path(key: str) -> str:
+    return f"/{key}"
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _walk(top: str, above: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
+    for item in sorted(os.scandir(top), key=lambda one: os.fsencode(one.name)):
+        try:
+            found = item.stat()
+        except FileNotFoundError:
+            continue  # a link that leads nowhere, or it was removed just now
+        if stat.S_ISDIR(found.st_mode):
+            if _identity(found) not in above:
+                yield from _walk(item.path, (*above, _identity(found)))
+        elif stat.S_ISREG(found.st_mode) and not is_part(item.name):
+            yield _entry(item.path, found)
+
+
+def _entry(path: str, found: os.stat_result) -> Entry:
+    return Entry(
+        key=path.lstrip("/"), size=found.st_size, mark=f"{found.st_mtime_ns}-{found.st_size}", modified=found.st_mtime
+    )  # fmt: skip

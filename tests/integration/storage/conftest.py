@@ -1,0 +1,37 @@
+"""A server that speaks S3, folders, and a web server; all real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from distflow.testing.s3 import S3Server, missing_rclone
+
+
+@pytest.fixture(scope="session")
+def running_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One server for the tests that do not end it."""
+    if why := missing_rclone():
+        pytest.skip(why)
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(running_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server, with an environment that it lets in."""
+    for name, value in running_s3.environment.items():
+        monkeypatch.setenv(name, value)
+    return running_s3
+
+
+@pytest.fixture
+def own_s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server of the test's own, which may end it."""
+    if why := missing_rclone():
+        pytest.skip(why)
+    with S3Server(tmp_path_factory.mktemp("own-s3")) as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server

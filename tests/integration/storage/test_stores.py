@@ -1,0 +1,473 @@
+"""The contract of stores, held against each kind, and transfers between them and files here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from distflow.documents.urls import StorageUrl, parse_url
+from distflow.errors import InputError, StorageError, StorageMissing, StorageRefused, StorageUnreachable
+from distflow.shell import Secret
+from distflow.storage.base import PART_BYTES, Entry, Sink, Store
+from distflow.storage.credentials import Credentials
+from distflow.storage.downloading import Moved, download, find
+from distflow.storage.failures import Halted
+from distflow.storage.opening import open_store
+from distflow.storage.tending import Access, check_access, delete
+from distflow.storage.trying import Patience
+from distflow.storage.uploading import sources, upload
+from distflow.testing.s3 import S3Server
+
+quickly = partial(Patience, pauses_s=(0.0, 0.0))
+
+
+@pytest.fixture(params=["file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[StorageUrl, Path]:
+    """A URL where nothing is, and the folder that shows what is there."""
+    if request.param == "file":
+        return parse_url(f"file://{tmp_path}/store/top"), tmp_path / "store" / "top"
+    server: S3Server = request.getfixturevalue("s3")
+    bucket = server.bucket(f"b-{tmp_path.name.replace('_', '-').lower()}"[:60].rstrip("-"))
+    return parse_url(f"s3://{bucket.name}/top"), bucket / "top"
+
+
+def tree(top: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(top)): path.read_bytes() for path in sorted(top.rglob("*")) if path.is_file()}
+
+
+def make(top: Path, **files: bytes) -> Path:
+    for name, content in files.items():
+        path = top / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return top
+
+
+# -- the contract of stores -------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_found_and_read(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, _ = place
+    store = open_store(url)
+    source = make(tmp_path / "src", a=b"0123456789") / "a"
+    sent: list[int] = []
+    store.write(url.below("x/ü b#?.bin").key, source, sent.append)
+    store.write(url.below("x.y").key, source, sent.append)
+    assert sum(sent) == 20
+    found = store.find(url.key)
+    assert sorted(entry.key for entry in found) == [url.below("x.y").key, url.below("x/ü b#?.bin").key]
+    entry = next(one for one in found if one.key.endswith("bin"))
+    assert (entry.size, bool(entry.mark), store.stat(entry.key).size) == (10, True, 10)
+    assert store.stat(entry.key).mark == entry.mark
+    for start, rest in ((0, b"0123456789"), (7, b"789")):
+        pieces: list[bytes] = []
+        store.read(entry, start, pieces.append)
+        assert b"".join(pieces) == rest
+    assert [one.key for one in store.find(entry.key)] == [entry.key]
+
+
+def test_nothing_there_is_no_error_and_one_that_is_asked_for_is(place: tuple[StorageUrl, Path]) -> None:
+    url, _ = place
+    store = open_store(url)
+    store.check_writable(url.key)
+    assert list(store.find(url.key)) == []
+    store.delete(url.below("x").key)
+    with pytest.raises(StorageMissing, match="x"):
+        store.stat(url.below("x").key)
+    with pytest.raises(StorageMissing, match="nothing at"):
+        find(store, url)
+
+
+def test_what_sink_and_told_raise_comes_out(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    store = open_store(url)
+    source = make(tmp_path / "src", a=b"1") / "a"
+
+    def stop(_: object) -> None:
+        raise Halted
+
+    with pytest.raises(Halted):
+        store.write(url.below("new").key, source, stop)
+    store.write(url.below("a").key, source, lambda _: None)
+    with pytest.raises(Halted):
+        store.read(store.stat(url.below("a").key), 0, stop)
+    assert not [path for path in folder.rglob("*") if path.name.endswith("-part")]
+
+
+# -- transfers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_goes_there_and_back(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    source = make(tmp_path / "src", a=b"A", sub__deep__b=b"B" * 100_000, empty=b"")
+    store = open_store(url)
+    told: list[tuple[int, int]] = []
+    moved = upload(store, url, sources([source]), told=lambda done, total: told.append((done, total)))
+    assert moved == Moved(files=3, size=100_001)
+    assert told[0] == (0, 100_001)
+    assert told[-1] == (100_001, 100_001)
+    assert tree(folder) == {f"src/{name}": content for name, content in tree(source).items()}
+    assert download(store, url.below("src"), tmp_path / "got") == Moved(files=3, size=100_001)
+    assert tree(tmp_path / "got") == tree(source)
+    assert download(store, url.below("src/sub/deep/b"), tmp_path / "one") == Moved(files=1, size=100_000)
+    assert list(tree(tmp_path / "one")) == ["b"]
+
+
+def test_contents_and_regexes(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    source = make(tmp_path / "src", a=b"A", b=b"B", c__a=b"CA")
+    store = open_store(url)
+    upload(store, url, sources([source], "[ab]", contents=True))
+    assert sorted(tree(folder)) == ["a", "b"]
+    upload(store, url, sources([source / "c"], "c/"))
+    assert sorted(tree(folder)) == ["a", "b", "c/a"]
+    download(store, url, tmp_path / "got", regex=".*a$")
+    assert sorted(tree(tmp_path / "got")) == ["a", "c/a"]
+    assert delete(store, find(store, url, "c/")) == 1
+    assert sorted(tree(folder)) == ["a", "b"]
+
+
+def test_what_is_there_already_is_not_sent_or_fetched_again(s3: S3Server, tmp_path: Path) -> None:
+    bucket = s3.bucket("again")
+    source = make(tmp_path / "src", a=b"A", b=b"B")
+    url = parse_url("s3://again/top")
+    store = open_store(url)
+    upload(store, url, sources([source], contents=True))
+    make(source, b=b"X")  # of the same size
+    assert upload(store, url, sources([source], contents=True)) == Moved(files=2, size=2, skipped=1)
+    assert tree(bucket / "top") == {"a": b"A", "b": b"X"}
+    target = make(tmp_path / "got", a=b"A", b=b"?")
+    before = (target / "a").stat().st_ino
+    assert download(store, url, target, resume=True) == Moved(files=2, size=2, skipped=1)
+    assert (tree(target), (target / "a").stat().st_ino) == ({"a": b"A", "b": b"X"}, before)
+    assert download(store, url, target) == Moved(files=2, size=2)
+
+
+def test_links_of_the_source_are_followed_and_circles_found(tmp_path: Path) -> None:
+    source = make(tmp_path / "src", a=b"A")
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "b").write_bytes(b"B")
+    (source / "link").symlink_to(tmp_path / "else")
+    assert [one.name for one in sources([source], contents=True)] == ["a", "link/b"]
+    (source / "circle").symlink_to(source)
+    with pytest.raises(StorageError, match="circle leads back"):
+        sources([source])
+    with pytest.raises(StorageError, match="No such file"):
+        sources([tmp_path / "nothing"])
+    with pytest.raises(StorageError, match="would both be b"):
+        sources([tmp_path / "else" / "b", make(tmp_path / "more", b=b"") / "b"])
+
+
+def test_a_link_in_the_target_leads_nobody_out(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    make(folder, link__a=b"A", b=b"B")
+    (tmp_path / "else").mkdir()
+    target = tmp_path / "got"
+    target.mkdir()
+    (target / "link").symlink_to(tmp_path / "else")
+    with pytest.raises(StorageError, match="a link there leads out"):
+        download(open_store(url), url, target)
+    assert tree(tmp_path / "else") == {}
+    (target / "link").unlink()
+    (tmp_path / "victim").write_bytes(b"mine")
+    (target / "b").symlink_to(tmp_path / "victim")
+    download(open_store(url), url, target)
+    assert (tmp_path / "victim").read_bytes() == b"mine"
+    assert tree(target) == {"b": b"B", "link/a": b"A"}
+
+
+def test_a_disk_that_is_full(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no small file system can be mounted here")
+    try:
+        make(folder, a=b"A", big=os.urandom(3 << 20))
+        with pytest.raises(StorageError, match=r"(?s)big: No space left on device.*free space there"):
+            download(open_store(url), url, small)
+        assert not [path.name for path in small.iterdir() if path.name != "a"]
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+# -- what goes wrong at S3 --------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_secret_is_refused_and_not_shown(s3: S3Server, tmp_path: Path) -> None:
+    s3.bucket("mine")
+    url = parse_url("s3://mine/x")
+    wrong = Credentials(access_key_id=s3.access_key_id, access_key=Secret("wrong-4711"), override_url=s3.url)
+    store = open_store(url, lambda profile: wrong if profile == "s3://mine" else None)
+    source = sources([make(tmp_path / "src", a=b"A") / "a"])
+    for act in (
+        lambda: find(store, url), lambda: upload(store, url, source), lambda: store.delete("x/a"),
+        lambda: check_access(store, url, Access.READ), lambda: check_access(store, url, Access.WRITE),
+    ):  # fmt: skip
+        with pytest.raises(StorageRefused, match="s3://mine") as caught:
+            act()
+        assert "wrong-4711" not in str(caught.value)
+    right = Credentials(access_key_id=s3.access_key_id, access_key=Secret(s3.access_key), override_url=s3.url)
+    check_access(open_store(url, lambda _: right), url, Access.WRITE)
+
+
+def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    url = parse_url("s3://mine/x")
+    with pytest.raises(StorageRefused, match=r"(?s)there are no credentials.*AWS_ACCESS_KEY_ID"):
+        find(open_store(url), url)
+
+
+def test_a_bucket_that_is_not_there(s3: S3Server, tmp_path: Path) -> None:
+    url = parse_url("s3://no-such-bucket/x")
+    store = open_store(url)
+    source = sources([make(tmp_path / "src", a=b"A") / "a"])
+    for act in (
+        lambda: find(store, url), lambda: upload(store, url, source), lambda: store.delete("x"),
+        lambda: check_access(store, url, Access.READ), lambda: check_access(store, url, Access.DELETE),
+    ):  # fmt: skip
+        with pytest.raises(StorageMissing, match="no such bucket"):
+            act()
+
+
+def test_a_server_that_is_gone(own_s3: S3Server) -> None:
+    own_s3.stop()
+    url = parse_url("s3://b/x")
+    with pytest.raises(StorageUnreachable, match=r"Could not connect.*tried 3 times"):
+        find(open_store(url), url, patience=quickly())
+
+
+class Reviving(threading.Event):
+    """Starts the server again in the pause before the next try."""
+
+    def __init__(self, server: S3Server) -> None:
+        super().__init__()
+        self.server = server
+        self.pauses = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.pauses += 1
+        self.server.start()
+        return False
+
+
+class Watched:
+    """Notes where reading begins."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.starts: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+    def read(self, entry: Entry, start: int, sink: Sink) -> None:
+        self.starts.append(start)
+        self.store.read(entry, start, sink)
+
+
+def once(act: Callable[[], None]) -> Callable[[int, int], None]:
+    """Do something when the first bytes have moved."""
+    done: list[bool] = []
+
+    def told(moved: int, _: int) -> None:
+        if moved and not done:
+            done.append(True)
+            act()
+
+    return told
+
+
+def test_a_download_that_was_cut_goes_on_where_it_stopped(own_s3: S3Server, tmp_path: Path) -> None:
+    content = os.urandom(2 * PART_BYTES + 5)
+    make(own_s3.bucket("b"), big=content)
+    url = parse_url("s3://b/big")
+    store = Watched(open_store(url))
+    reviving = Reviving(own_s3)
+    patience = Patience(reviving)
+    moved = download(store, url, tmp_path / "got", patience=patience, told=once(own_s3.stop))  # type: ignore[arg-type]
+    assert (moved.files, reviving.pauses, store.starts) == (1, 1, [0, PART_BYTES])
+    assert tree(tmp_path / "got") == {"big": content}
+
+
+def test_a_download_goes_on_with_what_an_earlier_one_left(own_s3: S3Server, tmp_path: Path) -> None:
+    content = os.urandom(2 * PART_BYTES + 5)
+    make(own_s3.bucket("b"), big=content)
+    url = parse_url("s3://b/big")
+    with pytest.raises(StorageUnreachable):
+        download(open_store(url), url, tmp_path / "got", patience=quickly(), told=once(own_s3.stop))
+    assert "big" not in tree(tmp_path / "got")
+    own_s3.start()
+    store = Watched(open_store(url))
+    download(store, url, tmp_path / "got")  # type: ignore[arg-type]
+    assert store.starts == [PART_BYTES]
+    assert tree(tmp_path / "got") == {"big": content}
+    # Of another content under the same key, nothing that is here is taken.
+    with pytest.raises(StorageUnreachable):
+        download(open_store(url), url, tmp_path / "more", patience=quickly(), told=once(own_s3.stop))
+    make(own_s3.bucket("b"), big=content[::-1])
+    own_s3.start()
+    store = Watched(open_store(url))
+    download(store, url, tmp_path / "more")  # type: ignore[arg-type]
+    assert store.starts == [0]
+    assert (tmp_path / "more" / "big").read_bytes() == content[::-1]
+
+
+def test_an_upload_that_was_cut_is_begun_again(own_s3: S3Server, tmp_path: Path) -> None:
+    content = os.urandom(5 * PART_BYTES + 5)
+    bucket = own_s3.bucket("b")
+    url = parse_url("s3://b/top")
+    reviving = Reviving(own_s3)
+    source = sources([make(tmp_path / "src", big=content)], contents=True)
+    moved = upload(open_store(url), url, source, patience=Patience(reviving), told=once(own_s3.stop))
+    assert (moved.files, reviving.pauses) == (1, 1)
+    # The server, which was killed, left a file of its own there.
+    assert {name: data for name, data in tree(bucket).items() if ".rclone" not in name} == {"top/big": content}
+
+
+class Damaging(Watched):
+    """Changes a byte of what is read, the first time."""
+
+    def read(self, entry: Entry, start: int, sink: Sink) -> None:
+        first = not self.starts
+        super().read(entry, start, (lambda piece: sink(b"?" + piece[1:])) if first else sink)
+
+
+def test_what_came_damaged_is_fetched_again(s3: S3Server, tmp_path: Path) -> None:
+    make(s3.bucket("damage"), a=b"0123")
+    url = parse_url("s3://damage/a")
+    store = Damaging(open_store(url))
+    download(store, url, tmp_path / "got", patience=quickly())  # type: ignore[arg-type]
+    assert (store.starts, tree(tmp_path / "got")) == ([0, 0], {"a": b"0123"})
+
+
+def test_somebody_may_call_it_off(s3: S3Server, tmp_path: Path) -> None:
+    make(s3.bucket("halt"), a=b"0" * 100, b=b"0" * 100)
+    url = parse_url("s3://halt")
+    patience = quickly()
+    with pytest.raises(Halted):
+        download(open_store(url), url, tmp_path / "got", patience=patience, at_once=1, told=once(patience.halt.set))
+
+
+def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(InputError, match=r"(?s)s3:// needs a driver.*pip install 'distflow\[data\]'"):
+        open_store(parse_url("s3://b/x"))
+
+
+# -- servers of the test's own ----------------------------------------------------------------------------------------
+
+
+class Answering(ThreadingHTTPServer):
+    """Answers GET and HEAD with what ``answer`` says: status, headers, body; notes what was asked."""
+
+    def __init__(self, answer: Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.server.asked.append((self.path, self.headers.get("Range")))  # type: ignore[attr-defined]
+                status, headers, body = answer(self.path, dict(self.headers))
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            do_HEAD = do_GET  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, str | None]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[..., Answering]]:
+    made: list[tuple[Answering, threading.Thread]] = []
+
+    def make(answer: Callable[[str, dict[str, str]], tuple[int, dict[str, str], bytes]]) -> Answering:
+        server = Answering(answer)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        made.append((server, thread))
+        return server
+
+    yield make
+    for server, thread in made:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+LISTING = """<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><IsTruncated>false</IsTruncated>
+<Contents><Key>top/good</Key><Size>1</Size><ETag>"x"</ETag></Contents>
+<Contents><Key>{key}</Key><Size>1</Size><ETag>"x"</ETag></Contents></ListBucketResult>"""
+
+
+@pytest.mark.parametrize("key", ["top/../../evil", "top//tmp/evil", "top/a/../../evil"])
+def test_a_hostile_key_writes_nothing_anywhere(key: str, answering: Callable[..., Answering], tmp_path: Path) -> None:
+    server = answering(lambda path, _: (200, {}, LISTING.format(key=key).encode()) if "list-type" in path else (404, {}, b""))
+    keys = Credentials(access_key_id="id", access_key=Secret("k"), override_url=server.url, addressing_style="path")
+    url = parse_url("s3://b/top")
+    with pytest.raises(StorageError, match="cannot be kept as a file"):
+        download(open_store(url, lambda _: keys), url, tmp_path / "deep" / "got")
+    assert tree(tmp_path) == {}
+
+
+def web(content: bytes, *, ranges: bool = True, short: Sequence[int] = ()) -> Callable[..., tuple[int, dict[str, str], bytes]]:
+    """Serve one file; ``short``: of the first answers, only so many bytes."""
+    cuts = list(short)
+
+    def answer(path: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        if not path.startswith("/data/a%20b.bin?sig=s3cret"):
+            return 404, {}, b""
+        start = int(headers["Range"].removeprefix("bytes=").rstrip("-")) if "Range" in headers and ranges else 0
+        body = content[start:]
+        size = {"Content-Length": str(len(body)), "ETag": '"1"'}
+        return 206 if start else 200, size, body[: cuts.pop(0)] if cuts else body
+
+    return answer
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_file_of_a_web_server_goes_on_after_a_break(
+    ranges: bool, answering: Callable[..., Answering], tmp_path: Path
+) -> None:
+    content = os.urandom(10_000)
+    # The first answer is for the size, and its body is not read.
+    server = answering(web(content, ranges=ranges, short=[10_000, 6_000]))
+    url = parse_url(f"{server.url}/data/a b.bin?sig=s3cret")
+    assert download(open_store(url), url, tmp_path, patience=quickly()) == Moved(files=1, size=10_000)
+    assert tree(tmp_path) == {"a b.bin": content}
+    assert "bytes=6000-" in [asked for _, asked in server.asked]
+
+
+def test_what_web_servers_refuse(answering: Callable[..., Answering], tmp_path: Path) -> None:
+    codes = {"/a": 403, "/b": 404, "/c": 503, "/d": 400}
+    server = answering(lambda path, _: (codes[path.partition("?")[0]], {}, b""))
+    kinds = {"a": StorageRefused, "b": StorageMissing, "c": StorageUnreachable, "d": StorageError}
+    for name, kind in kinds.items():
+        url = parse_url(f"{server.url}/{name}?sig=s3cret")
+        with pytest.raises(StorageError) as caught:
+            download(open_store(url), url, tmp_path, patience=quickly())
+        assert type(caught.value) is kind
+        assert "s3cret" not in str(caught.value)
+    assert len([path for path, _ in server.asked if path.startswith("/c")]) == 3
+    url = parse_url(f"{server.url}/a")
+    with pytest.raises(InputError, match="can only be read"):
+        check_access(open_store(url), url, Access.WRITE)
+    with pytest.raises(InputError, match="name one file"):
+        open_store(parse_url(f"{server.url}/folder/"))

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from distflow.documents.urls import StorageUrl, parse_url
+from distflow.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme", "container", "key", "profile", "shown"),
+    [
+        ("s3://bucket", "s3", "bucket", "", "s3://bucket", "s3://bucket"),
+        ("S3://bucket/a/b.txt", "s3", "bucket", "a/b.txt", "s3://bucket", "s3://bucket/a/b.txt"),
+        ("gs://bucket/a/", "gs", "bucket", "a", "gs://bucket", "gs://bucket/a/"),
+        ("az://container/a", "az", "container", "a", "az://container", "az://container/a"),
+        ("azure://account/container/a/b", "azure", "account/container", "a/b", "azure://account", "azure://account/container/a/b"),
+        ("/data/x", "file", "", "data/x", "file://", "file:///data/x"),
+        ("file:///data/x/", "file", "", "data/x", "file://", "file:///data/x/"),
+        ("file://localhost/data", "file", "", "data", "file://", "file:///data"),
+        ("sftp://ada@host:2222/x", "sftp", "ada@host:2222", "x", "sftp://ada@host:2222", "sftp://ada@host:2222/x"),
+        ("https://host/a?X-Sig=secret#part", "https", "host", "a", "https://host", "https://host/a?…"),
+        ("s3://bucket/runs/{{workflow_id}}", "s3", "bucket", "runs/{{workflow_id}}", "s3://bucket", "s3://bucket/runs/{{workflow_id}}"),
+    ],
+)  # fmt: skip
+def test_what_a_url_names(text: str, scheme: str, container: str, key: str, profile: str, shown: str) -> None:
+    url = parse_url(text)
+    assert (url.scheme, url.container, url.key, url.profile, str(url)) == (scheme, container, key, profile, shown)
+    assert url.is_folder == text.endswith("/")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bucket/path", "no URL of data"),
+        ("data", "no URL of data"),
+        ("azur://account/c", "did you mean `azure`?"),
+        ("s3://", "names no bucket"),
+        ("s3:///x", "names no bucket"),
+        ("azure://account", "names no account and container"),
+        ("https://", "names no host"),
+        ("s3://bucket/a/../b", "with `.`, `..` or an empty part"),
+        ("s3://bucket/a//b", "with `.`, `..` or an empty part"),
+        ("/data/./x", "with `.`, `..` or an empty part"),
+        ("file://data/x", "no absolute path"),
+        ("s3://bucket/*.pt", "holds a `*`"),
+        ("s3://bucket/a\nb", "control character"),
+        ("https://ada:pass-word@host/x", "keeps no secrets in URLs"),
+        ("sftp://ada:pass-word@host/x", "keeps no secrets in URLs"),
+        ("s3://key:pass-word@bucket/x", "keeps no secrets in URLs"),
+    ],
+)
+def test_what_is_wrong_with_a_url(text: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_url(text)
+    assert words in str(caught.value)
+    assert caught.value.hint
+    assert "pass-word" not in str(caught.value)
+
+
+def test_the_web_can_only_be_read() -> None:
+    with pytest.raises(InputError, match="can only be read"):
+        parse_url("https://host/x", writes=True)
+    assert parse_url("s3://b/x", writes=True).key == "x"
+
+
+def test_a_query_is_never_shown() -> None:
+    url = parse_url("https://host/a?X-Amz-Signature=0123")
+    assert url.query == "X-Amz-Signature=0123"
+    assert "0123" not in str(url)
+    with pytest.raises(InputError) as caught:
+        parse_url("ftp://host/a?sig=0123")
+    assert "0123" not in str(caught.value)
+
+
+def test_what_lies_below() -> None:
+    assert parse_url("s3://b/runs/").below("a/b") == StorageUrl(scheme="s3", container="b", key="runs/a/b")
+    assert parse_url("s3://b").below("a") == StorageUrl(scheme="s3", container="b", key="a")

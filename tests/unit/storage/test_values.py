@@ -1,0 +1,171 @@
+"""What URLs mean, decided from values: which objects, which driver, and what drivers' errors say."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from distflow.documents.urls import parse_url
+from distflow.errors import InputError, StorageError, StorageMissing, StorageRefused, StorageUnreachable
+from distflow.shell import Secret
+from distflow.storage.base import Entry, is_part, part_name
+from distflow.storage.credentials import Credentials, ambient
+from distflow.storage.failures import Halted, driver_errors, local_errors
+from distflow.storage.options import driver_of
+from distflow.storage.selecting import check_names, select
+
+
+def entries(*keys: str) -> list[Entry]:
+    return [Entry(key=key, size=1) for key in keys]
+
+
+def names(url: str, *keys: str, regex: str = "") -> list[str]:
+    return [one.name for one in select(parse_url(url), entries(*keys), regex)]
+
+
+def test_keys_are_relative_to_the_url() -> None:
+    assert names("s3://b/d", "d/x/y", "d/a", "d2/z") == ["a", "x/y"]
+    assert names("s3://b", "d/x", "a") == ["a", "d/x"]
+
+
+def test_an_object_of_the_name_is_meant_alone() -> None:
+    assert names("s3://b/d/x.pt", "d/x.pt", "d/x.pt/more") == ["x.pt"]
+    assert names("s3://b/d/x.pt/", "d/x.pt", "d/x.pt/more") == ["more"]
+
+
+def test_what_stands_for_a_folder_is_left_out() -> None:
+    assert names("s3://b/d", "d/", "d/sub/", "d/sub/a") == ["sub/a"]
+
+
+def test_a_regex_is_matched_from_the_start_of_the_relative_path() -> None:
+    assert names("s3://b/d", "d/a.pt", "d/x/a.pt", "d/a.txt", regex=r"a\.") == ["a.pt", "a.txt"]
+    assert names("s3://b/d", "d/a.pt", "d/x/a.pt", "d/a.txt", regex=r".*\.pt$") == ["a.pt", "x/a.pt"]
+    with pytest.raises(InputError, match="no regular expression"):
+        names("s3://b/d", "d/a", regex="(")
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("d/../../etc/passwd", "leads elsewhere"),
+        ("d//etc/passwd", "leads elsewhere"),
+        ("d/a/./b", "empty or `.`"),
+        ("d/a//b", "empty or `.`"),
+        ("d/a\0b", "zero byte"),
+        ("d/" + "ü" * 128, "longer than 255 bytes"),
+    ],
+)
+def test_hostile_keys_are_no_files(key: str, why: str) -> None:
+    url = parse_url("s3://b/d")
+    with pytest.raises(StorageError, match=why):
+        check_names(url, select(url, entries("d/good", key)))
+
+
+def test_a_file_cannot_be_a_directory_too() -> None:
+    url = parse_url("s3://b/d")
+    with pytest.raises(StorageError, match="a file and a directory"):
+        check_names(url, select(url, entries("d/a", "d/a/b/c")))
+    check_names(url, select(url, entries("d/a", "d/ab/c")))
+
+
+def test_parts_are_told_from_files_of_people() -> None:
+    assert is_part(part_name("0123456789abcdef"))
+    assert not is_part("model.part")
+
+
+KEYS = Credentials(
+    access_key_id="id", access_key=Secret("very-secret"), override_url="http://here:1", region="eu", addressing_style="path"
+)
+
+
+def test_credentials_of_s3_become_options_of_its_driver() -> None:
+    driver = driver_of(parse_url("s3://b/x"), KEYS)
+    assert driver.name == "s3"
+    assert (driver.options["key"], driver.options["secret"], driver.options["endpoint_url"]) == (
+        "id",
+        "very-secret",
+        "http://here:1",
+    )
+    assert driver.options["client_kwargs"] == {"region_name": "eu"}
+    assert driver.options["config_kwargs"]["s3"] == {"addressing_style": "path"}
+
+
+def test_without_credentials_the_driver_looks_for_itself() -> None:
+    assert ambient("s3://b") is None
+    assert set(driver_of(parse_url("s3://b/x"), None).options) == {"config_kwargs"}
+    assert driver_of(parse_url("gs://b/x"), None).options == {}
+    assert driver_of(parse_url("azure://account/c/x"), None).options == {"account_name": "account"}
+
+
+def test_keys_of_google_speak_s3() -> None:
+    driver = driver_of(parse_url("gs://b/x"), Credentials(access_key_id="id", access_key=Secret("k")))
+    assert driver.speaks_s3
+    assert driver.options["endpoint_url"] == "https://storage.googleapis.com"
+
+
+def test_azure_takes_a_key_or_a_connection_string() -> None:
+    key = driver_of(parse_url("az://c/x"), Credentials(access_key_id="account", access_key=Secret("k")))
+    assert key.options == {"account_name": "account", "account_key": "k"}
+    text = "AccountName=a;AccountKey=k"
+    whole = driver_of(parse_url("azure://a/c/x"), Credentials(access_key_id="", access_key=Secret(text)))
+    assert whole.options == {"account_name": "a", "connection_string": text}
+
+
+def test_credentials_cannot_be_seen() -> None:
+    assert "very-secret" not in repr(KEYS)
+
+
+class ClientAuthenticationError(Exception):
+    """As Azure's driver has it."""
+
+
+class Answer(Exception):
+    """As Google's driver has it."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"{code} at https://host/o?sig=0123abc")
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PermissionError("no"), StorageRefused),
+        (ClientAuthenticationError("no"), StorageRefused),
+        (Answer(403), StorageRefused),
+        (FileNotFoundError("no"), StorageMissing),
+        (Answer(404), StorageMissing),
+        (OSError(errno.EINVAL, "no"), StorageError),
+        (ValueError("no"), StorageError),
+        (ConnectionResetError("no"), StorageUnreachable),
+        (TimeoutError(), StorageUnreachable),
+        (Answer(503), StorageUnreachable),
+    ],
+)
+def test_errors_of_drivers_are_known(error: Exception, kind: type[StorageError]) -> None:
+    with pytest.raises(StorageError) as caught, driver_errors("s3://b/x"):
+        raise error
+    assert type(caught.value) is kind
+    assert caught.value.message.startswith("s3://b/x: ")
+    assert "0123abc" not in str(caught.value)
+
+
+def test_secrets_are_masked_in_what_drivers_say() -> None:
+    with pytest.raises(StorageError) as caught, driver_errors("s3://b/x", [Secret("very-secret")]):
+        raise ConnectionError("signed with very-secret")
+    assert "very-secret" not in str(caught.value)
+    # Nor is the driver's error told of by a traceback.
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_what_is_not_the_drivers_passes() -> None:
+    for error in (Halted(), InputError("x")):
+        with pytest.raises(type(error)), driver_errors("s3://b/x"):
+            raise error
+
+
+def test_a_full_disk_says_what_to_do() -> None:
+    with pytest.raises(StorageError, match=r"(?s)/x/y: No space left.*free space there"), local_errors("/x/y"):
+        raise OSError(errno.ENOSPC, "No space left on device")
