@@ -65,7 +65,15 @@ def _isort(name: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["workflow", "--help"], ["pool", "--help"], ["workflow", "list"], ["workflow", "query", "x-1"]]
+    "command",
+    [
+        ["--help"],
+        ["workflow", "--help"],
+        ["pool", "--help"],
+        ["data", "--help"],
+        ["workflow", "list"],
+        ["workflow", "query", "x-1"],
+    ],
 )
 def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
     done = subprocess.run(
@@ -73,7 +81,7 @@ def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
     )
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "typer" in modules
-    heavy = {"torch", "paramiko", "jsonschema", "jinja2", "rich", "numpy", "asyncio"} & modules
+    heavy = {"torch", "paramiko", "jsonschema", "jinja2", "rich", "numpy", "asyncio", "fsspec", "s3fs", "aiohttp"} & modules
     assert not heavy, f"{command} imports {heavy}"
 
 

@@ -42,6 +42,7 @@ class _Root(LazyGroup):
             "task": ("distflow.cli.task:app", "Look at tasks across workflows."),
             "pool": ("distflow.cli.pool:app", "Show the pools that workflows can run in, and check their nodes."),
             "resource": ("distflow.cli.resource:app", "Show what the nodes have, and what is in use of it."),
+            "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
             "schema": ("distflow.cli.schema:app", "Print the JSON Schema of workflow specs."),
             "version": ("distflow.cli.version:app", "Print distflow's version."),

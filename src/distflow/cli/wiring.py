@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from distflow.pools.model import Configuration
     from distflow.state.mirror import Mirror
     from distflow.state.store import Store
+    from distflow.storage.credentials import CredentialsFor
 
-__all__ = ["configuration", "hosts", "mirror", "open_store", "state_directory", "wake_if_needed"]
+__all__ = ["configuration", "credentials_for", "hosts", "mirror", "open_store", "state_directory", "wake_if_needed"]
 
 
 def state_directory() -> StateDirectory:
@@ -45,6 +46,13 @@ def configuration() -> Configuration:
     from distflow.pools.load import load_configuration
 
     return load_configuration(Path.cwd(), os.environ)
+
+
+def credentials_for() -> CredentialsFor:
+    """Return what knows the credentials of a URL's profile: so far the environment and the drivers' own chain alone."""
+    from distflow.storage.credentials import ambient
+
+    return ambient
 
 
 def hosts(hostfile: str | None) -> tuple[Host, ...] | None:

@@ -1,0 +1,266 @@
+"""``distflow data``: data at URLs, from this machine and without any workflow."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distflow.cli import wiring
+from distflow.cli.command import Format, FormatOption
+from distflow.cli.progress import ProgressLine
+from distflow.cli.tables import plain
+from distflow.cli.times import iso
+from distflow.documents.quantities import bytes_text
+from distflow.documents.urls import parse_url
+from distflow.errors import DistflowError, InputError, NotFound
+
+if TYPE_CHECKING:
+    from distflow.documents.urls import StorageUrl
+    from distflow.storage.base import Store
+    from distflow.storage.downloading import Moved
+    from distflow.storage.selecting import Wanted
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+UrlArgument = Annotated[
+    str, typer.Argument(metavar="URL", help="Such as s3://bucket/path; also gs, az, azure, file, and http(s) to read.")
+]
+RegexOption = Annotated[
+    str,
+    typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose relative path it matches, from the start of that."),
+]
+ThreadsOption = Annotated[int, typer.Option("--threads", "-T", min=1, max=256, help="Files that are moved at the same time.")]
+ProcessesOption = Annotated[
+    int | None, typer.Option("--processes", "-p", min=1, help="Taken and not used: threads are enough.")
+]
+BenchmarkOption = Annotated[
+    Path | None, typer.Option("--benchmark-out", "-b", metavar="DIR", help="Write there, as JSON, how long it took.")
+]
+
+
+class _Access(str, Enum):
+    """What one may want to do."""
+
+    READ = "READ"
+    WRITE = "WRITE"
+    DELETE = "DELETE"
+
+
+@app.callback()
+def _data() -> None:
+    """Upload, download, list and delete data at URLs."""
+
+
+@app.command(
+    epilog="Examples: distflow data upload s3://bucket/run7 results  ·  distflow data upload s3://bucket/run7 results/*"
+)
+def upload(
+    url: UrlArgument,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories of this machine.")],
+    regex: RegexOption = "",
+    processes: ProcessesOption = None,  # noqa: ARG001  OSMO's
+    threads: ThreadsOption = 8,
+    benchmark_out: BenchmarkOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Write files below a URL; a directory keeps its name.
+
+    What is there already, with the sum that the store tells, is not sent again. Each file is looked at afterwards. What was
+    interrupted is made whole by the same command.
+    """
+    from distflow.storage.uploading import sources
+    from distflow.storage.uploading import upload as send
+
+    goal = parse_url(url, writes=True)
+    files = sources(paths, regex)
+    if not files:
+        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
+    with _store(goal) as store, ProgressLine(sys.stderr, "sent") as line:
+        moved = send(store, goal, files, at_once=threads, told=line.told)
+        seconds = line.seconds
+    _report("upload", goal, moved, seconds, benchmark_out, format_type)
+
+
+@app.command(epilog="Example: distflow data download s3://bucket/run7 results --regex '.*\\.pt$'")
+def download(
+    url: UrlArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it must be there.")],
+    regex: RegexOption = "",
+    resume: Annotated[bool, typer.Option("--resume", "-r", help="Leave what is there with the right content.")] = False,
+    processes: ProcessesOption = None,  # noqa: ARG001  OSMO's
+    threads: ThreadsOption = 8,
+    benchmark_out: BenchmarkOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Fetch what a URL names into a directory: paths are relative to the URL, one object keeps its name.
+
+    A file appears when it is whole and has the sum that the store tells. Half a file is gone on with by the same command.
+    """
+    from distflow.storage.downloading import download as fetch
+
+    source = parse_url(url)
+    if not directory.is_dir():
+        raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
+    with _store(source) as store, ProgressLine(sys.stderr, "fetched") as line:
+        moved = fetch(store, source, directory, regex=regex, resume=resume, at_once=threads, told=line.told)
+        seconds = line.seconds
+    if not moved.files:
+        raise NotFound(f"nothing at {source} is matched by `{regex}`", hint="`distflow data list -r` shows the paths")
+    _report("download", source, moved, seconds, benchmark_out, format_type)
+
+
+@app.command("list", epilog="Examples: distflow data list s3://bucket/run7  ·  distflow data list -r s3://bucket files.txt")
+def list_data(
+    url: UrlArgument,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Write the list there; it must not be there yet.")
+    ] = None,
+    regex: RegexOption = "",
+    prefix: Annotated[str, typer.Option("--prefix", "-p", help="Only paths that begin so.")] = "",
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Every object, not one line for each folder.")] = False,
+    no_pager: Annotated[bool, typer.Option("--no-pager", help="Taken for OSMO's sake: there is no pager.")] = False,  # noqa: ARG001
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """List what lies at a URL, one relative path in each line; a folder's ends with a slash."""
+    from distflow.storage.selecting import compile_regex, select
+    from distflow.storage.trying import Patience
+
+    source = parse_url(url)
+    compile_regex(regex)
+    if file is not None and file.exists():
+        raise InputError(f"{file} is there already", hint="name another file")
+    with _store(source) as store:
+        entries = Patience().keep_trying(lambda: store.find(source.key))
+    found = [one for one in select(source, entries, regex) if one.name.startswith(prefix)]
+    rows = _rows(source, found, recursive)
+    if format_type is Format.JSON:
+        body = {"url": str(source), "objects": rows, "count": len(rows), "bytes": sum(one.entry.size for one in found)}
+        text = json.dumps(body, indent=2) + "\n"
+    else:
+        text = "".join(f"{plain(str(row['name']))}\n" for row in rows)
+    if file is not None:
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{file}: {error.strerror}") from error
+    else:
+        print(text, end="")
+    if format_type is Format.TEXT:
+        print(f"{_count(len(found), 'object')}, {bytes_text(sum(one.entry.size for one in found))}", file=sys.stderr)
+
+
+@app.command(epilog="Example: distflow data delete s3://bucket/run7 --regex 'checkpoints/'")
+def delete(url: UrlArgument, regex: RegexOption = "", format_type: FormatOption = Format.TEXT) -> None:
+    """Remove what a URL names. Nobody is asked first: `distflow data list -r` shows what it would be."""
+    from distflow.storage.downloading import find
+    from distflow.storage.tending import delete as remove
+
+    goal = parse_url(url, writes=True)
+    if goal.scheme == "file" and not goal.key:
+        raise InputError("file:/// is this whole machine", hint="name a directory")
+    with _store(goal) as store:
+        wanted = find(store, goal, regex)
+        if not wanted:
+            raise NotFound(f"nothing at {goal} is matched by `{regex}`", hint="`distflow data list -r` shows the paths")
+        count = remove(store, wanted)
+    if format_type is Format.JSON:
+        print(json.dumps({"url": str(goal), "deleted": count}, indent=2))
+    else:
+        print(f"deleted {_count(count, 'object')} at {goal}")
+
+
+@app.command(epilog="Example: distflow data check s3://bucket/run7 --access-type WRITE")
+def check(
+    url: UrlArgument,
+    access_type: Annotated[
+        _Access, typer.Option("--access-type", "-a", case_sensitive=False, help="What is to be allowed.")
+    ] = _Access.READ,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Find out whether a URL can be read, written or deleted at, by doing so: an empty object is written and removed.
+
+    Ends with another code than 0 when it cannot.
+    """
+    from distflow.storage.tending import Access, check_access
+
+    goal = parse_url(url, writes=access_type is not _Access.READ)
+    try:
+        with _store(goal) as store:
+            check_access(store, goal, Access(access_type.value))
+    except DistflowError as error:
+        if format_type is Format.JSON:
+            print(json.dumps({"status": "fail", "error": error.message, "hint": error.hint}, indent=2))
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        raise
+    if format_type is Format.JSON:
+        print(json.dumps({"status": "pass"}, indent=2))
+    else:
+        print(f"{goal}: {access_type.value}: pass")
+
+
+@contextmanager
+def _store(url: StorageUrl) -> Iterator[Store]:
+    from distflow.storage.opening import open_store
+
+    store = open_store(url, wiring.credentials_for())
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _report(verb: str, url: StorageUrl, moved: Moved, seconds: float, benchmark_out: Path | None, format_type: Format) -> None:
+    body = {"url": str(url), "files": moved.files, "bytes": moved.size, "already_there": moved.skipped}
+    if benchmark_out is not None:
+        measured = {
+            "verb": verb,
+            **body,
+            "seconds": round(seconds, 3),
+            "bytes_per_second": round(moved.size / max(seconds, 0.001)),
+        }
+        _write_benchmark(benchmark_out, verb, measured)
+    if format_type is Format.JSON:
+        print(json.dumps(body, indent=2))
+        return
+    there = f"; {moved.skipped} {'was' if moved.skipped == 1 else 'were'} there already" if moved.skipped else ""
+    print(f"{verb}ed {_count(moved.files, 'file')}, {bytes_text(moved.size)}{there}")
+
+
+def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) -> None:
+    path = directory / f"{verb}-{time.strftime('%Y%m%dT%H%M%S')}.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measured, indent=2) + "\n")
+    except OSError as error:
+        raise InputError(f"--benchmark-out: {error.filename or path}: {error.strerror}") from error
+
+
+def _rows(url: StorageUrl, found: list[Wanted], recursive: bool) -> list[dict[str, object]]:
+    rows: dict[str, dict[str, object]] = {}
+    for one in found:
+        first, slash, _ = one.name.partition("/")
+        if slash and not recursive:
+            row = rows.setdefault(
+                f"{first}/", {"name": f"{first}/", "url": f"{url.below(first)}/", "bytes": 0, "modified": None}
+            )
+            row["bytes"] = int(str(row["bytes"])) + one.entry.size
+        else:
+            rows[one.name] = {
+                "name": one.name, "url": url.shown(one.entry.key), "bytes": one.entry.size, "modified": iso(one.entry.modified),
+            }  # fmt: skip
+    return list(rows.values())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,60 @@
+"""How far a transfer is, in one line that is written again and again; nothing where no terminal shows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import TextIO
+
+from distflow.cli.tables import cut, terminal_width
+from distflow.documents.quantities import bytes_text
+
+__all__ = ["ProgressLine"]
+
+_EVERY_S = 0.2
+
+
+class ProgressLine:
+    """A context manager; ``told`` may be called from several threads."""
+
+    def __init__(self, out: TextIO, verb: str) -> None:
+        """Begin each line with ``verb``, such as ``fetched``."""
+        self._out = out
+        self._verb = verb
+        self._is_shown = out.isatty()
+        self._begun = self._shown_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def __enter__(self) -> ProgressLine:
+        """Show nothing yet."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Clear the line."""
+        with self._lock:
+            self._is_over = True
+            if self._is_shown:
+                self._write("")
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._begun
+
+    def told(self, done: int, total: int) -> None:
+        """Show how far it is, a few times a second."""
+        at = time.monotonic()
+        if not self._is_shown or at - self._shown_at < _EVERY_S:
+            return
+        with self._lock:
+            if self._is_over:
+                return
+            self._shown_at = at
+            rate = done / max(at - self._begun, 0.001)
+            self._write(f"{self._verb} {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s")
+
+    def _write(self, text: str) -> None:
+        self._out.write(f"\r\x1b[K{cut(text, (terminal_width(self._out) or 80) - 1)}")
+        self._out.flush()

@@ -1,0 +1,99 @@
+"""``distflow data`` against a server that speaks S3 and checks signatures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.s3 import S3Server, missing_rclone
+from scenarios.conftest import Cli
+
+
+@pytest.fixture
+def s3(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Iterator[S3Server]:
+    """A server of the test's own, which distflow's environment knows."""
+    if why := missing_rclone():
+        pytest.skip(why)
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        cli.environment.update(server.environment)
+        yield server
+
+
+def _make(top: Path, names: dict[str, str]) -> Path:
+    for name, text in names.items():
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(text)
+    return top
+
+
+def test_there_and_back_and_away(cli: Cli, s3: S3Server) -> None:
+    bucket = s3.bucket("b")
+    _make(cli.folder / "results", {"a.txt": "A", "sub/b.pt": "BB"})
+    sent = cli.run("data", "upload", "s3://b/run", "results", "-t", "json", "-b", "measured")
+    assert (sent.code, sent.err) == (0, "")
+    assert json.loads(sent.out) == {"url": "s3://b/run", "files": 2, "bytes": 3, "already_there": 0}
+    (measured,) = (cli.folder / "measured").iterdir()
+    assert json.loads(measured.read_text())["bytes"] == 3
+    assert (bucket / "run/results/sub/b.pt").read_text() == "BB"
+    assert "2 were there already" in cli.run("data", "upload", "s3://b/run", "results").out
+
+    listed = cli.run("data", "list", "s3://b/run/results")
+    assert (listed.out, listed.err) == ("a.txt\nsub/\n", "2 objects, 3 B\n")
+    assert cli.run("data", "list", "-r", "s3://b", "-x", r".*\.pt$").out == "run/results/sub/b.pt\n"
+    assert cli.run("data", "list", "-r", "s3://b", "-p", "run/results/s").out == "run/results/sub/b.pt\n"
+    body = json.loads(cli.run("data", "list", "-r", "s3://b/run/results", "-t", "json").out)
+    assert [(one["name"], one["url"], one["bytes"]) for one in body["objects"]] == [
+        ("a.txt", "s3://b/run/results/a.txt", 1),
+        ("sub/b.pt", "s3://b/run/results/sub/b.pt", 2),
+    ]
+    assert cli.run("data", "list", "-r", "s3://b/run/results", "list.txt").out == ""
+    assert (cli.folder / "list.txt").read_text() == "a.txt\nsub/b.pt\n"
+    assert cli.run("data", "list", "s3://b/run/results", "list.txt").code == 2
+
+    got = _make(cli.folder / "got", {"a.txt": "A"})
+    assert (
+        cli.run("data", "download", "s3://b/run/results", "got", "-r").out == "downloaded 2 files, 3 B; 1 was there already\n"
+    )
+    assert (got / "sub/b.pt").read_text() == "BB"
+
+    for access in ("READ", "write", "DELETE"):
+        assert cli.run("data", "check", "s3://b/run", "-a", access).code == 0
+    assert json.loads(cli.run("data", "check", "s3://b/run", "-t", "json").out) == {"status": "pass"}
+    gone = cli.run("data", "delete", "s3://b/run", "-x", "results/sub", "-t", "json")
+    assert json.loads(gone.out) == {"url": "s3://b/run", "deleted": 1}
+    assert cli.run("data", "list", "-r", "s3://b/run").out == "results/a.txt\n"
+
+
+def test_what_was_not_done_does_not_end_with_0(cli: Cli, s3: S3Server) -> None:
+    s3.bucket("b")
+    _make(cli.folder / "results", {"a.txt": "A"})
+    for arguments, code, words in (
+        (["upload", "s3://b/run", "nothing"], 3, "nothing: No such file"),
+        (["upload", "s3://b/run", "results", "-x", "x"], 2, "no file to upload that `x` matches"),
+        (["upload", "https://b/run", "results"], 2, "can only be read"),
+        (["upload", "s3://none/run", "results"], 3, "no such bucket"),
+        (["download", "s3://b/run", "nowhere"], 2, "mkdir -p nowhere"),
+        (["download", "s3://b/run", "results"], 3, "nothing at s3://b/run"),
+        (["list", "s3://none"], 3, "no such bucket"),
+        (["list", "s3://b", "-x", "("], 2, "no regular expression"),
+        (["delete", "s3://b/run"], 3, "nothing at s3://b/run"),
+        (["delete", "/"], 2, "this whole machine"),
+        (["check", "s3://none", "-a", "WRITE"], 3, "no such bucket"),
+        (["check", "ftp://b"], 2, "not a place for data"),
+    ):
+        done = cli.run("data", *arguments)
+        assert (done.code, done.out) == (code, ""), arguments
+        assert words in done.err
+    cli.run("data", "upload", "s3://b/run", "results")
+    for verb in (["download", "s3://b/run", "results"], ["delete", "s3://b/run"]):
+        done = cli.run("data", *verb, "-x", "x")
+        assert (done.code, "is matched by `x`" in done.err) == (2, True)
+    cli.environment["AWS_SECRET_ACCESS_KEY"] = "wrong-4711"
+    done = cli.run("data", "check", "s3://b/run", "-t", "json")
+    assert done.code == 3
+    assert json.loads(done.out)["status"] == "fail"
+    assert "signature" in done.err
+    assert "wrong-4711" not in done.out + done.err

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from distflow.cli import progress
+from distflow.cli.progress import ProgressLine
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    screen = Screen()
+    with ProgressLine(screen, "sent") as line:
+        line.told(1 << 20, 4 << 20)
+        assert "sent 1.0 MiB of 4.0 MiB, " in screen.getvalue()
+    assert screen.getvalue().endswith("\r\x1b[K")
+    before = screen.getvalue()
+    line.told(2 << 20, 4 << 20)  # a thread that is late
+    assert screen.getvalue() == before
+
+
+def test_a_pipe_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    pipe = io.StringIO()
+    with ProgressLine(pipe, "sent") as line:
+        line.told(1, 2)
+    assert pipe.getvalue() == ""
