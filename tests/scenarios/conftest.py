@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from distflow.testing.netns import NetnsHost, Network, missing_netns
+from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
 from scenarios.lab import Lab
@@ -156,6 +157,16 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
             except ProcessLookupError:
                 pass
     assert not left, left
+
+
+@pytest.fixture
+def s3(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Iterator[S3Server]:
+    """A server of the test's own, which distflow's environment knows."""
+    if why := missing_rclone():
+        pytest.skip(why)
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        cli.environment.update(server.environment)
+        yield server
 
 
 @pytest.fixture

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from distflow.testing.s3 import S3Server, missing_rclone
+from distflow.testing.s3 import S3Server
 from scenarios.conftest import Cli
-
-
-@pytest.fixture
-def s3(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Iterator[S3Server]:
-    """A server of the test's own, which distflow's environment knows."""
-    if why := missing_rclone():
-        pytest.skip(why)
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        cli.environment.update(server.environment)
-        yield server
 
 
 def _make(top: Path, names: dict[str, str]) -> Path:

@@ -32,8 +32,9 @@ def workflow_json(
     that), ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code`` of the command,
     ``signal``, ``time``, ``lines``) and ``earlier_causes`` (one for each earlier attempt); of a task ``ranks`` (such as
     ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output that are on their way: ``sent_bytes``, ``total_bytes``,
-    ``bytes_per_second``, ``image`` that is pulled), ``pid``, ``signal``, ``duration``, ``last_line``, ``outputs``,
-    ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
+    ``bytes_per_second``, the ``url`` that they come from or go to, the ``image`` that is pulled), ``pid``, ``signal``,
+    ``duration``, ``last_line``, ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null
+    when it answers).
 
     Groups and tasks stand in the order of the spec; with ``verbose`` earlier attempts of a task follow it, the latest first.
     ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node. Without ``now``,
@@ -139,6 +140,7 @@ def _transfer_json(files: Transfer) -> dict[str, object]:
         "total_bytes": files.total,
         "bytes_per_second": round(files.bytes_per_s),
         "image": files.image or None,
+        "url": files.url or None,
     }
 
 

@@ -85,6 +85,10 @@ def workflow_text(
     if outputs:
         lines += ["", "Outputs stay where they were written:"]
         lines += [f"  {task.name}  {task.node}:{task.output_dir}" for task in outputs]
+    written = [one for group in record.groups for one in group.carried if one.op.startswith("write") and one.files]
+    if written:
+        lines += ["", "Outputs were written to:"]
+        lines += [f"  {one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})" for one in written]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -252,6 +256,8 @@ def _transfer_words(group: GroupRecord, task: TaskRecord, before: str = "", afte
     if files.image:
         return f"{before}pulls its image {files.image}{after}"
     doing = f"{files.output} its output" if files.output else "receives its files"
+    if files.url:
+        doing = f"{doing} to {files.url}" if files.output else f"fetches {files.url}"
     share = f"{bytes_text(files.sent)} of {bytes_text(files.total)}"
     return f"{before}{doing}: {share}, {bytes_text(files.bytes_per_s)}/s{after}"
 

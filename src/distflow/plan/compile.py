@@ -85,7 +85,7 @@ def _launch(
     secret_names: tuple[str, ...],
 ) -> Launch:
     injected = [(file.path.value, file.is_directory) for file in task.files if file.path.value.startswith("/")]
-    rewrite = rewriter(ranks, world, injected, task.inputs)
+    rewrite = rewriter(ranks, world, injected, task.inputs, task.url_inputs)
     resource = spec.resources[task.resource]
     environment = task_environment(
         group=group.name,
@@ -103,10 +103,12 @@ def _launch(
         secret_names=secret_names,
         files=tuple(_file(file, rewrite, bundles) for file in task.files),
         inputs=task.inputs,
+        url_inputs=task.url_inputs,
         ranks=ranks,
         resource=resource,
         rewritten=tuple((path, place_of(path)) for path, _ in injected),
         outputs=task.outputs,
+        url_outputs=task.url_outputs,
         exit_actions=task.exit_actions,
         image=rewrite(task.image.value) if task.image is not None else None,
         mounts=tuple(rewrite(text.value) for text in task.mounts),

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from distflow.layout.ranks import TaskRanks, World
 from distflow.lifecycle.exits import ExitActions
 from distflow.plan.binding import Binding, TaskBinding
-from distflow.spec.model import InputSpec, ResourceSpec, Retry, Timeouts
+from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeouts
 
 __all__ = [
     "ATTEMPT_DIR",
@@ -86,12 +86,16 @@ class Launch:
     files: tuple[PlannedFile, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     """What it takes from tasks of the groups upstream."""
+    url_inputs: tuple[DataSpec, ...] = ()
+    """What it takes from stores; fetched before its group is queued."""
     ranks: TaskRanks | None = None
     """``None`` for a task that shares no world."""
     resource: ResourceSpec = ResourceSpec()
     rewritten: tuple[tuple[str, str], ...] = ()
     """Injected absolute paths, and where they stand on the node: ``("/train.py", "files/train.py")``."""
     outputs: tuple[str, ...] = ()
+    url_outputs: tuple[DataSpec, ...] = ()
+    """Where its output is written when it has completed, before its group is COMPLETED."""
     exit_actions: ExitActions = ExitActions()
     image: str | None = None
     mounts: tuple[str, ...] = ()

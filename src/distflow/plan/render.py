@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from distflow.documents.urls import parse_url
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.upstream import waits_for
 from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.shell import MASK, quote_with_variables
+from distflow.spec.model import DataSpec
 
 __all__ = ["plan_json", "plan_text", "script"]
 
@@ -75,6 +77,9 @@ def script(group: GroupPlan, launch: Launch) -> str:
     for one in launch.inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(one.position)}'
         lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{one.position}:?directory with what {one.task} wrote}}"/. {place}']
+    for data in launch.url_inputs:
+        place = f'"$ATTEMPT_DIR"/{input_place(data.position)}'
+        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{data.position}:?directory with what is at its URL}}"/. {place}']
     lines += [f'export {name}="${{{name}:?a value of --set-env}}"' for name in launch.secret_names]
     for file in launch.files:
         lines += _place(file)
@@ -110,11 +115,22 @@ def _task_lines(launch: Launch, node: str | None) -> list[str]:
         lines.append(
             f"    {'files' if position == 0 else '':12} {file.shown} → <ATTEMPT_DIR>/{file.path} ({kind}{file.size} bytes)"
         )
-    for position, one in enumerate(launch.inputs):
-        which = f" (only {one.regex})" if one.regex else ""
-        place = f"<ATTEMPT_DIR>/{input_place(one.position)}"
-        lines.append(f"    {'inputs' if position == 0 else '':12} what {one.task} writes{which} → {place}")
+    sources = [(one.position, f"what {one.task} writes", one.regex) for one in launch.inputs]
+    sources += [(data.position, _url(data), data.regex) for data in launch.url_inputs]
+    for number, (position, what, regex) in enumerate(sorted(sources)):
+        place = f"<ATTEMPT_DIR>/{input_place(position)}"
+        lines.append(f"    {'inputs' if number == 0 else '':12} {what}{_only(regex)} → {place}")
+    for number, data in enumerate(launch.url_outputs):
+        lines.append(f"    {'outputs' if number == 0 else '':12} <ATTEMPT_DIR>/output{_only(data.regex)} → {_url(data)}")
     return lines
+
+
+def _only(regex: str) -> str:
+    return f" (only {regex})" if regex else ""
+
+
+def _url(data: DataSpec) -> str:
+    return str(parse_url(data.url))
 
 
 def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
@@ -136,7 +152,12 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
         "inputs": [
             {"position": one.position, "task": one.task, "regex": one.regex, "placed_at": input_place(one.position)}
             for one in launch.inputs
+        ]
+        + [
+            {"position": data.position, "url": _url(data), "regex": data.regex, "placed_at": input_place(data.position)}
+            for data in launch.url_inputs
         ],
+        "outputs": [{"position": data.position, "url": _url(data), "regex": data.regex} for data in launch.url_outputs],
         "resource": {
             "cpu": resource.cpu, "gpu": resource.gpu, "memory": resource.memory, "storage": resource.storage,
             "platform": resource.platform,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.model import ATTEMPT_DIR, address_of
-from distflow.spec.model import InputSpec
+from distflow.spec.model import DataSpec, InputSpec
 
 __all__ = ["TOKEN", "Rewrite", "input_place", "place_of", "rewriter", "token_values"]
 
@@ -52,7 +52,11 @@ def input_place(position: int) -> str:
 
 
 def rewriter(
-    ranks: TaskRanks | None, world: World | None, injected: Sequence[tuple[str, bool]], inputs: Sequence[InputSpec] = ()
+    ranks: TaskRanks | None,
+    world: World | None,
+    injected: Sequence[tuple[str, bool]],
+    inputs: Sequence[InputSpec] = (),
+    url_inputs: Sequence[DataSpec] = (),
 ) -> Rewrite:
     """Return the function that turns a string of the spec into one of the plan.
 
@@ -61,6 +65,7 @@ def rewriter(
     values = token_values(ranks, world)
     # Of several entries for one task its name means the first.
     places = {name: input_place(one.position) for one in reversed(inputs) for name in (one.task, str(one.position))}
+    places |= {str(one.position): input_place(one.position) for one in url_inputs}
 
     def token(match: re.Match[str]) -> str:
         name, argument = match.group(1), match.group(2)

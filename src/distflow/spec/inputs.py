@@ -14,7 +14,7 @@ from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
 from distflow.spec.model import InputSpec, TaskSpec
 
-__all__ = ["Graph", "upstream_of"]
+__all__ = ["Graph", "regex_finding", "upstream_of"]
 
 _ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*:[A-Za-z][A-Za-z0-9_-]*")
 """OSMO's form for a task of an earlier workflow: ``train-7:prepare``."""
@@ -58,15 +58,13 @@ class Graph:
             regex = entry.string("regex") or ""
             if what is None:
                 entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "say what to fetch")
-            elif what != "task":
-                hint = "put the data on the nodes before the task starts"
-                entry.warn(f"`inputs` by {what} is ignored: nothing is fetched", hint, key=what)
-            else:
+            elif what == "dataset":
+                hint = "put the data on the nodes before the task starts, or name its `url`"
+                entry.warn("`inputs` by dataset is ignored: nothing is fetched", hint, key=what)
+            elif what == "task":
                 self._check(entry, task, group)
                 found.append(InputSpec(position=position, task=entry.string("task") or "", regex=regex))
-            if _is_no_regex(regex):
-                hint = r"write one of Python's, such as `.*\.pt`; it is matched from the start of the relative path"
-                entry.add(f"`{regex}` is no regular expression: {_is_no_regex(regex)}", hint, key="regex")
+            regex_finding(entry)
         return tuple(found)
 
     def _check(self, entry: View, task: View, group: int) -> None:
@@ -127,6 +125,14 @@ def upstream_of(tasks: Sequence[TaskSpec], homes: Mapping[str, str]) -> tuple[st
     """Return the groups that the tasks of a group take inputs from, in the order of the file; ``homes``: task → group."""
     wanted = {homes.get(one.task) for task in tasks for one in task.inputs}
     return tuple(group for group in dict.fromkeys(homes.values()) if group in wanted)
+
+
+def regex_finding(entry: View) -> None:
+    """Find a ``regex`` that is none."""
+    regex = entry.string("regex") or ""
+    if _is_no_regex(regex):
+        hint = r"write one of Python's, such as `.*\.pt`; it is matched from the start of the relative path"
+        entry.add(f"`{regex}` is no regular expression: {_is_no_regex(regex)}", hint, key="regex")
 
 
 def _is_no_regex(text: str) -> str:

@@ -11,6 +11,7 @@ from distflow.documents.problems import Mark
 from distflow.lifecycle.exits import ExitActions
 
 __all__ = [
+    "DataSpec",
     "FileSpec",
     "GroupSpec",
     "InputSpec",
@@ -121,6 +122,18 @@ class InputSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """Data at a URL, which a task takes before it starts or writes when it has completed."""
+
+    position: int
+    """Which entry of ``inputs`` or ``outputs`` it is, counted from 0."""
+    url: str
+    """As written; ``{{workflow_id}}`` may stand in it."""
+    regex: str = ""
+    """Which files of it, by their relative path and ``re.match``; empty: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
     """One task as written; ``replicas`` are expanded already, so that each is a ``TaskSpec`` of its own."""
 
@@ -136,6 +149,7 @@ class TaskSpec:
     environment: Mapping[str, Text] = field(default_factory=lambda: MappingProxyType({}))
     files: tuple[FileSpec, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
+    url_inputs: tuple[DataSpec, ...] = ()
     resource: str = "default"
     exit_actions: ExitActions = ExitActions()
     ranks: Ranks | None = None
@@ -145,6 +159,7 @@ class TaskSpec:
     """Its name in the spec: without the number of the replica."""
     outputs: tuple[str, ...] = ()
     """In words, what the spec wants done with ``{{output}}``."""
+    url_outputs: tuple[DataSpec, ...] = ()
     mark: Mark = Mark("")
 
 

@@ -31,10 +31,6 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "downloadType": ("`downloadType` is ignored", ""),
         "cacheSize": ("`cacheSize` is ignored", ""),
         "kpis": ("`kpis` is ignored: nothing is uploaded", "the files stay below the task's output directory on the node"),
-        "outputs": (
-            "`outputs` is not uploaded yet: the files stay on the node, below the task's output directory",
-            "`distflow workflow query` says where",
-        ),
     }
 )
 

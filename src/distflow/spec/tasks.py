@@ -10,6 +10,7 @@ from types import MappingProxyType
 from distflow.documents.document import Text
 from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
+from distflow.spec.data import url_inputs, url_outputs
 from distflow.spec.exits import parse_exit_actions
 from distflow.spec.files import parse_files
 from distflow.spec.model import InputSpec, Ranks, TaskSpec
@@ -45,11 +46,13 @@ def parse_task(
         environment=_environment(task),
         files=parse_files(task, base_dir),
         inputs=inputs,
+        url_inputs=url_inputs(task),
         resource=_resource(task, resources),
         exit_actions=parse_exit_actions(task),
         ranks=_ranks(task),
         replica=None if _replicas(task) is None else 0,
         outputs=output_words(task),
+        url_outputs=url_outputs(task),
         mark=task.key_mark("name"),
     )
     return (first, *(replace(first, name=name, lead=False, replica=number) for number, name in enumerate(names) if number))
@@ -150,14 +153,15 @@ def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Contain
 
 
 def _input_finding(argument: str | None, task: View, spec: TaskSpec) -> tuple[str, str]:
-    if any(argument in (str(one.position), one.task) for one in spec.inputs):
+    known = [name for one in spec.inputs for name in (str(one.position), one.task)]
+    known += [str(one.position) for one in spec.url_inputs]
+    if argument in known:
         return "", ""
     said, entries = f"{{{{input:{argument or 'N'}}}}}", len(list(task.views("inputs")))
     if argument is not None and argument.isdigit() and int(argument) < entries:
-        return f"not supported yet: {said} is no input from a task", "put the data on the nodes and name its path"
-    if not spec.inputs:
-        return f"{said}: the task has no `inputs` from other tasks", "add `inputs: [{task: …}]`"
-    known = [name for one in spec.inputs for name in (str(one.position), one.task)]
+        return f"not supported yet: {said} is no input from a task or a URL", "put the data on the nodes and name its path"
+    if not known:
+        return f"{said}: the task has no `inputs`", "add `inputs: [{task: …}]` or `inputs: [{url: …}]`"
     return f"{said} names no input of this task", did_you_mean(argument or "", known, what="inputs")
 
 

@@ -16,6 +16,7 @@ from distflow.plan.binding import Binding
 
 __all__ = [
     "CancelRequest",
+    "Carried",
     "Cause",
     "End",
     "Event",
@@ -89,7 +90,9 @@ class Transfer:
     at: float
     """When that was so."""
     output: str = ""
-    """Of a task's output: what its node does with it (``packs``, ``sends``); empty for files that it receives."""
+    """Of a task's output: what is done with it (``packs``, ``sends``, ``writes``); empty for files that it receives."""
+    url: str = ""
+    """Between this machine and a URL: that, as it may be shown."""
     image: str = ""
     """The container image that is being pulled; nobody knows how many bytes."""
 
@@ -104,6 +107,28 @@ class Saved:
     size: int = 0
     error: str = ""
     """Why it will never be here; then there is no archive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What became of data at a URL: an input that was fetched, or an output that was written."""
+
+    op: str
+    """Which of the group's: ``fetch/<n>``; which of the task's: ``write/<n>``."""
+    task: str
+    at: float
+    url: str
+    """As it may be shown."""
+    regex: str = ""
+    digest: str = ""
+    """Of an input: SHA-256 of its archive in the blob store."""
+    size: int = 0
+    """Of an input: bytes of that archive."""
+    files: int = 0
+    content: int = 0
+    """Bytes of the files."""
+    error: str = ""
+    """Why it was not done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +248,8 @@ class GroupRecord:
     """INITIALIZING, but on its way back to the queue: its leases are being given back."""
     not_before: float = 0.0
     """No new try for nodes before this time."""
+    carried: tuple[Carried, ...] = ()
+    """Its data at URLs that was fetched or written, or never will be."""
     resting_until: float = 0.0
     """It was rescheduled: until then it does not stand in its pool's queue."""
     lease_tries: int = 0
@@ -233,10 +260,10 @@ class GroupRecord:
         return status_of(self.state, self.reason)
 
     def moving(self, task: TaskRecord) -> Transfer | None:
-        """Return what is on its way for a task of it at present: files before it runs, or its output after it has ended."""
+        """Return what is on its way for a task of it at present: data before it runs, or its output after it has ended."""
         if self.state.is_final or task.transfer is None:
             return None
-        is_now = task.state.is_final if task.transfer.output else task.state is State.INITIALIZING
+        is_now = task.state.is_final if task.transfer.output else task.state in (State.WAITING, State.INITIALIZING)
         return task.transfer if is_now else None
 
     def task(self, name: str) -> TaskRecord:

@@ -36,7 +36,7 @@ from distflow.plan.model import Binding, Plan
 from distflow.state.record import Event, GroupRecord, OutOfReach, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 
-__all__ = ["absorb", "absorb_node", "end_unstarted", "with_group", "with_task"]
+__all__ = ["absorb", "absorb_node", "end_unstarted", "stop_unstarted", "with_group", "with_task"]
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """Waits between tries for nodes that refused."""
@@ -106,6 +106,13 @@ def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str
         replace(task, state=state, reason=reason, message=message, ended_at=at, log_complete=True) for task in group.tasks
     )
     return replace(group, state=state, reason=reason, message=message, ended_at=at, tasks=tasks)
+
+
+def stop_unstarted(task: TaskRecord, why: Reason | None, at: float) -> TaskRecord:
+    """Return a task that is stopped together with its group, and that nothing is anywhere of."""
+    is_canceled = why is Reason.CANCELED
+    state, reason = (State.CANCELED, Reason.CANCELED) if is_canceled else (State.FAILED, why or Reason.PEER_FAILED)
+    return replace(task, state=state, reason=reason, ended_at=at, log_complete=True)
 
 
 def with_group(record: WorkflowRecord, group: GroupRecord) -> WorkflowRecord:

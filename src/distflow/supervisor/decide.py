@@ -7,7 +7,7 @@ connection, a node or a supervisor: what is asked again answers what already is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State
@@ -15,7 +15,8 @@ from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_fo
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
-from distflow.supervisor.absorb import end_unstarted, with_group
+from distflow.supervisor.absorb import end_unstarted, stop_unstarted, with_group
+from distflow.supervisor.carrying import Carriage, carry_in
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
@@ -94,7 +95,7 @@ class _Step:
             self._stopping()
         return self.group
 
-    # WAITING: until every group upstream has completed.
+    # WAITING: until every group upstream has completed, and its data is here.
 
     def _waiting(self) -> None:
         states = {group.name: group.state for group in self.record.groups}
@@ -104,8 +105,13 @@ class _Step:
             self._end_unstarted(State.FAILED, Reason.UPSTREAM, message)
             return
         awaited = still_awaited(self.plan.upstream, states)
-        if awaited:
-            message = waits_for(awaited)
+        data = Carriage() if awaited else carry_in(self.plan, self.record, self.group)
+        self._carry(data.commands)
+        if data.failed is not None:
+            self._end_unstarted(State.FAILED, data.failed.reason, f"{data.failed.task}: {data.failed.message}")
+            return
+        message = waits_for(awaited) if awaited else data.message
+        if message:
             if self.group.message != message:
                 self.group = replace(self.group, message=message)
                 self._tell(f"{self.group.name}: {message}")
@@ -229,7 +235,7 @@ class _Step:
                 self._command("stop", task, grace_s=self._grace_s(), why=self._why())
             elif task.state in (State.WAITING, State.SCHEDULING):
                 # Its lease is gone already, so nothing of it is anywhere.
-                self.group = self.group.with_task(self._stopped_unstarted(task))
+                self.group = self.group.with_task(stop_unstarted(task, self.group.stop_reason, self.now))
         if all(task.state.is_final for task in self.group.tasks):
             self._finish()
 
@@ -300,12 +306,12 @@ class _Step:
             self._hand_over(ended)
 
     def _hand_over(self, ended: float) -> None:
-        """Complete as soon as what waiting groups take of it is here."""
+        """Complete as soon as what waiting groups take of it is here, and what goes to URLs is there."""
         lost_after_s = self.pool.node_lost_after_s if self.pool else 120.0
         found = hand_over(self.whole, self.record, self.group, self._node, lost_after_s, self.now)
         if found.spoilt is not None:
             self._fail(found.spoilt, self.now)
-        elif not found.missing:
+        elif not found.message:
             self._become(State.COMPLETED, ended_at=max(ended, found.saved_at), message="")
         else:
             self._fetch(found)
@@ -313,6 +319,7 @@ class _Step:
     def _fetch(self, found: Handover) -> None:
         for task in found.missing:
             self._command("collect", task)
+        self._carry(found.commands)
         if found.wake_at is not None:
             self.decision.wake(found.wake_at)
         if self.group.message != found.message:
@@ -337,16 +344,6 @@ class _Step:
     def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
         self.group = end_unstarted(self.group, state, reason, message, self.now)
         self._tell(f"{self.group.name}: {self.group.status}: {message}")
-
-    def _stopped_unstarted(self, task: TaskRecord) -> TaskRecord:
-        canceled = self.group.stop_reason is Reason.CANCELED
-        return replace(
-            task,
-            state=State.CANCELED if canceled else State.FAILED,
-            reason=Reason.CANCELED if canceled else (self.group.stop_reason or Reason.PEER_FAILED),
-            ended_at=self.now,
-            log_complete=True,
-        )
 
     # Small things.
 
@@ -378,6 +375,9 @@ class _Step:
         )  # fmt: skip
         if command.identity not in self.world.in_flight:
             self.decision.commands.append(command)
+
+    def _carry(self, commands: Iterable[Command]) -> None:
+        self.decision.commands += [one for one in commands if one.identity not in self.world.in_flight]
 
     def _node(self, task: TaskRecord) -> NodeView | None:
         return self.world.nodes.get((self.record.pool_key, task.node)) if task.node else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from distflow.lifecycle.states import Reason, State
@@ -11,7 +11,8 @@ from distflow.plan.model import BoundLaunch, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import InputSpec
 from distflow.state.record import Cause, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.world import NodeView
+from distflow.supervisor.carrying import carry_out, writers
+from distflow.supervisor.world import Command, NodeView
 
 __all__ = ["Handover", "archives", "hand_over", "place_inputs"]
 
@@ -22,12 +23,14 @@ class Handover:
 
     missing: tuple[TaskRecord, ...] = ()
     """Tasks whose output is wanted and not here."""
+    commands: tuple[Command, ...] = ()
+    """What is to be done with what is here: writing it to URLs."""
     message: str = ""
-    """That, in words."""
+    """That, in words; empty when nothing is left to do."""
     spoilt: Cause | None = None
     """Why one of them will never be here."""
     saved_at: float = 0.0
-    """When the last one came."""
+    """When the last one came, or was written."""
     wake_at: float | None = None
     """When a node will have been out of reach for too long."""
 
@@ -40,17 +43,21 @@ def hand_over(
     lost_after_s: float,
     now: float,
 ) -> Handover:
-    """Return what is still to be fetched of a group's outputs: nothing once no group waits for them."""
-    wanted = _wanted(plan, record)
+    """Return what is still to be done with a group's outputs: fetched for groups that wait for them, written to URLs."""
+    planned = plan.group(group.name)
+    handed_on = _wanted(plan, record)
+    wanted = handed_on | {task.name for task in writers(planned, group)}
+    written = carry_out(planned, record, group)
     tasks = [task for task in group.tasks if task.name in wanted]
     missing = tuple(task for task in tasks if task.saved is None)
     spoilt = [cause for task in tasks if (cause := _spoilt(task, node_of(task), lost_after_s, now)) is not None]
     away = {task.node: view for task in missing if (view := node_of(task)) is not None and not view.up}
     return Handover(
         missing=missing,
-        message=_words(missing, away),
-        spoilt=spoilt[0] if spoilt else None,
-        saved_at=max((task.saved.at for task in tasks if task.saved is not None), default=0.0),
+        commands=written.commands,
+        message=_words(missing, away, handed_on) if missing else written.message,
+        spoilt=spoilt[0] if spoilt else written.failed,
+        saved_at=max([written.at, *(task.saved.at for task in tasks if task.saved is not None)]),
         wake_at=min((view.since + lost_after_s for view in away.values()), default=None),
     )
 
@@ -73,10 +80,9 @@ def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: Workf
 
 
 def archives(record: WorkflowRecord) -> frozenset[str]:
-    """Return the archives (SHA-256) of a workflow's outputs that were fetched."""
-    return frozenset(
-        task.saved.digest for group in record.groups for task in group.attempts if task.saved and task.saved.digest
-    )
+    """Return the archives (SHA-256) of a workflow's outputs, and inputs from URLs, that were fetched."""
+    saved = {task.saved.digest for group in record.groups for task in group.attempts if task.saved and task.saved.digest}
+    return frozenset(saved | {one.digest for group in record.groups for one in group.carried if one.digest})
 
 
 def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:
@@ -100,6 +106,7 @@ def _spoilt(task: TaskRecord, view: NodeView | None, lost_after_s: float, now: f
     return Cause(task=task.name, reason=reason, message=message, at=now, node=task.node, ranks=task.ranks)
 
 
-def _words(missing: Sequence[TaskRecord], away: dict[str | None, NodeView]) -> str:
-    words = f"all tasks have ended; what {listed([task.name for task in missing])} wrote is fetched for the groups that wait"
+def _words(missing: Sequence[TaskRecord], away: dict[str | None, NodeView], handed_on: Container[str]) -> str:
+    why = "for the groups that wait" if any(task.name in handed_on for task in missing) else "to be written to its URL"
+    words = f"all tasks have ended; what {listed([task.name for task in missing])} wrote is fetched {why}"
     return "; ".join([words, *(f"{name} is out of reach: {view.error}" for name, view in away.items() if view.error)])

@@ -39,10 +39,13 @@ from distflow.state.mirror import Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import read_secrets, remove_secrets
 from distflow.state.store import Store
+from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.absorb import absorb, absorb_node, end_unstarted
+from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wanted, place_data
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import archives, place_inputs
+from distflow.supervisor.mover import Mover
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
 
 __all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
@@ -77,6 +80,7 @@ class Supervisor:
         clock: Clock,
         open_backend: OpenBackend,
         log: Callable[[str], None],
+        credentials_for: CredentialsFor = ambient,
     ) -> None:
         """Take what it works with; nothing is done before ``run``."""
         self._store = store
@@ -86,6 +90,7 @@ class Supervisor:
         self._spent: set[str] = set()
         self._clock = clock
         self._open_backend = open_backend
+        self._mover = Mover(blobs, blobs.parent / "transfers", clock, self.tell, credentials_for)
         self._log = log
         self._seen: queue.SimpleQueue[Observation] = queue.SimpleQueue()
         self._workflows: dict[str, Workflow] = {}
@@ -111,6 +116,7 @@ class Supervisor:
                 self._wait(wake_at)
                 wake_at = self._settle()
         finally:
+            self._mover.close()
             for backend in self._backends.values():
                 backend.close()
 
@@ -154,7 +160,10 @@ class Supervisor:
         workflow = self._workflows.get(uuid)
         if workflow is None or isinstance(seen, Unanswered):
             return
-        record, told = absorb(workflow.record, workflow.plan, seen)
+        if isinstance(seen, DataSeen):
+            record, told = absorb_data(workflow.record, seen)
+        else:
+            record, told = absorb(workflow.record, workflow.plan, seen)
         events += told
         if record is not workflow.record:
             changed[uuid] = record
@@ -163,6 +172,10 @@ class Supervisor:
     def _answered(self, seen: Observation) -> None:
         """Forget the commands that an observation answers: all of its attempt, as it says how things stand there."""
         if isinstance(seen, LogComplete | Staging | Collecting):
+            return
+        if isinstance(seen, DataSeen):
+            if seen.outcome is not None:
+                self._in_flight.pop((seen.op, seen.key.workflow, seen.key.group, seen.key.task, seen.key.attempt), None)
             return
         if isinstance(seen, Leased | LeaseRefused):
             self._in_flight.pop(("lease", seen.workflow, seen.group, "", seen.attempt), None)
@@ -269,8 +282,16 @@ class Supervisor:
                 self._act(command)
             if not decision.records and not decision.commands:
                 break
+        self._call_off()
         self._forget_finished()
         return decision.wake_at
+
+    def _call_off(self) -> None:
+        """Let go of data on its way for groups that are over."""
+        for identity, command in list(self._in_flight.items()):
+            if command.is_data and not is_wanted(self._workflows[command.workflow].record, command):
+                self._mover.call_off(command)
+                del self._in_flight[identity]
 
     def _world(self) -> World:
         lines = {
@@ -304,6 +325,8 @@ class Supervisor:
             backend.release(command.key)
         elif command.op == "collect":
             backend.collect(command.key)
+        elif errand := errand_of(self._workflows[command.workflow].plan, self._workflows[command.workflow].record, command):
+            self._mover.begin(command, errand)
 
     def _prepare(self, backend: Backend, command: Command) -> None:
         workflow = self._workflows[command.workflow]
@@ -321,6 +344,7 @@ class Supervisor:
         nodes = {node.name: node for node in pool.nodes}
         launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes, command.attempt)
         launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
+        launch = place_data(launch, plan, group)
         names = plan.launch(command.task).secret_names
         given: Mapping[str, Secret] = {name: secrets[name] for name in names if name in secrets}
         backend.prepare(command.key, launch, given, pool.stop_grace_s)
@@ -330,11 +354,12 @@ class Supervisor:
             if not _is_over(workflow.record):
                 continue
             remove_secrets(self._secrets, uuid)
+            self._mover.forget(uuid)
             self._spent |= archives(workflow.record)
             if not any(task.stray for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
         # Not while one may be arriving that is equal: it would be taken for here already.
-        if self._spent and not any(command.op == "collect" for command in self._in_flight.values()):
+        if self._spent and not any(command.op == "collect" or command.is_data for command in self._in_flight.values()):
             others = (archives(one.record) for one in self._workflows.values() if not _is_over(one.record))
             for digest in self._spent.difference(*others):
                 (self._blobs / digest).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from distflow.lifecycle.exits import Action, exit_code_of
 from distflow.lifecycle.states import State
 from distflow.plan.model import GroupPlan
 from distflow.state.record import Cause, GroupRecord, TaskRecord
+from distflow.supervisor.carrying import kept
 
 __all__ = ["is_rescheduled", "try_again"]
 
@@ -34,6 +35,7 @@ def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> 
         state=State.SCHEDULING,
         message=f"attempt {attempt + 1} of at most {plan.retry.limit + 1} begins in {wait_s:g} s",
         attempt=attempt,
+        carried=kept(group),
         earlier=(*group.earlier, *(replace(task, state=State.RESCHEDULED) for task in group.tasks)),
         earlier_causes=(*group.earlier_causes, cause),
         tasks=tuple(

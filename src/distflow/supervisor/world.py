@@ -41,7 +41,7 @@ class Command:
     """Something a backend shall do; ``identity`` tells whether it is under way already."""
 
     op: str
-    """``lease``, ``prepare``, ``start``, ``stop``, ``release`` or ``collect``."""
+    """``lease``, ``prepare``, ``start``, ``stop``, ``release``, ``collect``; of data ``fetch/<n>`` and ``write/<n>``."""
     pool: str
     workflow: str
     group: str
@@ -56,6 +56,11 @@ class Command:
     def identity(self) -> tuple[str, str, str, str, int]:
         """Equal for commands that ask for the same."""
         return (self.op, self.workflow, self.group, self.task, self.attempt)
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it carries data between a URL and this machine, which is no backend's work."""
+        return "/" in self.op
 
     @property
     def key(self) -> AttemptKey:

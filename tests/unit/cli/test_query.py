@@ -83,7 +83,9 @@ def test_files_on_their_way_are_shown_until_they_are_there(screen: Screen) -> No
         assert "receives its files: 340 MiB of 3.0 GiB, 112 MiB/s" in screen.out
         assert screen.run("query", record.uuid, "-t", "json") == 0
     told = json.loads(screen.out)["groups"][0]["tasks"][0]["transfer"]
-    assert told == {"sent_bytes": 340 << 20, "total_bytes": 3 << 30, "bytes_per_second": 117859942, "image": None}
+    assert told == {
+        "sent_bytes": 340 << 20, "total_bytes": 3 << 30, "bytes_per_second": 117859942, "image": None, "url": None,
+    }  # fmt: skip
     screen.store.save([replace(record, groups=(running_group(),), state=WorkflowState.RUNNING)], [])
     with supervised(screen.directory):
         screen.run("query", record.uuid)

@@ -22,9 +22,10 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.plan.bind import bind
 from distflow.plan.model import BoundLaunch, GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
-from distflow.spec.model import InputSpec, ResourceSpec, Retry, Timeouts
+from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeouts
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.absorb import absorb, absorb_node
+from distflow.supervisor.carrying import DataSeen, absorb_data, place_data
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import place_inputs
 from distflow.supervisor.world import Command, NodeView, Workflow, World, key_of
@@ -62,6 +63,8 @@ def group_plan(
     exit_actions: ExitActions = NO_ACTIONS,
     retry: Retry = RETRY,
     inputs: tuple[InputSpec, ...] = (),
+    url_inputs: tuple[DataSpec, ...] = (),
+    url_outputs: tuple[DataSpec, ...] = (),
 ) -> GroupPlan:
     """A group of tasks ``t0``, ``t1``, …; the first leads; ``after`` names the groups that it waits for."""
     ranks = [TaskRanks(task=f"t{i}", offset=i * 8, size=8, node_rank=i) for i in range(tasks)]
@@ -83,6 +86,8 @@ def group_plan(
                 ranks=item if world else None,
                 resource=ResourceSpec(gpu=gpus, cpu=cpus),
                 inputs=inputs,
+                url_inputs=url_inputs,
+                url_outputs=url_outputs,
                 exit_actions=exit_actions,
             )
             for item in ranks
@@ -121,6 +126,8 @@ class Driver:
         self.events: list[Event] = []
         self.workflows = {one.record.uuid: one for one in workflows}
         self.launches: dict[str, BoundLaunch] = {}
+        self.carrying: list[Command] = []
+        """Data that was to be carried, in the order of the commands."""
         self.restart()
 
     def restart(self) -> None:
@@ -222,12 +229,19 @@ class Driver:
             if isinstance(seen, Unanswered):
                 continue
             one = self.workflows[uuid]
-            record, events = absorb(one.record, one.plan, seen)
+            if isinstance(seen, DataSeen):
+                record, events = absorb_data(one.record, seen)
+            else:
+                record, events = absorb(one.record, one.plan, seen)
             self.events += events
             self.workflows[uuid] = replace(one, record=record)
 
     def _answered(self, seen: Observation) -> None:
         if isinstance(seen, LogComplete | Collecting):
+            return
+        if isinstance(seen, DataSeen):
+            if seen.outcome is not None:
+                self.in_flight.pop((seen.op, seen.key.workflow, seen.key.group, seen.key.task, seen.key.attempt), None)
             return
         key = getattr(seen, "key", None)
         if key is None:
@@ -250,6 +264,7 @@ class Driver:
             nodes = {each.name: each for each in self.pool.nodes}
             launches = bind(one.plan.group(command.group), binding, workflow_id=one.record.id, nodes=nodes)
             launch = place_inputs(launches[command.task], one.plan.group(command.group).launch(command.task).inputs, one.record)
+            launch = place_data(launch, one.plan.group(command.group), one.record.group(command.group))
             self.launches[command.key.name] = launch
             self.backend.prepare(command.key, launch, {}, 30.0)
         elif command.op == "start":
@@ -258,5 +273,7 @@ class Driver:
             self.backend.stop(command.key, grace_s=command.grace_s, why=command.why)
         elif command.op == "collect":
             self.backend.collect(command.key)
+        elif command.is_data:
+            self.carrying.append(command)
         else:
             self.backend.release(command.key)

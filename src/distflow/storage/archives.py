@@ -1,0 +1,133 @@
+"""Data at a URL as one archive of this machine, and back: the form in which inputs and outputs of tasks travel.
+
+The archive depends on names and contents only, and is named by its SHA-256, as the outputs that nodes pack are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from distflow.documents.urls import StorageUrl
+from distflow.errors import StorageError
+from distflow.runtime.unpacking import unpack
+from distflow.runtime.wire import OpError
+from distflow.storage.base import Progress, Store, nothing_told
+from distflow.storage.downloading import Moved, download
+from distflow.storage.failures import local_errors
+from distflow.storage.trying import Patience
+from distflow.storage.uploading import sources, upload
+
+__all__ = ["Archive", "fetch_archive", "send_archive"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """A tar in a folder of blobs."""
+
+    digest: str
+    """SHA-256; also its name there."""
+    size: int
+    """Bytes of the tar."""
+    moved: Moved
+    """What it was made of."""
+
+
+def fetch_archive(
+    store: Store,
+    url: StorageUrl,
+    blobs: Path,
+    scratch: Path,
+    *,
+    regex: str = "",
+    patience: Patience | None = None,
+    told: Progress = nothing_told,
+) -> Archive:
+    """Fetch what a URL means into a blob. ``scratch`` is of this transfer alone: what it left there before is gone on with.
+
+    Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
+    """
+    patience = patience or Patience()
+    files, part = scratch / "files", scratch / "archive"
+    moved = download(store, url, files, regex=regex, resume=True, patience=patience, told=told)
+    names = {one.name for one in sources([files], contents=True)}
+    if len(names) > moved.files:
+        # Left by an earlier try, and gone from the store since.
+        shutil.rmtree(files)
+        moved = download(store, url, files, regex=regex, patience=patience, told=told)
+    with local_errors(part):
+        try:
+            digest, size = _pack(files, part, patience)
+            os.replace(part, blobs / digest)
+        finally:
+            part.unlink(missing_ok=True)
+        shutil.rmtree(scratch)
+    return Archive(digest=digest, size=size, moved=moved)
+
+
+def send_archive(
+    store: Store,
+    url: StorageUrl,
+    archive: Path,
+    scratch: Path,
+    *,
+    regex: str = "",
+    patience: Patience | None = None,
+    told: Progress = nothing_told,
+) -> Moved:
+    """Write what an archive holds below a URL; ``regex`` is matched from the start of the names in it.
+
+    What is at the URL with the same content is not sent again. ``scratch`` is of this transfer alone, and empty afterwards.
+    Raises ``StorageError``, and ``Halted``.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        with local_errors(scratch):
+            scratch.mkdir(parents=True)
+            with archive.open("rb") as source:
+                unpack(source, os.fspath(scratch))
+        return upload(store, url, sources([scratch], regex, contents=True), patience=patience, told=told)
+    except OpError as error:
+        raise StorageError(f"the output cannot be unpacked: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _Summing:
+    """A file that sums what is written to it."""
+
+    def __init__(self, file: BinaryIO, patience: Patience) -> None:
+        self._file = file
+        self._patience = patience
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> int:
+        self._patience.check()
+        self.digest.update(data)
+        self.size += len(data)
+        return self._file.write(data)
+
+
+def _pack(top: Path, path: Path, patience: Patience) -> tuple[str, int]:
+    with path.open("wb") as file:
+        sink = _Summing(file, patience)
+        with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 20) as tar:  # type: ignore[call-overload]
+            for folder, folders, names in os.walk(top):
+                folders.sort(key=os.fsencode)
+                below = os.path.relpath(folder, top)
+                if below != ".":
+                    made = tarfile.TarInfo(below)
+                    made.type, made.mode = tarfile.DIRTYPE, 0o700
+                    tar.addfile(made)
+                for name in sorted(names, key=os.fsencode):
+                    member = tarfile.TarInfo(os.path.normpath(os.path.join(below, name)))
+                    with open(os.path.join(folder, name), "rb") as source:
+                        member.size, member.mode = os.fstat(source.fileno()).st_size, 0o600
+                        tar.addfile(member, source)
+    return sink.digest.hexdigest(), sink.size

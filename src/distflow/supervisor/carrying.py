@@ -1,0 +1,229 @@
+"""Data between URLs and gangs: what is fetched before a group is queued, what is written after its tasks completed. Pure.
+
+Both pass through this machine: an input becomes an archive in the blob store, as an output of a task is one, and is sent to
+the nodes like that; an output is collected from its node first. What is to be done is said as commands, which are repeated
+until the record holds their outcome; ``mover`` does them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from distflow.backends.base import AttemptKey, Observation
+from distflow.documents.quantities import bytes_text
+from distflow.documents.urls import parse_url
+from distflow.lifecycle.states import Reason, State
+from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedFile
+from distflow.plan.tokens import input_place
+from distflow.spec.model import DataSpec
+from distflow.state.record import Carried, Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
+from distflow.supervisor.world import Command
+
+__all__ = [
+    "Carriage",
+    "DataSeen",
+    "Errand",
+    "absorb_data",
+    "carry_in",
+    "carry_out",
+    "errand_of",
+    "is_wanted",
+    "kept",
+    "place_data",
+    "writers",
+]
+
+_FETCH, _WRITE = "fetch", "write"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSeen(Observation):
+    """How far a transfer of data is, or how it ended."""
+
+    key: AttemptKey
+    """Of the task; its node is empty."""
+    op: str
+    """As the command has it: ``fetch/<n>``, ``write/<n>``."""
+    url: str
+    """As it may be shown."""
+    done: int = 0
+    total: int = 0
+    bytes_per_s: float = 0.0
+    outcome: Carried | None = None
+    """How it ended; ``None`` while it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errand:
+    """One thing to carry."""
+
+    op: str
+    url: str
+    """With everything filled in."""
+    regex: str
+    digest: str = ""
+    """Of the archive to write; empty: fetch one."""
+
+    @property
+    def words(self) -> str:
+        """The URL, as it may be shown."""
+        return str(parse_url(self.url))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carriage:
+    """How far a group is with its data at URLs."""
+
+    commands: tuple[Command, ...] = ()
+    """All that is still to be done; some of it is under way."""
+    message: str = ""
+    """That, in words; empty when nothing is."""
+    failed: Cause | None = None
+    """Why it will never be done."""
+    at: float = 0.0
+    """When the last of it was done."""
+
+
+def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
+    """Return what a group that waits for no other one any more still needs from URLs."""
+    errands = [(task, Errand(op=op, url=_filled(one, record), regex=one.regex)) for op, task, one in _fetches(plan)]
+    return _carriage(record, group, errands, "fetches its inputs: ", "an input cannot be fetched")
+
+
+def carry_out(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
+    """Return what is still to be written to URLs of a group whose tasks have ended well: what is here of their outputs."""
+    errands = []
+    for task in writers(plan, group):
+        for one in plan.launch(task.name).url_outputs:
+            if task.saved is not None and task.saved.digest:
+                errand = Errand(
+                    op=f"{_WRITE}/{one.position}", url=_filled(one, record), regex=one.regex, digest=task.saved.digest
+                )
+                errands.append((task.name, errand))
+    return _carriage(
+        record, group, errands, "all tasks have ended; their outputs are written: ", "its output cannot be written"
+    )
+
+
+def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
+    """Return the tasks whose output goes to URLs: those that ended well by themselves."""
+    wanting = {launch.task for launch in plan.launches if launch.url_outputs}
+    return [
+        task
+        for task in group.tasks
+        if task.name in wanting and task.state is State.COMPLETED and task.end is not None and task.end.stopped_at is None
+    ]
+
+
+def place_data(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) -> BoundLaunch:
+    """Return the launch with its inputs from URLs as archives to unpack; its group was queued when all of them were here."""
+    ops = {(one.url, one.regex): (op, task) for op, task, one in _fetches(plan)}
+    done = {(one.op, one.task): one for one in group.carried}
+    files = []
+    for one in plan.launch(launch.task).url_inputs:
+        found = done[ops[one.url, one.regex]]
+        shown = f"what is at {found.url}"
+        files.append(
+            PlannedFile(
+                path=input_place(one.position), shown=shown, blob=found.digest, size=found.size, mode=0o700, is_tar=True
+            )
+        )
+    return replace(launch, files=(*launch.files, *files))
+
+
+def kept(group: GroupRecord) -> tuple[Carried, ...]:
+    """Return what the next attempt of a group need not do again: what was fetched."""
+    return tuple(one for one in group.carried if one.op.startswith(_FETCH) and not one.error)
+
+
+def errand_of(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | None:
+    """Return what a command wants carried; ``None`` when it is for a backend."""
+    kind, _, number = command.op.partition("/")
+    group = plan.group(command.group)
+    if kind == _FETCH:
+        one = next(one for op, _, one in _fetches(group) if op == command.op)
+        return Errand(op=command.op, url=_filled(one, record), regex=one.regex)
+    if kind == _WRITE:
+        one = next(one for one in group.launch(command.task).url_outputs if one.position == int(number))
+        saved = record.group(command.group).task(command.task).saved
+        digest = saved.digest if saved is not None else ""
+        return Errand(op=command.op, url=_filled(one, record), regex=one.regex, digest=digest)
+    return None
+
+
+def is_wanted(record: WorkflowRecord, command: Command) -> bool:
+    """Whether somebody still waits for what a command carries."""
+    group = record.group(command.group)
+    return not group.state.is_final and group.attempt == command.attempt and group.stop_reason is not Reason.CANCELED
+
+
+def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord, list[Event]]:
+    """Return the workflow's record after something was carried, or a part of it, and the events that tell of it."""
+    group = record.group(seen.key.group)
+    task = group.find(seen.key.task, seen.key.attempt)
+    is_known = any((one.op, one.task) == (seen.op, seen.key.task) for one in group.carried)
+    if task is None or task.attempt != group.attempt or group.state.is_final or is_known:
+        return record, []
+    if seen.outcome is None:
+        verb = "" if seen.op.startswith(_FETCH) else "writes"
+        moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb, url=seen.url)
+        return _with(record, group.with_task(replace(task, transfer=moved))), []
+    after = replace(group.with_task(replace(task, transfer=None)), carried=(*group.carried, seen.outcome))
+    done = seen.outcome
+    is_input = seen.op.startswith(_FETCH)
+    what = f"{done.files:,} file{'' if done.files == 1 else 's'}, {bytes_text(done.content)}"
+    words = f"its input is here: {seen.url}: {what}" if is_input else f"its output is at {seen.url}: {what}"
+    if done.error:
+        words = f"{'its input' if is_input else 'its output'}: {done.error}"
+    elif not done.files and is_input:
+        words = f"nothing at {seen.url} is matched by `{done.regex}`: the directory is empty"
+    elif not done.files:
+        words = f"nothing is written to {seen.url}: {f'`{done.regex}` matches nothing' if done.regex else 'there is no file'}"
+    event = Event(
+        at=seen.at, kind="state", text=f"{task.name}: {words}", workflow=record.uuid, group=group.name, task=task.name,
+        attempt=task.attempt,
+    )  # fmt: skip
+    return _with(record, after), [event]
+
+
+def _with(record: WorkflowRecord, group: GroupRecord) -> WorkflowRecord:
+    return replace(record, groups=tuple(group if other.name == group.name else other for other in record.groups))
+
+
+def _filled(one: DataSpec, record: WorkflowRecord) -> str:
+    return one.url.replace("{{workflow_id}}", record.id)
+
+
+def _fetches(plan: GroupPlan) -> list[tuple[str, str, DataSpec]]:
+    """Return what a group fetches: the op, the first task that wants it, and what. Tasks that want the same share it."""
+    found: dict[tuple[str, str], tuple[str, str, DataSpec]] = {}
+    for launch in plan.launches:
+        for one in launch.url_inputs:
+            found.setdefault((one.url, one.regex), (f"{_FETCH}/{len(found)}", launch.task, one))
+    return list(found.values())
+
+
+def _carriage(
+    record: WorkflowRecord, group: GroupRecord, errands: list[tuple[str, Errand]], doing: str, failing: str
+) -> Carriage:
+    done = {(one.op, one.task): one for one in group.carried}
+    left = [(task, errand) for task, errand in errands if (errand.op, task) not in done]
+    failed = [one for task, errand in errands if (one := done.get((errand.op, task))) is not None and one.error]
+    first = failed[0] if failed else None
+    return Carriage(
+        commands=tuple(
+            Command(
+                op=errand.op, pool=record.pool_key, workflow=record.uuid, group=group.name, task=task, attempt=group.attempt
+            )
+            for task, errand in left
+        ),
+        message=doing + ", ".join(dict.fromkeys(errand.words for _, errand in errands)) if left else "",
+        failed=_cause(group, first, failing) if first is not None else None,
+        at=max((one.at for task, errand in errands if (one := done.get((errand.op, task))) is not None), default=0.0),
+    )
+
+
+def _cause(group: GroupRecord, failed: Carried, failing: str) -> Cause:
+    task = group.task(failed.task)
+    message = f"{failing}: {failed.error}"
+    return Cause(task=task.name, reason=Reason.DATA, message=message, at=failed.at, node=task.node, ranks=task.ranks)

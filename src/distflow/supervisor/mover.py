@@ -1,0 +1,140 @@
+"""Doing what ``carrying`` decides: data between URLs and the blob store, each in a thread, told of as observations.
+
+A transfer may be repeated at any time, by this supervisor or the next one: what it left half done is gone on with.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from distflow.backends.base import AttemptKey, Observation
+from distflow.backends.machines.pace import Pace
+from distflow.errors import DistflowError
+from distflow.state.record import Carried
+from distflow.storage.credentials import CredentialsFor, ambient
+from distflow.supervisor.carrying import DataSeen, Errand
+from distflow.supervisor.clock import Clock
+from distflow.supervisor.world import Command
+
+__all__ = ["Mover"]
+
+_AT_ONCE = 4
+_PAUSES_S = (1.0, 5.0, 20.0, 60.0)
+"""Longer than a person would wait: what was computed for days is not given up for a network that is away for a minute."""
+
+_Identity = tuple[str, str, str, str, int]
+
+
+class Mover:
+    """Carries for one supervisor."""
+
+    def __init__(
+        self,
+        blobs: Path,
+        scratch: Path,
+        clock: Clock,
+        sink: Callable[[Observation], None],
+        credentials_for: CredentialsFor = ambient,
+    ) -> None:
+        """Begin nothing. ``scratch`` is made when it is needed, on the file system of ``blobs``."""
+        self._blobs = blobs
+        self._scratch = scratch
+        self._clock = clock
+        self._sink = sink
+        self._credentials_for = credentials_for
+        self._halts: dict[_Identity, threading.Event] = {}
+        self._turns = threading.BoundedSemaphore(_AT_ONCE)
+
+    def begin(self, command: Command, errand: Errand) -> None:
+        """Do one thing in a thread; the sink hears of it until it is over."""
+        halt = self._halts[command.identity] = threading.Event()
+        threading.Thread(target=self._run, args=(command, errand, halt), name=f"data {errand.op}", daemon=True).start()
+
+    def call_off(self, command: Command) -> None:
+        """Let go of one thing that nobody waits for any more; nothing more is heard of it."""
+        halt = self._halts.pop(command.identity, None)
+        if halt is not None:
+            halt.set()
+
+    def forget(self, workflow: str) -> None:
+        """Remove what transfers of a workflow (uuid) that is over have left."""
+        shutil.rmtree(self._scratch / workflow, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let go of everything, without waiting."""
+        for halt in self._halts.values():
+            halt.set()
+
+    def _run(self, command: Command, errand: Errand, halt: threading.Event) -> None:
+        from distflow.storage.failures import Halted  # noqa: PLC0415  most workflows have no data at URLs
+
+        told = _Told(command, errand, self._clock, self._sink)
+        try:
+            with self._turns:
+                outcome = self._carry(command, errand, halt, told)
+        except Halted:
+            return
+        except DistflowError as error:
+            outcome = told.outcome(error=": ".join(str(error).split("\n")))
+        except OSError as error:
+            outcome = told.outcome(error=f"{error.filename or self._blobs}: {error.strerror or error}")
+        except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting for ever
+            outcome = told.outcome(error=f"a bug in distflow: {error!r}")
+        if not halt.is_set():
+            self._halts.pop(command.identity, None)
+            self._sink(told.seen(outcome=outcome))
+
+    def _carry(self, command: Command, errand: Errand, halt: threading.Event, told: _Told) -> Carried:
+        from distflow.documents.urls import parse_url  # noqa: PLC0415
+        from distflow.storage.archives import fetch_archive, send_archive  # noqa: PLC0415
+        from distflow.storage.opening import open_store  # noqa: PLC0415
+        from distflow.storage.trying import Patience  # noqa: PLC0415
+
+        patience = Patience(halt, _PAUSES_S)
+        patience.check()
+        url = parse_url(errand.url, writes=bool(errand.digest))
+        scratch = self._scratch / command.workflow / command.group / command.task / errand.op.replace("/", "-")
+        store = open_store(url, self._credentials_for)
+        try:
+            if not errand.digest:
+                scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+                found = fetch_archive(store, url, self._blobs, scratch, regex=errand.regex, patience=patience, told=told)
+                return told.outcome(digest=found.digest, size=found.size, files=found.moved.files, content=found.moved.size)
+            archive = self._blobs / errand.digest
+            moved = send_archive(store, url, archive, scratch, regex=errand.regex, patience=patience, told=told)
+            return told.outcome(files=moved.files, content=moved.size)
+        finally:
+            store.close()
+
+
+class _Told:
+    """Tells how far one transfer is, every second."""
+
+    def __init__(self, command: Command, errand: Errand, clock: Clock, sink: Callable[[Observation], None]) -> None:
+        self._command = command
+        self._errand = errand
+        self._clock = clock
+        self._sink = sink
+        self._pace = Pace()
+
+    def __call__(self, done: int, total: int) -> None:
+        rate = self._pace.due(done)
+        if rate is not None:
+            self._sink(self.seen(done=done, total=total, bytes_per_s=max(0.0, rate)))
+
+    def seen(self, *, done: int = 0, total: int = 0, bytes_per_s: float = 0.0, outcome: Carried | None = None) -> DataSeen:
+        one = self._command
+        key = AttemptKey(workflow=one.workflow, group=one.group, task=one.task, attempt=one.attempt, node="")
+        return DataSeen(
+            at=self._clock.now(), key=key, op=one.op, url=self._errand.words, done=done, total=total, bytes_per_s=bytes_per_s,
+            outcome=outcome,
+        )  # fmt: skip
+
+    def outcome(self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "") -> Carried:
+        return Carried(
+            op=self._command.op, task=self._command.task, at=self._clock.now(), url=self._errand.words,
+            regex=self._errand.regex, digest=digest, size=size, files=files, content=content, error=error,
+        )  # fmt: skip

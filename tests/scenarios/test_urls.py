@@ -1,0 +1,207 @@
+"""Inputs and outputs at URLs of gangs that really run, against a server that speaks S3 and checks signatures."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from distflow.testing.s3 import S3Server
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+
+ROUND = """
+workflow:
+  name: round
+  groups:
+  - name: gang
+    tasks:
+    - name: one
+      lead: true
+      command:
+      - sh
+      - -c
+      - |
+        cat "{{input:0}}/sub/b.pt" "{{input:1}}/a.txt" > "{{output}}/both.txt"
+        mkdir "{{output}}/logs"; echo l > "{{output}}/logs/l"
+      inputs:
+      - url: s3://b/data
+        regex: .*\\.pt$
+      - url: s3://b/data/a.txt
+      outputs:
+      - url: s3://b/runs/{{workflow_id}}/
+      - url: s3://b/logs
+        regex: logs/
+    - name: two
+      command: [sh, -c, 'ls -A "{{input:0}}"; touch "{{input:0}}/mine"']
+      inputs:
+      - url: s3://b/data
+        regex: .*\\.pt$
+  - name: after
+    tasks:
+    - name: three
+      lead: true
+      command: [sh, -c, 'cat "{{input:one}}/both.txt" "{{input:1}}/both.txt"']
+      inputs:
+      - task: one
+      - url: s3://b/runs/{{workflow_id}}
+"""
+
+
+def _fill(bucket: Path) -> None:
+    (bucket / "data" / "sub").mkdir(parents=True)
+    (bucket / "data" / "a.txt").write_text("A\n")
+    (bucket / "data" / "sub" / "b.pt").write_text("B\n")
+
+
+def _message(cli: Cli, ident: str) -> str:
+    return str(cli.query(ident)["groups"][0]["message"])
+
+
+def test_inputs_are_fetched_and_outputs_written(cli: Cli, s3: S3Server) -> None:
+    bucket = s3.bucket("b")
+    _fill(bucket)
+    done = cli.run("workflow", "submit", cli.spec(ROUND), "--wait")
+    assert done.code == 0, done.err
+    assert "[two] sub\n" in done.out
+    assert done.out.count("[three] B\n[three] A\n") == 2
+    assert {str(path.relative_to(bucket)) for path in bucket.rglob("*") if path.is_file()} == {
+        "data/a.txt", "data/sub/b.pt", "runs/round-1/both.txt", "runs/round-1/logs/l", "logs/logs/l",
+    }  # fmt: skip
+    events = cli.run("workflow", "events", "round-1").out
+    assert "[one] its input is here: s3://b/data: 1 file, 2 B" in events
+    assert "[one] its output is at s3://b/runs/round-1/: 2 files, 6 B" in events
+    assert events.index("its output is at s3://b/logs") < events.index("gang: COMPLETED")
+    shown = cli.run("workflow", "query", "round-1").out
+    assert "Outputs were written to:\n  one  s3://b/" in shown
+    # Nothing is left of what passed through.
+    wait_until(lambda: cli.supervisor() is None, 30)
+    assert list((cli.state / "blobs").iterdir()) == []
+    assert list((cli.state / "transfers").iterdir()) == []
+    told = json.loads(cli.run("workflow", "submit", cli.spec(ROUND), "--dry-run", "-t", "json").out)
+    first = told["groups"][0]["tasks"][0]
+    assert [one["url"] for one in (*first["inputs"], *first["outputs"])] == [
+        "s3://b/data", "s3://b/data/a.txt", "s3://b/runs/{{workflow_id}}/", "s3://b/logs",
+    ]  # fmt: skip
+
+
+SIMPLE = """
+workflow:
+  name: simple
+  tasks:
+  - name: only
+    command: [sh, -c, 'cp "{{input:0}}"/* "{{output}}"; while [ ! -e GO ]; do sleep 0.05; done']
+    inputs: [{url: IN}]
+    outputs: [{url: OUT}]
+"""
+
+
+def _simple(cli: Cli, source: str, goal: str, *, waits: bool = False) -> str:
+    go = cli.folder / ("go" if waits else ".")
+    return cli.spec(SIMPLE.replace("IN", source).replace("OUT", goal).replace("GO", str(go)))
+
+
+def test_what_fails_names_the_url_and_no_secret(cli: Cli, s3: S3Server) -> None:
+    bucket = s3.bucket("b")
+    _fill(bucket)
+    for source, goal, words in (
+        ("s3://none/x", "s3://b/out", "only: an input cannot be fetched: s3://none/x: there is no such bucket"),
+        ("s3://b/none", "s3://b/out", "only: an input cannot be fetched: there is nothing at s3://b/none"),
+        ("s3://b/data/a.txt", "s3://none/out", "only: its output cannot be written: s3://none/out: there is no such bucket"),
+    ):
+        ident = cli.submit(_simple(cli, source, goal))
+        body = cli.await_status(ident, "FAILED")
+        assert (body["reason"], body["groups"][0]["reason"]) == ("DATA", "DATA")
+        assert words in _message(cli, ident)
+    assert not (bucket / "out").exists()
+    wait_until(lambda: cli.supervisor() is None, 30)
+    cli.environment["AWS_SECRET_ACCESS_KEY"] = "wrong-4711"
+    ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out"))
+    cli.await_status(ident, "FAILED")
+    assert "s3://b/data/a.txt: refused: " in _message(cli, ident)
+    found = subprocess.run(["grep", "-rl", "wrong-4711", str(cli.state)], capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+
+
+def test_a_task_that_fails_writes_nothing(cli: Cli, s3: S3Server) -> None:
+    bucket = s3.bucket("b")
+    spec = cli.spec(
+        "workflow:\n  name: fails\n  tasks:\n  - name: only\n    command: [sh, -c, 'echo x > {{output}}/x; exit 3']\n"
+        "    outputs: [{url: s3://b/out}]\n"
+    )
+    assert cli.run("workflow", "submit", spec, "--wait").code == 1
+    assert list(bucket.iterdir()) == []
+
+
+def test_a_store_that_is_away_for_a_moment_is_waited_for(cli: Cli, s3: S3Server) -> None:
+    bucket = s3.bucket("b")
+    _fill(bucket)
+    s3.stop()
+    ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out"))
+    wait_until(lambda: "fetches its inputs" in _message(cli, ident), 60)
+    s3.start()
+    cli.await_status(ident, "COMPLETED")
+    assert (bucket / "out" / "a.txt").read_text() == "A\n"
+
+
+def test_a_supervisor_that_is_killed_while_data_moves_loses_nothing(cli: Cli, s3: S3Server) -> None:
+    bucket = s3.bucket("b")
+    _fill(bucket)
+    s3.freeze()
+    ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out", waits=True))
+    wait_until(lambda: "fetches its inputs: s3://b/data/a.txt" in _message(cli, ident), 60)
+    _kill_supervisor(cli)
+    s3.thaw()
+    cli.await_running(ident)
+    s3.freeze()
+    (cli.folder / "go").touch()
+    wait_until(lambda: "their outputs are written: s3://b/out" in _message(cli, ident), 60)
+    assert cli.query(ident)["status"] == "RUNNING"
+    _kill_supervisor(cli)
+    s3.thaw()
+    cli.await_status(ident, "COMPLETED")
+    assert (bucket / "out" / "a.txt").read_text() == "A\n"
+    events = cli.run("workflow", "events", ident).out
+    assert events.count("its input is here") == 1
+    assert events.count("its output is at") == 1
+
+
+def _kill_supervisor(cli: Cli) -> None:
+    pid = cli.supervisor()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cli.supervisor() is None, 30)
+
+
+def test_a_cancel_does_not_wait_for_data(cli: Cli, s3: S3Server) -> None:
+    s3.bucket("b")
+    s3.freeze()
+    ident = cli.submit(_simple(cli, "s3://b/data", "s3://b/out"))
+    wait_until(lambda: "fetches its inputs" in _message(cli, ident), 60)
+    assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
+    assert cli.query(ident)["status"] == "FAILED_CANCELED"
+    s3.thaw()
+
+
+def test_folders_and_web_servers_need_no_driver(cli: Cli) -> None:
+    served = cli.folder / "served"
+    served.mkdir()
+    (served / "a.txt").write_text("from the web\n")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(served))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        spec = _simple(cli, f"http://127.0.0.1:{server.server_port}/a.txt", f"file://{cli.folder}/out/x")
+        done = cli.run("workflow", "submit", spec, "--wait")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert done.code == 0, done.err
+    assert (cli.folder / "out" / "x" / "a.txt").read_text() == "from the web\n"

@@ -1,0 +1,215 @@
+"""Data at URLs: fetched before a group is queued, written before it is COMPLETED; failures, cancels and killed supervisors."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.backends.base import AttemptKey
+from distflow.lifecycle.exits import ExitActions
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.spec.model import DataSpec, Retry
+from distflow.state.record import CancelRequest, Carried
+from distflow.supervisor.carrying import DataSeen, errand_of, is_wanted
+from distflow.supervisor.handover import archives
+from distflow.supervisor.world import Command
+from distflow.testing.backend import Behaviour
+from unit.supervisor.gangs import Driver, group_plan, workflow
+
+HANG = Behaviour(seconds=float("inf"))
+IN = (DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://b/{{workflow_id}}", regex="a"))
+OUT = (DataSpec(position=0, url="s3://b/out/{{workflow_id}}"),)
+
+
+def driver_of(tasks: int = 1, behaviour: Behaviour | None = None, **settings: object) -> Driver:
+    plan = group_plan("train", tasks, world=tasks > 1, gpus=0, **settings)  # type: ignore[arg-type]
+    driver = Driver(workflow(plan), behaviour=lambda _: behaviour or Behaviour(seconds=1))
+    driver.settle()
+    return driver
+
+
+def say(driver: Driver, command: Command, **outcome: object) -> None:
+    """Let a transfer end."""
+    one = driver.workflows[command.workflow]
+    errand = errand_of(one.plan, one.record, command)
+    assert errand is not None
+    done = Carried(op=command.op, task=command.task, at=driver.clock.now(), url=errand.words, regex=errand.regex, **outcome)  # type: ignore[arg-type]
+    driver.seen.append(DataSeen(at=driver.clock.now(), key=command.key, op=command.op, url=errand.words, outcome=done))
+    driver.settle()
+
+
+def errands(driver: Driver) -> list[tuple[str, str, str, str, str]]:
+    one = driver.workflows["u1"]
+    found = [(command, errand_of(one.plan, one.record, command)) for command in driver.carrying]
+    return [(command.op, command.task, errand.url, errand.regex, errand.digest) for command, errand in found if errand]
+
+
+def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> None:
+    driver = driver_of(2, url_inputs=IN)
+    # What two tasks want is fetched once.
+    assert errands(driver) == [("fetch/0", "t0", "s3://b/in", "", ""), ("fetch/1", "t0", "s3://b/w-u1", "a", "")]
+    assert driver.group().state is State.WAITING
+    assert driver.group().message == "fetches its inputs: s3://b/in, s3://b/w-u1"
+    say(driver, driver.carrying[1], digest="d1", size=10, files=1, content=5)
+    assert driver.group().state is State.WAITING
+    say(driver, driver.carrying[0], digest="d0", size=20, files=2, content=3000)
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert len(driver.carrying) == 2
+    for task in ("t0", "t1"):
+        files = driver.launches[f"u1/train/{task}/0"].files
+        assert [(one.path, one.blob, one.size, one.is_tar) for one in files] == [
+            ("input/0", "d0", 20, True),
+            ("input/1", "d1", 10, True),
+        ]
+    assert archives(driver.record()) == {"d0", "d1"}
+    told = [event.text for event in driver.events]
+    assert told[0] == "train: fetches its inputs: s3://b/in, s3://b/w-u1"
+    assert "t0: its input is here: s3://b/in: 2 files, 2.9 KiB" in told
+
+
+def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
+    top = group_plan("top", 1, world=False, gpus=0)
+    bottom = group_plan("bottom", 1, world=False, gpus=0, after=("top",), url_inputs=IN[:1])
+    driver = Driver(workflow(top, bottom), behaviour=lambda _: Behaviour(seconds=5))
+    driver.settle()
+    assert driver.carrying == []
+    driver.advance(5.0)
+    assert [command.group for command in driver.carrying] == ["bottom"]
+
+
+def test_an_input_that_cannot_be_fetched_ends_the_group_unstarted() -> None:
+    driver = driver_of(url_inputs=IN)
+    say(driver, driver.carrying[0], error="s3://b/in/x: refused")
+    group = driver.group()
+    assert (group.state, group.reason, group.status) == (State.FAILED, Reason.DATA, "FAILED")
+    assert group.message == "t0: an input cannot be fetched: s3://b/in/x: refused"
+    assert driver.record().reason is Reason.DATA
+    assert driver.backend.starts == []
+    # The other one is let go of, and what it says is not heard.
+    assert not is_wanted(driver.record(), driver.carrying[1])
+    say(driver, driver.carrying[1], digest="d1")
+    assert len(driver.group().carried) == 1
+
+
+def test_a_group_completes_when_its_output_is_written() -> None:
+    driver = driver_of(url_outputs=OUT)
+    driver.advance(1.0)
+    saved = driver.group().tasks[0].saved
+    assert saved is not None
+    assert errands(driver) == [("write/0", "t0", "s3://b/out/w-u1", "", saved.digest)]
+    assert driver.group().state is State.RUNNING
+    assert driver.group().message == "all tasks have ended; their outputs are written: s3://b/out/w-u1"
+    driver.clock.advance(7.0)
+    say(driver, driver.carrying[0], files=2, content=100)
+    group = driver.group()
+    assert (group.state, group.ended_at) == (State.COMPLETED, driver.clock.now())
+    assert driver.events[-2].text.startswith("train: COMPLETED") or driver.events[-1].text.endswith("COMPLETED")
+    assert any(event.text == "t0: its output is at s3://b/out/w-u1: 2 files, 100 B" for event in driver.events)
+
+
+def test_an_output_that_cannot_be_written_fails_the_group_and_names_it() -> None:
+    driver = driver_of(url_outputs=OUT)
+    driver.advance(1.0)
+    say(driver, driver.carrying[0], error="s3://b/out/w-u1/x: refused")
+    assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.DATA)
+    assert driver.cause().message == "its output cannot be written: s3://b/out/w-u1/x: refused"
+    assert driver.group().tasks[0].state is State.COMPLETED
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_only_tasks_that_ended_well_by_themselves_write(exit_code: int) -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return {"t0": Behaviour(seconds=3, exit_code=exit_code), "t1": Behaviour(seconds=1, exit_code=4)}.get(key.task, HANG)
+
+    plan = group_plan("train", 3, world=False, gpus=0, ignore=True, url_outputs=OUT)
+    driver = Driver(workflow(plan), behaviour=behave)
+    driver.settle()
+    for _ in range(12):
+        driver.advance(1.0)
+    # t1 failed, and t2 was stopped when the lead completed.
+    assert [command.task for command in driver.carrying] == (["t0"] if exit_code == 0 else [])
+    if exit_code:
+        assert driver.group().state is State.FAILED
+
+
+def test_a_killed_supervisor_repeats_what_was_not_done() -> None:
+    driver = driver_of(url_inputs=IN, url_outputs=OUT)
+    say(driver, driver.carrying[0], digest="d0", files=1)
+    driver.restart()
+    driver.settle()
+    assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/1", "fetch/1"]
+    say(driver, driver.carrying[-1], digest="d1", files=1)
+    driver.advance(1.0)
+    assert driver.carrying[-1].op == "write/0"
+    driver.restart()
+    driver.settle()
+    assert [command.op for command in driver.carrying[3:]] == ["write/0", "write/0"]
+    say(driver, driver.carrying[-1], files=1)
+    assert driver.group().state is State.COMPLETED
+    # What the first one did all the same is heard of no more.
+    before = driver.record()
+    say(driver, driver.carrying[3], error="late")
+    assert driver.record() == before
+
+
+@pytest.mark.parametrize("while_it", ["fetches", "writes"])
+def test_a_cancel_ends_it_and_lets_go(while_it: str) -> None:
+    driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
+    if while_it == "writes":
+        say(driver, driver.carrying[0], digest="d0")
+        driver.advance(1.0)
+    command = driver.carrying[-1]
+    assert is_wanted(driver.record(), command)
+    driver.change("u1", cancel=CancelRequest(at=0.0, by="ada"))
+    driver.settle()
+    assert driver.group().state is State.CANCELED
+    assert not is_wanted(driver.record(), command)
+
+
+def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> None:
+    actions = ExitActions(reschedule=((3, 3),))
+    driver = driver_of(
+        behaviour=Behaviour(seconds=1, exit_code=3),
+        url_inputs=IN[:1],
+        url_outputs=OUT,
+        exit_actions=actions,
+        retry=Retry(limit=1),
+    )
+    say(driver, driver.carrying[0], digest="d0", files=1)
+    driver.run()
+    assert [command.op for command in driver.carrying] == ["fetch/0"]
+    assert driver.launches["u1/train/t0/1"].files[0].blob == "d0"
+    assert driver.group().state is State.FAILED
+
+
+def test_how_far_it_is_stands_beside_the_task() -> None:
+    driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
+    for url in ("s3://b/in", "s3://b/out/w-u1"):
+        command = driver.carrying[-1]
+        seen = DataSeen(at=1.0, key=command.key, op=command.op, url=url, done=5, total=9, bytes_per_s=2.0)
+        driver.seen.append(seen)
+        driver.settle()
+        group = driver.group()
+        moving = group.moving(group.tasks[0])
+        assert moving is not None
+        assert (moving.sent, moving.total, moving.url) == (5, 9, url)
+        say(driver, command, digest="d0")
+        assert driver.group().tasks[0].transfer is None
+        driver.advance(1.0)
+
+
+@pytest.mark.parametrize(
+    ("op", "regex", "words"),
+    [
+        ("fetch/0", "x", "nothing at s3://b/in is matched by `x`: the directory is empty"),
+        ("write/0", "", "nothing is written to s3://b/in: there is no file"),
+        ("write/0", "x", "nothing is written to s3://b/in: `x` matches nothing"),
+    ],
+)
+def test_nothing_is_said_to_be_nothing(op: str, regex: str, words: str) -> None:
+    where = DataSpec(position=0, url="s3://b/in", regex=regex)
+    is_input = op.startswith("fetch")
+    driver = driver_of(url_inputs=(where,) if is_input else (), url_outputs=() if is_input else (where,))
+    driver.advance(1.0)
+    say(driver, driver.carrying[0], digest="d")
+    assert any(event.text == f"t0: {words}" for event in driver.events)
