@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -142,8 +143,11 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for(cli: Cli, s3: S3Server)
     bucket = s3.bucket("b")
     _fill(bucket)
     s3.stop()
-    ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out"))
-    wait_until(lambda: "fetches its inputs" in _message(cli, ident), 60)
+    with socket.create_server(("127.0.0.1", s3.port)) as away:
+        away.settimeout(60)
+        ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out"))
+        # It was asked for in vain.
+        away.accept()[0].close()
     s3.start()
     cli.await_status(ident, "COMPLETED")
     assert (bucket / "out" / "a.txt").read_text() == "A\n"
@@ -186,6 +190,19 @@ def test_a_cancel_does_not_wait_for_data(cli: Cli, s3: S3Server) -> None:
     assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
     assert cli.query(ident)["status"] == "FAILED_CANCELED"
     s3.thaw()
+
+
+def test_what_was_canceled_keeps_nobody_waiting(cli: Cli, s3: S3Server) -> None:
+    # As many as are carried at the same time wait for a store that is away.
+    s3.stop()
+    tasks = "".join(f"  - {{name: t{number}, command: ['true'], inputs: [{{url: s3://b/x}}]}}\n" for number in range(4))
+    many = cli.submit(cli.spec(f"workflow:\n  name: many\n  tasks:\n{tasks}", "many.yaml"))
+    wait_until(lambda: all("fetches" in one["message"] for one in cli.query(many)["groups"]), 60)
+    (cli.folder / "a.txt").write_text("A\n")
+    one = cli.submit(_simple(cli, f"file://{cli.folder}/a.txt", f"file://{cli.folder}/out"))
+    wait_until(lambda: "fetches" in _message(cli, one), 60)
+    assert cli.run("workflow", "cancel", many).code == 0
+    cli.await_status(one, "COMPLETED", timeout=30)
 
 
 def test_folders_and_web_servers_need_no_driver(cli: Cli) -> None:

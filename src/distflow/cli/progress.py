@@ -1,4 +1,4 @@
-"""How far a transfer is, in one line that is written again and again; nothing where no terminal shows it."""
+"""How far a transfer is, at the bottom of a terminal; nothing where no terminal shows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-from distflow.cli.tables import cut, terminal_width
+from distflow.cli.bottom import Bottom
 from distflow.documents.quantities import bytes_text
 
 __all__ = ["ProgressLine"]
@@ -20,9 +20,8 @@ class ProgressLine:
 
     def __init__(self, out: TextIO, verb: str) -> None:
         """Begin each line with ``verb``, such as ``fetched``."""
-        self._out = out
+        self._bottom = Bottom(out)
         self._verb = verb
-        self._is_shown = out.isatty()
         self._begun = self._shown_at = time.monotonic()
         self._lock = threading.Lock()
         self._is_over = False
@@ -32,11 +31,10 @@ class ProgressLine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Clear the line."""
+        """Take the line away."""
         with self._lock:
             self._is_over = True
-            if self._is_shown:
-                self._write("")
+            self._bottom.clear()
 
     @property
     def seconds(self) -> float:
@@ -46,15 +44,11 @@ class ProgressLine:
     def told(self, done: int, total: int) -> None:
         """Show how far it is, a few times a second."""
         at = time.monotonic()
-        if not self._is_shown or at - self._shown_at < _EVERY_S:
+        if not self._bottom.is_there or at - self._shown_at < _EVERY_S:
             return
         with self._lock:
-            if self._is_over:
-                return
-            self._shown_at = at
-            rate = done / max(at - self._begun, 0.001)
-            self._write(f"{self._verb} {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s")
-
-    def _write(self, text: str) -> None:
-        self._out.write(f"\r\x1b[K{cut(text, (terminal_width(self._out) or 80) - 1)}")
-        self._out.flush()
+            # A thread may be late.
+            if not self._is_over:
+                self._shown_at = at
+                rate = done / max(at - self._begun, 0.001)
+                self._bottom.show(f"{self._verb} {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s")

@@ -154,7 +154,7 @@ def errand_of(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | 
 def is_wanted(record: WorkflowRecord, command: Command) -> bool:
     """Whether somebody still waits for what a command carries."""
     group = record.group(command.group)
-    return not group.state.is_final and group.attempt == command.attempt and group.stop_reason is not Reason.CANCELED
+    return not group.state.is_final and group.attempt == command.attempt
 
 
 def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord, list[Event]]:
