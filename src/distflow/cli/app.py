@@ -34,6 +34,9 @@ _LISTS: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
 )
 """Options that take one value or more, of commands without arguments."""
 
+_PAIRS = ("--set", "--set-string", "--set-env", "--payload", "--payload-file")
+"""Options that take one ``NAME=VALUE`` or more."""
+
 
 class _Root(LazyGroup):
     table = commands(
@@ -44,6 +47,7 @@ class _Root(LazyGroup):
             "resource": ("distflow.cli.resource:app", "Show what the nodes have, and what is in use of it."),
             "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
+            "credential": ("distflow.cli.credential:app", "Keep secrets, and give them to tasks by name."),
             "schema": ("distflow.cli.schema:app", "Print the JSON Schema of workflow specs."),
             "version": ("distflow.cli.version:app", "Print distflow's version."),
         }
@@ -106,7 +110,7 @@ def spread_sets(arguments: Sequence[str]) -> list[str]:
     given = False
     lists = _LISTS.get(tuple(arguments[:2]), ())
     for argument in arguments:
-        if argument in ("--set", "--set-string", "--set-env") or argument in lists:
+        if argument in _PAIRS or argument in lists:
             flag, given = argument, False
             continue
         if flag is not None and not argument.startswith("-") and (not given or "=" in argument or flag in lists):

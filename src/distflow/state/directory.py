@@ -39,8 +39,13 @@ class StateDirectory:
 
     @property
     def secrets(self) -> Path:
-        """Values of ``--set-env``, one file per workflow."""
+        """Values of ``--set-env`` and of credentials, one file per workflow."""
         return self.path / "secrets"
+
+    @property
+    def credentials(self) -> Path:
+        """This user's credentials, one file each."""
+        return self.path / "credentials"
 
     @property
     def lock(self) -> Path:

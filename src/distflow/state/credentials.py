@@ -1,0 +1,243 @@
+"""This user's credentials: named secrets, one file of mode 0600 each in a folder of mode 0700, and what may stand in them.
+
+A value leaves its ``Secret`` only for the file. Whoever needs one asks by name (``find``), by the profile of a storage URL
+(``for_data``) or by a registry (``for_registry``); nothing here prints, logs or names a value.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+
+from distflow.errors import InputError, NotFound, StateError
+from distflow.shell import Secret
+
+__all__ = ["LONGEST_VALUE", "Credential", "CredentialType", "Credentials", "check_payload"]
+
+LONGEST_VALUE = 64 * 1024
+"""Bytes; the kernel takes no variable of more than twice that."""
+
+_NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9_-]*[a-zA-Z0-9])?")
+_LONGEST_NAME = 64
+_COMPONENT = r"[^/,;*\s]+"
+_PROFILE = re.compile(rf"(?:s3|gs|azure)://{_COMPONENT}|(?:tos|swift)://{_COMPONENT}/{_COMPONENT}")
+_PROFILES = "s3://BUCKET, gs://BUCKET, azure://ACCOUNT, tos://ENDPOINT/BUCKET or swift://ENDPOINT/ACCOUNT"
+_ADDRESSING = ("virtual", "path", "auto")
+
+
+class CredentialType(str, Enum):
+    """What a credential is for."""
+
+    GENERIC = "GENERIC"
+    """Given to tasks that name it."""
+    REGISTRY = "REGISTRY"
+    """For images of one registry."""
+    DATA = "DATA"
+    """For storage of one profile."""
+
+
+_REQUIRED: Mapping[CredentialType, tuple[str, ...]] = MappingProxyType(
+    {
+        CredentialType.GENERIC: (),
+        CredentialType.REGISTRY: ("auth",),
+        CredentialType.DATA: ("access_key_id", "access_key", "endpoint"),
+    }
+)
+_OPTIONAL: Mapping[CredentialType, tuple[str, ...]] = MappingProxyType(
+    {
+        CredentialType.REGISTRY: ("registry", "username"),
+        CredentialType.DATA: ("region", "override_url", "addressing_style"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credential:
+    """A named set of secrets."""
+
+    name: str
+    type: CredentialType
+    payload: Mapping[str, Secret]
+
+    @property
+    def profile(self) -> str | None:
+        """What it is looked up by: the URL profile of DATA, the registry of REGISTRY; ``None`` for GENERIC."""
+        if self.type is CredentialType.DATA:
+            return self.payload["endpoint"].reveal()
+        if self.type is CredentialType.REGISTRY:
+            return self.payload["registry"].reveal() if "registry" in self.payload else ""
+        return None
+
+
+def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[str, Secret]:
+    """Return the payload as it is kept. Raises ``InputError`` for one that cannot be, never naming a value."""
+    if not payload:
+        raise InputError("the credential has no payload", hint="give it with --payload KEY=VALUE or --payload-file KEY=FILE")
+    for key, value in payload.items():
+        _check_entry(key, value.reveal())
+    if kind is CredentialType.GENERIC:
+        return dict(payload)
+    known = (*_REQUIRED[kind], *_OPTIONAL[kind])
+    unknown = [key for key in payload if key not in known]
+    if unknown:
+        raise InputError(f"a {kind.value} credential has no key {unknown[0]!r}", hint=f"keys: {', '.join(known)}")
+    missing = [key for key in _REQUIRED[kind] if key not in payload]
+    if missing:
+        raise InputError(f"a {kind.value} credential needs {' and '.join(missing)}", hint=f"keys: {', '.join(known)}")
+    kept = dict(payload)
+    if kind is CredentialType.REGISTRY:
+        return kept
+    endpoint = payload["endpoint"].reveal().rstrip("/")
+    if not _PROFILE.fullmatch(endpoint):
+        raise InputError("`endpoint` is no profile of a storage URL", hint=f"write {_PROFILES}, without a path")
+    kept["endpoint"] = Secret(endpoint)
+    if "override_url" in payload and not re.match(r"https?://[^/\s]+", payload["override_url"].reveal()):
+        raise InputError(
+            "`override_url` is no URL", hint="write the address of the service, beginning with http:// or https://"
+        )
+    if "addressing_style" in payload and payload["addressing_style"].reveal() not in _ADDRESSING:
+        raise InputError("`addressing_style` is none that there is", hint=f"it is one of {', '.join(_ADDRESSING)}")
+    return kept
+
+
+def _check_entry(key: str, value: str) -> None:
+    if not key or not value:
+        raise InputError(f"a payload has no empty keys and values{f': {key}' if key else ''}")
+    # A key may become the name of a file.
+    if "/" in key or key in (".", "..") or not key.isprintable() or len(os.fsencode(key)) > 200:
+        raise InputError(
+            f"{key!r} cannot be a payload key", hint="it may become a file's name: take letters, digits, `_` and `-`"
+        )
+    if "\0" in value:
+        raise InputError(f"the value of {key} holds a NUL byte", hint="store it as base64, and decode it in the task")
+    if len(value.encode("utf-8", "surrogateescape")) > LONGEST_VALUE:
+        raise InputError(f"the value of {key} is longer than {LONGEST_VALUE // 1024} KiB")
+
+
+class Credentials:
+    """The credentials in one folder; nothing needs to be there yet."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look into ``folder``."""
+        self._folder = folder
+
+    def all(self) -> tuple[Credential, ...]:
+        """Return all of them by name. Raises ``StateError`` for what cannot be read."""
+        with _errors(self._folder):
+            try:
+                paths = sorted(self._folder.glob("*.json"))
+            except FileNotFoundError:
+                return ()
+            return tuple(one for one in map(_read, paths) if one is not None)
+
+    def find(self, name: str) -> Credential | None:
+        """Return the one of this name."""
+        if not _NAME.fullmatch(name):
+            return None
+        with _errors(self._folder):
+            return _read(self._folder / f"{name}.json")
+
+    def for_data(self, profile: str) -> Mapping[str, Secret] | None:
+        """Return the payload of the DATA credential of a URL profile such as ``s3://bucket``."""
+        return self._payload(CredentialType.DATA, profile.rstrip("/"))
+
+    def for_registry(self, registry: str) -> Mapping[str, Secret] | None:
+        """Return the payload of the REGISTRY credential of a registry; ``""`` for images that name none."""
+        return self._payload(CredentialType.REGISTRY, registry)
+
+    def _payload(self, kind: CredentialType, profile: str) -> Mapping[str, Secret] | None:
+        return next((one.payload for one in self.all() if one.type is kind and one.profile == profile), None)
+
+    def set(self, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
+        """Keep a credential, and return it as it is kept.
+
+        A DATA or REGISTRY credential takes the place of the one with its profile. Raises ``InputError`` for a name that is in
+        use otherwise, and for a payload that is not right.
+        """
+        if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+            hint = f"begin with a letter, end with a letter or digit, use letters, digits, `_` and `-`; at most {_LONGEST_NAME}"
+            raise InputError(f"{name!r} cannot be the name of a credential", hint=hint)
+        made = Credential(name=name, type=kind, payload=MappingProxyType(check_payload(kind, payload)))
+        with _errors(self._folder), self._locked():
+            there = self.all()
+            before = next((one for one in there if one.profile is not None and _is_same(one, made)), None)
+            if any(one.name == name and one != before for one in there):
+                raise InputError(
+                    f"there is a credential {name} already", hint=f"remove it first: distflow credential delete {name}"
+                )
+            self._write(made)
+            if before is not None and before.name != name:
+                (self._folder / f"{before.name}.json").unlink(missing_ok=True)
+        return made
+
+    def delete(self, name: str) -> None:
+        """Forget a credential. Raises ``NotFound``."""
+        if self.find(name) is None:
+            known = ", ".join(one.name for one in self.all())
+            raise NotFound(f"there is no credential {name!r}", hint=f"there is: {known}" if known else "there are none yet")
+        with _errors(self._folder), self._locked():
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder.chmod(0o700)
+        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _write(self, one: Credential) -> None:
+        text = json.dumps({"type": one.type.value, "payload": {key: value.reveal() for key, value in one.payload.items()}})
+        handle, new = tempfile.mkstemp(dir=self._folder, prefix=".new-")  # made with mode 0600
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(handle)
+            os.replace(new, self._folder / f"{one.name}.json")
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(new)
+            raise
+
+
+def _is_same(one: Credential, other: Credential) -> bool:
+    return (one.type, one.profile) == (other.type, other.profile)
+
+
+def _read(path: Path) -> Credential | None:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(text)
+        payload = {str(key): Secret(str(value)) for key, value in found["payload"].items()}
+        made = Credential(name=path.stem, type=CredentialType(found["type"]), payload=MappingProxyType(payload))
+        _ = made.profile
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # Not the parser's own words: they may quote what stands there.
+        hint = f"remove {path}, and set the credential again"
+        raise StateError(f"the credential {path.stem} cannot be read: its file is damaged", hint=hint) from None
+    return made
+
+
+@contextmanager
+def _errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "make it readable and writable for you, or point DISTFLOW_STATE at another directory"
+        raise StateError(f"cannot use the credentials: {error.filename or folder}: {error.strerror}", hint=hint) from error

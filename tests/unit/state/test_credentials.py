@@ -1,0 +1,153 @@
+"""Credentials on disk: who can read them, what is refused, and that no value is ever named."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import InputError, NotFound, StateError
+from distflow.shell import Secret
+from distflow.state.credentials import Credentials, CredentialType
+
+DATA = {"access_key_id": "id", "access_key": "hidden-value", "endpoint": "s3://bucket"}
+
+
+def payload(**values: str) -> Mapping[str, Secret]:
+    return {key: Secret(value) for key, value in values.items()}
+
+
+def test_a_credential_is_kept_for_its_owner_only(tmp_path: Path) -> None:
+    folder = tmp_path / "credentials"
+    folder.mkdir(mode=0o755)
+    kept = Credentials(folder)
+    kept.set("wandb", CredentialType.GENERIC, payload(api_key="hidden-value"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {"wandb.json": 0o600}
+    found = kept.find("wandb")
+    assert found is not None
+    assert found.payload["api_key"].reveal() == "hidden-value"
+    assert "hidden-value" not in repr(found)
+
+
+def test_a_folder_that_is_not_there_holds_none(tmp_path: Path) -> None:
+    kept = Credentials(tmp_path / "nothing")
+    assert kept.all() == ()
+    assert kept.find("wandb") is None
+    assert kept.for_data("s3://bucket") is None
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_generic_name_is_given_once(tmp_path: Path) -> None:
+    kept = Credentials(tmp_path)
+    kept.set("one", CredentialType.GENERIC, payload(key="first"))
+    with pytest.raises(InputError, match="already"):
+        kept.set("one", CredentialType.GENERIC, payload(key="second"))
+    with pytest.raises(InputError, match="already"):
+        kept.set("one", CredentialType.DATA, payload(**DATA))
+    found = kept.find("one")
+    assert found is not None
+    assert found.payload["key"].reveal() == "first"
+    kept.delete("one")
+    with pytest.raises(NotFound, match="no credential 'one'"):
+        kept.delete("one")
+
+
+def test_a_data_credential_takes_the_place_of_the_one_with_its_endpoint(tmp_path: Path) -> None:
+    kept = Credentials(tmp_path)
+    kept.set("old", CredentialType.DATA, payload(**DATA))
+    kept.set("other", CredentialType.DATA, payload(**DATA | {"endpoint": "gs://bucket/"}))
+    kept.set("new", CredentialType.DATA, payload(**DATA | {"access_key": "second"}))
+    kept.set("new", CredentialType.DATA, payload(**DATA | {"access_key": "third"}))
+    assert [one.name for one in kept.all()] == ["new", "other"]
+    found = kept.for_data("s3://bucket")
+    assert found is not None
+    assert found["access_key"].reveal() == "third"
+    assert kept.for_data("gs://bucket") is not None
+    assert kept.for_data("s3://else") is None
+    with pytest.raises(InputError, match="already"):
+        kept.set("other", CredentialType.DATA, payload(**DATA))
+
+
+def test_registries_are_found_by_their_name(tmp_path: Path) -> None:
+    kept = Credentials(tmp_path)
+    kept.set("plain", CredentialType.REGISTRY, payload(auth="a"))
+    kept.set("ours", CredentialType.REGISTRY, payload(auth="b", registry="registry.example", username="me"))
+    plain, ours = kept.for_registry(""), kept.for_registry("registry.example")
+    assert plain is not None
+    assert ours is not None
+    assert (plain["auth"].reveal(), ours["auth"].reveal()) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        (CredentialType.GENERIC, {}, "no payload"),
+        (CredentialType.GENERIC, {"": "hidden-value"}, "no empty keys and values"),
+        (CredentialType.GENERIC, {"key": ""}, "no empty keys and values: key"),
+        (CredentialType.GENERIC, {"a/b": "hidden-value"}, "'a/b' cannot be a payload key"),
+        (CredentialType.GENERIC, {"..": "hidden-value"}, "cannot be a payload key"),
+        (CredentialType.GENERIC, {"a\nb": "hidden-value"}, "cannot be a payload key"),
+        (CredentialType.GENERIC, {"key": "hidden-value\0"}, "NUL"),
+        (CredentialType.GENERIC, {"key": "hidden-value" * 6000}, "longer than 64 KiB"),
+        (CredentialType.REGISTRY, {"username": "hidden-value"}, "needs auth"),
+        (CredentialType.REGISTRY, {"auth": "hidden-value", "password": "x"}, "has no key 'password'"),
+        (CredentialType.DATA, {"endpoint": "s3://b"}, "needs access_key_id and access_key"),
+        (CredentialType.DATA, DATA | {"endpoint": "s3://b/path"}, "no profile"),
+        (CredentialType.DATA, DATA | {"endpoint": "file:///hidden-value"}, "no profile"),
+        (CredentialType.DATA, DATA | {"endpoint": "swift://only"}, "no profile"),
+        (CredentialType.DATA, DATA | {"override_url": "hidden-value"}, "no URL"),
+        (CredentialType.DATA, DATA | {"addressing_style": "hidden-value"}, "addressing_style"),
+    ],
+)
+def test_a_wrong_payload_is_refused_without_naming_a_value(
+    tmp_path: Path, kind: CredentialType, values: Mapping[str, str], words: str
+) -> None:
+    kept = Credentials(tmp_path / "credentials")
+    with pytest.raises(InputError) as caught:
+        kept.set("one", kind, {key: Secret(value) for key, value in values.items()})
+    assert words in str(caught.value)
+    assert "hidden-value" not in str(caught.value)
+    assert kept.all() == ()
+
+
+@pytest.mark.parametrize("name", ["", "1a", "a-", "../a", "a b", "ä", "a" * 65])
+def test_a_wrong_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="cannot be the name"):
+        Credentials(tmp_path).set(name, CredentialType.GENERIC, payload(key="value"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", '{"type": "GENERIC"}', '{"type": "NEW", "payload": {"a": "hidden-value"}}', '{"type": "DATA", "payload": {}}'],
+)
+def test_a_damaged_file_is_named_and_not_quoted(tmp_path: Path, text: str) -> None:
+    (tmp_path / "one.json").write_text(text)
+    with pytest.raises(StateError) as caught:
+        Credentials(tmp_path).find("one")
+    assert str(tmp_path / "one.json") in str(caught.value)
+    assert "hidden-value" not in str(caught.value)
+
+
+def test_of_many_writers_one_wins(tmp_path: Path) -> None:
+    kept, lost = Credentials(tmp_path), []
+
+    def write(number: int) -> None:
+        try:
+            kept.set("one", CredentialType.GENERIC, payload(key=f"value {number}"))
+        except InputError:
+            lost.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = kept.find("one")
+    assert found is not None
+    (winner,) = set(range(8)) - set(lost)
+    assert found.payload["key"].reveal() == f"value {winner}"
+    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
