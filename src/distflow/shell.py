@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["MASK", "Secret", "mask", "quote", "quote_with_variables"]
+__all__ = ["MASK", "Secret", "mask", "quote", "quote_with_variables", "revealed"]
 
 MASK = "********"
 
@@ -51,6 +51,11 @@ def mask(text: str, secrets: Iterable[Secret]) -> str:
         if value:
             text = text.replace(value, MASK)
     return text
+
+
+def revealed(secrets: Mapping[str, Secret]) -> dict[str, str]:
+    """Return the texts themselves; only for handing them to the process that they are meant for."""
+    return {name: secret.reveal() for name, secret in secrets.items()}
 
 
 def quote(argv: Iterable[str]) -> str:

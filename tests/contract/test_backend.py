@@ -37,6 +37,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.backend import MachinesBackend
 from distflow.errors import NodeUnreachable
+from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import Node, Pool
 from distflow.supervisor.clock import SystemClock
@@ -91,7 +92,7 @@ class Bench:
         key = self.key(task)
         self.backend.lease(self.request(task))
         self.await_one(Leased)
-        self.backend.prepare(key, self.launch(script, task), {}, 5.0)
+        self.backend.prepare(key, self.launch(script, task), GivenSecrets(), 5.0)
         self.await_one(Prepared, key=key)
         self.backend.start(key)
         self.await_one(Started, key=key)
@@ -303,7 +304,7 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path) -> None:
     key = bench.key()
     bench.backend.lease(bench.request("t"))
     bench.await_one(Leased)
-    bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), {}, 5.0)
+    bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), GivenSecrets(), 5.0)
     with (tmp_path / "blobs" / str(blob.blob)).open("wb") as pipe:
 
         def is_told() -> bool:
@@ -336,7 +337,7 @@ def test_a_released_attempt_may_be_leased_and_sent_its_files_again(tmp_path: Pat
         bench.seen.clear()
         bench.backend.lease(bench.request("t"))
         bench.await_one(Leased)
-        bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), {}, 5.0)
+        bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), GivenSecrets(), 5.0)
         bench.await_one(Prepared, key=key)
         bench.backend.release(key)
         bench.await_one(Released, key=key)

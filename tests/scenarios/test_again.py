@@ -40,7 +40,7 @@ def test_a_stored_spec_runs_again_with_its_values_files_labels_and_priority(cli:
     (folder / "data.txt").write_text("changed since\n")
     done = cli.run("workflow", "submit", "again-1", "--set-env", "TOKEN=secret-2", "--wait", "--label", "run=b")
     assert done.code == 0, done.err
-    assert "[only] second secret-2 {% raw %}\n[only] changed since\n" in done.out
+    assert "[only] second ******** {% raw %}\n[only] changed since\n" in done.out
     answer = cli.query("again-2")
     assert (answer["labels"], answer["priority"]) == ({"team": "speech", "run": "b"}, "HIGH")
     assert cli.run("workflow", "spec", "again-2").out == cli.run("workflow", "spec", "again-1").out

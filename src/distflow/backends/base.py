@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch
 from distflow.pools.model import Node
-from distflow.shell import Secret
 
 __all__ = [
     "Absent",
@@ -281,7 +281,7 @@ class Backend(Protocol):
         """Try to get everything that a gang asks for."""
         ...
 
-    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float) -> None:
         """Bring files and launch record to the node."""
         ...
 

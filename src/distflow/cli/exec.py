@@ -20,6 +20,7 @@ from distflow.cli.terminal import raw_terminal, read_size
 from distflow.documents.words import did_you_mean
 from distflow.errors import AgentError, DistflowError, InputError, NotFound
 from distflow.lifecycle.states import State
+from distflow.plan.credentials import given_secrets
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
 from distflow.state.directory import StateDirectory
@@ -84,7 +85,7 @@ def execute(
 
     In a terminal, the command has one too; otherwise pipes. The exit code is the command's (with --group the highest). The
     command ends with the connection and with the task, and so does whatever it started: nothing stays behind. Values of
-    --set-env are there as in the task.
+    --set-env and of credentials are there as in the task.
     """
     argv = _parse(entry if entry is not None else _SHELL)
     if (task is None) == (group is None):
@@ -126,14 +127,17 @@ def _place(
             f"{task.name} does not run yet: {task.status}", hint=f"what it waits for: distflow workflow query {record.id}"
         )
     pool = replace(store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
-    names = store.plan(record.uuid).group(group).launch(task.name).secret_names
-    secrets = read_secrets(directory.secrets, record.uuid)
+    launch = store.plan(record.uuid).group(group).launch(task.name)
+    try:
+        secrets = given_secrets(launch, read_secrets(directory.secrets, record.uuid))
+    except LookupError as error:
+        raise InputError(f"{error.args[0]} is not kept any more") from None
     return _Place(
         task=task.name,
         attempt=attempt_name(record.uuid, group, task.name, task.attempt),
         pool=pool,
         node=next(node for node in pool.nodes if node.name == task.node),
-        secrets={name: secrets[name] for name in names if name in secrets},
+        secrets=secrets.variables,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from distflow.cli.command import Format
+from distflow.cli.secrets import gather_secrets
 from distflow.cli.submission import Overrides, Ready, pool_key
 from distflow.documents.problems import Problem
 from distflow.errors import WorkflowEnded
@@ -73,7 +74,7 @@ def store_workflow(
     what = f"restarted from {parent}" if parent else "submitted"
     text = f"{what} by {record.user} to pool {record.pool}" + (f"; kept: {', '.join(kept)}" if kept else "")
     event = Event(at=now, kind="submitted", text=text, workflow=record.uuid)
-    write_secrets(directory.secrets, record.uuid, overrides.secrets)
+    write_secrets(directory.secrets, record.uuid, gather_secrets(ready.plan, directory, overrides.secrets))
     try:
         return store.submit(
             record,

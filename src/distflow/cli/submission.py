@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distflow.cli.secrets import credential_problems
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.errors import InputError
 from distflow.layout.checks import check_layout
@@ -122,9 +123,12 @@ def join_labels(labels: Mapping[str, str], given: Mapping[str, str]) -> dict[str
     return joined
 
 
-def check(file: str, overrides: Overrides) -> Checked:
-    """Read and check a spec and its rank layout. Raises ``ProblemsFound`` with every finding."""
-    given, meaning = sys.stdin.read() if file == "-" else None, _Meaning()
+def check(file: str, overrides: Overrides, *, is_tolerant: bool = False) -> Checked:
+    """Read and check a spec, its rank layout and its credentials. Raises ``ProblemsFound`` with every finding.
+
+    ``is_tolerant``: that this machine has no credentials at all is no error.
+    """
+    given, meaning = sys.stdin.read() if file == "-" else None, _Meaning(is_tolerant=is_tolerant)
     spec, warnings = load_spec(
         file,
         sets=overrides.sets,
@@ -148,15 +152,16 @@ def check_again(name: str, text: str, template: str, folder: Path, overrides: Ov
 class _Meaning:
     """What a spec means beyond its own floor: its rank layout, and what depends on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_tolerant: bool = False) -> None:
         """Know nothing yet."""
+        self._is_tolerant = is_tolerant
         self.worlds: dict[str, World] = {}
 
     def check(self, spec: WorkflowSpec) -> Sequence[Problem]:
         """Keep the worlds of a spec, and return what is found about them."""
         found, problems = check_layout(spec)
         self.worlds.update(found)
-        return [*problems, *unused_reschedules(spec, found)]
+        return [*problems, *unused_reschedules(spec, found), *credential_problems(spec, is_tolerant=self._is_tolerant)]
 
 
 def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path) -> Ready:

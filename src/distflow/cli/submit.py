@@ -161,7 +161,7 @@ def _validate_one(
     file: str, overrides: Overrides, configuration: Configuration, pool: str | None, hosts: Sequence[Host] | None
 ) -> tuple[Checked, list[Problem]]:
     """Check one spec and return it with its warnings. Raises ``ProblemsFound``."""
-    checked = check(file, overrides)
+    checked = check(file, overrides, is_tolerant=True)
     chosen = choose_pool(configuration, given=pool, wanted=checked.spec.pool, hosts=hosts)
     with tempfile.TemporaryDirectory() as blobs:
         bundles, problems = bundle_files(checked.spec, Path(blobs))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
+from distflow.plan.credentials import planned_credentials
 from distflow.plan.environment import task_environment
 from distflow.plan.model import GroupPlan, Launch, Plan, PlannedFile
 from distflow.plan.tokens import Rewrite, place_of, rewriter
@@ -85,6 +86,7 @@ def _launch(
     secret_names: tuple[str, ...],
 ) -> Launch:
     injected = [(file.path.value, file.is_directory) for file in task.files if file.path.value.startswith("/")]
+    injected += [(one.directory.value, True) for one in task.credentials if one.directory and one.directory.value[:1] == "/"]
     rewrite = rewriter(ranks, world, injected, task.inputs, task.url_inputs)
     resource = spec.resources[task.resource]
     environment = task_environment(
@@ -95,12 +97,14 @@ def _launch(
         resource=resource,
         given={name: rewrite(text.value) for name, text in task.environment.items()},
     )
+    secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
     return Launch(
         task=task.name,
         lead=task.lead,
         argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)),
-        environment={name: value for name, value in environment.items() if name not in secret_names},
+        environment={name: value for name, value in environment.items() if name not in secret},
         secret_names=secret_names,
+        credentials=planned_credentials(task.credentials),
         files=tuple(_file(file, rewrite, bundles) for file in task.files),
         inputs=task.inputs,
         url_inputs=task.url_inputs,

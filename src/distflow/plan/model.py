@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.lifecycle.exits import ExitActions
@@ -35,6 +35,7 @@ __all__ = [
     "GroupPlan",
     "Launch",
     "Plan",
+    "PlannedCredential",
     "PlannedFile",
     "TaskBinding",
     "address_of",
@@ -73,6 +74,19 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCredential:
+    """A credential of one task: as variables, or as a directory."""
+
+    name: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variable → key of the payload."""
+    path: str = ""
+    """The directory relative to the attempt's, such as ``files/run/secrets/deploy``; empty for none."""
+    shown: str = ""
+    """The directory as the spec names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One task of the plan."""
 
@@ -83,6 +97,8 @@ class Launch:
     """Complete but for the node's own ``environment``, which stands below it, and the values of ``--set-env``."""
     secret_names: tuple[str, ...] = ()
     """Variables given by ``--set-env``: their values are stored apart."""
+    credentials: tuple[PlannedCredential, ...] = ()
+    """What it gets of this user's credentials, without the values."""
     files: tuple[PlannedFile, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     """What it takes from tasks of the groups upstream."""

@@ -14,7 +14,7 @@ from typing import Any
 from distflow.documents.urls import parse_url
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.upstream import waits_for
-from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedFile
+from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedCredential, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.shell import MASK, quote_with_variables
 from distflow.spec.model import DataSpec
@@ -81,6 +81,8 @@ def script(group: GroupPlan, launch: Launch) -> str:
         place = f'"$ATTEMPT_DIR"/{input_place(data.position)}'
         lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{data.position}:?directory with what is at its URL}}"/. {place}']
     lines += [f'export {name}="${{{name}:?a value of --set-env}}"' for name in launch.secret_names]
+    for credential in launch.credentials:
+        lines += _place_credential(credential)
     for file in launch.files:
         lines += _place(file)
     lines += [f"export {name}={_word(value)}" for name, value in launch.environment.items()]
@@ -109,7 +111,10 @@ def _task_lines(launch: Launch, node: str | None) -> list[str]:
     lines = [head, "    command      " + " ".join(shlex.quote(_shown(word)) for word in launch.argv)]
     for position, (name, value) in enumerate(launch.environment.items()):
         lines.append(f"    {'environment' if position == 0 else '':12} {name}={_shown(value)}")
-    lines += [f"    {'':12} {name}={MASK}" for name in launch.secret_names]
+    lines += [f"    {'':12} {name}={MASK}" for name in (*launch.secret_names, *_variables(launch))]
+    named = [one for one in launch.credentials if one.path]
+    for position, credential in enumerate(named):
+        lines.append(f"    {'credentials' if position == 0 else '':12} {credential.name} → <ATTEMPT_DIR>/{credential.path}")
     for position, file in enumerate(launch.files):
         kind = "directory, " if file.is_tar else ""
         lines.append(
@@ -143,7 +148,11 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
         "size": launch.ranks.size if launch.ranks else None,
         "node_rank": launch.ranks.node_rank if launch.ranks else None,
         "command": list(launch.argv),
-        "environment": dict(launch.environment) | dict.fromkeys(launch.secret_names, MASK),
+        "environment": dict(launch.environment) | dict.fromkeys((*launch.secret_names, *_variables(launch)), MASK),
+        "credentials": [
+            {"name": one.name, "variables": dict(one.variables), "directory": one.shown or None, "placed_at": one.path or None}
+            for one in launch.credentials
+        ],
         "files": [
             {"path": file.shown, "placed_at": file.path, "bytes": file.size, "sha256": file.blob, "text": file.text,
              "mode": f"{file.mode:o}", "directory": file.is_tar}
@@ -185,6 +194,19 @@ def _placeholders(launch: Launch) -> dict[str, str]:
     texts = [*launch.argv, *launch.environment.values(), *(file.text or "" for file in launch.files)]
     matches = [match for text in texts for match in PLACEHOLDER.finditer(text)]
     return {_variable(match): _DEFAULTS.get(match.group(1), "127.0.0.1") for match in matches}
+
+
+def _variables(launch: Launch) -> list[str]:
+    return [name for one in launch.credentials for name in one.variables if name not in launch.secret_names]
+
+
+def _place_credential(one: PlannedCredential) -> list[str]:
+    if not one.path:
+        words = f"of the credential {one.name}"
+        return [f'export {name}="${{{name}:?the key {key} {words}}}"' for name, key in one.variables.items()]
+    place = f'"$ATTEMPT_DIR"/{shlex.quote(one.path)}'
+    source = f"CREDENTIAL_{re.sub('[^A-Za-z0-9]', '_', one.name)}"
+    return [f"mkdir -p {place}", f'cp -R "${{{source}:?directory with a file for each key of {one.name}}}"/. {place}']
 
 
 def _place(file: PlannedFile) -> list[str]:

@@ -11,7 +11,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
 
-from distflow.runtime import attempts, blobs, command, facts, placing, processes, records
+from distflow.runtime import attempts, blobs, command, facts, masking, placing, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.loop import Loop
 from distflow.runtime.tails import Tails
@@ -352,6 +352,12 @@ def _checked_launch(launch: Json) -> Json:
         for key, value in (launch.get(name) or {}).items():
             if not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
                 raise OpError("bad_request", "`{}`: {!r} is no environment variable".format(name, key))
+    for entry in launch.get("secret_files") or []:
+        for name, content in entry["files"].items():
+            if not isinstance(content, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
+                raise OpError("bad_request", "`secret_files`: {!r} is no file".format(name))
+    if len(masking.encoded(launch)) > masking.SECRET_BYTES:
+        raise OpError("bad_request", "the task's secrets have more than {} MiB".format(masking.SECRET_BYTES >> 20))
     if any("\0" in one for one in argv):
         raise OpError("bad_request", "an argument holds a NUL byte, which no program can be given")
     return launch

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Callable, Iterator, List, Tuple
 
-from distflow.runtime import control, leases, records, runner
+from distflow.runtime import control, leases, records, runner, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.facts import user_name
 from distflow.runtime.grip import Grip
@@ -97,6 +97,7 @@ def remove(root: str, directory: str) -> None:
     """Remove the attempt's directory, and those above it that this leaves empty."""
     import shutil
 
+    secretfiles.remove(directory)
     shutil.rmtree(directory, ignore_errors=True)
     if os.path.isdir(directory):
         shutil.rmtree(directory)  # once more, now saying what is in the way

@@ -6,6 +6,7 @@ nothing of it is left, after it wrote the record. Everything that it may not be 
 
 from __future__ import annotations
 
+import mmap
 import os
 import selectors
 import signal
@@ -13,7 +14,7 @@ import sys
 import time
 from typing import Callable, NoReturn, Optional
 
-from distflow.runtime import command, processes, records
+from distflow.runtime import command, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.control import Visitors
 from distflow.runtime.grip import Grip
@@ -29,11 +30,11 @@ _LONGEST_S = 3600.0
 _FOR_EVER = float("inf")
 
 
-def run(grip: Grip, runner: int, output_read: int, output_write: int) -> NoReturn:
+def run(grip: Grip, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> NoReturn:
     """The keeper's whole life, in the process that the runner just forked."""
     code = 70
     try:
-        keeper = _Keeper(grip, runner, output_read, output_write)
+        keeper = _Keeper(grip, runner, output_read, output_write, shared)
         keeper.serve()
         code = 0
     except BaseException as error:  # nothing may unwind into the runner's code in this process
@@ -57,8 +58,10 @@ def tell(status: int) -> str:
 
 
 class _Keeper:
-    def __init__(self, grip: Grip, runner: int, output_read: int, output_write: int) -> None:
+    def __init__(self, grip: Grip, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> None:
         self._grip = grip
+        self._shared = shared
+        self._mask: Optional[masking.Mask] = None
         self._runner = runner
         self._output_write = output_write
         self._output_read = output_read
@@ -136,12 +139,15 @@ class _Keeper:
         while not self._is_over():
             for key, _ in self._selector.select(self._pause()):
                 key.data()
+            if time.monotonic() >= self._output.due_at:
+                self._output.flush()
+                self._tell_of_output()
             if time.monotonic() >= self._news_at:
                 self._tell_of_output()
         self._finish()
 
     def _pause(self) -> Optional[float]:
-        until = min(self._deadline, self._news_at)
+        until = min(self._deadline, self._news_at, self._output.due_at)
         if self._killing:
             until = min(until, time.monotonic() + self._hunt.pause_s)
         # Bounded: what epoll takes is, and a deadline may be any number of seconds.
@@ -228,8 +234,9 @@ class _Keeper:
         self._output.drain()
         self._state["lost_output_bytes"] = self._output.lost
         known = dict(self._exit or {})
-        known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory))
-        known["message"] = self._hunt.message or self._message
+        secretfiles.remove(self._grip.directory)
+        known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory, self._mask))
+        known["message"] = self._hunt.message or (self._mask.text(self._message or "") if self._mask else self._message)
         if self._reason == "runner_died":
             known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
         end = records.make_end(self._state, self._reason or "exited", **known)
@@ -248,6 +255,8 @@ class _Keeper:
         if op == "prepare":
             if self._command is None:
                 self._launch = request["launch"]
+                self._mask = masking.share(self._shared, self._launch)
+                self._output.mask(self._mask)
                 self._change(phase="prepared")
             answer({})
         elif op == "start":

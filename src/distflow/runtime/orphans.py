@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 from typing import AbstractSet, List
 
-from distflow.runtime import attempts, processes, records
+from distflow.runtime import attempts, placing, processes, records, secretfiles
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.wire import Json
 
@@ -39,6 +40,11 @@ def settle(root: str, attempt: str) -> Json:
             message = _end_left(attempt, state) or message
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         size = os.stat(attempts.LOG, dir_fd=dir_fd).st_size
+        secretfiles.remove(directory)
+        if placing.has_secrets(directory):
+            # Who knew them is gone: what they might stand in cannot be masked any more.
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(directory, "error.json"))
         error = records.read_error(directory)
         end = records.make_end(state, reason, message=message, output_bytes=size, error=error)
         os.fsync(records.write_end(dir_fd, -1, end))

@@ -9,15 +9,16 @@ import json
 import os
 from typing import BinaryIO
 
+from distflow.runtime import secretfiles
 from distflow.runtime.blobs import is_whole, path_of, take
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["LAUNCH", "is_quick", "place", "write_launch"]
+__all__ = ["LAUNCH", "has_secrets", "is_quick", "place", "write_launch"]
 
 LAUNCH = "launch.json"
 _RECORDS = {"launch.json", "runner.json", "exit.json", ".exit.json", "error.json"}
-_OURS = _RECORDS | {"control", "output.log", "output.idx", "pair.log", "packed.json", "container.id"}
+_OURS = _RECORDS | {"control", "output.log", "output.idx", "pair.log", "packed.json", "container.id", secretfiles.ON_DISK}
 _AT_ONCE = 1 << 30
 _NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
 """Answers of file systems and kernels that cannot copy by themselves."""
@@ -32,6 +33,7 @@ def place(root: str, directory: str, launch: Json) -> None:
     """Place every file of ``launch`` (placeholders filled) and write ``launch.json``. May be done again after a break."""
     for file in launch.get("files") or []:
         _place(root, directory, file)
+    secretfiles.place(directory, launch.get("secret_files") or [])
     os.makedirs(inside(directory, launch.get("cwd") or "work"), exist_ok=True)
     write_launch(directory, launch)
 
@@ -39,12 +41,25 @@ def place(root: str, directory: str, launch: Json) -> None:
 def write_launch(directory: str, launch: Json) -> None:
     """Write ``launch.json`` without the secrets."""
     path = os.path.join(directory, LAUNCH)
-    public = {key: value for key, value in launch.items() if key != "secret_env"}
+    public = {key: value for key, value in launch.items() if key not in ("secret_env", "secret_files")}
     public["secret_env_names"] = sorted(launch.get("secret_env") or {})
+    public["secret_file_names"] = {entry["path"]: sorted(entry["files"]) for entry in launch.get("secret_files") or []}
     fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(public, file, indent=1)
     os.rename(path + ".new", path)
+
+
+def has_secrets(directory: str) -> bool:
+    """Whether the attempt in ``directory`` was given secrets; also when that cannot be known."""
+    try:
+        with open(os.path.join(directory, LAUNCH), encoding="utf-8") as file:
+            launch = json.load(file)
+        return bool(launch.get("secret_env_names") or launch.get("secret_file_names"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
 def _place(root: str, directory: str, file: Json) -> None:

@@ -11,6 +11,7 @@ import os
 from typing import Any, Dict, Optional
 
 from distflow.runtime.clock import now
+from distflow.runtime.masking import Mask, clean_error
 from distflow.runtime.wire import Json
 
 __all__ = [
@@ -94,8 +95,12 @@ def read_end(directory: str) -> Optional[Json]:
     return end if isinstance(end, dict) else None
 
 
-def read_error(directory: str) -> Optional[Json]:
-    """What a process of the attempt wrote into its error file (torch's format), cut to a size that the record can hold."""
+def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
+    """What a process of the attempt wrote into its error file (torch's format), cut to a size that the record can hold.
+
+    Secrets are masked in it and in the file itself.
+    """
+    clean_error(directory, mask)
     try:
         fd = os.open(os.path.join(directory, "error.json"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -107,9 +112,10 @@ def read_error(directory: str) -> Optional[Json]:
             return None
     if not isinstance(error, dict):
         return None
-    if len(json.dumps(error)) <= _ERROR_BYTES:
-        return error
-    message: Any = error.get("message")
+    known: Json = error if mask is None else mask.tree(error)
+    if len(json.dumps(known)) <= _ERROR_BYTES:
+        return known
+    message: Any = known.get("message")
     if isinstance(message, dict):
         message = message.get("message")
     return {"message": str(message)[:_TEXT], "truncated": True}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import sys
 from typing import NoReturn
 
-from distflow.runtime import keeper, processes, records
+from distflow.runtime import keeper, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.grip import Grip
 from distflow.runtime.hunt import Hunt
@@ -46,12 +47,13 @@ def _run(grip: Grip) -> NoReturn:
         processes.adopt_orphans()
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
+        shared = masking.memory()
         runner = os.getpid()
         keeper_pid = os.fork()
         if keeper_pid == 0:
-            keeper.run(grip, runner, output_read, output_write)
+            keeper.run(grip, runner, output_read, output_write, shared)
         os.close(output_write)
-        _guard(grip, keeper_pid, output_read)
+        _guard(grip, keeper_pid, output_read, shared)
         code = 0
     except BaseException as error:  # nothing may unwind into the agent's code in this process
         sys.excepthook(type(error), error, error.__traceback__)
@@ -59,7 +61,7 @@ def _run(grip: Grip) -> NoReturn:
         os._exit(code)
 
 
-def _guard(grip: Grip, keeper_pid: int, output_read: int) -> None:
+def _guard(grip: Grip, keeper_pid: int, output_read: int, shared: mmap.mmap) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     # What TERM means for an attempt is the keeper's to decide (it stops the command and records that).
@@ -70,10 +72,10 @@ def _guard(grip: Grip, keeper_pid: int, output_read: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if records.read_end(grip.directory) is not None:
         return
-    _take_over(grip, status, output_read)
+    _take_over(grip, status, output_read, shared)
 
 
-def _take_over(grip: Grip, keeper_status: int, output_read: int) -> None:
+def _take_over(grip: Grip, keeper_status: int, output_read: int, shared: mmap.mmap) -> None:
     """End what the keeper left, which is ours now, and record it."""
     state: Json = records.read_state(grip.directory) or {}
     command = (state.get("command") or {}).get("pid", 0)
@@ -95,8 +97,11 @@ def _take_over(grip: Grip, keeper_status: int, output_read: int) -> None:
         hunt.step()
         signal.sigtimedwait({signal.SIGCHLD}, hunt.pause_s)
     output = Output(output_read, grip.log, grip.stamps, int(state.get("lost_output_bytes") or 0))
+    mask = masking.read_shared(shared)
+    output.mask(mask)
     output.drain()
+    secretfiles.remove(grip.directory)
     grip.unlock()
-    known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(grip.directory))
+    known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(grip.directory, mask))
     known["message"] = hunt.message or trouble or "the process that keeps the task {}".format(keeper.tell(keeper_status))
     os.fsync(records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known)))

@@ -11,6 +11,7 @@ from distflow.documents.problems import Mark
 from distflow.lifecycle.exits import ExitActions
 
 __all__ = [
+    "CredentialUse",
     "DataSpec",
     "FileSpec",
     "GroupSpec",
@@ -134,6 +135,18 @@ class DataSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CredentialUse:
+    """A credential that a task names: as variables, or as a directory."""
+
+    name: str
+    variables: Mapping[str, Text] = field(default_factory=lambda: MappingProxyType({}))
+    """Variable → key of the credential's payload."""
+    directory: Text | None = None
+    """Where each key of the payload appears as a file."""
+    mark: Mark = Mark("")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
     """One task as written; ``replicas`` are expanded already, so that each is a ``TaskSpec`` of its own."""
 
@@ -150,6 +163,7 @@ class TaskSpec:
     files: tuple[FileSpec, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     url_inputs: tuple[DataSpec, ...] = ()
+    credentials: tuple[CredentialUse, ...] = ()
     resource: str = "default"
     exit_actions: ExitActions = ExitActions()
     ranks: Ranks | None = None

@@ -24,10 +24,6 @@ _TASK_ERRORS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "credentials": (
-            "`credentials` is ignored: no secret reaches the task",
-            "give secrets with `--set-env NAME=value`; they are masked and stored apart",
-        ),
         "downloadType": ("`downloadType` is ignored", ""),
         "cacheSize": ("`cacheSize` is ignored", ""),
         "kpis": ("`kpis` is ignored: nothing is uploaded", "the files stay below the task's output directory on the node"),

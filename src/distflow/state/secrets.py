@@ -1,4 +1,4 @@
-"""The values of ``--set-env``: one file of mode 0600 per workflow, apart from the store, gone when the workflow has ended."""
+"""Values of ``--set-env`` and of credentials: one file of mode 0600 per workflow, apart from the store, gone at its end."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,8 +33,8 @@ from distflow.backends.base import (
 from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.bind import bind_task
+from distflow.plan.credentials import given_secrets
 from distflow.pools.model import Pool
-from distflow.shell import Secret
 from distflow.state.mirror import Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import read_secrets, remove_secrets
@@ -338,15 +338,19 @@ class Supervisor:
         try:
             secrets = read_secrets(self._secrets, command.workflow)
         except (OSError, json.JSONDecodeError) as error:
-            words = f"the values of --set-env cannot be read: {error}"
+            words = f"the values of --set-env and of credentials cannot be read: {error}"
             self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=words))
             return
         nodes = {node.name: node for node in pool.nodes}
         launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes, command.attempt)
         launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
         launch = place_data(launch, plan, group)
-        names = plan.launch(command.task).secret_names
-        given: Mapping[str, Secret] = {name: secrets[name] for name in names if name in secrets}
+        try:
+            given = given_secrets(plan.launch(command.task), secrets)
+        except LookupError as error:
+            words = f"{error.args[0]} is not kept any more; submit the workflow again"
+            self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=words))
+            return
         backend.prepare(command.key, launch, given, pool.stop_grace_s)
 
     def _forget_finished(self) -> None:

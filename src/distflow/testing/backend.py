@@ -7,7 +7,7 @@ to lose answers, to kill an attempt. What runs there is described by ``Behaviour
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,9 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
+from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
-from distflow.shell import Secret
 from distflow.supervisor.clock import Clock
 
 __all__ = ["Behaviour", "FakeBackend"]
@@ -156,7 +156,7 @@ class FakeBackend:
         self,
         key: AttemptKey,
         launch: BoundLaunch,  # noqa: ARG002  nothing runs here
-        secrets: Mapping[str, Secret],  # noqa: ARG002
+        secrets: GivenSecrets,  # noqa: ARG002
         stop_grace_s: float,  # noqa: ARG002
     ) -> None:
         """Make an attempt ready."""

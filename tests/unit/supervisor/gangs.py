@@ -20,6 +20,7 @@ from distflow.layout.ranks import TaskRanks
 from distflow.layout.ranks import World as RankWorld
 from distflow.lifecycle.exits import ExitActions
 from distflow.plan.bind import bind
+from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
 from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeouts
@@ -266,7 +267,7 @@ class Driver:
             launch = place_inputs(launches[command.task], one.plan.group(command.group).launch(command.task).inputs, one.record)
             launch = place_data(launch, one.plan.group(command.group), one.record.group(command.group))
             self.launches[command.key.name] = launch
-            self.backend.prepare(command.key, launch, {}, 30.0)
+            self.backend.prepare(command.key, launch, GivenSecrets(), 30.0)
         elif command.op == "start":
             self.backend.start(command.key)
         elif command.op == "stop":

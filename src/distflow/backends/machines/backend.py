@@ -33,9 +33,10 @@ from distflow.backends.machines.connection import Connection, now
 from distflow.backends.machines.pace import Pace
 from distflow.backends.machines.staging import Blob
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
+from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, Container, PlannedFile, TaskBinding
 from distflow.pools.model import Node, Pool
-from distflow.shell import Secret
+from distflow.shell import revealed
 from distflow.transports.base import Transport
 from distflow.transports.destination import SshDestination
 from distflow.transports.loading import load_ssh
@@ -90,10 +91,10 @@ class MachinesBackend:
         """Ask every node for its part; when one refuses, give the others back."""
         _GangLease(request, self._connections, self._sink).begin()
 
-    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float) -> None:
         """Stage what is large, then write the launch record; in a thread, because that may take minutes."""
         self._unwanted.discard(key)
-        self._workers.submit(self._prepare, key, launch, dict(secrets), stop_grace_s)
+        self._workers.submit(self._prepare, key, launch, secrets, stop_grace_s)
 
     def start(self, key: AttemptKey) -> None:
         """Start a prepared attempt; that it runs is told by its status."""
@@ -148,7 +149,7 @@ class MachinesBackend:
         self._connections[key.node].watch(key)
         self._connections[key.node].send(op, answered, attempt=key.name, **fields)
 
-    def _prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: Mapping[str, Secret], stop_grace_s: float) -> None:
+    def _prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float) -> None:
         connection = self._connections[key.node]
         try:
             self._stage(connection, key, launch)
@@ -157,7 +158,8 @@ class MachinesBackend:
             record = {
                 "argv": list(launch.argv),
                 "env": dict(launch.environment),
-                "secret_env": {name: secret.reveal() for name, secret in secrets.items()},
+                "secret_env": revealed(secrets.variables),
+                "secret_files": [{"path": path, "files": revealed(files)} for path, files in secrets.directories.items()],
                 "path_prepend": connection.path_prepend(),
                 "files": [
                     {"path": file.path, "mode": file.mode, "is_tar": file.is_tar, "only": file.only} | self._content(file)

@@ -27,7 +27,7 @@ from distflow.runtime.session import (
     REQUEST,
     RESIZE,
 )
-from distflow.shell import Secret
+from distflow.shell import Secret, revealed
 from distflow.transports.base import Transport
 
 __all__ = ["Exit", "Session", "Size", "open_session"]
@@ -169,7 +169,7 @@ def open_session(
                 "attempt": attempt,
                 "argv": list(argv),
                 # Neither in an argv nor on a disk there.
-                "secret_env": {name: secret.reveal() for name, secret in secrets.items()},
+                "secret_env": revealed(secrets),
                 "terminal": shape,
             }
         )

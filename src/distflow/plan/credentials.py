@@ -1,0 +1,76 @@
+"""What a task is given of credentials: names in the plan, values beside it, and the two put together for the node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from distflow.plan.model import Launch, PlannedCredential
+from distflow.plan.tokens import place_of
+from distflow.shell import Secret
+from distflow.spec.model import CredentialUse
+
+__all__ = ["GivenSecrets", "given_secrets", "planned_credentials", "stored_name"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSecrets:
+    """Everything secret that one task is given."""
+
+    variables: Mapping[str, Secret] = field(default_factory=lambda: MappingProxyType({}))
+    directories: Mapping[str, Mapping[str, Secret]] = field(default_factory=lambda: MappingProxyType({}))
+    """Directory relative to the attempt's → file name → content."""
+
+
+def stored_name(credential: str, key: str) -> str:
+    """Return the name under which a value of a credential is stored for a workflow; no variable can have it."""
+    return f"{credential}:{key}"
+
+
+def planned_credentials(uses: Sequence[CredentialUse]) -> tuple[PlannedCredential, ...]:
+    """Return the plan's part of what a spec says."""
+    return tuple(
+        PlannedCredential(
+            name=use.name,
+            variables={name: key.value for name, key in use.variables.items()},
+            path=place_of(use.directory.value) if use.directory else "",
+            shown=use.directory.value if use.directory else "",
+        )
+        for use in uses
+    )
+
+
+def given_secrets(launch: Launch, stored: Mapping[str, Secret]) -> GivenSecrets:
+    """Return what a task is given of the values ``stored`` for its workflow; ``--set-env`` wins over credentials.
+
+    Raises ``LookupError``, which names what is missing.
+    """
+    variables = {
+        name: _value(stored, stored_name(one.name, key), f"the key {key} of the credential {one.name}")
+        for one in launch.credentials
+        for name, key in one.variables.items()
+    }
+    variables |= {name: _value(stored, name, f"{name} of --set-env") for name in launch.secret_names}
+    directories = {one.path: _of(stored, one.name) for one in launch.credentials if one.path}
+    return GivenSecrets(variables=variables, directories=directories)
+
+
+def _of(stored: Mapping[str, Secret], credential: str) -> dict[str, Secret]:
+    prefix = stored_name(credential, "")
+    found = {name.removeprefix(prefix): _as_file(value) for name, value in stored.items() if name.startswith(prefix)}
+    if not found:
+        raise LookupError(f"the credential {credential}")
+    return found
+
+
+def _as_file(value: Secret) -> Secret:
+    """Return what the file holds: several lines are ended like lines, for programs that insist on it (keys of SSH)."""
+    text = value.reveal()
+    return Secret(f"{text}\n") if "\n" in text and not text.endswith("\n") else value
+
+
+def _value(stored: Mapping[str, Secret], name: str, words: str) -> Secret:
+    if name not in stored:
+        raise LookupError(words)
+    return stored[name]

@@ -1,0 +1,199 @@
+"""Masks the secrets of a task in what it prints and in its error file, on the node, before any of it is written.
+
+What counts: every value of 4 characters or more (``true``, ``none`` and such words apart), each line of 8 characters or more
+of a value that has several, and all of these as JSON escapes them. Other forms (base64, URL encoding, a part of a value) are
+not found.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from typing import Any, Iterator, List, Optional, Set, Tuple
+
+from distflow.runtime.wire import Json
+
+__all__ = ["MASK", "SECRET_BYTES", "Mask", "Stream", "clean_error", "encoded", "memory", "read_shared", "share"]
+
+MASK = b"********"
+SECRET_BYTES = 4 * 1024 * 1024
+"""Of all secrets of one task, as JSON."""
+_SHORTEST = 4
+_SHORTEST_LINE = 8
+_PLAIN = frozenset(("true", "false", "none", "null", "auto", "default"))
+"""Nobody's secret, and all over many logs."""
+_ERROR_BYTES = 4 * 1024 * 1024
+
+
+class Mask:
+    """The secrets of one task."""
+
+    def __init__(self, values: List[str]) -> None:
+        patterns: Set[bytes] = set()
+        for value in values:
+            for text in _forms(value):
+                patterns.add(text.encode("utf-8", "surrogateescape"))
+        self._patterns = sorted(patterns)
+
+    def find(self, data: bytes) -> List[Tuple[int, int]]:
+        """Where secrets stand in ``data``: sorted, and those that touch as one."""
+        found: List[Tuple[int, int]] = []
+        for pattern in self._patterns:
+            at = data.find(pattern)
+            while at >= 0:
+                found.append((at, at + len(pattern)))
+                at = data.find(pattern, at + 1)
+        merged: List[Tuple[int, int]] = []
+        for start, end in sorted(found):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((start, end))
+        return merged
+
+    def begins(self, data: bytes) -> int:
+        """From where on ``data`` may be the beginning of a secret; its length when nowhere."""
+        first = len(data)
+        for pattern in self._patterns:
+            # An end of data that is all of the pattern was found already.
+            at = data.find(pattern[:1], max(0, len(data) - len(pattern) + 1))
+            while 0 <= at < first:
+                if pattern.startswith(data[at:]):
+                    first = at
+                    break
+                at = data.find(pattern[:1], at + 1)
+        return first
+
+    def data(self, data: bytes) -> bytes:
+        """``data`` without secrets."""
+        return b"".join(_pieces(data, self.find(data), 0, len(data)))
+
+    def text(self, text: str) -> str:
+        """``text`` without secrets."""
+        return self.data(text.encode("utf-8", "surrogateescape")).decode("utf-8", "surrogateescape")
+
+    def tree(self, value: Any) -> Any:
+        """A JSON value without secrets, also in its keys."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list):
+            return [self.tree(one) for one in value]
+        if isinstance(value, dict):
+            return {self.text(key): self.tree(one) for key, one in value.items()}
+        return value
+
+
+class Stream:
+    """Masks what comes in pieces, wherever they are cut.
+
+    Only an end that may be the beginning of a secret is held back. Once it was let go (``flush``), what goes on from there is
+    still recognised: the rest of the secret is masked.
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        self._mask = mask
+        self._gone = b""
+        """What was let go, and may be the beginning of a secret."""
+        self._held = b""
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is held back."""
+        return bool(self._held)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take a piece; what may be written now."""
+        return self._let_go(self._gone + self._held + data, is_last=False)
+
+    def flush(self) -> bytes:
+        """What was held back."""
+        return self._let_go(self._gone + self._held, is_last=True)
+
+    def _let_go(self, whole: bytes, is_last: bool) -> bytes:
+        found, begin, before = self._mask.find(whole), self._mask.begins(whole), len(self._gone)
+        # What is masked is masked now, though its end may begin another secret.
+        cut = max([begin, before, *(end for start, end in found if start < begin < end)])
+        if is_last:
+            cut = len(whole)
+        self._gone, self._held = whole[begin:cut], whole[cut:]
+        return b"".join(_pieces(whole, found, before, cut))
+
+
+def _pieces(data: bytes, found: List[Tuple[int, int]], first: int, last: int) -> Iterator[bytes]:
+    at = first
+    for start, end in found:
+        if end <= at or start >= last:
+            continue
+        yield data[at : max(start, at)]
+        yield MASK
+        at = end
+    yield data[at:last]
+
+
+def _forms(value: str) -> Iterator[str]:
+    whole = value.strip()
+    lines = [line.strip() for line in whole.splitlines()]
+    wanted = [whole] if len(whole) >= _SHORTEST and whole.lower() not in _PLAIN else []
+    if len(lines) > 1:
+        wanted += [line for line in lines if len(line) >= _SHORTEST_LINE]
+    for text in wanted:
+        yield text
+        for escaped in (json.dumps(text), json.dumps(text, ensure_ascii=False)):
+            yield escaped[1:-1]
+
+
+def clean_error(directory: str, mask: Optional[Mask]) -> None:
+    """Mask the attempt's error file where it stands; one that cannot be rewritten is removed."""
+    if mask is None:
+        return
+    path = os.path.join(directory, "error.json")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError:
+        _remove(path)
+        return
+    with os.fdopen(fd, "r+b") as file:
+        try:
+            data = file.read(_ERROR_BYTES)
+            clean = mask.data(data)
+            if clean != data or os.fstat(fd).st_size > len(data):
+                file.seek(0)
+                file.write(clean)
+                file.truncate()
+        except OSError:
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass  # a directory, or a file system that is read-only: nothing more can be done
+
+
+def memory() -> mmap.mmap:
+    """Memory that the two processes of a pair share, for what is to be masked; pages that are not written to cost nothing."""
+    return mmap.mmap(-1, SECRET_BYTES + 1)
+
+
+def encoded(launch: Json) -> bytes:
+    """Every secret that a launch gives its task, as it is shared; empty when there is none."""
+    values = [str(value) for value in (launch.get("secret_env") or {}).values()]
+    values += [str(value) for entry in launch.get("secret_files") or [] for value in entry["files"].values()]
+    return json.dumps(values).encode() if values else b""
+
+
+def share(shared: mmap.mmap, launch: Json) -> Optional[Mask]:
+    """The mask for what a launch gives its task, left also for the other process; None when nothing of it is secret."""
+    data = encoded(launch)
+    shared[: len(data) + 1] = data + b"\0"
+    return read_shared(shared)
+
+
+def read_shared(shared: mmap.mmap) -> Optional[Mask]:
+    """The mask that the other process left, if it came to that."""
+    data = shared[: shared.find(b"\0", 0)]
+    return Mask(json.loads(data.decode())) if data else None

@@ -1,0 +1,118 @@
+"""The ``credentials`` of a task: which it names, what it wants of them, and whether this machine has that."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from distflow.documents.document import Text
+from distflow.documents.problems import Problem, Severity
+from distflow.documents.view import View
+from distflow.documents.words import did_you_mean
+from distflow.spec.model import CredentialUse, WorkflowSpec
+
+__all__ = ["KnownCredential", "check_credentials", "parse_credentials"]
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCredential:
+    """A credential that there is, without its values."""
+
+    keys: tuple[str, ...]
+    unfit: str = ""
+    """Why no task can name it; empty for one that can be named."""
+
+
+def parse_credentials(task: View) -> tuple[CredentialUse, ...]:
+    """Return what a task names; what it may not have beside them is a finding."""
+    entries = task.view("credentials")
+    uses: list[CredentialUse] = []
+    variables: dict[str, str] = dict.fromkeys(task.view("environment").keys, "`environment`")
+    places = {
+        posixpath.normpath(path): f"`files` (line {file.key_mark('path').line})"
+        for file in task.views("files")
+        if (path := file.string("path"))
+    }
+    for name in entries.keys:
+        directory, mark = entries.text(name), entries.key_mark(name)
+        if directory is not None:
+            if _directory_is_good(entries, name, directory, places):
+                uses.append(CredentialUse(name=name, directory=directory, mark=mark))
+        elif entries.has(name):
+            uses.append(CredentialUse(name=name, variables=_variables(entries.view(name), name, variables), mark=mark))
+        elif entries.document.value_at((*entries.path, name)) == {}:
+            entries.add(
+                f"the credential `{name}` is given to no variable",
+                f"write `{name}: {{VARIABLE: key}}`, or `{name}: /directory` for files",
+                key=name,
+            )
+    return tuple(uses)
+
+
+def check_credentials(
+    spec: WorkflowSpec, known: Mapping[str, KnownCredential], *, severity: Severity = Severity.ERROR
+) -> tuple[Problem, ...]:
+    """Return a finding for each credential, and each key of one, that there is not; unknown ones have this ``severity``."""
+    uses = [use for group in spec.groups for task in group.tasks for use in task.credentials]
+    return tuple(problem for use in uses for problem in _findings(use, known, severity))
+
+
+def _findings(use: CredentialUse, known: Mapping[str, KnownCredential], severity: Severity) -> Iterator[Problem]:
+    found = known.get(use.name)
+    if found is None:
+        fit = [name for name, one in known.items() if not one.unfit]
+        set_it = f"distflow credential set {use.name} --payload-file KEY=FILE"
+        hint = f"{did_you_mean(use.name, fit, what='credentials')}; or set it: {set_it}" if fit else f"set it: {set_it}"
+        message = f"there is no credential `{use.name}` on this machine"
+        yield Problem(where=use.mark, message=message, hint=hint, severity=severity)
+    elif found.unfit:
+        yield Problem(where=use.mark, message=f"the credential `{use.name}` cannot be given to a task", hint=found.unfit)
+    else:
+        for key in use.variables.values():
+            if key.value not in found.keys:
+                message = f"the credential `{use.name}` has no key `{key.value}`"
+                yield Problem(where=key.mark, message=message, hint=did_you_mean(key.value, found.keys, what="keys"))
+
+
+def _variables(entry: View, credential: str, taken: dict[str, str]) -> Mapping[str, Text]:
+    found: dict[str, Text] = {}
+    for name in entry.keys:
+        key = entry.text(name)
+        if not _VARIABLE.fullmatch(name):
+            hint = "use letters, digits and `_`, not beginning with a digit"
+            entry.add(f"`{name}` cannot be the name of an environment variable", hint, key=name)
+        elif name.startswith("DISTFLOW_"):
+            entry.add(f"`{name}` is a variable of distflow's own", "take another name", key=name)
+        elif name in taken:
+            entry.add(f"`{name}` is given twice: {taken[name]} has it already", "keep one of them", key=name)
+        elif key is not None:
+            found[name] = key
+            taken[name] = f"the credential `{credential}`"
+    return MappingProxyType(found)
+
+
+def _directory_is_good(entries: View, name: str, directory: Text, places: dict[str, str]) -> bool:
+    value = directory.value
+    parts = [part for part in value.split("/") if part not in ("", ".")]
+    place = posixpath.normpath(value) if parts else ""
+    near = next((other for other in places if f"{other}/".startswith(f"{place}/") or f"{place}/".startswith(f"{other}/")), None)
+    if not parts or value.startswith("~") or "\0" in value or "\n" in value or ".." in parts:
+        entries.add(
+            f"`{value}` cannot be the directory of the credential `{name}`",
+            "write a path such as /run/secrets/NAME, without `..` and `~`; or `{VARIABLE: key}` for variables",
+            key=name,
+        )
+    elif parts[0] == "osmo":
+        entries.add(f"`{value}` lies below `/osmo`, which is reserved", "choose another directory", key=name)
+    elif near is not None:
+        hint = "give each credential a directory of its own, apart from the task's files"
+        entries.add(f"the directory `{value}` of the credential `{name}` meets `{near}` of {places[near]}", hint, key=name)
+    else:
+        places[place] = f"the credential `{name}`"
+        return True
+    return False

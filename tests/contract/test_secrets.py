@@ -1,0 +1,209 @@
+"""What is secret on a node: never in its output and records, and the files of credentials are gone with the attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from contract.conftest import launch_of
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+
+CANARY = "canary-5ecret-41"
+FILES = [{"path": "files/run/deploy", "files": {"key": f"{CANARY}-file\nsecond-line-of-it\n", "user": "somebody-else"}}]
+
+
+def hold(script: str) -> list[str]:
+    """A command that prints, and then waits for the file GO."""
+    return ["sh", "-c", f"{script}; while [ ! -e GO ]; do sleep 0.05; done"]
+
+
+def go(node: NodeUnderTest, attempt: str) -> None:
+    (node.directory(attempt) / "work/GO").touch()
+
+
+def where(node: NodeUnderTest, attempt: str) -> Path:
+    return (node.directory(attempt) / "files/run/deploy").resolve()
+
+
+def holders(node: NodeUnderTest) -> list[Path]:
+    """Files of the node that hold the canary."""
+    return [path for path in node.root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+
+
+def await_output(node: NodeUnderTest, attempt: str, text: str) -> None:
+    wait_until(lambda: text in node.output(attempt), 20, text)
+
+
+def test_credentials_are_files_for_their_owner_while_the_attempt_lives(node: NodeUnderTest) -> None:
+    link = node.connect()
+    script = 'cat "$0/files/run/deploy/key" | rev; ls "$0/files/run/deploy"; echo up'
+    attempt = node.start(link, [*hold(script), "@@ATTEMPT_DIR@@"], secret_files=FILES)
+    await_output(node, attempt, "up\n")
+    folder = where(node, attempt)
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {"key": 0o600, "user": 0o600}
+    for path in (folder, folder.parent, folder.parent.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
+    if Path("/dev/shm").is_mount():
+        assert folder.is_relative_to("/dev/shm")
+    assert (folder / "key").read_text() == f"{CANARY}-file\nsecond-line-of-it\n"
+    launch = json.loads((node.directory(attempt) / "launch.json").read_text())
+    assert launch["secret_file_names"] == {"files/run/deploy": ["key", "user"]}
+    go(node, attempt)
+    node.end(attempt)
+    assert node.output(attempt).splitlines() == [f"{CANARY}-file"[::-1], "second-line-of-it"[::-1], "key", "user", "up"]
+    assert not folder.parent.exists()
+    assert not holders(node)
+
+
+def _stop(node: NodeUnderTest, attempt: str) -> None:
+    node.connect().request("stop", attempt=attempt, grace_s=0, why="test")
+
+
+def _kill(*names: str) -> Callable[[NodeUnderTest, str], None]:
+    def kill(node: NodeUnderTest, attempt: str) -> None:
+        pids = [node.state(attempt)[name]["pid"] for name in names]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # none of them may see the other's end
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
+
+
+@pytest.mark.parametrize(
+    "end", [_stop, _kill("keeper"), _kill("runner"), _kill("keeper", "runner")], ids=["stop", "keeper", "runner", "both"]
+)
+def test_files_of_credentials_are_gone_whatever_ends_the_attempt(
+    node: NodeUnderTest, end: Callable[[NodeUnderTest, str], None]
+) -> None:
+    link = node.connect()
+    script = f"echo '{{\"message\": \"'$TOKEN'\"}}' > $TORCHELASTIC_ERROR_FILE; echo $TOKEN; echo {CANARY[:6]}up"
+    attempt = node.start(link, hold(script), secret_files=FILES, secret_env={"TOKEN": CANARY})
+    await_output(node, attempt, "up\n")
+    folder = where(node, attempt)
+    assert folder.is_dir()
+    end(node, attempt)
+    told = node.end(attempt)
+    assert not folder.parent.exists()
+    assert CANARY not in json.dumps(told)
+    assert not holders(node)
+
+
+def test_files_of_credentials_are_gone_with_a_lease_that_is_given_back(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    link.request("prepare", attempt=attempt, launch=launch_of(["true"], secret_files=FILES))
+    folder = where(node, attempt)
+    assert folder.is_dir()
+    link.request("release", attempt=attempt)
+    assert not folder.parent.exists()
+
+
+def test_preparing_again_writes_them_anew(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    for _ in range(2):
+        link.request("prepare", attempt=attempt, launch=launch_of(["true"], secret_files=FILES))
+    assert (where(node, attempt) / "user").read_text() == "somebody-else"
+    link.request("release", attempt=attempt)
+
+
+@pytest.mark.parametrize("pieces", [[CANARY], [CANARY[:5], CANARY[5:]], list(CANARY)], ids=["whole", "halves", "letters"])
+def test_output_is_masked_however_it_is_cut(node: NodeUnderTest, pieces: list[str]) -> None:
+    link = node.connect()
+    # Each piece is a read of its own: the next is written only when this one has been taken.
+    script = (
+        "import os,sys,fcntl,termios,struct\n"
+        "for piece in sys.argv[1:]:\n"
+        "    os.write(1, piece.encode())\n"
+        "    while struct.unpack('i', fcntl.ioctl(1, termios.FIONREAD, b'    '))[0]: pass\n"
+    )
+    argv = ["python3", "-c", script, "begin ", *pieces, " end\n", "can"]
+    end, output = node.run(link, argv, secret_env={"TOKEN": CANARY})
+    assert end["exit_code"] == 0
+    assert output == "begin ******** end\ncan"
+    assert end["output_bytes"] == len(output)
+
+
+def test_an_end_that_may_be_a_secret_is_let_go_soon(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, hold("printf 'loading canary'"), secret_env={"TOKEN": CANARY})
+    await_output(node, attempt, "loading canary")
+    assert node.record(attempt) is None
+    go(node, attempt)
+    assert node.end(attempt)["exit_code"] == 0
+
+
+def test_the_runner_masks_what_the_keeper_left(node: NodeUnderTest) -> None:
+    link = node.connect()
+    script = "trap '' TERM; echo up; while [ ! -e GO ]; do sleep 0.05; done; echo $TOKEN; echo printed >&2; exec sleep 600"
+    attempt = node.start(link, ["sh", "-c", script], secret_env={"TOKEN": CANARY})
+    await_output(node, attempt, "up\n")
+    keeper = node.state(attempt)["keeper"]["pid"]
+    os.kill(keeper, signal.SIGSTOP)
+    go(node, attempt)
+    pipe = Path("/proc", str(node.state(attempt)["command"]["pid"]), "comm")
+    wait_until(lambda: pipe.read_text().strip() == "sleep" and not _below_is_sh(node, attempt), 20, "it has printed")
+    os.kill(keeper, signal.SIGKILL)
+    assert node.end(attempt)["reason"] == "keeper_died"
+    assert node.output(attempt) == "up\n********\nprinted\n"
+
+
+def _below_is_sh(node: NodeUnderTest, attempt: str) -> bool:
+    pid = node.state(attempt)["command"]["pid"]
+    return b"600" not in Path("/proc", str(pid), "cmdline").read_bytes()
+
+
+def test_an_error_file_is_masked_in_the_record_and_where_it_stands(node: NodeUnderTest) -> None:
+    link = node.connect()
+    error = {"message": {"message": f"RuntimeError: token {CANARY}", "extraInfo": {"py_callstack": f"at {CANARY}"}}}
+    script = (
+        "import json,os,sys; open(os.environ['TORCHELASTIC_ERROR_FILE'],'w').write(sys.argv[1].replace('CAN', os.environ['T']))"
+    )
+    argv = ["python3", "-c", script + "; sys.exit(3)", json.dumps(error).replace(CANARY, "CAN")]
+    end, _ = node.run(link, argv, secret_env={"T": CANARY})
+    told: Any = end["error"]
+    assert told["message"] == {"message": "RuntimeError: token ********", "extraInfo": {"py_callstack": "at ********"}}
+    assert not holders(node)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"path": "../x", "files": {"a": "b"}}, {"path": "files/x", "files": {"../a": "b"}}, {"path": "control", "files": {}}],
+)
+def test_files_of_credentials_stay_inside(node: NodeUnderTest, entry: dict[str, Any]) -> None:
+    from distflow.errors import AgentError
+
+    link = node.connect()
+    attempt = node.lease(link)
+    with pytest.raises(AgentError):
+        link.request("prepare", attempt=attempt, launch=launch_of(["true"], secret_files=[entry]))
+    link.request("release", attempt=attempt)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_in_memory(tmp_path: Path) -> Iterator[None]:
+    before = set(_in_memory())
+    yield
+    wait_until(lambda: not [path for path in set(_in_memory()) - before if _is_of(path, tmp_path)], 10, "all is removed")
+
+
+def _in_memory() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"distflow-{os.getuid()}/*"))
+
+
+def _is_of(path: Path, folder: Path) -> bool:
+    import hashlib
+
+    attempts = list(folder.glob("root/*/*/*/*"))
+    return path.name in {hashlib.sha256(os.fsencode(os.path.realpath(one))).hexdigest()[:32] for one in attempts}

@@ -1,0 +1,181 @@
+"""Canaries: secrets that a task gets, and prints, are found nowhere but where they must be."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+ENV, FILE, LINE, SET, AUTH = (f"canary-{name}-{os.urandom(8).hex()}" for name in ("env", "file", "line", "set", "auth"))
+CANARIES = tuple(value.encode() for value in (ENV, FILE, LINE, SET, AUTH))
+SPEC = """
+workflow:
+  name: leaky
+  tasks:
+  - name: talker
+    credentials:
+      wandb: {WANDB_API_KEY: api_key}
+      deploy: /run/secrets/deploy
+    environment: {KEYS: /run/secrets/deploy/key}
+    command:
+    - sh
+    - -c
+    - |
+      echo "keys: $WANDB_API_KEY $SET; $(cat $KEYS)"
+      test "$(stat -L -c %a /run/secrets/deploy /run/secrets/deploy/key | tr '\\n' ' ')" = "700 600 " && echo private
+      echo ready
+      while [ ! -e GO ]; do sleep 0.1; done
+      printf '{"message": {"message": "failed with %s", "extraInfo": {}}}' "$SET" > "$TORCHELASTIC_ERROR_FILE"
+      printf '%s' "$WANDB_API_KEY" | tee /dev/stderr
+      exit 3
+"""
+BLOCKER = """
+workflow:
+  name: first
+  resources: {default: {cpu: 64}}
+  tasks:
+  - name: a
+    command: [sh, -c, 'until test -e GO; do sleep 0.1; done']
+"""
+
+
+def keep(cli: Cli, name: str, value: str, *, key: str, kind: str = "GENERIC") -> None:
+    """Set a credential from standard input."""
+    command = [sys.executable, "-m", "distflow", "credential", "set", name, "--type", kind, "--payload-file", f"{key}=-"]
+    subprocess.run(command, input=value, text=True, check=True, env=cli.environment, cwd=cli.folder, capture_output=True)
+
+
+def has_canary(data: bytes) -> bool:
+    return any(canary in data for canary in CANARIES)
+
+
+def holders(folders: Iterable[Path]) -> set[Path]:
+    """Files that hold a canary; files may come and go meanwhile."""
+    found = set()
+    for folder in folders:
+        for directory, _, names in os.walk(folder):
+            for name in names:
+                path = Path(directory, name)
+                try:
+                    if path.is_file() and has_canary(path.read_bytes()):
+                        found.add(path)
+                except OSError:
+                    continue
+    return found
+
+
+def in_arguments() -> list[str]:
+    """Processes of this machine whose arguments hold a canary."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+        except OSError:
+            continue
+        if has_canary(line):
+            found.append(f"{entry.name}: {line!r}")
+    return found
+
+
+@pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
+def test_canaries_are_found_nowhere(cli: Cli, where: str, request: pytest.FixtureRequest) -> None:
+    if where == "lab":
+        lab: Lab = request.getfixturevalue("lab")
+        lab.configure(names=("gpu1",))
+    keep(cli, "wandb", ENV, key="api_key")
+    keep(cli, "deploy", f"{FILE}\n{LINE}\n", key="key")
+    keep(cli, "images", AUTH, key="auth", kind="REGISTRY")
+    go = cli.folder / "GO"
+    spec = cli.spec(SPEC.replace("GO", str(go)))
+    dry = [cli.run("workflow", "submit", spec, "--set-env", f"SET={SET}", "--dry-run", *more) for more in ((), ("-t", "json"))]
+    dry += [cli.run("workflow", "submit", spec, "--set-env", f"SET={SET}", "--scripts", str(cli.folder / "scripts"))]
+    workflow = cli.submit(spec, "--set-env", f"SET={SET}")
+    cli.await_log(workflow, "ready")
+
+    # While it runs: the files of the credentials, of mode 0600, and nothing else on disk; no arguments.
+    kept = holders([cli.folder])
+    uuid = cli.query(workflow)["uuid"]
+    names = {str(path.relative_to(cli.state)) for path in kept}
+    assert names == {"credentials/wandb.json", "credentials/deploy.json", "credentials/images.json", f"secrets/{uuid}.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
+    assert {stat.S_IMODE(path.parent.stat().st_mode) for path in kept} == {0o700}
+    assert not in_arguments()
+    # The task had all of it.
+    log = cli.logs(workflow)
+    assert log == "[talker] keys: ******** ********; ********\n[talker] private\n[talker] ready\n", log
+
+    go.touch()
+    ended = cli.await_status(workflow, "FAILED")
+    (task,) = cli.tasks(workflow).values()
+    assert task["exit_code"] == 3
+    assert "failed with ********" in json.dumps(ended)
+    wait_until(lambda: not (cli.state / "secrets" / f"{uuid}.json").exists(), 30)
+    assert {path.parent.name for path in holders([cli.folder])} == {"credentials"}
+    assert not holders([Path(f"/dev/shm/distflow-{os.getuid()}")])
+    said = [
+        *dry, *(cli.run("workflow", verb, workflow) for verb in ("query", "logs", "events", "spec")),
+        cli.run("workflow", "query", workflow, "-v", "-t", "json"), cli.run("workflow", "events", workflow, "-t", "talker"),
+        cli.run("workflow", "list", "-t", "json"), cli.run("task", "list", "-t", "json"), cli.run("credential", "list"),
+        cli.run("credential", "list", "-t", "json"), cli.run("workflow", "submit", workflow),
+    ]  # fmt: skip
+    assert not [one for one in said if has_canary((one.out + one.err).encode())]
+    # Two that touch are one mask, or two when they came apart.
+    assert cli.logs(workflow).replace("*" * 16, "*" * 8).endswith("[talker] ready\n[talker] ********\n")
+
+
+def test_what_was_given_holds_though_the_credential_is_deleted(cli: Cli) -> None:
+    keep(cli, "wandb", ENV, key="api_key")
+    go = cli.folder / "GO"
+    length = f"    command: [sh, -c, 'test $(printf %s $WANDB_API_KEY | wc -c) = {len(ENV)} && echo had it']\n"
+    text = SPEC.split("      deploy", maxsplit=1)[0] + length
+    blocker = cli.submit(cli.spec(BLOCKER.replace("GO", str(go)), "first.yaml"))
+    # It waits for the node, and gets its secrets only when that is free.
+    waiting = cli.submit(cli.spec(text.replace("  tasks:", "  resources: {default: {cpu: 64}}\n  tasks:")))
+    assert cli.run("credential", "delete", "wandb").code == 0
+    go.touch()
+    cli.await_status(blocker, "COMPLETED")
+    cli.await_status(waiting, "COMPLETED")
+    assert cli.logs(waiting) == "[talker] had it\n"
+    # Again, it is looked up again.
+    done = cli.run("workflow", "submit", waiting)
+    assert (done.code, "there is no credential `wandb` on this machine" in done.err) == (2, True), done.err
+    keep(cli, "wandb", ENV, key="api_key")
+    cli.await_status(cli.submit(waiting), "COMPLETED")
+
+
+def test_validate_knows_this_machines_credentials(cli: Cli) -> None:
+    spec = cli.spec(SPEC)
+    # A machine without any only checks specs.
+    done = cli.run("workflow", "validate", spec)
+    assert (done.code, done.err.count("warning: there is no credential")) == (0, 2), done.err
+    assert not cli.state.exists()
+    refused = cli.run("workflow", "submit", spec)
+    assert (refused.code, refused.err.count("error: there is no credential")) == (2, 2), refused.err
+    keep(cli, "wandbb", ENV, key="api_key")
+    keep(cli, "deploy", AUTH, key="auth", kind="REGISTRY")
+    done = cli.run("workflow", "validate", spec, "-t", "json")
+    assert done.code == 2
+    problems = json.loads(done.out)["error"]["problems"]
+    assert [(one["line"], one["message"]) for one in problems] == [
+        (7, "there is no credential `wandb` on this machine"),
+        (8, "the credential `deploy` cannot be given to a task"),
+    ]
+    assert "did you mean `wandbb`?" in problems[0]["hint"]
+
+
+def test_set_env_wins_over_a_credential(cli: Cli) -> None:
+    keep(cli, "wandb", ENV, key="api_key")
+    text = SPEC.split("      deploy", maxsplit=1)[0] + "    command: [sh, -c, 'printf %s $WANDB_API_KEY | wc -c']\n"
+    done = cli.run("workflow", "submit", cli.spec(text), "--set-env", "WANDB_API_KEY=12345", "--wait")
+    assert done.code == 0, done.err
+    assert "[talker] 5\n" in done.out

@@ -1,0 +1,79 @@
+"""Where the files of credentials go when memory cannot take them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.runtime import secretfiles
+
+ENTRIES: list[dict[str, Any]] = [
+    {"path": "files/run/a", "files": {"key": "one"}},
+    {"path": "work/b", "files": {"key": "two", "user": "three"}},
+]
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Path:
+    made = tmp_path / "attempt"
+    for name in ("work", "files"):
+        (made / name).mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of /dev/shm."""
+    made = tmp_path / "shm"
+    made.mkdir()
+    monkeypatch.setattr(secretfiles, "_MEMORY", str(made))
+    monkeypatch.setattr(secretfiles, "_has_memory", lambda: True)
+    return made
+
+
+def are_there(attempt: Path) -> bool:
+    return (attempt / "files/run/a/key").read_text() == "one" and (attempt / "work/b/user").read_text() == "three"
+
+
+def test_memory_is_used_and_left_empty(attempt: Path, memory: Path) -> None:
+    secretfiles.place(str(attempt), ENTRIES)
+    assert are_there(attempt)
+    (folder,) = memory.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not (attempt / secretfiles.ON_DISK).exists()
+    secretfiles.remove(str(attempt))
+    assert not list(memory.iterdir())
+
+
+def test_without_memory_they_lie_with_the_attempt(attempt: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secretfiles, "_has_memory", lambda: False)
+    secretfiles.place(str(attempt), ENTRIES)
+    assert are_there(attempt)
+    assert stat.S_IMODE((attempt / secretfiles.ON_DISK / "1" / "user").stat().st_mode) == 0o600
+    secretfiles.remove(str(attempt))
+    assert not (attempt / secretfiles.ON_DISK).exists()
+    assert not list(memory.iterdir())
+
+
+@pytest.mark.parametrize("trap", ["open", "link", "file"])
+def test_a_folder_that_others_could_have_made_is_not_trusted(attempt: Path, memory: Path, tmp_path: Path, trap: str) -> None:
+    theirs = memory / f"distflow-{os.getuid()}"
+    (tmp_path / "elsewhere").mkdir()
+    if trap == "open":
+        theirs.mkdir()
+        theirs.chmod(0o777)
+        (theirs / "of another").touch()
+    elif trap == "link":
+        theirs.symlink_to(tmp_path / "elsewhere")
+    else:
+        theirs.write_text("")
+    secretfiles.place(str(attempt), ENTRIES)
+    assert are_there(attempt)
+    assert (attempt / "files/run/a").resolve() == attempt / secretfiles.ON_DISK / "0"
+    assert not list((tmp_path / "elsewhere").iterdir())
+    secretfiles.remove(str(attempt))
+    assert not (attempt / secretfiles.ON_DISK).exists()

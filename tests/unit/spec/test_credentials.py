@@ -1,0 +1,55 @@
+"""What a task may name of this machine's credentials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.documents.problems import Severity
+from distflow.spec.credentials import KnownCredential, check_credentials
+from distflow.spec.model import WorkflowSpec
+from distflow.spec.parse import load_spec_text
+
+KNOWN = {
+    "wandb": KnownCredential(keys=("api_key", "entity")),
+    "deploy": KnownCredential(keys=("key",)),
+    "store": KnownCredential(keys=("access_key",), unfit="its type is DATA"),
+}
+
+
+def spec_of(*credentials: str) -> WorkflowSpec:
+    lines = "".join(f"      {line}\n" for line in credentials)
+    text = f"workflow:\n  name: a\n  tasks:\n  - name: t\n    command: [echo]\n    credentials:\n{lines}"
+    return load_spec_text(text, "spec.yaml", Path())[0]
+
+
+def test_what_there_is_can_be_named() -> None:
+    spec = spec_of("wandb: {WANDB_API_KEY: api_key, ENTITY: entity}", "deploy: /run/secrets/deploy")
+    assert not check_credentials(spec, KNOWN)
+    uses = spec.groups[0].tasks[0].credentials
+    assert [(use.name, dict.fromkeys(use.variables), use.directory and use.directory.value) for use in uses] == [
+        ("wandb", {"WANDB_API_KEY": None, "ENTITY": None}, None),
+        ("deploy", {}, "/run/secrets/deploy"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message", "hint"),
+    [
+        ("wandbb: {A: api_key}", "there is no credential `wandbb` on this machine", "did you mean `wandb`?"),
+        ("wandb: {A: apikey}", "the credential `wandb` has no key `apikey`", "did you mean `api_key`?"),
+        ("store: /run/store", "the credential `store` cannot be given to a task", "its type is DATA"),
+        ("store: {A: access_key}", "the credential `store` cannot be given to a task", "its type is DATA"),
+    ],
+)
+def test_what_there_is_not_is_said_where_it_stands(entry: str, message: str, hint: str) -> None:
+    (problem,) = check_credentials(spec_of(entry), KNOWN)
+    assert (str(problem.where), problem.message, problem.severity) == ("spec.yaml:7", message, Severity.ERROR)
+    assert hint in problem.hint
+
+
+def test_unknown_ones_can_be_warnings_where_none_are_known() -> None:
+    (problem,) = check_credentials(spec_of("wandb: {A: api_key}"), {}, severity=Severity.WARNING)
+    assert problem.severity is Severity.WARNING
+    assert problem.hint == "set it: distflow credential set wandb --payload-file KEY=FILE"
