@@ -216,3 +216,36 @@ def test_a_node_out_of_reach_is_said_in_time(lab: Lab) -> None:
     assert "2 s" in done.err
     lab.servers[node].thaw()
     _end(lab.cli, go)
+
+
+@pytest.mark.ssh
+def test_a_connection_that_breaks_is_made_again(lab: Lab) -> None:
+    go = _start(lab.cli)
+    server = lab.servers[str(lab.cli.tasks("gang-1")["worker"]["node_name"])]
+    screen = Terminal(lab.cli, "workflow", "exec", "gang-1", "worker", "--entry", "/bin/sh", "--keep-alive")
+    screen.type("gone=1; echo fir''st\n")
+    screen.await_text("first")
+    server.stop()
+    screen.await_text("connecting again, Ctrl-C ends it")
+    server.start()
+    screen.type('echo "new${gone}-$NODE_RANK"\n')
+    screen.await_text("new-1")
+    # When the task has ended, there is nothing to connect to.
+    server.stop()
+    go.touch()
+    server.start()
+    assert screen.await_end() == 2
+    assert "worker has ended" in screen.seen or "worker does not run any more" in screen.seen, screen.seen
+    lab.cli.await_status("gang-1", "COMPLETED")
+
+
+@pytest.mark.ssh
+def test_without_keep_alive_a_broken_connection_is_the_end(lab: Lab) -> None:
+    go = _start(lab.cli)
+    server = lab.servers[str(lab.cli.tasks("gang-1")["worker"]["node_name"])]
+    screen = Terminal(lab.cli, "workflow", "exec", "gang-1", "worker", "--entry", "sh -c 'echo up; sleep 600'")
+    screen.await_text("up")
+    server.stop()
+    assert screen.await_end() == 3
+    server.start()
+    _end(lab.cli, go)

@@ -14,11 +14,20 @@ import typer
 
 from distflow.backends.machines.sessions import Exit, Session, Size, open_session
 from distflow.cli.command import command_app
-from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
+from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow, pause
 from distflow.cli.tables import Paint
 from distflow.cli.terminal import raw_terminal, read_size
 from distflow.documents.words import did_you_mean
-from distflow.errors import AgentError, DistflowError, InputError, NotFound
+from distflow.errors import (
+    AgentError,
+    AuthenticationRefused,
+    DistflowError,
+    HostKeyMismatch,
+    HostKeyUnknown,
+    InputError,
+    NodeUnreachable,
+    NotFound,
+)
 from distflow.lifecycle.states import State
 from distflow.plan.credentials import given_secrets
 from distflow.pools.model import Node, Pool
@@ -34,6 +43,7 @@ app = command_app()
 
 _SHELL = "/bin/bash"
 _READ = 65536
+_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +90,9 @@ def execute(
     connect_timeout: Annotated[
         int, typer.Option("--connect-timeout", metavar="SECONDS", min=1, help="How long the node may take to answer.")
     ] = 60,
+    keep_alive: Annotated[
+        bool, typer.Option("--keep-alive", help="When the connection breaks, connect again and start the command anew.")
+    ] = False,
 ) -> None:
     """Run a command beside a running task: on its node, in its directory, with its environment and GPUs.
 
@@ -90,13 +103,22 @@ def execute(
     argv = _parse(entry if entry is not None else _SHELL)
     if (task is None) == (group is None):
         raise InputError("name a task, or a group with --group", hint="not both, and not none of them")
+    if group is not None and keep_alive:
+        raise InputError("--keep-alive is for one task, and --group names several")
     if group is not None and entry is None:
         raise InputError("--group has no terminal for a shell", hint="say with --entry what to run on every task")
     with open_workflow(workflow, tell_age=False) as (directory, store, record):
         chosen = choose_tasks(record, [task]) if task is not None else _group(record, group or "")
         places = [_place(directory, store, record, name, one, connect_timeout) for name, one in chosen]
-    code = _one(places[0], argv, connect_timeout) if task is not None else _all(places, argv, connect_timeout)
-    raise typer.Exit(code)
+    if task is None:
+        raise typer.Exit(_all(places, argv, connect_timeout))
+
+    def again() -> _Place:
+        with open_workflow(workflow, tell_age=False) as (directory, store, record):
+            ((name, one),) = choose_tasks(record, [task])
+            return _place(directory, store, record, name, one, connect_timeout)
+
+    raise typer.Exit(_one(places[0], argv, connect_timeout, again if keep_alive else None))
 
 
 def _parse(entry: str) -> list[str]:
@@ -141,11 +163,29 @@ def _place(
     )
 
 
-def _one(place: _Place, argv: Sequence[str], connect_timeout: int) -> int:
+def _one(place: _Place, argv: Sequence[str], connect_timeout: int, again: Callable[[], _Place] | None) -> int:
+    """Run it beside one task. ``again`` looks the task up once more, when a connection that broke is to be made anew."""
+    keyboard = _Keyboard()
+    while True:
+        try:
+            return _once(place, argv, connect_timeout, keyboard)
+        except (HostKeyUnknown, HostKeyMismatch, AuthenticationRefused):
+            raise
+        except NodeUnreachable as error:
+            if again is None or not keyboard.was_used:
+                raise
+            keyboard.hold()
+            print(f"{error}; connecting again, Ctrl-C ends it", file=sys.stderr)
+        pause(_AGAIN_S)
+        place = again()
+
+
+def _once(place: _Place, argv: Sequence[str], connect_timeout: int, keyboard: _Keyboard) -> int:
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not has_terminal:
         session = place.open(argv, None, connect_timeout)
         try:
+            keyboard.lead_to(session)
             return _carry(session)
         finally:
             session.close()
@@ -154,14 +194,14 @@ def _one(place: _Place, argv: Sequence[str], connect_timeout: int) -> int:
     session = place.open(argv, (Size(rows=rows, columns=columns), os.environ.get("TERM", "")), connect_timeout)
     try:
         with raw_terminal(fd, lambda rows, columns: session.resize(Size(rows=rows, columns=columns))):
+            keyboard.lead_to(session)
             return _carry(session)
     finally:
         session.close()
 
 
 def _carry(session: Session) -> int:
-    """Carry input and output until the command ends; return its exit code."""
-    threading.Thread(target=_feed, args=(session,), name="input", daemon=True).start()
+    """Carry output until the command ends; return its exit code."""
     for event in session.events():
         if isinstance(event, Exit):
             if event.why:
@@ -172,16 +212,43 @@ def _carry(session: Session) -> int:
     raise AssertionError("a session ends with an Exit")
 
 
-def _feed(session: Session) -> None:
-    while True:
-        try:
-            data = os.read(0, _READ)
-        except OSError:
-            data = b""
-        if not data:
-            session.end_input()
-            return
-        session.write(data)
+class _Keyboard:
+    """Standard input, read for whichever session is the present one; what comes while there is none waits for the next."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._is_led = threading.Event()
+
+    @property
+    def was_used(self) -> bool:
+        """Whether there was a session."""
+        return self._session is not None
+
+    def lead_to(self, session: Session) -> None:
+        """Give ``session`` what comes from now on."""
+        is_first, self._session = self._session is None, session
+        self._is_led.set()
+        if is_first:
+            threading.Thread(target=self._read, name="input", daemon=True).start()
+
+    def hold(self) -> None:
+        """Give nobody anything."""
+        self._is_led.clear()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(0, _READ)
+            except OSError:
+                data = b""
+            self._is_led.wait()
+            if self._session is None:
+                continue
+            if data:
+                self._session.write(data)
+            else:
+                self._session.end_input()
+                self._is_led.clear()  # the next one, if there will be one, gets no input either
 
 
 def _write(fd: int, data: bytes) -> None:
