@@ -47,6 +47,7 @@ class _Root(LazyGroup):
             "resource": ("distflow.cli.resource:app", "Show what the nodes have, and what is in use of it."),
             "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
+            "profile": ("distflow.cli.profile:app", "Say which pool you mean when you name none."),
             "credential": ("distflow.cli.credential:app", "Keep secrets, and give them to tasks by name."),
             "schema": ("distflow.cli.schema:app", "Print the JSON Schema of workflow specs."),
             "version": ("distflow.cli.version:app", "Print distflow's version."),

@@ -67,9 +67,10 @@ def cancel(
     if format_type is Format.JSON:
         print(json.dumps({"workflows": results}, indent=2))
     if failures:
-        for failure in failures[:-1]:
+        for failure in failures:
             print(f"error: {failure}", file=sys.stderr)
-        raise failures[-1]
+        # Each stands in the one JSON document too; raised, the last would become a second one.
+        raise typer.Exit(failures[-1].exit_code)
 
 
 def _request(store: Store, key: str, message: str, force: bool) -> WorkflowRecord:

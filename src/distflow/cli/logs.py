@@ -15,6 +15,7 @@ from distflow.cli.output import Prefixes, log_sources, what_is_missing
 from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow, pause
 from distflow.cli.tables import Paint
 from distflow.cli.times import iso, local_second
+from distflow.errors import InputError
 from distflow.state.logs import LogLine, follow_lines, read_lines
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def logs(
     attempt: Annotated[
         int | None, typer.Option("--retry-id", "-r", min=0, help="Only of this attempt, counted from 0; default: all.")
     ] = None,
+    error: Annotated[
+        bool, typer.Option("--error", help="What one task wrote to its error file (torch's format) instead; with --task.")
+    ] = False,
     prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Begin each line with its [task].")] = True,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Begin each line with its time, in your zone.")] = False,
     format_type: Annotated[
@@ -51,8 +55,15 @@ def logs(
 ) -> None:
     """Show what the tasks print, merged by time; also after the end, and when their nodes are gone."""
     _be_tolerant()
+    if error and (follow or last is not None or len(task or rank or ()) != 1):
+        raise InputError("--error shows one task's error file", hint="name the task with --task, without --follow and -n")
     with open_workflow(workflow) as (directory, store, record):
         tasks = choose_tasks(record, task or [], rank or [])
+        if error:
+            from distflow.cli.errorfiles import show_errors
+
+            show_errors(record, tasks[0][0], tasks[0][1].name, attempt, as_json=format_type is Format.JSON)
+            return
         if follow:
             lines, ended = _follow(directory, store, record, tasks, attempt, last)
         else:

@@ -16,7 +16,8 @@ from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.reading import reading_directory
 from distflow.cli.tables import table
-from distflow.errors import InputError
+from distflow.documents.words import did_you_mean
+from distflow.errors import InputError, NotFound
 from distflow.layout.placement import Demand
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
@@ -100,6 +101,63 @@ def list_resources(
         return
     print(_text(rows, mode), end="")
     print(_WHAT_USED_MEANS, file=sys.stderr)
+
+
+@app.command("info", epilog="Examples: distflow resource info gpu1  ·  distflow resource info gpu1 --pool lab -t json")
+def resource_info(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name in its pool.")],
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="As a node of this pool only.")] = None,
+    platform: Annotated[str | None, typer.Option("--platform", "-pl", help="As a node of this platform only.")] = None,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Show all that is configured of a node, in every pool that has it, and what this user's workflows hold there.
+
+    Nothing is reached: `distflow pool check` asks the node itself.
+    """
+    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
+    if hosts is not None:
+        chosen = choose_pool(configuration, given=pool, hosts=hosts)
+        configuration = replace(configuration, pools={**configuration.pools, chosen.name: chosen})
+    pools = [choose_pool(configuration, given=pool)] if pool else list(configuration.pools.values())
+    with wiring.open_store(reading_directory()) as store:
+        held = _held(store)
+    everywhere = [
+        _Row(pool=one, node=member, held=held.get((one.name, member.name), ())) for one in pools for member in one.nodes
+    ]
+    rows = [row for row in everywhere if row.node.name == node and platform in (None, row.node.platform)]
+    if not rows:
+        where = (f" of pool {pool!r}" if pool else "") + (f" of platform {platform!r}" if platform else "")
+        raise NotFound(
+            f"there is no node {node!r}{where}", hint=did_you_mean(node, [row.node.name for row in everywhere], what="nodes")
+        )
+    if format_type is Format.JSON:
+        print(json.dumps({"resources": [_json(row) | {"config_fields": _settings(row)} for row in rows]}, indent=2))
+        return
+    print("\n".join(_info(row) for row in rows), end="")
+    print(_WHAT_USED_MEANS, file=sys.stderr)
+
+
+def _settings(row: _Row) -> dict[str, object]:
+    node = row.node
+    return {
+        "host": node.host, "port": node.port, "user": node.user, "address": node.address, "root": node.root,
+        "python": node.python, "setup": node.setup, "environment": sorted(node.environment),
+    }  # fmt: skip
+
+
+def _info(row: _Row) -> str:
+    """Return what is known of a node, one thing a line; values of its environment may be secret, and are left out."""
+    cpu, memory, gpu = _cells(row.amounts, _Mode.USED)
+    shown: dict[str, object] = {
+        "Node": row.node.name, "Pool": row.pool.name, "Platform": row.node.platform, "Backend": row.pool.backend,
+        "CPU [#]": cpu, "Memory [Gi]": memory, "GPU [#]": gpu,
+        "Labels": " ".join(f"{key}={value}" for key, value in row.node.labels.items()),
+    }  # fmt: skip
+    shown |= {name.capitalize(): value for name, value in _settings(row).items()}
+    shown["Environment"] = " ".join(sorted(row.node.environment))
+    shown["Tasks"] = " ".join(name for name, _ in row.held)
+    return "".join(f"{name + ':':13}{value or '-'}\n" for name, value in shown.items())
 
 
 def _pools(configuration: Configuration, names: Sequence[str], all_pools: bool) -> Iterator[Pool]:

@@ -133,17 +133,19 @@ def validate(
     sets: SetOption = None,
     set_string: SetStringOption = None,
     pool: PoolOption = None,
+    label: LabelOption = None,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Check specs, above all their rank layout. Works offline, reaches no node and starts nothing."""
-    overrides = parse_overrides(sets or [], set_string or [], [])
+    overrides, labels = parse_overrides(sets or [], set_string or [], []), parse_labels(label or [])
     configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
     results: list[dict[str, object]] = []
     problems: list[Problem] = []
     for file in files:
         try:
             checked, warnings = _validate_one(file, overrides, configuration, pool, hosts)
+            join_labels(checked.spec.labels, labels)
         except ProblemsFound as error:
             problems += error.problems
             continue

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,16 @@ if TYPE_CHECKING:
     from distflow.state.store import Store
     from distflow.storage.credentials import CredentialsFor
 
-__all__ = ["configuration", "credentials_for", "hosts", "mirror", "open_store", "state_directory", "wake_if_needed"]
+__all__ = [
+    "configuration",
+    "credentials_for",
+    "hosts",
+    "mirror",
+    "open_store",
+    "preferred_pool",
+    "state_directory",
+    "wake_if_needed",
+]
 
 
 def state_directory() -> StateDirectory:
@@ -41,11 +52,29 @@ def mirror(directory: StateDirectory) -> Mirror:
     return Mirror(directory.logs)
 
 
-def configuration() -> Configuration:
-    """Read the configuration that holds in this directory. Raises ``ProblemsFound``."""
+def configuration(*, profile: bool = True) -> Configuration:
+    """Read the configuration that holds in this directory; with ``profile``, the preferred pool is its default one.
+
+    Raises ``ProblemsFound`` and ``StateError``.
+    """
     from distflow.pools.load import load_configuration
 
-    return load_configuration(Path.cwd(), os.environ)
+    found = load_configuration(Path.cwd(), os.environ)
+    preferred = preferred_pool() if profile else None
+    if preferred is None or preferred == found.default_pool:
+        return found
+    if preferred not in found.pools:
+        where = found.file or "the built-in configuration"
+        print(f"note: {where} has no pool {preferred!r}, which your profile prefers", file=sys.stderr)
+        return found
+    return replace(found, default_pool=preferred)
+
+
+def preferred_pool() -> str | None:
+    """Return the pool of this user's profile. Raises ``StateError``."""
+    from distflow.state.profile import read_pool
+
+    return read_pool(find_state_directory(os.environ).profile)
 
 
 def credentials_for() -> CredentialsFor:

@@ -48,6 +48,11 @@ class StateDirectory:
         return self.path / "credentials"
 
     @property
+    def profile(self) -> Path:
+        """What this user prefers."""
+        return self.path / "profile.json"
+
+    @property
     def lock(self) -> Path:
         """Locked by the supervisor for as long as it lives."""
         return self.path / "supervisor.lock"
