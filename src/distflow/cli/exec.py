@@ -6,20 +6,19 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.sessions import Exit, Session, Size, open_session
+from distflow.backends.machines.sessions import Exit, Session, Size
+from distflow.cli.beside import Place, find_place
 from distflow.cli.command import command_app
 from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow, pause
 from distflow.cli.tables import Paint
 from distflow.cli.terminal import raw_terminal, read_size
 from distflow.documents.words import did_you_mean
 from distflow.errors import (
-    AgentError,
     AuthenticationRefused,
     DistflowError,
     HostKeyMismatch,
@@ -28,14 +27,7 @@ from distflow.errors import (
     NodeUnreachable,
     NotFound,
 )
-from distflow.lifecycle.states import State
-from distflow.plan.credentials import given_secrets
-from distflow.pools.model import Node, Pool
-from distflow.shell import Secret
-from distflow.state.directory import StateDirectory
-from distflow.state.record import TaskRecord, WorkflowRecord, attempt_name
-from distflow.state.secrets import read_secrets
-from distflow.state.store import Store
+from distflow.state.record import TaskRecord, WorkflowRecord
 
 __all__ = ["app"]
 
@@ -44,33 +36,6 @@ app = command_app()
 _SHELL = "/bin/bash"
 _READ = 65536
 _AGAIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """A running task, and the way there."""
-
-    task: str
-    attempt: str
-    pool: Pool
-    node: Node
-    secrets: Mapping[str, Secret]
-
-    def open(self, argv: Sequence[str], terminal: tuple[Size, str] | None, timeout_s: float) -> Session:
-        try:
-            return open_session(
-                self.pool,
-                self.node,
-                self.attempt,
-                argv,
-                secrets=self.secrets,
-                terminal=terminal,
-                timeout_s=timeout_s,
-            )
-        except AgentError as error:
-            if error.kind == "not_running":
-                raise InputError(f"{self.task} does not run any more: {error.message}") from None
-            raise
 
 
 @app.command(
@@ -109,14 +74,14 @@ def execute(
         raise InputError("--group has no terminal for a shell", hint="say with --entry what to run on every task")
     with open_workflow(workflow, tell_age=False) as (directory, store, record):
         chosen = choose_tasks(record, [task]) if task is not None else _group(record, group or "")
-        places = [_place(directory, store, record, name, one, connect_timeout) for name, one in chosen]
+        places = [find_place(directory, store, record, name, one, connect_timeout) for name, one in chosen]
     if task is None:
         raise typer.Exit(_all(places, argv, connect_timeout))
 
-    def again() -> _Place:
+    def again() -> Place:
         with open_workflow(workflow, tell_age=False) as (directory, store, record):
             ((name, one),) = choose_tasks(record, [task])
-            return _place(directory, store, record, name, one, connect_timeout)
+            return find_place(directory, store, record, name, one, connect_timeout)
 
     raise typer.Exit(_one(places[0], argv, connect_timeout, again if keep_alive else None))
 
@@ -138,32 +103,7 @@ def _group(record: WorkflowRecord, name: str) -> list[tuple[str, TaskRecord]]:
     return [(name, task) for task in record.group(name).tasks]
 
 
-def _place(
-    directory: StateDirectory, store: Store, record: WorkflowRecord, group: str, task: TaskRecord, connect_timeout: int
-) -> _Place:
-    """Return where a task runs. Raises ``InputError`` for one that does not."""
-    if task.state.is_final:
-        raise InputError(f"{task.name} has ended: {task.status}", hint=f"its output: distflow workflow logs {record.id}")
-    if task.state not in (State.RUNNING, State.STOPPING) or task.node is None:
-        raise InputError(
-            f"{task.name} does not run yet: {task.status}", hint=f"what it waits for: distflow workflow query {record.id}"
-        )
-    pool = replace(store.pool(record.uuid), connect_timeout_s=float(connect_timeout))
-    launch = store.plan(record.uuid).group(group).launch(task.name)
-    try:
-        secrets = given_secrets(launch, read_secrets(directory.secrets, record.uuid))
-    except LookupError as error:
-        raise InputError(f"{error.args[0]} is not kept any more") from None
-    return _Place(
-        task=task.name,
-        attempt=attempt_name(record.uuid, group, task.name, task.attempt),
-        pool=pool,
-        node=next(node for node in pool.nodes if node.name == task.node),
-        secrets=secrets.variables,
-    )
-
-
-def _one(place: _Place, argv: Sequence[str], connect_timeout: int, again: Callable[[], _Place] | None) -> int:
+def _one(place: Place, argv: Sequence[str], connect_timeout: int, again: Callable[[], Place] | None) -> int:
     """Run it beside one task. ``again`` looks the task up once more, when a connection that broke is to be made anew."""
     keyboard = _Keyboard()
     while True:
@@ -180,7 +120,7 @@ def _one(place: _Place, argv: Sequence[str], connect_timeout: int, again: Callab
         place = again()
 
 
-def _once(place: _Place, argv: Sequence[str], connect_timeout: int, keyboard: _Keyboard) -> int:
+def _once(place: Place, argv: Sequence[str], connect_timeout: int, keyboard: _Keyboard) -> int:
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not has_terminal:
         session = place.open(argv, None, connect_timeout)
@@ -276,14 +216,14 @@ class _Prefixed:
             )
 
 
-def _all(places: Sequence[_Place], argv: Sequence[str], connect_timeout: int) -> int:
+def _all(places: Sequence[Place], argv: Sequence[str], connect_timeout: int) -> int:
     """Run it beside every task; return the highest exit code. Raises the first error when one could not be run."""
     shown = _Prefixed()
     codes: list[int] = []
     errors: list[DistflowError] = []
     sessions: list[Session] = []
 
-    def follow(number: int, place: _Place) -> None:
+    def follow(number: int, place: Place) -> None:
         session = place.open(argv, None, connect_timeout)
         sessions.append(session)
         session.end_input()
@@ -295,7 +235,7 @@ def _all(places: Sequence[_Place], argv: Sequence[str], connect_timeout: int) ->
             else:
                 shown.add(number, place.task, *event)
 
-    def run(number: int, place: _Place) -> None:
+    def run(number: int, place: Place) -> None:
         try:
             follow(number, place)
         except DistflowError as error:
@@ -315,7 +255,7 @@ def _all(places: Sequence[_Place], argv: Sequence[str], connect_timeout: int) ->
     return max(codes)
 
 
-def _at_once(run: Callable[[int, _Place], None], places: Sequence[_Place]) -> None:
+def _at_once(run: Callable[[int, Place], None], places: Sequence[Place]) -> None:
     threads = [threading.Thread(target=run, args=numbered, daemon=True) for numbered in enumerate(places)]
     for thread in threads:
         thread.start()

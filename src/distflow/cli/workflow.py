@@ -20,6 +20,7 @@ class _Workflow(LazyGroup):
             "logs": ("distflow.cli.logs:app", "Show what the tasks print."),
             "events": ("distflow.cli.events:app", "Tell a workflow's story."),
             "exec": ("distflow.cli.exec:app", "Run a command beside a running task."),
+            "rsync": ("distflow.cli.rsync:app", "Copy files to and from a running task."),
             "port-forward": ("distflow.cli.forward:app", "Reach ports of a running task's node from here."),
             "cancel": ("distflow.cli.cancel:app", "End workflows."),
             "tag": ("distflow.cli.tag:app", "Put tags on workflows, and take them off."),

@@ -148,8 +148,11 @@ def open_session(
     secrets: Mapping[str, Secret],
     terminal: tuple[Size, str] | None,
     timeout_s: float,
+    is_plain: bool = False,
 ) -> Session:
     """Start a command beside the attempt of this name; with a ``terminal``: its size and its kind (``TERM``).
+
+    ``is_plain``: without the node's ``setup``, which may print something of its own.
 
     Raises ``NodeUnreachable`` and ``BootstrapFailed``, and ``AgentError`` when the attempt does not run.
     """
@@ -171,6 +174,7 @@ def open_session(
                 # Neither in an argv nor on a disk there.
                 "secret_env": revealed(secrets),
                 "terminal": shape,
+                "plain": is_plain,
             }
         )
     except BaseException:
