@@ -84,3 +84,34 @@ def test_what_was_not_done_does_not_end_with_0(cli: Cli, s3: S3Server) -> None:
     assert json.loads(done.out)["status"] == "fail"
     assert "signature" in done.err
     assert "wrong-4711" not in done.out + done.err
+
+
+def test_a_credential_of_the_bucket_is_used_before_the_environment(cli: Cli, s3: S3Server) -> None:
+    bucket = s3.bucket("b")
+    _make(bucket, {"in/a.txt": "A\n"})
+    for name in list(s3.environment):
+        cli.environment.pop(name, None)
+    cli.environment["AWS_EC2_METADATA_DISABLED"] = "true"
+    refused = cli.run("data", "list", "s3://b/in")
+    assert refused.code == 3
+    assert "there are no credentials for it" in refused.err
+    for key, code, words in (("wrong-5ecret", 3, "s3://b/in: "), (s3.access_key, 0, "a.txt")):
+        payload = [f"access_key_id={s3.access_key_id}", f"access_key={key}", "endpoint=s3://b", f"override_url={s3.url}"]
+        kept = cli.run("credential", "set", "store", "--type", "DATA", "--payload", *payload, "region=us-east-1")
+        assert kept.code == 0, kept.err
+        done = cli.run("data", "list", "s3://b/in")
+        assert done.code == code, done.err
+        assert words in done.out + done.err
+        assert key not in done.out + done.err
+    spec = """
+workflow:
+  name: kept
+  tasks:
+  - name: one
+    command: [sh, -c, 'cat "{{input:0}}/a.txt" | tee "{{output}}/b.txt"']
+    inputs: [{url: s3://b/in}]
+    outputs: [{url: s3://b/out}]
+"""
+    done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
+    assert done.code == 0, done.err
+    assert (bucket / "out" / "b.txt").read_text() == "A\n"

@@ -78,10 +78,10 @@ def preferred_pool() -> str | None:
 
 
 def credentials_for() -> CredentialsFor:
-    """Return what knows the credentials of a URL's profile: so far the environment and the drivers' own chain alone."""
-    from distflow.storage.credentials import ambient
+    """Return what knows the credentials of a URL's profile; without one the environment and the driver's own chain hold."""
+    from distflow.state.storekeys import kept_in
 
-    return ambient
+    return kept_in(find_state_directory(os.environ).credentials)
 
 
 def hosts(hostfile: str | None) -> tuple[Host, ...] | None:

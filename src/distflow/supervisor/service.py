@@ -18,6 +18,7 @@ from distflow.pools.model import Pool
 from distflow.state.directory import StateDirectory
 from distflow.state.mirror import Mirror
 from distflow.state.store import Store
+from distflow.state.storekeys import kept_in
 from distflow.supervisor.clock import SystemClock
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.process import Lock, open_wake_socket
@@ -76,7 +77,8 @@ def _work(directory: StateDirectory, store: Store, ready: int) -> None:
     def open_one(pool: Pool, sink: Callable[[Observation], None]) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))
 
-    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, SystemClock(), open_one, _log)
+    keys = kept_in(directory.credentials)
+    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, SystemClock(), open_one, _log, keys)
     knock = open_wake_socket(directory)
 
     def listen() -> None:
