@@ -196,8 +196,10 @@ class Absent(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collecting(_OfAttempt):
-    """Its output is on its way here."""
+    """Its output is on its way here, or a checkpoint."""
 
+    op: str = "collect"
+    """As the command has it: ``collect``, or ``pack:<n>`` for a checkpoint."""
     is_packed: bool
     """False: it is being packed on its node."""
     done: int
@@ -208,10 +210,11 @@ class Collecting(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected(_OfAttempt):
-    """Its output is here: a tar in the blob store."""
+    """Its output is here, or a checkpoint: a tar in the blob store."""
 
+    op: str = "collect"
     digest: str
-    """SHA-256, hexadecimal."""
+    """SHA-256, hexadecimal; empty for a checkpoint of which there is nothing yet."""
     size: int
     """Bytes of the archive."""
     left_out: tuple[str, ...] = ()
@@ -220,8 +223,9 @@ class Collected(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectFailed(_OfAttempt):
-    """Its output will not come, for good."""
+    """Its output will not come, for good; or not this checkpoint."""
 
+    op: str = "collect"
     message: str
 
 
@@ -297,8 +301,11 @@ class Backend(Protocol):
         """Give back the lease of an attempt that has not started."""
         ...
 
-    def collect(self, key: AttemptKey) -> None:
-        """Bring the output of an ended attempt to this machine's blob store."""
+    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
+        """Bring the output of an ended attempt to this machine's blob store.
+
+        With ``place``, that directory of the attempt, which may still run; answers carry ``op``.
+        """
         ...
 
     def close(self) -> None:

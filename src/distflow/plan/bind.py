@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import PurePosixPath
 
 from distflow.plan.containers import container_of
 from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GroupPlan
@@ -63,5 +64,7 @@ def bind_task(
         environment=environment,
         files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in launch.files),
         setup=node.setup,
+        # Where the directory of a checkpoint goes must be there, as it is on a machine where the path is used as it is.
+        folders=tuple(str(PurePosixPath(one.place).parent) for one in launch.checkpoints),
         container=container_of(launch, node, fill),
     )

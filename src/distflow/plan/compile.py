@@ -8,10 +8,10 @@ from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.credentials import planned_credentials
 from distflow.plan.environment import task_environment
-from distflow.plan.model import GroupPlan, Launch, Plan, PlannedFile
+from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
 from distflow.plan.tokens import Rewrite, place_of, rewriter
 from distflow.spec.bundles import Bundle
-from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
+from distflow.spec.model import CheckpointSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 
 __all__ = ["compile_plan", "demands"]
 
@@ -87,6 +87,7 @@ def _launch(
 ) -> Launch:
     injected = [(file.path.value, file.is_directory) for file in task.files if file.path.value.startswith("/")]
     injected += [(one.directory.value, True) for one in task.credentials if one.directory and one.directory.value[:1] == "/"]
+    injected += [(one.path.value.rstrip("/"), True) for one in task.checkpoints if one.path.value.startswith("/")]
     rewrite = rewriter(ranks, world, injected, task.inputs, task.url_inputs)
     resource = spec.resources[task.resource]
     environment = task_environment(
@@ -114,6 +115,7 @@ def _launch(
         outputs=task.outputs,
         url_outputs=task.url_outputs,
         exit_actions=task.exit_actions,
+        checkpoints=tuple(_checkpoint(one, rewrite) for one in task.checkpoints),
         image=rewrite(task.image.value) if task.image is not None else None,
         mounts=tuple(rewrite(text.value) for text in task.mounts),
         privileged=task.privileged,
@@ -136,3 +138,10 @@ def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle]) -> Pl
     if bundle is None:
         raise AssertionError("a file has contents or a bundle")
     return PlannedFile(path=path, shown=shown, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=bundle.is_tar)
+
+
+def _checkpoint(one: CheckpointSpec, rewrite: Rewrite) -> PlannedCheckpoint:
+    path = rewrite(one.path.value)
+    inside = path.startswith(f"{ATTEMPT_DIR}/")
+    place = path.removeprefix(f"{ATTEMPT_DIR}/") if inside else place_of(path)
+    return PlannedCheckpoint(place=place.rstrip("/"), shown=one.path.value, url=one.url, every_s=one.every_s, regex=one.regex)

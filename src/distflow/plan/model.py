@@ -35,6 +35,7 @@ __all__ = [
     "GroupPlan",
     "Launch",
     "Plan",
+    "PlannedCheckpoint",
     "PlannedCredential",
     "PlannedFile",
     "TaskBinding",
@@ -87,6 +88,20 @@ class PlannedCredential:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCheckpoint:
+    """A directory of a task that is written to a URL while it runs, and given back to its next attempt."""
+
+    place: str
+    """Relative to the attempt's directory, such as ``files/tmp/models``."""
+    shown: str
+    """As the spec names it, such as ``/tmp/models``."""
+    url: str
+    """The directory appears there under its own name; ``{{workflow_id}}`` may stand in it."""
+    every_s: float
+    regex: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One task of the plan."""
 
@@ -113,6 +128,7 @@ class Launch:
     url_outputs: tuple[DataSpec, ...] = ()
     """Where its output is written when it has completed, before its group is COMPLETED."""
     exit_actions: ExitActions = ExitActions()
+    checkpoints: tuple[PlannedCheckpoint, ...] = ()
     image: str | None = None
     mounts: tuple[str, ...] = ()
     privileged: bool = False
@@ -188,3 +204,5 @@ class BoundLaunch:
     setup: str | None = None
     container: Container | None = None
     """``None``: it runs on the node's own python."""
+    folders: tuple[str, ...] = ()
+    """Directories of the attempt's that are made before it starts."""

@@ -1,7 +1,8 @@
-"""Packing what a task wrote below ``output/`` into a blob: a tar that depends on names and contents only, named by its SHA-256.
+"""Packing what a task wrote into a blob: a tar that depends on names and contents only, named by its SHA-256.
 
-The blob lies where all blobs lie, so the node that packed it never needs to be sent it. What was packed is noted in the
-attempt's ``packed.json`` and not packed again.
+The blob lies where all blobs lie, so the node that packed it never needs to be sent it. What was packed of an ended attempt's
+output is noted in its ``packed.json`` and not packed again. A checkpoint is packed while its task runs: files that change
+meanwhile are left out, so that none is torn.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import json
 import os
 import stat
 import tarfile
-from typing import Callable, Iterator, List, Optional, Tuple
+from typing import Callable, Iterator, List, Optional, Set, Tuple
 
 from distflow.runtime import attempts
 from distflow.runtime.blobs import BLOBS, Part, path_of, touch
+from distflow.runtime.inside import inside
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["PACKED", "pack_output"]
+__all__ = ["PACKED", "pack_output", "pack_place"]
 
 PACKED = "packed.json"
 _AT_ONCE = 1 << 20
 _NAMED = 3
 """Files left out that are named; of more it is said how many."""
+_PASSES = 6
+"""How often a directory that changes is packed, before it is given up."""
 
 Told = Callable[[int, int], None]
 
@@ -41,22 +45,79 @@ def pack_output(root: str, attempt: str, told: Told) -> Json:
         raise OpError("not_found", "{} is not there any more".format(output))
     entries = list(_walk(output, ""))
     left_out = sorted(name for name, info in entries if not _is_packed(info))
-    members = [(name, info) for name, info in entries if _is_packed(info)]
-    part = Part(os.path.join(root, BLOBS, "pack-" + hashlib.sha256(attempt.encode()).hexdigest()[:16]))
+    packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, told)
+    _note(directory, packed)
+    return packed
+
+
+def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
+    """Pack a directory of an attempt that may still run, under its own name. Returns what ``pack_output`` does.
+
+    No ``files`` (and no blob) when there is nothing. Raises ``busy`` when nothing of it stands still.
+    """
+    directory = attempts.directory_of(root, attempt)
+    path = inside(directory, place)
+    top, base = os.path.split(path)
+    if not os.path.isdir(directory):
+        raise OpError("not_found", "{} is not there any more".format(directory))
+    unstable: Set[str] = set()
+    for number in range(_PASSES):
+        entries = _below(top, base)
+        members = [(name, info) for name, info in entries if _is_packed(info) and name not in unstable]
+        if not any(stat.S_ISREG(info.st_mode) for _, info in members):
+            if number == 0 or not unstable:
+                return {"hash": "", "size": 0, "files": 0, "left_out": []}
+            break
+        left_out = sorted({*unstable, *(name for name, info in entries if not _is_packed(info))})
+        packed, failure = None, None
+        try:
+            packed = _pack(root, attempt + "/" + place, top, members, left_out, told)
+        except OpError as error:
+            failure = error  # it may have gone, or shrunk, while it was read
+        after = {name: _print_of(info) for name, info in _below(top, base)}
+        changed = {name for name, info in members if after.get(name) != _print_of(info) and not stat.S_ISDIR(info.st_mode)}
+        if not changed:
+            if packed is None:
+                raise failure or OpError("internal", "nothing was packed")
+            return packed
+        if packed is not None:
+            os.unlink(path_of(root, packed["hash"]))
+        if number:  # what changed once may have been complete just after
+            unstable |= changed
+    raise OpError("busy", "the files of {} change all the time, so that none can be taken whole".format(path))
+
+
+def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
+    """What ``_walk`` finds in one directory of ``top``, and that itself; nothing when it is not there, or just going."""
+    try:
+        info = os.lstat(os.path.join(top, base))
+        return [(base, info), *_walk(top, base)] if stat.S_ISDIR(info.st_mode) else []
+    except FileNotFoundError:
+        return []
+    except OpError:
+        if os.path.isdir(os.path.join(top, base)):
+            raise
+        return []
+
+
+def _print_of(info: os.stat_result) -> Tuple[int, int, int]:
+    return info.st_size, info.st_mtime_ns, info.st_ino
+
+
+def _pack(root: str, named: str, top: str, members: List[Tuple[str, os.stat_result]], left_out: List[str], told: Told) -> Json:
+    part = Part(os.path.join(root, BLOBS, "pack-" + hashlib.sha256(named.encode()).hexdigest()[:16]))
     try:
         os.ftruncate(part.fd, 0)
         sink = _Sink(part.fd, sum(info.st_size for _, info in members if stat.S_ISREG(info.st_mode)), told)
         with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_AT_ONCE) as tar:  # type: ignore[call-overload]
             for name, info in members:
-                _add(tar, output, name, info)
+                _add(tar, top, name, info)
     except BaseException:
         part.drop()
         raise
     digest = sink.digest.hexdigest()
     part.finish(path_of(root, digest))
-    packed = {"hash": digest, "size": sink.size, "files": len(members), "left_out": _few(left_out)}
-    _note(directory, packed)
-    return packed
+    return {"hash": digest, "size": sink.size, "files": len(members), "left_out": _few(left_out)}
 
 
 def _packed_before(root: str, directory: str) -> Optional[Json]:

@@ -34,7 +34,8 @@ def place(root: str, directory: str, launch: Json) -> None:
     for file in launch.get("files") or []:
         _place(root, directory, file)
     secretfiles.place(directory, launch.get("secret_files") or [])
-    os.makedirs(inside(directory, launch.get("cwd") or "work"), exist_ok=True)
+    for folder in (launch.get("cwd") or "work", *(launch.get("folders") or [])):
+        os.makedirs(inside(directory, folder), exist_ok=True)
     write_launch(directory, launch)
 
 

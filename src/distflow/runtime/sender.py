@@ -9,13 +9,14 @@ See docs/agent-protocol.md.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
 from distflow.runtime import processes
 from distflow.runtime.blobs import path_of
 from distflow.runtime.frames import error_frame, frames
-from distflow.runtime.packing import pack_output
+from distflow.runtime.packing import pack_output, pack_place
 from distflow.runtime.wire import Json, OpError, encode
 
 __all__ = ["serve"]
@@ -34,9 +35,16 @@ def serve(root: str, _umask: int) -> None:
 
 def _serve(root: str) -> None:
     try:
-        packed = pack_output(root, str(_line()["attempt"]), _Progress().told)
+        request = _line()
+        attempt, place, told = str(request["attempt"]), request.get("place"), _Progress().told
+        packed = pack_output(root, attempt, told) if place is None else pack_place(root, attempt, str(place), told)
         _say(packed)
+        if not packed["hash"]:
+            return
         _send(path_of(root, packed["hash"]), int(_line()["at"]))
+        if place is not None and _line().get("got"):
+            # The next one is packed anew; only outputs are wanted here again.
+            os.unlink(path_of(root, packed["hash"]))
     except OpError as error:
         _say({"error": error.as_json()})
     except BrokenPipeError:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from distflow.documents.quantities import parse_duration
 from distflow.documents.urls import parse_url
 from distflow.documents.view import View
 from distflow.errors import InputError
 from distflow.spec.inputs import regex_finding
-from distflow.spec.model import DataSpec
+from distflow.spec.model import CheckpointSpec, DataSpec
 from distflow.spec.tokens import find_tokens
 
-__all__ = ["url_inputs", "url_outputs"]
+__all__ = ["checkpoints", "url_inputs", "url_outputs"]
 
 
 def url_inputs(task: View) -> tuple[DataSpec, ...]:
@@ -31,6 +32,28 @@ def url_outputs(task: View) -> tuple[DataSpec, ...]:
         else:
             words = f"`outputs` by {kind} is not stored yet: the files stay on the node, below the task's output directory"
             entry.warn(words, "`distflow workflow query` says where; `url` writes them to a store", key=kind)
+    return tuple(found)
+
+
+def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
+    """Return the entries of ``checkpoint``; finds those that cannot be."""
+    found = []
+    for position, entry in enumerate(task.views("checkpoint")):
+        path, data = entry.text("path"), _data(entry, position, writes=True)
+        every_s = entry.parsed("frequency", parse_duration)
+        if path is not None and (".." in path.value.split("/") or not path.value.strip("/.")):
+            entry.add(
+                f"`{path.value}` cannot be a checkpoint", "name a directory of the task, such as `/tmp/models`", key="path"
+            )
+        if every_s is not None and every_s < 1:
+            entry.add("`frequency` is shorter than a second", "write how often, such as `5m`", key="frequency")
+        regex_finding(entry)
+        if path is not None and every_s is not None:
+            found.append(CheckpointSpec(path=path, url=data.url, every_s=every_s, regex=data.regex))
+    names = [one.path.value.rstrip("/") for one in found]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            task.add(f"two checkpoints have the path `{name}`", "write one of them", key="checkpoint")
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from distflow.documents.problems import Mark
 from distflow.lifecycle.exits import ExitActions
 
 __all__ = [
+    "CheckpointSpec",
     "CredentialUse",
     "DataSpec",
     "FileSpec",
@@ -135,6 +136,18 @@ class DataSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """A directory that is written to a URL while its task runs."""
+
+    path: Text
+    url: str
+    """As written; ``{{workflow_id}}`` may stand in it."""
+    every_s: float
+    """Seconds between the end of one writing and the begin of the next."""
+    regex: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CredentialUse:
     """A credential that a task names: as variables, or as a directory."""
 
@@ -163,6 +176,7 @@ class TaskSpec:
     files: tuple[FileSpec, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     url_inputs: tuple[DataSpec, ...] = ()
+    checkpoints: tuple[CheckpointSpec, ...] = ()
     credentials: tuple[CredentialUse, ...] = ()
     resource: str = "default"
     exit_actions: ExitActions = ExitActions()

@@ -13,15 +13,6 @@ from distflow.documents.view import View
 
 __all__ = ["notice_task", "output_words"]
 
-_TASK_ERRORS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "checkpoint": (
-            "not supported yet: `checkpoint`",
-            "remove it; write checkpoints to a directory of the node or a shared one yourself",
-        ),
-    }
-)
-
 _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "downloadType": ("`downloadType` is ignored", ""),
@@ -33,9 +24,6 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def notice_task(task: View) -> None:
     """Find what this version does not do for a task."""
-    for key, (message, hint) in _TASK_ERRORS.items():
-        if task.has(key):
-            task.add(message, hint, key=key)
     for key, (message, hint) in _TASK_WARNINGS.items():
         if task.has(key):
             task.warn(message, hint, key=key)

@@ -11,7 +11,7 @@ from distflow.documents.document import Text
 from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
 from distflow.spec.credentials import parse_credentials
-from distflow.spec.data import url_inputs, url_outputs
+from distflow.spec.data import checkpoints, url_inputs, url_outputs
 from distflow.spec.exits import parse_exit_actions
 from distflow.spec.files import parse_files
 from distflow.spec.model import InputSpec, Ranks, TaskSpec
@@ -48,6 +48,7 @@ def parse_task(
         files=parse_files(task, base_dir),
         inputs=inputs,
         url_inputs=url_inputs(task),
+        checkpoints=checkpoints(task),
         credentials=parse_credentials(task),
         resource=_resource(task, resources),
         exit_actions=parse_exit_actions(task),

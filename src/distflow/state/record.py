@@ -18,6 +18,7 @@ __all__ = [
     "CancelRequest",
     "Carried",
     "Cause",
+    "Checkpoint",
     "End",
     "Event",
     "GroupRecord",
@@ -209,6 +210,27 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The last checkpoint of one directory of a task."""
+
+    task: str
+    number: int
+    """Which entry of the task's ``checkpoint`` it is, counted from 0."""
+    attempt: int = 0
+    """Of which attempt."""
+    at: float = 0.0
+    """When it was taken last, or written, or when that failed."""
+    digest: str = ""
+    """SHA-256 of the last whole archive in the blob store; empty when there was nothing yet."""
+    size: int = 0
+    is_new: bool = False
+    """It is still to be written to its URL."""
+    is_last: bool = False
+    """It was taken after the task had ended."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """The workflow in which a group ran that a later one did not run again."""
 
@@ -232,6 +254,7 @@ class GroupRecord:
     """The attempts before this one, oldest first: all are RESCHEDULED."""
     earlier_causes: tuple[Cause, ...] = ()
     """Why each of them ended."""
+    checkpoints: tuple[Checkpoint, ...] = ()
     kept: Kept | None = None
     """Set when it did not run here: it had completed in an earlier workflow, which this one restarts."""
     upstream: tuple[str, ...] = ()
@@ -278,6 +301,15 @@ class GroupRecord:
             return tuple(task if (other.name, other.attempt) == key else other for other in tasks)
 
         return replace(self, tasks=put(self.tasks), earlier=put(self.earlier))
+
+    def checkpoint(self, task: str, number: int) -> Checkpoint | None:
+        """Return the last checkpoint of a task's directory; ``None`` when none was ever taken."""
+        return next((one for one in self.checkpoints if (one.task, one.number) == (task, number)), None)
+
+    def with_checkpoint(self, taken: Checkpoint) -> GroupRecord:
+        """Return the group with the last checkpoint of a directory replaced."""
+        others = (one for one in self.checkpoints if (one.task, one.number) != (taken.task, taken.number))
+        return replace(self, checkpoints=(*others, taken))
 
     @property
     def attempts(self) -> tuple[TaskRecord, ...]:

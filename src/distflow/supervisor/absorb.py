@@ -34,6 +34,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, Plan
 from distflow.state.record import Event, GroupRecord, OutOfReach, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
+from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 
 __all__ = ["absorb", "absorb_node", "end_unstarted", "stop_unstarted", "with_group", "with_task"]
@@ -60,6 +61,9 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
     task = group.find(key.task, key.attempt)
     if task is None or task.node != key.node:
         return record, []
+    if isinstance(seen, Collected | CollectFailed) and is_checkpoint(seen.op):
+        taken, told = absorb_checkpoint(record, group, task, seen)
+        return with_group(record, taken), told
     if isinstance(seen, Ended):
         changed, text = _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)
     elif (take := _TAKERS.get(type(seen))) is not None:
@@ -252,7 +256,7 @@ def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[Ta
 
 
 def _collecting(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    if task.saved is not None or not isinstance(seen, Collecting):
+    if task.saved is not None or not isinstance(seen, Collecting) or is_checkpoint(seen.op):
         return task, ""
     verb = "sends" if seen.is_packed else "packs"
     moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb)

@@ -7,22 +7,21 @@ connection, a node or a supervisor: what is asked again answers what already is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
-from distflow.plan.model import GroupPlan
-from distflow.pools.model import Pool
-from distflow.state.record import Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
+from distflow.state.record import Cause, Event, GroupRecord, Stray, TaskRecord
 from distflow.supervisor.absorb import end_unstarted, stop_unstarted, with_group
 from distflow.supervisor.carrying import Carriage, carry_in
+from distflow.supervisor.checkpointing import due
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
 from distflow.supervisor.rolling import roll_up
+from distflow.supervisor.step import Step
 from distflow.supervisor.verdict import by_exit_actions, first_cause
-from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
+from distflow.supervisor.world import Decision, Workflow, World
 
 __all__ = ["LOG_DRAIN_S", "decide"]
 
@@ -60,20 +59,8 @@ def decide(world: World, now: float) -> Decision:
     return decision
 
 
-class _Step:
-    """One group's step: what it is, what is known, and where decisions go."""
-
-    def __init__(
-        self, world: World, workflow: Workflow, record: WorkflowRecord, group: GroupRecord, now: float, decision: Decision
-    ) -> None:
-        self.world = world
-        self.record = record
-        self.whole = workflow.plan
-        self.group = group
-        self.plan: GroupPlan = workflow.plan.group(group.name)
-        self.pool: Pool | None = world.pools.get(record.pool_key)
-        self.now = now
-        self.decision = decision
+class _Step(Step):
+    """One group's step: what follows from where it is."""
 
     def run(self) -> GroupRecord:
         """Return the group after everything that follows at once."""
@@ -112,9 +99,7 @@ class _Step:
             return
         message = waits_for(awaited) if awaited else data.message
         if message:
-            if self.group.message != message:
-                self.group = replace(self.group, message=message)
-                self._tell(f"{self.group.name}: {message}")
+            self._say(message)
             return
         self.group = replace(self.group, tasks=tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks))
         self._become(State.SCHEDULING, scheduling_at=self.now, message="")
@@ -217,6 +202,7 @@ class _Step:
         if plan.ignore_nonlead_status and lead.state is State.COMPLETED:
             self._stop(None, "the lead completed")
             return
+        self._save()
         limit = plan.timeouts.exec_s
         if limit is not None and group.running_at is not None:
             if self.now >= group.running_at + limit:
@@ -289,6 +275,10 @@ class _Step:
         if not drained and self.now < ended + LOG_DRAIN_S:
             self.decision.wake(ended + LOG_DRAIN_S)
             return
+        saving = self._save()
+        if saving:
+            self._say(saving)
+            return
         group = self.group
         considered = [task for task in group.tasks if task.lead or not self.plan.ignore_nonlead_status]
         cause = first_cause(considered, self._lines())
@@ -305,10 +295,21 @@ class _Step:
         else:
             self._hand_over(ended)
 
+    def _save(self) -> str:
+        """Take the checkpoints that are due; return what is still to be saved of tasks that have ended, in words."""
+        if self.record.cancel is not None and self.record.cancel.force:
+            return ""
+        found = due(self.plan, self.record, self.group, self._node, self._lost_after_s, self.now)
+        for task, op in found.packs:
+            self._command(op, task)
+        self._carry(found.stores)
+        if found.wake_at is not None:
+            self.decision.wake(found.wake_at)
+        return found.message
+
     def _hand_over(self, ended: float) -> None:
         """Complete as soon as what waiting groups take of it is here, and what goes to URLs is there."""
-        lost_after_s = self.pool.node_lost_after_s if self.pool else 120.0
-        found = hand_over(self.whole, self.record, self.group, self._node, lost_after_s, self.now)
+        found = hand_over(self.whole, self.record, self.group, self._node, self._lost_after_s, self.now)
         if found.spoilt is not None:
             self._fail(found.spoilt, self.now)
         elif not found.message:
@@ -322,9 +323,7 @@ class _Step:
         self._carry(found.commands)
         if found.wake_at is not None:
             self.decision.wake(found.wake_at)
-        if self.group.message != found.message:
-            self.group = replace(self.group, message=found.message)
-            self._tell(f"{self.group.name}: {found.message}")
+        self._say(found.message)
 
     def _fail(self, cause: Cause, ended: float) -> None:
         if self._try_again(cause):
@@ -344,52 +343,6 @@ class _Step:
     def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
         self.group = end_unstarted(self.group, state, reason, message, self.now)
         self._tell(f"{self.group.name}: {self.group.status}: {message}")
-
-    # Small things.
-
-    def _stop(self, reason: Reason | None, message: str) -> None:
-        self._become(State.STOPPING, stop_reason=reason, stopping_at=self.now, message=message, withdrawing=False)
-
-    def _become(self, state: State, **changes: object) -> None:
-        before = self.group.state
-        self.group = replace(self.group, state=state, **changes)  # type: ignore[arg-type]
-        if state is not before:
-            words = f": {self.group.message}" if self.group.message else ""
-            self._tell(f"{self.group.name}: {self.group.status}{words}")
-
-    def _tell(self, text: str, task: TaskRecord | None = None) -> None:
-        self.decision.events.append(
-            Event(
-                at=self.now, kind="state", text=text, workflow=self.record.uuid, group=self.group.name,
-                task=task.name if task else None, attempt=task.attempt if task else None,
-            )
-        )  # fmt: skip
-
-    def _command(self, op: str, task: TaskRecord, *, grace_s: float = 0.0, why: str = "") -> None:
-        view = self._node(task)
-        if task.node is None or view is None or not view.up:
-            return
-        command = Command(
-            op=op, pool=self.record.pool_key, workflow=self.record.uuid, group=self.group.name, task=task.name,
-            attempt=task.attempt, node=task.node, grace_s=grace_s, why=why,
-        )  # fmt: skip
-        if command.identity not in self.world.in_flight:
-            self.decision.commands.append(command)
-
-    def _carry(self, commands: Iterable[Command]) -> None:
-        self.decision.commands += [one for one in commands if one.identity not in self.world.in_flight]
-
-    def _node(self, task: TaskRecord) -> NodeView | None:
-        return self.world.nodes.get((self.record.pool_key, task.node)) if task.node else None
-
-    def _unreachable(self, task: TaskRecord) -> bool:
-        view = self._node(task)
-        return view is not None and not view.up
-
-    def _lines(self) -> Mapping[str, tuple[str, ...]]:
-        return {
-            task.name: self.world.lines.get((self.record.uuid, self.group.name, task.name), ()) for task in self.group.tasks
-        }
 
 
 def _late(task: TaskRecord) -> str:

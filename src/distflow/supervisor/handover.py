@@ -80,9 +80,11 @@ def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: Workf
 
 
 def archives(record: WorkflowRecord) -> frozenset[str]:
-    """Return the archives (SHA-256) of a workflow's outputs, and inputs from URLs, that were fetched."""
+    """Return the archives (SHA-256) of a workflow's outputs, checkpoints and inputs from URLs that were fetched."""
     saved = {task.saved.digest for group in record.groups for task in group.attempts if task.saved and task.saved.digest}
-    return frozenset(saved | {one.digest for group in record.groups for one in group.carried if one.digest})
+    carried = {one.digest for group in record.groups for one in group.carried if one.digest}
+    checkpoints = {one.digest for group in record.groups for one in group.checkpoints if one.digest}
+    return frozenset(saved | carried | checkpoints)
 
 
 def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:

@@ -42,6 +42,7 @@ from distflow.state.store import Store
 from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.absorb import absorb, absorb_node, end_unstarted
 from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wanted, place_data
+from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, place_checkpoints, place_of, store_errand
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import archives, place_inputs
@@ -161,10 +162,13 @@ class Supervisor:
         if workflow is None or isinstance(seen, Unanswered):
             return
         if isinstance(seen, DataSeen):
-            record, told = absorb_data(workflow.record, seen)
+            absorber = absorb_stored if seen.op.startswith("store/") else absorb_data
+            record, told = absorber(workflow.record, seen)
         else:
             record, told = absorb(workflow.record, workflow.plan, seen)
         events += told
+        if isinstance(seen, Collected):
+            self._spent |= archives(workflow.record) - archives(record)  # a checkpoint took the place of the one before
         if record is not workflow.record:
             changed[uuid] = record
             self._workflows[uuid] = replace(workflow, record=record)
@@ -182,8 +186,8 @@ class Supervisor:
             return
         key: AttemptKey = getattr(seen, "key")  # noqa: B009
         # Of an output that is on its way, what else is said of the attempt says nothing.
-        is_collect = isinstance(seen, Collected | CollectFailed) or (isinstance(seen, Unanswered) and seen.op == "collect")
-        for op in ("collect",) if is_collect else ("prepare", "start", "stop", "release"):
+        apart = isinstance(seen, Collected | CollectFailed | Unanswered) and (seen.op == "collect" or is_checkpoint(seen.op))
+        for op in (seen.op,) if apart else ("prepare", "start", "stop", "release"):  # type: ignore[attr-defined]
             self._in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
     def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
@@ -312,7 +316,8 @@ class Supervisor:
 
     def _act(self, command: Command) -> None:
         self._in_flight[command.identity] = command
-        backend = self._backends[command.pool]
+        backend, workflow = self._backends[command.pool], self._workflows[command.workflow]
+        plan, record = workflow.plan, workflow.record
         if command.op == "lease" and command.lease is not None:
             backend.lease(command.lease)
         elif command.op == "prepare":
@@ -325,7 +330,9 @@ class Supervisor:
             backend.release(command.key)
         elif command.op == "collect":
             backend.collect(command.key)
-        elif errand := errand_of(self._workflows[command.workflow].plan, self._workflows[command.workflow].record, command):
+        elif is_checkpoint(command.op):
+            backend.collect(command.key, command.op, place_of(plan.group(command.group), command))
+        elif errand := store_errand(plan, record, command) or errand_of(plan, record, command):
             self._mover.begin(command, errand)
 
     def _prepare(self, backend: Backend, command: Command) -> None:
@@ -344,7 +351,7 @@ class Supervisor:
         nodes = {node.name: node for node in pool.nodes}
         launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes, command.attempt)
         launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
-        launch = place_data(launch, plan, group)
+        launch = place_checkpoints(place_data(launch, plan, group), plan, group)
         try:
             given = given_secrets(plan.launch(command.task), secrets)
         except LookupError as error:
@@ -363,7 +370,7 @@ class Supervisor:
             if not any(task.stray for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
         # Not while one may be arriving that is equal: it would be taken for here already.
-        if self._spent and not any(command.op == "collect" or command.is_data for command in self._in_flight.values()):
+        if self._spent and not any(_brings_archives(command) for command in self._in_flight.values()):
             others = (archives(one.record) for one in self._workflows.values() if not _is_over(one.record))
             for digest in self._spent.difference(*others):
                 (self._blobs / digest).unlink(missing_ok=True)
@@ -371,6 +378,10 @@ class Supervisor:
         if all(_is_over(one.record) for one in self._workflows.values()):
             for part in self._blobs.glob("*.part"):
                 part.unlink(missing_ok=True)  # of an output that nobody takes any more
+
+
+def _brings_archives(command: Command) -> bool:
+    return command.op == "collect" or is_checkpoint(command.op) or command.is_data
 
 
 def _is_over(record: WorkflowRecord) -> bool:

@@ -36,6 +36,7 @@ def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> 
         message=f"attempt {attempt + 1} of at most {plan.retry.limit + 1} begins in {wait_s:g} s",
         attempt=attempt,
         carried=kept(group),
+        checkpoints=group.checkpoints,
         earlier=(*group.earlier, *(replace(task, state=State.RESCHEDULED) for task in group.tasks)),
         earlier_causes=(*group.earlier_causes, cause),
         tasks=tuple(

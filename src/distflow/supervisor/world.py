@@ -41,7 +41,8 @@ class Command:
     """Something a backend shall do; ``identity`` tells whether it is under way already."""
 
     op: str
-    """``lease``, ``prepare``, ``start``, ``stop``, ``release``, ``collect``; of data ``fetch/<n>`` and ``write/<n>``."""
+    """``lease``, ``prepare``, ``start``, ``stop``, ``release``, ``collect``; of checkpoints
+    ``pack:<n>``; of data ``fetch/<n>``, ``write/<n>`` and ``store/<n>`` (a checkpoint)."""
     pool: str
     workflow: str
     group: str

@@ -214,17 +214,21 @@ class FakeBackend:
             else:
                 self._report(key)
 
-    def collect(self, key: AttemptKey) -> None:
-        """Say that the output is here, unless it is spoilt or ``holds_outputs`` keeps it for now."""
+    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
+        """Say that the output is here, unless it is spoilt or ``holds_outputs`` keeps it for now.
+
+        Of a directory (``place``) each look finds something new.
+        """
         attempt = self._attempts.get(key.name)
-        if not self._reaches(key, "collect") or self.holds_outputs:
+        if not self._reaches(key, op) or self.holds_outputs:
             return
         now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
         if spoils:
-            self._sink(CollectFailed(at=now, key=key, message=spoils))
+            self._sink(CollectFailed(at=now, key=key, op=op, message=spoils))
         else:
-            self.collected.append(key.name)
-            self._sink(Collected(at=now, key=key, digest=hashlib.sha256(key.name.encode()).hexdigest(), size=10240))
+            self.collected.append(key.name if place is None else f"{key.name}/{place}")
+            what = key.name if place is None else f"{key.name}/{place}/{now}"
+            self._sink(Collected(at=now, key=key, op=op, digest=hashlib.sha256(what.encode()).hexdigest(), size=10240))
 
     def close(self) -> None:
         """Let go."""

@@ -134,9 +134,9 @@ class MachinesBackend:
 
         self._send(key, "release", answered)
 
-    def collect(self, key: AttemptKey) -> None:
-        """Pack and fetch the output of an ended attempt; in a thread, because that may take minutes."""
-        self._workers.submit(self._collector.collect, self._connections[key.node], key)
+    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
+        """Pack and fetch the output of an ended attempt, or a directory of it; in a thread, because that may take minutes."""
+        self._workers.submit(self._collector.collect, self._connections[key.node], key, op, place)
 
     def close(self) -> None:
         """Let go of all connections."""
@@ -168,6 +168,7 @@ class MachinesBackend:
                 "cwd": "work",
                 "stop_grace_s": stop_grace_s,
                 "shell_prelude": launch.setup,
+                "folders": list(launch.folders),
                 "container": None if launch.container is None else asdict(launch.container),
             }
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record)

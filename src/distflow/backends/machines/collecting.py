@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, Sink, Unanswered
 from distflow.backends.machines.connection import Connection, now
@@ -17,6 +18,13 @@ _TRIES = 5
 _PAUSE_S = 1.0
 
 
+class _One(NamedTuple):
+    """What is being collected."""
+
+    key: AttemptKey
+    op: str
+
+
 class Collector:
     """Collects into one blob store; ``collect`` is called in a thread for each output."""
 
@@ -25,64 +33,68 @@ class Collector:
         self._blobs = blobs
         self._sink = sink
         self._lock = threading.Lock()
-        self._under_way: set[str] = set()
-        self._broken: dict[str, int] = {}
+        self._under_way: set[_One] = set()
+        self._broken: dict[_One, int] = {}
         self._closing = threading.Event()
 
     def close(self) -> None:
         """Wait for nothing any more."""
         self._closing.set()
 
-    def collect(self, connection: Connection, key: AttemptKey) -> None:
-        """Bring the output of an ended attempt here, and tell the sink; what is under way already is not begun again."""
-        with self._lock:
-            if key.name in self._under_way:
-                return
-            self._under_way.add(key.name)
-        told = _Told(key, self._sink, self._closing)
-        try:
-            fetched = connection.fetch(key, self._blobs, told.progress)
-        except NodeUnreachable as error:
-            self._broke_off(key, error, is_accident=told.has_moved or not connection.is_up)
-        except AgentError as error:
-            self._give_up(key, error.detail)
-        except DistflowError as error:
-            self._give_up(key, f"it cannot be fetched: {error}")
-        except OSError as error:
-            self._give_up(key, f"it cannot be kept in {self._blobs}, on the machine of the supervisor: {error.strerror}")
-        else:
-            self._done(key)
-            self._sink(Collected(at=now(), key=key, digest=fetched.digest, size=fetched.size, left_out=fetched.left_out))
+    def collect(self, connection: Connection, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
+        """Bring the output of an attempt here, or its directory ``place``, and tell the sink.
 
-    def _broke_off(self, key: AttemptKey, error: NodeUnreachable, *, is_accident: bool) -> None:
+        What is under way already is not begun again.
+        """
+        one = _One(key, op)
+        with self._lock:
+            if one in self._under_way:
+                return
+            self._under_way.add(one)
+        told = _Told(one, self._sink, self._closing)
+        try:
+            fetched = connection.fetch(key, self._blobs, told.progress, place)
+        except NodeUnreachable as error:
+            self._broke_off(one, error, is_accident=told.has_moved or not connection.is_up)
+        except AgentError as error:
+            self._give_up(one, error.detail)
+        except DistflowError as error:
+            self._give_up(one, f"it cannot be fetched: {error}")
+        except OSError as error:
+            self._give_up(one, f"it cannot be kept in {self._blobs}, on the machine of the supervisor: {error.strerror}")
+        else:
+            self._done(one)
+            self._sink(Collected(at=now(), key=key, op=op, digest=fetched.digest, size=fetched.size, left_out=fetched.left_out))
+
+    def _broke_off(self, one: _One, error: NodeUnreachable, *, is_accident: bool) -> None:
         with self._lock:
             # A node that is gone is waited for as long as the pool allows; that is decided elsewhere.
-            self._broken[key.name] = 0 if is_accident else self._broken.get(key.name, 0) + 1
-            tries = self._broken[key.name]
+            self._broken[one] = 0 if is_accident else self._broken.get(one, 0) + 1
+            tries = self._broken[one]
         if tries >= _TRIES:
-            self._give_up(key, f"it cannot be fetched, the connection ended {tries} times: {error.detail}")
+            self._give_up(one, f"it cannot be fetched, the connection ended {tries} times: {error.detail}")
             return
         self._closing.wait(_PAUSE_S)
         with self._lock:
-            self._under_way.discard(key.name)
-        self._sink(Unanswered(at=now(), key=key, op="collect"))
+            self._under_way.discard(one)
+        self._sink(Unanswered(at=now(), key=one.key, op=one.op))
 
-    def _give_up(self, key: AttemptKey, message: str) -> None:
-        self._done(key)
-        self._sink(CollectFailed(at=now(), key=key, message=message))
+    def _give_up(self, one: _One, message: str) -> None:
+        self._done(one)
+        self._sink(CollectFailed(at=now(), key=one.key, op=one.op, message=message))
 
-    def _done(self, key: AttemptKey) -> None:
+    def _done(self, one: _One) -> None:
         with self._lock:
-            self._under_way.discard(key.name)
-            self._broken.pop(key.name, None)
+            self._under_way.discard(one)
+            self._broken.pop(one, None)
 
 
 class _Told:
     """Tells how far an output is, every second."""
 
-    def __init__(self, key: AttemptKey, sink: Sink, closing: threading.Event) -> None:
+    def __init__(self, one: _One, sink: Sink, closing: threading.Event) -> None:
         self._closing = closing
-        self._key = key
+        self._one = one
         self._sink = sink
         self._was_packed = False
         self._first = 0
@@ -94,11 +106,12 @@ class _Told:
     def progress(self, is_packed: bool, done: int, total: int) -> None:
         """Note that ``done`` of ``total`` bytes are packed, or here. Ends the transfer when nobody waits for it any more."""
         if self._closing.is_set():
-            raise NodeUnreachable(self._key.node, "let go")
+            raise NodeUnreachable(self._one.key.node, "let go")
         if is_packed and not self._was_packed:
             self._was_packed, self._first = True, done
             self._pace.begin(done)
         self.has_moved = is_packed and done > self._first
         rate = self._pace.due(done)
         if rate is not None:
-            self._sink(Collecting(at=now(), key=self._key, is_packed=is_packed, done=done, total=total, bytes_per_s=rate))
+            key, op = self._one
+            self._sink(Collecting(at=now(), key=key, op=op, is_packed=is_packed, done=done, total=total, bytes_per_s=rate))

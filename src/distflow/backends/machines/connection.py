@@ -139,7 +139,9 @@ class Connection:
                     progress=lambda sent: progress(sent, total),
                 )
 
-    def fetch(self, key: AttemptKey, blobs: Path, progress: Callable[[bool, int, int], None]) -> Fetched:
+    def fetch(
+        self, key: AttemptKey, blobs: Path, progress: Callable[[bool, int, int], None], place: str | None = None
+    ) -> Fetched:
         """Bring the output of an attempt to the blob store ``blobs``, one at a time. Raises as ``fetch_output`` does."""
         with self._fetching:
             return fetch_output(
@@ -148,6 +150,7 @@ class Connection:
                 self.node.python,
                 key.name,
                 blobs,
+                place=place,
                 timeout_s=self._pool.connect_timeout_s,
                 progress=progress,
             )

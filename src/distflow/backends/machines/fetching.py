@@ -43,11 +43,13 @@ def fetch_output(
     attempt: str,
     blobs: Path,
     *,
+    place: str | None = None,
     timeout_s: float,
     progress: Callable[[bool, int, int], None] = lambda *_: None,
 ) -> Fetched:
     """Bring an attempt's output to the blob store ``blobs``; ``progress`` hears whether it is packed, and bytes of how many.
 
+    With ``place`` it is that directory of the attempt, which may still run; without files in it there is no ``digest``.
     ``timeout_s`` bounds how long the node may take to answer at first. Raises ``AgentError`` when the node refuses (a file that
     cannot be read, no space, damaged), ``NodeUnreachable`` and ``BootstrapFailed`` as connections do, ``OSError`` when it
     cannot be kept here.
@@ -55,16 +57,20 @@ def fetch_output(
     opened = open_service(transport, root, python, "sender", timeout_s=timeout_s)
     stream = ServiceStream(transport.name, opened, "the connection that fetched files ended")
     try:
-        opened.channel.write(encode({"attempt": attempt}))
+        opened.channel.write(encode({"attempt": attempt} | ({} if place is None else {"place": place})))
         while "packing" in (told := stream.line()):
             progress(False, int(told["packing"]), int(told["of"]))
         digest, size = str(told["hash"]), int(told["size"])
+        if place is not None and not digest:
+            return Fetched(digest="", size=0, files=0, left_out=())
         if not _SHA_256.fullmatch(digest):
             raise AgentError(transport.name, "bad_request", f"it named its output {digest!r}")
         path = str(blobs / digest)
         said = lambda message: opened.channel.write(encode(message))  # noqa: E731
         if not receive(stream, path, digest, size, said, lambda at: progress(True, at, size)):
             raise stream.broke_off()
+        if place is not None:
+            opened.channel.write(encode({"got": True}))
         return Fetched(digest=digest, size=size, files=int(told["files"]), left_out=tuple(told["left_out"]))
     except OpError as error:
         raise AgentError(transport.name, error.kind, error.message) from error

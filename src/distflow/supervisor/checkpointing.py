@@ -1,0 +1,166 @@
+"""Checkpoints: directories of running tasks, taken every so often and once more at the end, given to the next attempt. Pure.
+
+A checkpoint is packed on its node and fetched (``pack:<n>``), then written to its URL (``store/<n>``). The last whole archive
+stays in the blob store until the workflow has ended: a group that is tried again gets it from there. What fails is told, and
+tried again when the next one is due; no training ends because of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from distflow.backends.base import Collected, CollectFailed
+from distflow.documents.quantities import bytes_text
+from distflow.lifecycle.states import Reason, State
+from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
+from distflow.state.record import Checkpoint, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.supervisor.carrying import DataSeen, Errand
+from distflow.supervisor.world import Command, NodeView
+
+__all__ = ["Due", "absorb_checkpoint", "absorb_stored", "due", "is_checkpoint", "place_checkpoints", "place_of", "store_errand"]
+
+_PACK, _STORE = "pack:", "store/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """What is to be done now for the checkpoints of a group."""
+
+    packs: tuple[tuple[TaskRecord, str], ...] = ()
+    """Tasks and the ``op`` for their node."""
+    stores: tuple[Command, ...] = ()
+    wake_at: float | None = None
+    message: str = ""
+    """Of a group whose tasks have all ended: what is still to be saved, in words; empty when nothing is."""
+
+
+def due(
+    plan: GroupPlan,
+    record: WorkflowRecord,
+    group: GroupRecord,
+    node_of: Callable[[TaskRecord], NodeView | None],
+    lost_after_s: float,
+    now: float,
+) -> Due:
+    """Return what is due at ``now``. A task that has ended has one more, unless its node is out of reach for too long."""
+    packs: list[tuple[TaskRecord, str]] = []
+    stores: list[Command] = []
+    times: list[float] = []
+    waits: list[str] = []
+    for task, number, planned in _all(plan, group):
+        known = group.checkpoint(task.name, number)
+        mine = known if known is not None and known.attempt == task.attempt else None
+        if mine is not None and mine.is_new:
+            stores.append(
+                Command(
+                    op=f"{_STORE}{number}", pool=record.pool_key, workflow=record.uuid, group=group.name, task=task.name,
+                    attempt=task.attempt,
+                )
+            )  # fmt: skip
+            waits += [task.name] if task.state.is_final else []
+        elif task.state is State.RUNNING and task.started_at is not None:
+            at = max(task.started_at, mine.at if mine is not None else 0.0) + planned.every_s
+            if now >= at:
+                packs.append((task, f"{_PACK}{number}"))
+            else:
+                times.append(at)
+        elif _has_one_more(task, mine):
+            view = node_of(task)
+            if view is None or view.up:
+                packs.append((task, f"{_PACK}{number}"))
+            elif now < view.since + lost_after_s:
+                times.append(view.since + lost_after_s)
+            else:
+                continue
+            waits.append(task.name)
+    words = f"all tasks have ended; the last checkpoint of {', '.join(dict.fromkeys(waits))} is saved" if waits else ""
+    return Due(packs=tuple(packs), stores=tuple(stores), wake_at=min(times, default=None), message=words)
+
+
+def place_of(plan: GroupPlan, command: Command) -> str:
+    """Return the directory of the attempt that a ``pack:<n>`` is about."""
+    return plan.launch(command.task).checkpoints[int(command.op.removeprefix(_PACK))].place
+
+
+def is_checkpoint(op: str) -> bool:
+    """Whether an operation packs a checkpoint."""
+    return op.startswith(_PACK)
+
+
+def store_errand(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | None:
+    """Return what a ``store/<n>`` wants written; ``None`` for any other command."""
+    if not command.op.startswith(_STORE):
+        return None
+    number = int(command.op.removeprefix(_STORE))
+    planned = plan.group(command.group).launch(command.task).checkpoints[number]
+    known = record.group(command.group).checkpoint(command.task, number)
+    url = planned.url.replace("{{workflow_id}}", record.id)
+    return Errand(op=command.op, url=url, regex=planned.regex, digest=known.digest if known is not None else "")
+
+
+def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) -> BoundLaunch:
+    """Return the launch with the last checkpoints of earlier attempts as archives to unpack."""
+    files = []
+    for number, planned in enumerate(plan.launch(launch.task).checkpoints):
+        known = group.checkpoint(launch.task, number)
+        if known is not None and known.digest:
+            files.append(
+                PlannedFile(
+                    path=str(PurePosixPath(planned.place).parent), shown=f"the last checkpoint of {planned.shown}",
+                    blob=known.digest, size=known.size, mode=0o700, is_tar=True,
+                )
+            )  # fmt: skip
+    return replace(launch, files=(*launch.files, *files))
+
+
+def absorb_checkpoint(
+    record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: Collected | CollectFailed
+) -> tuple[GroupRecord, list[Event]]:
+    """Return the group after a checkpoint was taken, or could not be."""
+    number = int(seen.op.removeprefix(_PACK))
+    known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
+    taken = replace(known, attempt=task.attempt, at=seen.at, is_last=task.state.is_final, error="")
+    words = ""
+    if isinstance(seen, CollectFailed):
+        taken, words = replace(taken, error=seen.message), f"its checkpoint was not taken: {seen.message}"
+    elif seen.digest and seen.digest != known.digest:
+        taken = replace(taken, digest=seen.digest, size=seen.size, is_new=True)
+        if seen.left_out:
+            words = f"left out of its checkpoint, as they changed meanwhile: {', '.join(seen.left_out)}"
+    return group.with_checkpoint(taken), _events(record, group, task.name, task.attempt, seen.at, words)
+
+
+def absorb_stored(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord, list[Event]]:
+    """Return the workflow's record after a checkpoint was written to its URL, or could not be."""
+    group = record.group(seen.key.group)
+    number = int(seen.op.removeprefix(_STORE))
+    known = group.checkpoint(seen.key.task, number)
+    if seen.outcome is None or known is None or not known.is_new or known.attempt != seen.key.attempt:
+        return record, []
+    stored = replace(known, at=seen.at, is_new=False, error=seen.outcome.error)
+    words = f"its checkpoint is at {seen.url}: {seen.outcome.files:,} files, {bytes_text(seen.outcome.content)}"
+    if stored.error:
+        words = f"its checkpoint was not written: {stored.error}"
+    after = group.with_checkpoint(stored)
+    groups = tuple(after if other.name == after.name else other for other in record.groups)
+    return replace(record, groups=groups), _events(record, group, known.task, known.attempt, seen.at, words)
+
+
+def _all(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int, PlannedCheckpoint]]:
+    for task in group.tasks:
+        for number, planned in enumerate(plan.launch(task.name).checkpoints):
+            yield task, number, planned
+
+
+def _has_one_more(task: TaskRecord, known: Checkpoint | None) -> bool:
+    has_run = task.state.is_final and task.started_at is not None and task.node is not None
+    return has_run and task.reason is not Reason.NODE_LOST and not (known is not None and known.is_last)
+
+
+def _events(record: WorkflowRecord, group: GroupRecord, task: str, attempt: int, at: float, words: str) -> list[Event]:
+    if not words:
+        return []
+    text = f"{task}: {words}"
+    return [Event(at=at, kind="state", text=text, workflow=record.uuid, group=group.name, task=task, attempt=attempt)]

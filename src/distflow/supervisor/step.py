@@ -1,0 +1,84 @@
+"""What the policy of a group works with: the group as it becomes, and where commands, events and times to wake go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from distflow.lifecycle.states import Reason, State
+from distflow.plan.model import GroupPlan
+from distflow.pools.model import Pool
+from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
+
+__all__ = ["Step"]
+
+
+class Step:
+    """One group's step: what it is, what is known, and where decisions go."""
+
+    def __init__(
+        self, world: World, workflow: Workflow, record: WorkflowRecord, group: GroupRecord, now: float, decision: Decision
+    ) -> None:
+        self.world = world
+        self.record = record
+        self.whole = workflow.plan
+        self.group = group
+        self.plan: GroupPlan = workflow.plan.group(group.name)
+        self.pool: Pool | None = world.pools.get(record.pool_key)
+        self.now = now
+        self.decision = decision
+
+    def _stop(self, reason: Reason | None, message: str) -> None:
+        self._become(State.STOPPING, stop_reason=reason, stopping_at=self.now, message=message, withdrawing=False)
+
+    def _become(self, state: State, **changes: object) -> None:
+        before = self.group.state
+        self.group = replace(self.group, state=state, **changes)  # type: ignore[arg-type]
+        if state is not before:
+            words = f": {self.group.message}" if self.group.message else ""
+            self._tell(f"{self.group.name}: {self.group.status}{words}")
+
+    def _tell(self, text: str, task: TaskRecord | None = None) -> None:
+        self.decision.events.append(
+            Event(
+                at=self.now, kind="state", text=text, workflow=self.record.uuid, group=self.group.name,
+                task=task.name if task else None, attempt=task.attempt if task else None,
+            )
+        )  # fmt: skip
+
+    def _command(self, op: str, task: TaskRecord, *, grace_s: float = 0.0, why: str = "") -> None:
+        view = self._node(task)
+        if task.node is None or view is None or not view.up:
+            return
+        command = Command(
+            op=op, pool=self.record.pool_key, workflow=self.record.uuid, group=self.group.name, task=task.name,
+            attempt=task.attempt, node=task.node, grace_s=grace_s, why=why,
+        )  # fmt: skip
+        if command.identity not in self.world.in_flight:
+            self.decision.commands.append(command)
+
+    def _carry(self, commands: Iterable[Command]) -> None:
+        self.decision.commands += [one for one in commands if one.identity not in self.world.in_flight]
+
+    def _node(self, task: TaskRecord) -> NodeView | None:
+        return self.world.nodes.get((self.record.pool_key, task.node)) if task.node else None
+
+    def _unreachable(self, task: TaskRecord) -> bool:
+        view = self._node(task)
+        return view is not None and not view.up
+
+    @property
+    def _lost_after_s(self) -> float:
+        return self.pool.node_lost_after_s if self.pool else 120.0
+
+    def _say(self, message: str) -> None:
+        """Say what it waits for, when that is news."""
+        if self.group.message != message:
+            self.group = replace(self.group, message=message)
+            self._tell(f"{self.group.name}: {message}")
+
+    def _lines(self) -> Mapping[str, tuple[str, ...]]:
+        return {
+            task.name: self.world.lines.get((self.record.uuid, self.group.name, task.name), ()) for task in self.group.tasks
+        }

@@ -1,0 +1,116 @@
+"""Checkpoints of tasks that really run: taken while they run and at their end, and there again in the next attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.s3 import S3Server
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+COUNTING = """
+workflow:
+  name: counting
+  retry: {backoff: 0}
+  tasks:
+  - name: train
+    command:
+    - sh
+    - -c
+    - |
+      mkdir -p /tmp/models; cd /tmp/models
+      n=$(cat last 2> /dev/null || echo 0); echo "resumes at $n"
+      while [ $n -lt 6 ]; do
+        n=$((n + 1)); echo $n > last.new; mv last.new last; echo $n > step-$n
+        [ $n != 3 ] || [ $DISTFLOW_RETRY_ID != 0 ] || exit 75
+        sleep 0.1
+      done
+    exitActions: {RESCHEDULE: 75}
+    checkpoint:
+    - {path: /tmp/models, url: "URL", frequency: 1h}
+"""
+
+
+@pytest.mark.parametrize("backend", ["local", "ssh"])
+def test_the_next_attempt_goes_on_where_the_last_one_ended(
+    backend: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest
+) -> None:
+    bucket = s3.bucket("b")
+    if backend == "ssh":
+        request.getfixturevalue("lab")
+    spec = cli.spec(COUNTING.replace("URL", "s3://b/runs/{{workflow_id}}"))
+    done = cli.run("workflow", "submit", spec, "--wait")
+    assert done.code == 0, done.err
+    words = [line for line in done.out.splitlines() if "resumes" in line]
+    assert words == ["[train] resumes at 0", "[train retry-1] resumes at 3"]
+    kept = bucket / "runs" / "counting-1" / "models"
+    assert (kept / "last").read_text() == "6\n"
+    assert sorted(path.name for path in kept.iterdir() if path.name[0] != ".") == ["last", *(f"step-{n}" for n in range(1, 7))]
+    events = cli.run("workflow", "events", "counting-1").out
+    assert "[train] its checkpoint is at s3://b/runs/counting-1: " in events
+    assert "[train retry-1] its checkpoint is at s3://b/runs/counting-1: " in events
+    # Nothing of them stays but where they were wanted.
+    assert [path for path in (cli.state / "blobs").iterdir() if path.stat().st_size > 5000] == []
+
+
+def test_checkpoints_are_taken_while_the_task_runs(cli: Cli, tmp_path: Path) -> None:
+    spec = f"""
+workflow:
+  name: running
+  tasks:
+  - name: train
+    command: [sh, -c, 'mkdir ckpt; while sleep 0.05; do date +%s%N > ckpt/new; mv ckpt/new ckpt/last; echo x >> ckpt/log; done']
+    checkpoint:
+    - {{path: ckpt, url: "file://{tmp_path}/kept", frequency: 1s, regex: 'ckpt/last'}}
+"""
+    ident = cli.submit(cli.spec(spec))
+    last = tmp_path / "kept" / "ckpt" / "last"
+    wait_until(last.exists, 60)
+    first = last.read_text()
+    wait_until(lambda: last.read_text() not in ("", first), 60)
+    assert cli.tasks(ident)["train"]["status"] == "RUNNING"
+    assert sorted(path.name for path in last.parent.iterdir()) == ["last"]
+    # A cancel takes one more.
+    before = last.read_text()
+    assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
+    assert int(last.read_text()) > int(before)
+
+
+def test_a_supervisor_that_is_killed_goes_on_taking_them(cli: Cli, tmp_path: Path) -> None:
+    spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exit 9").replace("sleep 0.1", "sleep 0.5")
+    ident = cli.submit(cli.spec(spec.replace("1h", "1s")))
+    wait_until((tmp_path / "kept" / "models" / "last").exists, 60)
+    pid = cli.supervisor()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cli.supervisor() is None, 30)
+    cli.await_status(ident, "FAILED")
+    assert (tmp_path / "kept" / "models" / "last").read_text() == "3\n"
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_no_training(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("a file is in the way")
+    done = cli.run("workflow", "submit", cli.spec(COUNTING.replace("URL", f"file://{tmp_path}/kept")), "--wait", timeout=300)
+    assert done.code == 0, done.err
+    assert "[train retry-1] resumes at 3" in done.out
+    assert "its checkpoint was not written: " in cli.run("workflow", "events", "counting-1").out
+
+
+def test_a_lost_node_costs_what_came_after_the_last_checkpoint(lab: Lab, cli: Cli, tmp_path: Path) -> None:
+    lab.configure(node_lost_after="2s", connect_timeout="2s")
+    spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exec sleep 600")
+    ident = cli.submit(cli.spec(spec.replace("1h", "1s").replace("RESCHEDULE: 75", "RESCHEDULE: 3001")))
+    last = tmp_path / "kept" / "models" / "last"
+    wait_until(lambda: last.exists() and last.read_text() == "3\n", 60)
+    lost = cli.tasks(ident)["train"]["node_name"]
+    lab.servers[lost].stop()
+    cli.await_status(ident, "COMPLETED", timeout=120)
+    assert "[train retry-1] resumes at 3" in cli.logs(ident)
+    assert last.read_text() == "6\n"
+    lab.servers[lost].start()
+    lab.await_stray_end(ident, "train")
