@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import launch_of
+from distflow.runtime import attempts
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -106,6 +107,20 @@ def test_files_of_credentials_are_gone_with_a_lease_that_is_given_back(node: Nod
     folder = where(node, attempt)
     assert folder.is_dir()
     link.request("release", attempt=attempt)
+    assert not folder.parent.exists()
+
+
+def test_cleaning_removes_what_nobody_was_there_to_remove(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, hold("echo up"), secret_files=FILES)
+    await_output(node, attempt, "up\n")
+    folder = where(node, attempt)
+    link.close()
+    _kill("keeper", "runner")(node, attempt)
+    assert folder.is_dir()
+    link = node.connect()
+    wait_until(lambda: not attempts.is_reachable(str(node.directory(attempt))), 20, "both are gone")
+    link.request("clean", workflow=node.workflow, keep_output=False)
     assert not folder.parent.exists()
 
 

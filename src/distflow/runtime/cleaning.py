@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import List, Tuple
 
-from distflow.runtime import attempts
+from distflow.runtime import attempts, secretfiles
 from distflow.runtime.blobs import BLOBS
 from distflow.runtime.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
@@ -38,6 +38,8 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     if not os.path.isdir(top):
         return {"freed_bytes": 0}
     before = _measure(top)[0]
+    for _, directory in attempts.each(root, workflow):
+        secretfiles.remove(directory)  # of one whose pair was killed when no agent was there
     if keep_output:
         for _, directory in list(attempts.each(root, workflow)):
             for entry in list(os.scandir(directory)):
