@@ -173,6 +173,20 @@ def test_validate_knows_this_machines_credentials(cli: Cli) -> None:
     assert "did you mean `wandbb`?" in problems[0]["hint"]
 
 
+def test_set_env_takes_a_value_from_the_environment(cli: Cli) -> None:
+    spec = cli.spec("workflow: {name: env, tasks: [{name: a, command: [sh, -c, 'printf %s $SET | wc -c; echo $SET']}]}")
+    refused = cli.run("workflow", "submit", spec, "--set-env", "SET")
+    assert (refused.code, "--set-env number 1 is not of the form NAME=VALUE" in refused.err) == (2, True)
+    cli.environment["SET"] = SET
+    process = cli.start("workflow", "submit", spec, "--set-env", "SET", "--wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "env-1\n"
+    assert not in_arguments()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out == f"[a] {len(SET)}\n[a] ********\n"
+
+
 def test_set_env_wins_over_a_credential(cli: Cli) -> None:
     keep(cli, "wandb", ENV, key="api_key")
     text = SPEC.split("      deploy", maxsplit=1)[0] + "    command: [sh, -c, 'printf %s $WANDB_API_KEY | wc -c']\n"

@@ -33,7 +33,7 @@ def restart(
     workflow: WorkflowArgument,
     set_env: Annotated[
         list[str] | None,
-        typer.Option("--set-env", metavar="NAME=VALUE", help="Give a secret value again; those of the run are not kept."),
+        typer.Option("--set-env", metavar="NAME[=VALUE]", help="Give a secret value again; those of the run are not kept."),
     ] = None,
     pool: Annotated[str | None, typer.Option("--pool", "-p", help="Run in this pool; else in the one it ran in.")] = None,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the logs and end as the workflow ends.")] = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,8 +88,11 @@ def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Se
     secrets: dict[str, Secret] = {}
     for position, item in enumerate(set_env, 1):
         name, equals, value = item.partition("=")
-        if not equals or not name:
-            raise InputError(f"--set-env number {position} is not of the form NAME=VALUE")
+        if not equals and item in os.environ:
+            value = os.environ[item]
+        elif not equals or not name:
+            hint = "NAME alone takes the value from this command's own environment, where there is no variable of that name"
+            raise InputError(f"--set-env number {position} is not of the form NAME=VALUE", hint=hint)
         secrets[name] = Secret(value)
     return Overrides(
         sets=tuple(_pair("--set", item) for item in sets),

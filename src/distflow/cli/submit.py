@@ -71,7 +71,11 @@ def submit(
     set_string: SetStringOption = None,
     set_env: Annotated[
         list[str] | None,
-        typer.Option("--set-env", metavar="NAME=VALUE", help="Set a variable in every task; its value is kept secret."),
+        typer.Option(
+            "--set-env",
+            metavar="NAME[=VALUE]",
+            help="Set a variable in every task; its value is kept secret. NAME alone: the value that it has here.",
+        ),
     ] = None,
     pool: PoolOption = None,
     hostfile: HostfileOption = None,
