@@ -117,6 +117,14 @@ def test_what_stands_where_it_is_called_is_no_module_of_it(cli: Cli) -> None:
         assert list(contents(work_of(cli, "main") / "theirs")) == ["json.py"]
 
 
+def test_a_setup_that_prints_is_no_trouble(cli: Cli) -> None:
+    cli.configure(setup="echo loaded some modules")
+    with running(cli) as workflow:
+        done = cli.run("workflow", "rsync", "download", workflow, "made.txt:.")
+        assert (done.code, done.out, done.err) == (0, "", "")
+    assert (cli.folder / "made.txt").read_text() == "made\n"
+
+
 def test_what_cannot_be_copied_is_said(place: Cli) -> None:
     def refused(*words: str, code: int = 2) -> str:
         done = place.run("workflow", "rsync", *words)
