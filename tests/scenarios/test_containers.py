@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,9 @@ def spec(cli: Cli, tasks: str, name: str = "boxed") -> str:
     return cli.spec(text + tasks.replace("IMAGE", IMAGE).replace("MOUNTS", MOUNTS), f"{name}.yaml")
 
 
+CREDENTIALS = """
+      credentials: {wandb: {TOKEN: key}, deploy: /run/secrets/deploy}
+      volumeMounts"""
 ONE = """
     - name: one
       image: IMAGE
@@ -142,6 +146,28 @@ def test_exec_goes_into_the_container(cli: Cli, engine: Engine) -> None:
     assert done.out.splitlines()[:2] == ["inside", "one"]
     assert done.out.splitlines()[2].endswith("/one/0/work")
     assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
+
+
+def test_credentials_and_rsync_reach_a_task_in_a_container(cli: Cli, engine: Engine) -> None:
+    (cli.folder / "value").write_text("canary-5ecret\n")
+    for name in ("wandb", "deploy"):
+        assert cli.run("credential", "set", name, "--payload-file", "key=value").code == 0
+    script = (
+        "echo $TOKEN; rev < /run/secrets/deploy/key; echo; echo up; until test -e given/go; do sleep 0.1; done; cat given/go"
+    )
+    tasks = ONE.replace("COMMAND", script).replace("\n      volumeMounts", CREDENTIALS)
+    workflow = cli.submit(spec(cli, tasks))
+    log = cli.await_log(workflow, "up")
+    assert log == "[one] ********\n[one] terce5-yranac\n[one] up\n"
+    if shutil.which("rsync") is None:
+        assert cli.run("workflow", "exec", workflow, "one", "--entry", "sh -c 'mkdir given; echo copied > given/go'").code == 0
+    else:
+        (cli.folder / "given").mkdir()
+        (cli.folder / "given" / "go").write_text("copied\n")
+        done = cli.run("workflow", "rsync", "upload", workflow, "given:.")
+        assert done.code == 0, done.err
+    cli.await_status(workflow, "COMPLETED")
+    assert cli.logs(workflow).endswith("[one] copied\n")
 
 
 def test_a_pool_without_containers_says_once_that_images_are_ignored(cli: Cli) -> None:

@@ -32,7 +32,7 @@ class Place:
     def open(
         self, argv: Sequence[str], terminal: tuple[Size, str] | None, timeout_s: float, *, is_plain: bool = False
     ) -> Session:
-        """Start a command there; ``is_plain``: without the node's ``setup`` and the task's secrets.
+        """Start a command there; ``is_plain``: without container, ``setup`` and secrets.
 
         Raises ``InputError`` when the task does not run any more, and ``NodeError``.
         """

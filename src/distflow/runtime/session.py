@@ -1,8 +1,8 @@
 """One more command in the surroundings of a running task: its directory and environment, with a terminal of its own or pipes.
 
 Frames in both directions (``>IB``: length and kind, then that many bytes). To us: ``REQUEST`` (JSON: ``attempt``, ``argv``,
-``secret_env``, ``terminal``: null or ``{rows, columns, term}``, ``plain``: without the node's prelude), then ``INPUT``,
-``RESIZE`` (JSON), ``END_OF_INPUT``, ``PING``.
+``secret_env``, ``terminal``: null or ``{rows, columns, term}``, ``plain``: on the node itself, without its prelude), then
+``INPUT``, ``RESIZE`` (JSON), ``END_OF_INPUT``, ``PING``.
 From us: ``STARTED``, or ``REFUSED`` (JSON: ``kind``, ``message``) and nothing more; then ``OUTPUT``, ``ERRORS``, at last
 ``EXIT`` (JSON: ``code``, ``why``).
 
@@ -96,7 +96,7 @@ def _launch(directory: str, request: Json) -> Json:
     launch["argv"] = list(request["argv"])
     launch["secret_env"] = dict(request.get("secret_env") or {})
     if request.get("plain"):
-        launch["shell_prelude"] = None
+        launch.update(shell_prelude=None, container=None)
     return dict(launch)
 
 

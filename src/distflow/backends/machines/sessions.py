@@ -152,7 +152,7 @@ def open_session(
 ) -> Session:
     """Start a command beside the attempt of this name; with a ``terminal``: its size and its kind (``TERM``).
 
-    ``is_plain``: without the node's ``setup``, which may print something of its own.
+    ``is_plain``: on the node itself, not in the task's container, and without ``setup``, which may print something of its own.
 
     Raises ``NodeUnreachable`` and ``BootstrapFailed``, and ``AgentError`` when the attempt does not run.
     """
