@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from distflow.testing.engines import IMAGE, Dockerd, Engine, Podman, missing_dockerd, missing_podman
+from distflow.testing.engines import IMAGE, Dockerd, Engine, Podman, missing_dockerd, missing_podman, skeleton
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import checkout
+from scenarios.registry import Registry
 
 REPOSITORY = Path(__file__).parents[2]
 MOUNTS = json.dumps(["/usr", *sorted({sys.prefix, sys.base_prefix} - {"/usr"}), str(REPOSITORY)])
@@ -187,3 +189,28 @@ def _running(command: str) -> bool:
         except OSError:
             continue
     return False
+
+
+@pytest.mark.parametrize("user", ["somebody", ""])
+def test_an_image_is_pulled_with_the_credential_of_its_registry(cli: Cli, engine: Engine, user: str) -> None:
+    with Registry(user or "$oauthtoken", "canary-pa55word", skeleton()) as registry:
+        trusts = cli.folder / "registries.conf"
+        trusts.write_text(f'[[registry]]\nlocation = "{registry.address}"\ninsecure = true\n')
+        environment = engine.environment | {"CONTAINERS_REGISTRIES_CONF": str(trusts)}
+        cli.configure(cpus=64, container=engine.program, environment=json.dumps(environment))
+        tasks = ONE.replace("IMAGE", registry.image).replace("COMMAND", "echo it runs")
+        done = cli.run("workflow", "submit", spec(cli, tasks), "--wait")
+        assert (done.code, cli.tasks("boxed-1")["one"]["status"]) == (1, "FAILED_IMAGE_PULL")
+        assert registry.served == []
+        payload = [f"registry={registry.address}", "auth=canary-pa55word", *([f"username={user}"] if user else [])]
+        assert cli.run("credential", "set", "images", "--type", "REGISTRY", "--payload", *payload).code == 0
+        done = cli.run("workflow", "submit", spec(cli, tasks), "--wait")
+        assert done.code == 0, done.err
+        assert "[one] it runs\n" in done.out
+        assert any("/manifests/" in path for path in registry.served)
+        # Nothing of it stays on the node, as it is or as logins are written.
+        words = (b"canary-pa55word", base64.b64encode(f"{user or '$oauthtoken'}:canary-pa55word".encode()))
+        places = [cli.root, cli.folder / ".docker", cli.folder / ".config", Path("/dev/shm"), engine.folder / "client"]
+        files = [path for place in places for path in place.rglob("*") if path.is_file()]
+        assert not [path for path in files if any(word in path.read_bytes() for word in words)]
+        engine.run("rmi", "--force", registry.image)

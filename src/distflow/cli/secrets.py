@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from distflow.documents.problems import Problem, Severity
-from distflow.plan.credentials import stored_name
+from distflow.plan.credentials import login_name, registry_of, stored_name
 from distflow.plan.model import Plan
+from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.spec.credentials import KnownCredential, check_credentials
 from distflow.spec.model import WorkflowSpec
@@ -35,12 +38,29 @@ def credential_problems(spec: WorkflowSpec, *, is_tolerant: bool = False) -> Seq
     return check_credentials(spec, known, severity=severity)
 
 
-def gather_secrets(plan: Plan, directory: StateDirectory, given: Mapping[str, Secret]) -> dict[str, Secret]:
-    """Return every secret that the tasks of a plan get: ``given`` by --set-env, and all of the credentials that they name."""
+def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Mapping[str, Secret]) -> dict[str, Secret]:
+    """Return every secret that a workflow needs: ``given`` by --set-env, the credentials that tasks name, logins for images."""
     names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
     found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
     values = {stored_name(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}
-    return {**given, **values}
+    return {**given, **values, **(_logins(plan, directory) if any(node.container != "none" for node in pool.nodes) else {})}
+
+
+def _logins(plan: Plan, directory: StateDirectory) -> dict[str, Secret]:
+    """Return who we are to the registries of a plan's images, where a REGISTRY credential says so."""
+    registries = {registry_of(launch.image or "") for group in plan.groups for launch in group.launches} - {""}
+    found = {registry: Credentials(directory.credentials).for_registry(registry) for registry in sorted(registries)}
+    return {login_name(registry): _login(payload) for registry, payload in found.items() if payload is not None}
+
+
+def _login(payload: Mapping[str, Secret]) -> Secret:
+    """Return user and password as registries take them: a token alone goes with the user that NGC wants for one."""
+    auth, user = payload["auth"].reveal(), payload["username"].reveal() if "username" in payload else ""
+    if not user:
+        with suppress(ValueError):
+            if ":" in base64.b64decode(auth, validate=True).decode():
+                return Secret(auth)  # it is user and password already
+    return Secret(base64.b64encode(f"{user or '$oauthtoken'}:{auth}".encode()).decode())
 
 
 def _known(one: Credential) -> KnownCredential:

@@ -74,7 +74,7 @@ def store_workflow(
     what = f"restarted from {parent}" if parent else "submitted"
     text = f"{what} by {record.user} to pool {record.pool}" + (f"; kept: {', '.join(kept)}" if kept else "")
     event = Event(at=now, kind="submitted", text=text, workflow=record.uuid)
-    write_secrets(directory.secrets, record.uuid, gather_secrets(ready.plan, directory, overrides.secrets))
+    write_secrets(directory.secrets, record.uuid, gather_secrets(ready.plan, ready.pool, directory, overrides.secrets))
     try:
         return store.submit(
             record,

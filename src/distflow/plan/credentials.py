@@ -11,7 +11,7 @@ from distflow.plan.tokens import place_of
 from distflow.shell import Secret
 from distflow.spec.model import CredentialUse
 
-__all__ = ["GivenSecrets", "given_secrets", "planned_credentials", "stored_name"]
+__all__ = ["GivenSecrets", "given_secrets", "login_name", "planned_credentials", "registry_of", "stored_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +21,28 @@ class GivenSecrets:
     variables: Mapping[str, Secret] = field(default_factory=lambda: MappingProxyType({}))
     directories: Mapping[str, Mapping[str, Secret]] = field(default_factory=lambda: MappingProxyType({}))
     """Directory relative to the attempt's → file name → content."""
+    login: tuple[str, Secret] | None = None
+    """The registry of its image, and who we are to it, as docker's and podman's own files put that (base64)."""
 
 
 def stored_name(credential: str, key: str) -> str:
     """Return the name under which a value of a credential is stored for a workflow; no variable can have it."""
     return f"{credential}:{key}"
+
+
+def login_name(registry: str) -> str:
+    """Return the name under which a registry's login is stored for a workflow; no credential can have it."""
+    return f"@registry:{registry}"
+
+
+def registry_of(image: str) -> str:
+    """Return the registry that an image names; empty when it names none.
+
+    >>> registry_of("registry.example:5000/team/train:3"), registry_of("team/train:3")
+    ('registry.example:5000', '')
+    """
+    first, slash, _ = image.partition("/")
+    return first if slash and ("." in first or ":" in first or first == "localhost") else ""
 
 
 def planned_credentials(uses: Sequence[CredentialUse]) -> tuple[PlannedCredential, ...]:
@@ -53,7 +70,9 @@ def given_secrets(launch: Launch, stored: Mapping[str, Secret]) -> GivenSecrets:
     }
     variables |= {name: _value(stored, name, f"{name} of --set-env") for name in launch.secret_names}
     directories = {one.path: _of(stored, one.name) for one in launch.credentials if one.path}
-    return GivenSecrets(variables=variables, directories=directories)
+    registry = registry_of(launch.image or "")
+    login = stored.get(login_name(registry)) if registry else None
+    return GivenSecrets(variables=variables, directories=directories, login=(registry, login) if login else None)
 
 
 def _of(stored: Mapping[str, Secret], credential: str) -> dict[str, Secret]:

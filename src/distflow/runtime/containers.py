@@ -28,8 +28,11 @@ _OF_CLIENT = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", "TMPDI
 """Beginnings of the variables by which the program finds its daemon, its images and its settings."""
 
 
-def pull(container: Json, env: Dict[str, str]) -> Json:
-    """Have the image on the node. Answers ``program`` and whether it ``was_there``. Raises ``image_pull``, ``no_container``."""
+def pull(container: Json, env: Dict[str, str], login: Optional[Json] = None) -> Json:
+    """Have the image on the node, by ``login`` (``registry``, ``auth``) where one is given.
+
+    Answers ``program`` and whether it ``was_there``. Raises ``image_pull``, ``no_container``.
+    """
     program, image = _program(container, env), str(container["image"])
     for mount in container.get("mounts") or []:
         source = mount.partition(":")[0]
@@ -38,7 +41,15 @@ def pull(container: Json, env: Dict[str, str]) -> Json:
     looked = _run([program, "image", "inspect", image], env, _INSPECT_S)
     if looked.returncode == 0:
         return {"program": program, "was_there": True}
-    pulled = _run([program, "pull", "--quiet", image], env, _PULL_S)
+    if login is None:
+        pulled = _run([program, "pull", "--quiet", image], env, _PULL_S)
+    else:
+        from distflow.runtime import logins
+
+        with logins.written(login, env) as folder:
+            config = os.path.join(folder, "config.json")
+            words = ["--config", folder, "pull"] if _is_docker(program) else ["pull", "--authfile", config]
+            pulled = _run([program, *words, "--quiet", image], env, _PULL_S)
     if pulled.returncode != 0:
         raise OpError("image_pull", "the image {} cannot be pulled: {}".format(image, _last_words(pulled.stderr)))
     return {"program": program, "was_there": False}

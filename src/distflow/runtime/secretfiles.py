@@ -15,7 +15,7 @@ from typing import Dict, List, Optional
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["ON_DISK", "place", "remove"]
+__all__ = ["ON_DISK", "memory_folder", "place", "remove"]
 
 ON_DISK = "credentials"
 _MEMORY = "/dev/shm"
@@ -55,6 +55,17 @@ def remove(directory: str) -> None:
         os.rmdir(parent)
     except OSError:
         pass  # it is not there, or others have something in it
+
+
+def memory_folder() -> Optional[str]:
+    """A folder in memory that only this user can look into; None where there is none. Empty, it may vanish at any time."""
+    if not _has_memory():
+        return None
+    try:
+        os.makedirs(_parent(), mode=0o700, exist_ok=True)
+    except OSError:
+        return None
+    return _parent() if _is_ours(_parent()) else None
 
 
 def _parent() -> str:

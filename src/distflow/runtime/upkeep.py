@@ -64,7 +64,7 @@ class Upkeep:
 
         launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
         env = command.environment(launch, "", self._root)
-        self._loop.job(lambda: containers.pull(request["container"], env), done)
+        self._loop.job(lambda: containers.pull(request["container"], env, request.get("login")), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from distflow.testing.waiting import wait_until
 
-__all__ = ["IMAGE", "Dockerd", "Engine", "Podman", "missing_dockerd", "missing_podman"]
+__all__ = ["IMAGE", "Dockerd", "Engine", "Podman", "missing_dockerd", "missing_podman", "skeleton"]
 
 IMAGE = "localhost/distflow-skeleton:1"
 _EMPTY = ("usr", "etc", "tmp", "proc", "sys", "dev", "root", "var/tmp", "run", "home")
@@ -69,7 +69,7 @@ class Engine:
 
     def import_image(self) -> None:
         """Make ``IMAGE``."""
-        self.run("import", "-", IMAGE, stdin=_skeleton())
+        self.run("import", "-", IMAGE, stdin=skeleton())
 
 
 class Podman(Engine):
@@ -145,7 +145,8 @@ class Dockerd(Engine):
         return done.returncode == 0
 
 
-def _skeleton() -> bytes:
+def skeleton() -> bytes:
+    """Return an image as a tar: empty directories, and what programs want of /etc."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in _EMPTY:

@@ -36,7 +36,7 @@ from distflow.errors import AgentError, DistflowError, NodeUnreachable
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, Container, PlannedFile, TaskBinding
 from distflow.pools.model import Node, Pool
-from distflow.shell import revealed
+from distflow.shell import Secret, revealed
 from distflow.transports.base import Transport
 from distflow.transports.destination import SshDestination
 from distflow.transports.loading import load_ssh
@@ -154,7 +154,7 @@ class MachinesBackend:
         try:
             self._stage(connection, key, launch)
             if launch.container is not None:
-                self._pull(connection, key, launch, launch.container)
+                self._pull(connection, key, launch, launch.container, secrets.login)
             record = {
                 "argv": list(launch.argv),
                 "env": dict(launch.environment),
@@ -201,7 +201,14 @@ class MachinesBackend:
 
             connection.stage(list(blobs.values()), told)
 
-    def _pull(self, connection: Connection, key: AttemptKey, launch: BoundLaunch, container: Container) -> None:
+    def _pull(
+        self,
+        connection: Connection,
+        key: AttemptKey,
+        launch: BoundLaunch,
+        container: Container,
+        login: tuple[str, Secret] | None,
+    ) -> None:
         """Have the task's image on its node; it is told that this goes on, as nobody knows how far it is."""
         pulled = threading.Event()
 
@@ -212,7 +219,8 @@ class MachinesBackend:
         threading.Thread(target=tell, name=f"image of {key.name}", daemon=True).start()
         try:
             env, path = dict(launch.environment), connection.path_prepend()
-            connection.request("pull", timeout_s=_PLACING_S, container=asdict(container), env=env, path_prepend=path)
+            given = {"login": {"registry": login[0], "auth": login[1].reveal()}} if login else {}
+            connection.request("pull", timeout_s=_PLACING_S, container=asdict(container), env=env, path_prepend=path, **given)
         finally:
             pulled.set()
 

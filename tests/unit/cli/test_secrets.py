@@ -1,0 +1,37 @@
+"""The secrets of a workflow at its submission."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+
+import pytest
+
+from distflow.cli.secrets import gather_secrets
+from distflow.plan.model import GroupPlan, Launch, Plan
+from distflow.pools.model import Node, Pool
+from distflow.shell import Secret
+from distflow.state.credentials import Credentials, CredentialType
+from distflow.state.directory import StateDirectory
+
+
+@pytest.mark.parametrize(
+    ("payload", "login"),
+    [
+        ({"auth": "token"}, "$oauthtoken:token"),
+        ({"auth": "token", "username": "me"}, "me:token"),
+        ({"auth": base64.b64encode(b"me:word").decode()}, "me:word"),
+    ],
+)
+def test_logins_are_gathered_for_pools_with_containers(
+    payload: dict[str, str], login: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = StateDirectory(tmp_path_factory.mktemp("state"))
+    values = {key: Secret(value) for key, value in payload.items()} | {"registry": Secret("registry.example")}
+    Credentials(directory.credentials).set("images", CredentialType.REGISTRY, values)
+    launch = Launch(task="t", lead=True, argv=("true",), environment={}, image="registry.example/a")
+    plan = Plan(name="p", pool="x", groups=(GroupPlan(name="g", launches=(launch,)),))
+    bare = Node(name="n", host="", root="", python="")
+    for node, wanted in ((bare, {}), (replace(bare, container="podman"), {"@registry:registry.example": login})):
+        found = gather_secrets(plan, Pool(name="x", backend="local", nodes=(node,)), directory, {})
+        assert {name: base64.b64decode(value.reveal()).decode() for name, value in found.items()} == wanted

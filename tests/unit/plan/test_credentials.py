@@ -1,0 +1,60 @@
+"""What a task is given of the values that are stored for its workflow."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.plan.credentials import given_secrets, registry_of
+from distflow.plan.model import Launch, PlannedCredential
+from distflow.shell import Secret
+
+STORED = {
+    "TOKEN": Secret("by --set-env"),
+    "wandb:key": Secret("one line"),
+    "wandb:a:b": Secret("two\nlines"),
+    "@registry:registry.example": Secret("bG9naW4="),
+}
+
+
+def launch(*credentials: PlannedCredential, names: tuple[str, ...] = (), image: str | None = None) -> Launch:
+    return Launch(task="t", lead=True, argv=("true",), environment={}, credentials=credentials, secret_names=names, image=image)
+
+
+def test_variables_and_directories() -> None:
+    one = PlannedCredential(name="wandb", variables={"KEY": "key", "TOKEN": "key"})
+    two = PlannedCredential(name="wandb", path="files/x")
+    given = given_secrets(launch(one, two, names=("TOKEN",)), STORED)
+    assert {name: value.reveal() for name, value in given.variables.items()} == {"KEY": "one line", "TOKEN": "by --set-env"}
+    files = given.directories["files/x"]
+    # Programs that read keys want their last line ended.
+    assert {name: value.reveal() for name, value in files.items()} == {"key": "one line", "a:b": "two\nlines\n"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (launch(PlannedCredential(name="wandb", variables={"A": "gone"})), "the key gone of the credential wandb"),
+        (launch(PlannedCredential(name="wand", path="files/x")), "the credential wand"),
+        (launch(names=("OTHER",)), "OTHER of --set-env"),
+    ],
+)
+def test_what_is_missing_is_named(given: Launch, said: str) -> None:
+    with pytest.raises(LookupError, match=f"^{said}$"):
+        given_secrets(given, STORED)
+
+
+@pytest.mark.parametrize(
+    ("image", "registry"),
+    [
+        ("registry.example/team/train:3", "registry.example"),
+        ("localhost/train", "localhost"),
+        ("node:5000/train", "node:5000"),
+        ("team/train:3", ""),
+        ("train:3", ""),
+        ("", ""),
+    ],
+)
+def test_the_registry_of_an_image(image: str, registry: str) -> None:
+    assert registry_of(image) == registry
+    login = given_secrets(launch(image=image), STORED).login
+    assert (login is not None) == (registry == "registry.example")
