@@ -7,7 +7,6 @@ attempt can remove them: the keeper, the runner, or an agent that finds both gon
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from typing import Dict, List, Optional
@@ -73,6 +72,8 @@ def _parent() -> str:
 
 
 def _in_memory(directory: str) -> str:
+    import hashlib  # a tenth of an agent's start, and most attempts have no credentials
+
     return os.path.join(_parent(), hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32])
 
 
