@@ -29,8 +29,8 @@ LONGEST_VALUE = 64 * 1024
 _NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9_-]*[a-zA-Z0-9])?")
 _LONGEST_NAME = 64
 _COMPONENT = r"[^/,;*\s]+"
-_PROFILE = re.compile(rf"(?:s3|gs|azure)://{_COMPONENT}|(?:tos|swift)://{_COMPONENT}/{_COMPONENT}")
-_PROFILES = "s3://BUCKET, gs://BUCKET, azure://ACCOUNT, tos://ENDPOINT/BUCKET or swift://ENDPOINT/ACCOUNT"
+_PROFILE = re.compile(rf"(?:s3|gs|az|azure)://{_COMPONENT}|(?:tos|swift)://{_COMPONENT}/{_COMPONENT}")
+_PROFILES = "s3://BUCKET, gs://BUCKET, az://CONTAINER, azure://ACCOUNT, tos://ENDPOINT/BUCKET or swift://ENDPOINT/ACCOUNT"
 _ADDRESSING = ("virtual", "path", "auto")
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from distflow.shell import Secret
+from distflow.state.store import Store
 
-__all__ = ["read_secrets", "remove_secrets", "write_secrets"]
+__all__ = ["read_secrets", "remove_secrets", "sweep_secrets", "write_secrets"]
+
+_BEING_SUBMITTED_S = 3600.0
 
 
 def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) -> None:
@@ -34,3 +38,15 @@ def read_secrets(folder: Path, workflow: str) -> dict[str, Secret]:
 def remove_secrets(folder: Path, workflow: str) -> None:
     """Forget the secrets of a workflow (uuid); harmless when there are none."""
     (folder / f"{workflow}.json").unlink(missing_ok=True)
+
+
+def sweep_secrets(folder: Path, store: Store, now: float) -> None:
+    """Forget the secrets of workflows that have ended, or were never stored: of a submit or a supervisor that was killed."""
+    # In this order: what is submitted meanwhile is not among them.
+    files = list(folder.glob("*.json"))
+    unfinished, known = {record.uuid for record in store.unfinished()}, store.uuids()
+    for file in files:
+        with suppress(OSError):
+            is_over = file.stem in known or file.stat().st_mtime < now - _BEING_SUBMITTED_S
+            if file.stem not in unfinished and is_over:
+                file.unlink()

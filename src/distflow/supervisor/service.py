@@ -17,6 +17,7 @@ from distflow.backends.registry import open_backend, preload
 from distflow.pools.model import Pool
 from distflow.state.directory import StateDirectory
 from distflow.state.mirror import Mirror
+from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
 from distflow.state.storekeys import kept_in
 from distflow.supervisor.clock import SystemClock
@@ -77,8 +78,9 @@ def _work(directory: StateDirectory, store: Store, ready: int) -> None:
     def open_one(pool: Pool, sink: Callable[[Observation], None]) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))
 
-    keys = kept_in(directory.credentials)
-    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, SystemClock(), open_one, _log, keys)
+    keys, clock = kept_in(directory.credentials), SystemClock()
+    sweep_secrets(directory.secrets, store, clock.now())
+    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, clock, open_one, _log, keys)
     knock = open_wake_socket(directory)
 
     def listen() -> None:

@@ -72,6 +72,13 @@ def test_a_data_credential_takes_the_place_of_the_one_with_its_endpoint(tmp_path
         kept.set("other", CredentialType.DATA, payload(**DATA))
 
 
+@pytest.mark.parametrize("profile", ["s3://b", "gs://b", "az://c", "azure://a", "tos://e/b", "swift://e/a"])
+def test_every_profile_can_have_a_credential(tmp_path: Path, profile: str) -> None:
+    kept = Credentials(tmp_path)
+    kept.set("one", CredentialType.DATA, payload(**DATA | {"endpoint": profile}))
+    assert kept.for_data(profile) is not None
+
+
 def test_registries_are_found_by_their_name(tmp_path: Path) -> None:
     kept = Credentials(tmp_path)
     kept.set("plain", CredentialType.REGISTRY, payload(auth="a"))
