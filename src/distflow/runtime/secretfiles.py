@@ -19,6 +19,8 @@ __all__ = ["ON_DISK", "memory_folder", "place", "remove"]
 ON_DISK = "credentials"
 _MEMORY = "/dev/shm"
 _TRIES = 5
+_OWNER = "attempt"
+"""In each folder in memory: a link to the attempt's directory."""
 
 
 def place(directory: str, entries: List[Json]) -> None:
@@ -104,13 +106,32 @@ def _fill_memory(directory: str, contents: List[Dict[str, str]]) -> Optional[str
     for _ in range(_TRIES):
         try:
             os.makedirs(_parent(), mode=0o700, exist_ok=True)
-            return _fill(home, contents) if _is_ours(_parent()) else None
+            if not _is_ours(_parent()):
+                return None
+            _sweep()
+            _fill(home, contents)
+            os.symlink(os.path.realpath(directory), os.path.join(home, _OWNER))
+            return home
         except FileNotFoundError:
             continue  # whoever emptied the parent just removed it
         except OSError:
             remove(directory)
             return None
     return None
+
+
+def _sweep() -> None:
+    """Remove what is there of attempts that have ended, or are gone: their pairs were killed, and no agent came back."""
+    import shutil
+
+    for name in os.listdir(_parent()):
+        home = os.path.join(_parent(), name)
+        try:
+            owner = os.readlink(os.path.join(home, _OWNER))
+        except OSError:
+            continue  # it is just being filled, or is none of these
+        if not os.path.isdir(owner) or os.path.exists(os.path.join(owner, "exit.json")):
+            shutil.rmtree(home, ignore_errors=True)
 
 
 def _fill(home: str, contents: List[Dict[str, str]]) -> str:

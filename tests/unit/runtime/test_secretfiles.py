@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,19 @@ def test_memory_is_used_and_left_empty(attempt: Path, memory: Path) -> None:
     assert not (attempt / secretfiles.ON_DISK).exists()
     secretfiles.remove(str(attempt))
     assert not list(memory.iterdir())
+
+
+def test_what_nobody_removed_goes_when_others_come(attempt: Path, memory: Path, tmp_path: Path) -> None:
+    others = {name: tmp_path / name for name in ("gone", "ended", "alive")}
+    for other in others.values():
+        (other / "work").mkdir(parents=True)
+        secretfiles.place(str(other), [ENTRIES[1]])
+    homes = {name: (other / "work" / "b").resolve().parent for name, other in others.items()}
+    (others["ended"] / "exit.json").touch()
+    shutil.rmtree(others["gone"])
+    secretfiles.place(str(attempt), ENTRIES)
+    assert {name: home.exists() for name, home in homes.items()} == {"gone": False, "ended": False, "alive": True}
+    assert are_there(attempt)
 
 
 def test_without_memory_they_lie_with_the_attempt(attempt: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
