@@ -46,6 +46,7 @@ class _Root(LazyGroup):
             "pool": ("distflow.cli.pool:app", "Show the pools that workflows can run in, and check their nodes."),
             "resource": ("distflow.cli.resource:app", "Show what the nodes have, and what is in use of it."),
             "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
+            "dataset": ("distflow.cli.dataset:app", "Named, versioned collections of files."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
             "profile": ("distflow.cli.profile:app", "Say which pool you mean when you name none."),
             "credential": ("distflow.cli.credential:app", "Keep secrets, and give them to tasks by name."),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "configuration",
     "credentials_for",
+    "datasets_url",
     "hosts",
     "mirror",
     "open_store",
@@ -82,6 +83,11 @@ def credentials_for() -> CredentialsFor:
     from distflow.state.storekeys import kept_in
 
     return kept_in(find_state_directory(os.environ).credentials)
+
+
+def datasets_url(configuration: Configuration, directory: StateDirectory) -> str:
+    """Return the URL below which datasets lie: the configured one, else a folder of the state directory."""
+    return configuration.datasets or f"file://{directory.path.resolve()}/datasets"
 
 
 def hosts(hostfile: str | None) -> tuple[Host, ...] | None:

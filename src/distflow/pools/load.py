@@ -20,9 +20,11 @@ from distflow.documents.problems import ProblemsFound, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration
 from distflow.documents.schema import load_schema, schema_problems, schema_text
 from distflow.documents.source import read_text
+from distflow.documents.urls import parse_url
 from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
 from distflow.documents.yaml_text import parse_yaml
+from distflow.errors import InputError
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
 from distflow.pools.machine import Machine, this_machine
 from distflow.pools.model import Configuration, ContainerRuntime, Node, Pool, ssh_node
@@ -96,9 +98,12 @@ def parse_configuration(text: str, file: str, *, root: str, machine: Machine) ->
     names = top.view("pools").keys
     pools = {name: _parse_pool(top.view("pools", name), name, root, machine) for name in names}
     default = _default_pool(top, names)
+    datasets = _datasets(top)
     raise_errors(problems)
     bases = {name: _base_node(top.view("pools", name)) for name in names if pools[name].backend == "ssh"}
-    return Configuration(pools=MappingProxyType(pools), default_pool=default, file=file, bases=MappingProxyType(bases))
+    return Configuration(
+        pools=MappingProxyType(pools), default_pool=default, file=file, datasets=datasets, bases=MappingProxyType(bases)
+    )
 
 
 def configuration_schema_text() -> str:
@@ -151,6 +156,16 @@ def _local_node(root: str, machine: Machine) -> Node:
         cpus=machine.cpus,
         memory=machine.memory,
     )
+
+
+def _datasets(top: View) -> str | None:
+    url = top.string("datasets")
+    if url is not None:
+        try:
+            parse_url(url, writes=True)
+        except InputError as error:
+            top.add(error.message, error.hint, key="datasets")
+    return url
 
 
 def _default_pool(top: View, names: Sequence[str]) -> str:

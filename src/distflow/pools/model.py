@@ -87,6 +87,8 @@ class Configuration:
     default_pool: str
     file: str | None = None
     """Where it was read; ``None`` for the built-in one."""
+    datasets: str | None = None
+    """URL below which datasets lie; ``None``: in the state directory."""
     bases: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
     """For each pool over SSH, what holds for a node there that nothing else is said of: what a hostfile's hosts become."""
 

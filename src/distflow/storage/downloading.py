@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,18 +51,20 @@ def download(
     target: Path,
     *,
     regex: str = "",
+    only: Container[str] | None = None,
     resume: bool = False,
     at_once: int = 8,
     patience: Patience | None = None,
     told: Progress = nothing_told,
 ) -> Moved:
-    """Fetch what a URL means into the directory ``target``.
+    """Fetch what a URL means into the directory ``target``; with ``only``, of that these names.
 
     With ``resume``, what is there with the right size and sum stays. A file that is half here is gone on with in any case,
     as long as the store has the same content. Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
     """
     patience = patience or Patience()
-    wanted = find(store, url, regex, patience=patience)
+    found = find(store, url, regex, patience=patience)
+    wanted = tuple(one for one in found if only is None or one.name in only)
     check_names(url, wanted)
     gauge = Gauge(sum(one.entry.size for one in wanted), told)
     with local_errors(target):

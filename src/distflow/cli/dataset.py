@@ -1,0 +1,196 @@
+"""``distflow dataset``: named collections of files, in versions that never change."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distflow.cli import wiring
+from distflow.cli.command import Format, FormatOption
+from distflow.cli.progress import ProgressLine
+from distflow.cli.tables import plain, table
+from distflow.cli.times import iso, local_minute
+from distflow.documents.names import parse_dataset
+from distflow.documents.quantities import bytes_text
+from distflow.errors import InputError, NotFound
+
+if TYPE_CHECKING:
+    from distflow.storage.datasets import Datasets, Manifest
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME[:VERSION]", help="Such as mnist, mnist:3 or mnist:latest.")]
+RegexOption = Annotated[
+    str, typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose path it matches, from the start of that.")
+]
+
+
+@app.callback()
+def _dataset() -> None:
+    """Keep named collections of files, in versions that never change.
+
+    They lie below the URL that `datasets` of the configuration names, else in the state directory.
+    """
+
+
+@app.command("list", epilog="Example: distflow dataset list --format-type json")
+def list_datasets(format_type: FormatOption = Format.TEXT) -> None:
+    """List the datasets, each with its latest version."""
+    with _datasets() as datasets:
+        counts: dict[str, list[int]] = {}
+        for one in datasets.versions():
+            counts.setdefault(one.name, []).append(one.number)
+        latest = [datasets.manifest(name, max(numbers)) for name, numbers in counts.items()]
+    if format_type is Format.JSON:
+        rows = [{"name": one.name, "versions": counts[one.name], "latest": _json(one)} for one in latest]
+        print(json.dumps({"datasets": rows}, indent=2))
+        return
+    if not latest:
+        print("there are no datasets", file=sys.stderr)
+        return
+    cells = [
+        (
+            one.name,
+            str(len(counts[one.name])),
+            str(one.number),
+            str(len(one.files)),
+            bytes_text(one.size),
+            local_minute(one.created),
+        )
+        for one in latest
+    ]
+    print(table(("Name", "Versions", "Latest", "Files", "Size", "Created"), cells), end="")
+
+
+@app.command(epilog="Examples: distflow dataset info mnist  ·  distflow dataset info mnist:3")
+def info(name: NameArgument, format_type: FormatOption = Format.TEXT) -> None:
+    """Show the versions of a dataset; with a version, the files that it holds."""
+    plain_name, number = parse_dataset(name)
+    with _datasets() as datasets:
+        every: list[int | None] = [] if ":" in name else [one.number for one in datasets.versions(plain_name)]
+        wanted = every or [number]
+        found = [datasets.manifest(plain_name, one) for one in wanted]
+    if format_type is Format.JSON:
+        print(json.dumps({"name": plain_name, "versions": [{**_json(one), "files": _files(one)} for one in found]}, indent=2))
+    elif ":" in name:
+        rows = [(plain(one.path), str(one.size), one.sha256) for one in found[0].files]
+        print(table(("Path", "Bytes", "SHA-256"), rows), end="")
+    else:
+        cells = [(str(one.number), str(len(one.files)), bytes_text(one.size), local_minute(one.created)) for one in found]
+        print(table(("Version", "Files", "Size", "Created"), cells), end="")
+
+
+@app.command(epilog="Example: distflow dataset upload mnist data/mnist/*")
+def upload(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, - and _.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories; a directory keeps its name.")],
+    regex: RegexOption = "",
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Make a new version of a dataset from files of this machine. It is there when all of it is."""
+    from distflow.storage.uploading import sources
+
+    if ":" in name:
+        raise InputError(
+            f"`{name}` names a version: a new one gets the next number", hint="leave the colon and what follows out"
+        )
+    parse_dataset(name)
+    files = sources(paths, regex)
+    if not files:
+        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
+    with _datasets() as datasets, ProgressLine(sys.stderr, "sent") as line:
+        now = time.time()  # noqa: TID251  the moment of creation
+        made = datasets.add(name, files, mark=secrets.token_hex(8), at=now, told=line.told)
+    if format_type is Format.JSON:
+        print(json.dumps(_json(made), indent=2))
+    else:
+        print(f"{made.name}:{made.number}: {_count(len(made.files))}, {bytes_text(made.size)}")
+
+
+@app.command(epilog="Example: distflow dataset download mnist:3 data")
+def download(
+    name: NameArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of the dataset's name is made there.")],
+    regex: RegexOption = "",
+    resume: Annotated[bool, typer.Option("--resume", "-r", help="Leave what is there with the right content.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Fetch a version of a dataset; each file is held against the SHA-256 of its manifest."""
+    plain_name, number = parse_dataset(name)
+    if not directory.is_dir():
+        raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
+    with _datasets() as datasets, ProgressLine(sys.stderr, "fetched") as line:
+        manifest = datasets.manifest(plain_name, number)
+        moved = datasets.fetch(manifest, directory / plain_name, regex=regex, resume=resume, told=line.told)
+    if not moved.files and regex:
+        raise NotFound(f"nothing of {plain_name}:{manifest.number} is matched by `{regex}`")
+    if format_type is Format.JSON:
+        body = {"name": plain_name, "version": manifest.number, "files": moved.files, "bytes": moved.size}
+        print(json.dumps(body, indent=2))
+    else:
+        print(f"{plain_name}:{manifest.number}: {_count(moved.files)}, {bytes_text(moved.size)}")
+
+
+@app.command(epilog="Examples: distflow dataset delete mnist:3  ·  distflow dataset delete mnist --all")
+def delete(
+    name: NameArgument,
+    all_versions: Annotated[bool, typer.Option("--all", help="All versions.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Remove a version of a dataset, or all. Nobody is asked first; a number is not used again."""
+    plain_name, number = parse_dataset(name)
+    if (":" in name) == all_versions:
+        raise InputError(
+            "name a version or say --all, one of the two", hint=f"`distflow dataset info {plain_name}` shows the versions"
+        )
+    with _datasets() as datasets:
+        there = [one.number for one in datasets.versions(plain_name)]
+        gone = there if all_versions and there else [datasets.manifest(plain_name, number).number]
+        for one in gone:
+            datasets.remove(plain_name, one)
+    if format_type is Format.JSON:
+        print(json.dumps({"name": plain_name, "deleted": gone}, indent=2))
+    else:
+        print("".join(f"deleted {plain_name}:{one}\n" for one in gone), end="")
+
+
+@contextmanager
+def _datasets() -> Iterator[Datasets]:
+    from distflow.documents.urls import parse_url
+    from distflow.storage.datasets import Datasets
+    from distflow.storage.opening import open_store
+
+    base = parse_url(wiring.datasets_url(wiring.configuration(), wiring.state_directory()), writes=True)
+    store = open_store(base, wiring.credentials_for())
+    try:
+        yield Datasets(store, base)
+    finally:
+        store.close()
+
+
+def _json(one: Manifest) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "version": one.number,
+        "created": iso(one.created),
+        "file_count": len(one.files),
+        "bytes": one.size,
+    }
+
+
+def _files(one: Manifest) -> list[dict[str, object]]:
+    return [{"path": file.path, "bytes": file.size, "sha256": file.sha256} for file in one.files]
+
+
+def _count(files: int) -> str:
+    return f"{files:,} file{'' if files == 1 else 's'}"

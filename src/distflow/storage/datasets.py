@@ -1,0 +1,222 @@
+"""Datasets: named collections of files in versions that never change, below one URL.
+
+::
+
+    <base>/claims/<name>/<n>.<mark>     who took the number; stays, so that no number is used twice
+    <base>/data/<name>/<n>/<path>       the files
+    <base>/versions/<name>/<n>.json     the manifest, written last: with it, the version is there, whole
+
+Nobody is asked for a number: whoever wants one writes a claim and looks again. Of two who wrote at the same time, at least one
+sees the other, and steps back; so no two get the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.documents.names import parse_dataset
+from distflow.documents.urls import StorageUrl
+from distflow.errors import NotFound, StorageError, StorageUnreachable
+from distflow.storage.base import Progress, Store, nothing_told
+from distflow.storage.downloading import Moved, download
+from distflow.storage.failures import local_errors
+from distflow.storage.selecting import compile_regex, select
+from distflow.storage.tending import delete
+from distflow.storage.trying import Patience
+from distflow.storage.uploading import Source, upload
+
+__all__ = ["Datasets", "File", "Manifest", "Version"]
+
+_CLAIMS, _DATA, _VERSIONS = "claims", "data", "versions"
+_ROUNDS = 30
+_MOST_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """One version, as the list of them tells."""
+
+    name: str
+    number: int
+    at: float | None
+    """When it appeared, as far as the store knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """One file of a version."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a version holds."""
+
+    name: str
+    number: int
+    created: float
+    """Seconds since the epoch, by the clock of who wrote it."""
+    files: tuple[File, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(one.size for one in self.files)
+
+
+class Datasets:
+    """The datasets below one URL."""
+
+    def __init__(self, store: Store, base: StorageUrl, patience: Patience | None = None) -> None:
+        """Take the store that holds ``base``; nothing is asked yet."""
+        self._store = store
+        self._base = base
+        self._patience = patience or Patience()
+
+    def versions(self, name: str = "") -> tuple[Version, ...]:
+        """Return the versions of a dataset, or of all, by name and number."""
+        found = []
+        for path, at in self._names(f"{_VERSIONS}/{name}" if name else _VERSIONS):
+            match = re.fullmatch(r"([A-Za-z0-9_-]+)/([1-9][0-9]*)\.json", f"{name}/{path}" if name else path)
+            if match is not None:
+                found.append(Version(name=match.group(1), number=int(match.group(2)), at=at))
+        return tuple(sorted(found, key=lambda one: (one.name, one.number)))
+
+    def manifest(self, name: str, number: int | None = None) -> Manifest:
+        """Return what a version holds; of the latest one without a number. Raises ``NotFound``."""
+        there = [one.number for one in self.versions(name)]
+        if not there:
+            raise NotFound(
+                f"there is no dataset `{name}` in {self._base}", hint="`distflow dataset list` shows the ones there are"
+            )
+        if number is None:
+            number = there[-1]
+        if number not in there:
+            known = ", ".join(str(one) for one in there[-10:])
+            raise NotFound(f"the dataset `{name}` has no version {number}", hint=f"there is: {known}")
+        url = self._base.below(f"{_VERSIONS}/{name}/{number}.json")
+        try:
+            body = json.loads(self._read(url))
+            files = tuple(File(path=one["path"], size=int(one["size"]), sha256=one["sha256"]) for one in body["files"])
+            return Manifest(name=name, number=number, created=float(body["created"]), files=files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{url} is no manifest of a dataset: {error}") from error
+
+    def add(self, name: str, files: Sequence[Source], *, mark: str, at: float, told: Progress = nothing_told) -> Manifest:
+        """Write a new version and return its manifest.
+
+        ``mark`` tells this writing from every other one: with the same, it goes on with what was begun, and does nothing when
+        that was done. Raises ``StorageError``.
+        """
+        parse_dataset(name)
+        number = self._claim(name, mark)
+        if any(one.number == number for one in self.versions(name)):
+            return self.manifest(name, number)
+        before = [(one.path.stat().st_mtime_ns, _sha256(one.path)) for one in files]
+        goal = self._base.below(f"{_DATA}/{name}/{number}")
+        upload(self._store, goal, files, patience=self._patience, told=told)
+        for one, (changed, _) in zip(files, before, strict=True):
+            with local_errors(one.path):
+                if one.path.stat().st_mtime_ns != changed:
+                    raise StorageError(f"{one.path}: it was changed while it was sent", hint="upload it again")
+        listed = tuple(File(path=one.name, size=one.size, sha256=sha) for one, (_, sha) in zip(files, before, strict=True))
+        manifest = Manifest(name=name, number=number, created=at, files=tuple(sorted(listed, key=lambda one: one.path)))
+        self._write(self._base.below(f"{_VERSIONS}/{name}/{number}.json"), _text(manifest))
+        return manifest
+
+    def fetch(
+        self, manifest: Manifest, target: Path, *, regex: str = "", resume: bool = False, told: Progress = nothing_told
+    ) -> Moved:
+        """Fetch a version into ``target``; every file is held against its SHA-256. Raises ``StorageError``."""
+        pattern = compile_regex(regex)
+        wanted = {one.path: one for one in manifest.files if pattern is None or pattern.match(one.path)}
+        if not wanted:
+            return Moved()
+        source = self._base.below(f"{_DATA}/{manifest.name}/{manifest.number}")
+        moved = download(
+            self._store, source, target, only=wanted.keys(), resume=resume, patience=self._patience, told=told,
+        )  # fmt: skip
+        for path, one in wanted.items():
+            here = target / path
+            if not here.is_file():
+                raise StorageError(
+                    f"{source.below(path)} is missing from the store: version {manifest.number} is not whole any more"
+                )
+            with local_errors(here):
+                if _sha256(here) != one.sha256:
+                    here.unlink()
+                    raise StorageError(f"{source.below(path)} is not what was written there: its SHA-256 is another one")
+        return moved
+
+    def remove(self, name: str, number: int) -> None:
+        """Remove a version: first that it is there, then its files. Its number is not used again."""
+        parse_dataset(name)
+        self._patience.keep_trying(lambda: self._store.delete(self._base.below(f"{_VERSIONS}/{name}/{number}.json").key))
+        data = self._base.below(f"{_DATA}/{name}/{number}")
+        found = self._patience.keep_trying(lambda: self._store.find(data.key))
+        delete(self._store, select(data, found), patience=self._patience)
+
+    def _claim(self, name: str, mark: str) -> int:
+        for _ in range(_ROUNDS):
+            self._patience.check()
+            taken: dict[int, set[str]] = {}
+            for path, _at in self._names(f"{_CLAIMS}/{name}"):
+                number, _, who = path.partition(".")
+                if number.isdigit():
+                    taken.setdefault(int(number), set()).add(who)
+            mine = [number for number, marks in taken.items() if mark in marks]
+            if mine and taken[max(mine)] == {mark}:
+                return max(mine)
+            if mine:
+                claim = self._base.below(f"{_CLAIMS}/{name}/{max(mine)}.{mark}")
+                self._patience.keep_trying(lambda claim=claim: self._store.delete(claim.key))  # type: ignore[misc]
+                self._patience.halt.wait(random.uniform(0.0, _MOST_PAUSE_S))  # noqa: S311  so that the two do not meet again
+                continue
+            there = [one.number for one in self.versions(name)]
+            self._write(self._base.below(f"{_CLAIMS}/{name}/{max([0, *there, *taken]) + 1}.{mark}"), "")
+        raise StorageUnreachable(f"{self._base}: no number for a version of `{name}` was free: others write it all the time")
+
+    def _names(self, below: str) -> list[tuple[str, float | None]]:
+        url = self._base.below(below)
+        found = self._patience.keep_trying(lambda: self._store.find(url.key))
+        return [(one.name, one.entry.modified) for one in select(url, found)]
+
+    def _read(self, url: StorageUrl) -> bytes:
+        def read() -> bytes:
+            pieces: list[bytes] = []
+            self._store.read(self._store.stat(url.key), 0, pieces.append)
+            return b"".join(pieces)
+
+        return self._patience.keep_trying(read)
+
+    def _write(self, url: StorageUrl, text: str) -> None:
+        with tempfile.NamedTemporaryFile(prefix="distflow-", suffix=".json") as file:
+            file.write(text.encode())
+            file.flush()
+            self._patience.keep_trying(lambda: self._store.write(url.key, Path(file.name), lambda _: None))
+
+
+def _text(manifest: Manifest) -> str:
+    body = {
+        "name": manifest.name, "version": manifest.number, "created": manifest.created, "bytes": manifest.size,
+        "files": [{"path": one.path, "size": one.size, "sha256": one.sha256} for one in manifest.files],
+    }  # fmt: skip
+    return json.dumps(body, indent=1) + "\n"
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with local_errors(path), path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()

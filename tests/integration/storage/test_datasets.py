@@ -1,0 +1,131 @@
+"""Datasets in folders and at S3: versions are whole, numbered once, and never change."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from distflow.documents.urls import StorageUrl, parse_url
+from distflow.errors import NotFound, StorageError
+from distflow.storage.datasets import Datasets, File
+from distflow.storage.failures import Halted
+from distflow.storage.opening import open_store
+from distflow.storage.trying import Patience
+from distflow.storage.uploading import Source, sources
+from distflow.testing.s3 import S3Server
+
+quickly = partial(Patience, pauses_s=(0.0, 0.0))
+
+
+@pytest.fixture(params=["file", "s3"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[StorageUrl, Path]:
+    """A URL where nothing is, and the folder that shows what is there."""
+    if request.param == "file":
+        return parse_url(f"file://{tmp_path}/store/sets"), tmp_path / "store" / "sets"
+    server: S3Server = request.getfixturevalue("s3")
+    bucket = server.bucket(f"d-{tmp_path.name.replace('_', '-').lower()}"[:60].rstrip("-"))
+    return parse_url(f"s3://{bucket.name}/sets"), bucket / "sets"
+
+
+def at(url: StorageUrl, patience: Patience | None = None) -> Datasets:
+    return Datasets(open_store(url), url, patience or quickly())
+
+
+def files(top: Path, **contents: bytes) -> tuple[Source, ...]:
+    top.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (top / name).write_bytes(content)
+    return sources([top], contents=True)
+
+
+def test_versions_are_numbered_and_told_apart(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, _ = base
+    datasets = at(url)
+    assert datasets.versions() == ()
+    with pytest.raises(NotFound, match="no dataset `mnist`"):
+        datasets.manifest("mnist")
+    first = datasets.add("mnist", files(tmp_path / "a", x=b"1", y=b"22"), mark="m1", at=5.0)
+    assert (first.number, first.size, first.created) == (1, 3, 5.0)
+    second = datasets.add("mnist", files(tmp_path / "b", x=b"other"), mark="m2", at=6.0)
+    datasets.add("mnist-2", files(tmp_path / "b"), mark="m3", at=7.0)
+    assert [(one.name, one.number) for one in datasets.versions()] == [("mnist", 1), ("mnist", 2), ("mnist-2", 1)]
+    assert [one.number for one in datasets.versions("mnist")] == [1, 2]
+    assert datasets.manifest("mnist") == second
+    assert datasets.manifest("mnist", 1) == first
+    assert first.files[0] == File(path="x", size=1, sha256="6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b")
+    with pytest.raises(NotFound, match=r"(?s)no version 7.*1, 2"):
+        datasets.manifest("mnist", 7)
+    assert datasets.fetch(first, tmp_path / "got").files == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "got").iterdir()} == {"x": b"1", "y": b"22"}
+    assert datasets.fetch(first, tmp_path / "some", regex="y").files == 1
+    assert datasets.fetch(first, tmp_path / "none", regex="z").files == 0
+
+
+def test_a_number_is_never_used_again(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    datasets = at(url)
+    for mark in ("m1", "m2"):
+        datasets.add("a", files(tmp_path / "a", x=b"1"), mark=mark, at=0.0)
+    datasets.remove("a", 2)
+    assert not list((folder / "data" / "a").glob("2/*"))
+    assert datasets.add("a", files(tmp_path / "a"), mark="m3", at=0.0).number == 3
+    datasets.remove("a", 1)
+    assert [one.number for one in datasets.versions("a")] == [3]
+
+
+def test_a_version_that_was_begun_is_not_there_and_is_gone_on_with(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, _ = base
+    patience = quickly()
+    source = files(tmp_path / "a", x=b"1" * 1000, y=b"2" * 1000)
+
+    def stop(done: int, _: int) -> None:
+        if done:
+            patience.halt.set()
+
+    with pytest.raises(Halted):
+        at(url, patience).add("a", source, mark="m1", at=0.0, told=stop)
+    assert at(url).versions() == ()
+    # Somebody else gets the next one, and whoever began the first goes on.
+    assert at(url).add("a", source, mark="m2", at=0.0).number == 2
+    first = at(url).add("a", source, mark="m1", at=1.0)
+    assert first.number == 1
+    # What was done is not done again.
+    assert at(url).add("a", files(tmp_path / "else", z=b""), mark="m1", at=9.0) == first
+
+
+def test_writers_at_the_same_time_get_numbers_of_their_own(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, _ = base
+    source = files(tmp_path / "a", x=b"1")
+    together = threading.Barrier(4)
+
+    def add(number: int) -> int:
+        datasets = Datasets(open_store(url), url)
+        together.wait(30)
+        return datasets.add("a", source, mark=f"m{number}", at=0.0).number
+
+    with ThreadPoolExecutor(4) as pool:
+        numbers = list(pool.map(add, range(4)))
+    assert len(set(numbers)) == 4
+    assert sorted(numbers) == [one.number for one in at(url).versions("a")]
+
+
+def test_what_was_changed_in_the_store_is_noticed(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    datasets = at(url)
+    manifest = datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), mark="m1", at=0.0)
+    (folder / "data" / "a" / "1" / "extra").write_bytes(b"")
+    assert datasets.fetch(manifest, tmp_path / "got").files == 2
+    (folder / "data" / "a" / "1" / "x").write_bytes(b"?")
+    with pytest.raises(StorageError, match="data/a/1/x is not what was written there"):
+        datasets.fetch(manifest, tmp_path / "got")
+    assert not (tmp_path / "got" / "x").exists()
+    (folder / "data" / "a" / "1" / "x").unlink()
+    with pytest.raises(StorageError, match="data/a/1/x is missing"):
+        datasets.fetch(manifest, tmp_path / "more")
+    (folder / "versions" / "a" / "1.json").write_text("{}")
+    with pytest.raises(StorageError, match="is no manifest"):
+        datasets.manifest("a")
