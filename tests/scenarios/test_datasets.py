@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
 from distflow.testing.s3 import S3Server
+from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 
 
@@ -49,6 +52,92 @@ def test_versions_are_made_shown_fetched_and_removed(where: str, cli: Cli, reque
         assert words in done.err
     assert json.loads(cli.run("dataset", "delete", "mnist", "--all", "-t", "json").out)["deleted"] == [2]
     assert json.loads(cli.run("dataset", "list", "-t", "json").out) == {"datasets": []}
+
+
+CHAIN = """
+workflow:
+  name: chain
+  tasks:
+  - name: train
+    command:
+    - sh
+    - -c
+    - |
+      mkdir -p "{{output}}/model/deep"; echo n > "{{output}}/notes"
+      cat "{{input:0}}/numbers/"* > "{{output}}/model/deep/sum.pt"
+    inputs:
+    - dataset: {name: "numbers:1", regex: one}
+    outputs:
+    - dataset: {name: model, path: model, regex: .*pt}
+    - dataset: {name: all}
+  - name: rate
+    command: [sh, -c, 'cat "{{input:1}}/model/model/deep/sum.pt"']
+    inputs:
+    - task: train
+    - dataset: {name: model}
+"""
+
+
+@pytest.mark.parametrize("where", ["state", "s3"])
+def test_tasks_take_datasets_and_make_new_versions(where: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+    if where == "s3":
+        server: S3Server = request.getfixturevalue("s3")
+        server.bucket("b")
+        path = cli.folder / "distflow.yaml"
+        path.write_text("datasets: s3://b/sets\n" + path.read_text())
+    for name, text in (("one", "1\n"), ("two", "2\n")):
+        (cli.folder / name).write_text(text)
+    assert cli.run("dataset", "upload", "numbers", "one", "two").code == 0
+    assert cli.run("dataset", "upload", "numbers", "two").code == 0
+    dry = cli.run("workflow", "submit", cli.spec(CHAIN), "--dry-run").out
+    assert "dataset numbers:1 (only one) → <ATTEMPT_DIR>/input/0" in dry
+    assert "dataset model" in dry
+    done = cli.run("workflow", "submit", cli.spec(CHAIN), "--wait")
+    assert done.code == 0, done.err
+    assert "[rate] 1\n" in done.out
+    events = cli.run("workflow", "events", "chain-1").out
+    assert "[train] its input is here: dataset numbers:1: 1 file, 2 B" in events
+    assert "[train] its output is at dataset model:1: 1 file, 2 B" in events
+    assert "[rate] its input is here: dataset model:1: 1 file, 2 B" in events
+    (found,) = json.loads(cli.run("dataset", "info", "all:1", "-t", "json").out)["versions"]
+    assert [one["path"] for one in found["files"]] == ["model/deep/sum.pt", "notes"]
+
+
+def test_a_supervisor_that_is_killed_makes_one_version(cli: Cli, s3: S3Server) -> None:
+    s3.bucket("b")
+    path = cli.folder / "distflow.yaml"
+    path.write_text("datasets: s3://b/sets\n" + path.read_text())
+    go = cli.folder / "go"
+    ident = cli.submit(
+        cli.spec(
+            "workflow:\n  name: once\n  tasks:\n  - name: only\n"
+            f"    command: [sh, -c, 'echo x > {{{{output}}}}/x; while [ ! -e {go} ]; do sleep 0.05; done']\n"
+            "    outputs: [{dataset: {name: model}}]\n"
+        )
+    )
+    cli.await_running(ident)
+    s3.freeze()
+    go.touch()
+    wait_until(lambda: "are written: dataset model" in cli.query(ident)["groups"][0]["message"], 60)
+    pid = cli.supervisor()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cli.supervisor() is None, 30)
+    s3.thaw()
+    cli.await_status(ident, "COMPLETED")
+    (one,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]
+    assert one["versions"] == [1]
+
+
+def test_a_dataset_that_is_not_there_ends_the_group(cli: Cli) -> None:
+    spec = "workflow:\n  name: none\n  tasks:\n  - {name: a, command: ['true'], inputs: [{dataset: {name: 'none:2'}}]}\n"
+    done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
+    assert done.code == 1
+    assert "a: an input cannot be fetched: there is no dataset `none`" in done.err
+    spec = "workflow:\n  name: lost\n  tasks:\n  - {name: a, command: ['true'], outputs: [{dataset: {name: m, path: x}}]}\n"
+    done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
+    assert done.code == 1
+    assert "its output cannot be written: dataset m: there is no `x` in it" in done.err
 
 
 def test_a_wrong_place_for_datasets_is_said(cli: Cli) -> None:

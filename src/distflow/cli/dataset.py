@@ -170,7 +170,7 @@ def _datasets() -> Iterator[Datasets]:
     from distflow.storage.datasets import Datasets
     from distflow.storage.opening import open_store
 
-    base = parse_url(wiring.datasets_url(wiring.configuration(), wiring.state_directory()), writes=True)
+    base = parse_url(wiring.datasets_url(wiring.configuration()), writes=True)
     store = open_store(base, wiring.credentials_for())
     try:
         yield Datasets(store, base)

@@ -56,7 +56,9 @@ def restart(
     if record.state is WorkflowState.COMPLETED:
         hint = f"to run all of it again: distflow workflow submit {record.id}"
         raise InputError(f"{record.id} completed: there is nothing to restart", hint=hint)
-    ready = plan_for(before.checked, before.pool(configuration, pool, None), overrides, directory.blobs)
+    ready = plan_for(
+        before.checked, before.pool(configuration, pool, None), overrides, directory.blobs, wiring.datasets_url(configuration)
+    )
     warn(ready.checked.warnings)
     with wiring.open_store(directory) as store:
         kept = _keep(before, ready.plan, store, directory)

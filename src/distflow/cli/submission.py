@@ -168,8 +168,8 @@ class _Meaning:
         return [*problems, *unused_reschedules(spec, found), *credential_problems(spec, is_tolerant=self._is_tolerant)]
 
 
-def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path) -> Ready:
-    """Read the files that a checked spec sends, compile its plan and propose a placement.
+def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path, datasets: str) -> Ready:
+    """Read the files that a checked spec sends, compile its plan and propose a placement; ``datasets``: where those lie.
 
     Raises ``ProblemsFound`` when a file cannot be read, or when the pool could not hold a group even if it were idle.
     """
@@ -178,7 +178,9 @@ def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path) ->
     bundles, problems = bundle_files(checked.spec, blobs)
     if problems:
         raise ProblemsFound([*problems, *checked.warnings])
-    plan = compile_plan(checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(overrides.secrets))
+    plan = compile_plan(
+        checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(overrides.secrets), datasets=datasets
+    )
     placement, misfits = propose(plan, pool, checked.spec)
     if misfits:
         raise ProblemsFound([*misfits, *checked.warnings])

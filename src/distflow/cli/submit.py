@@ -103,6 +103,7 @@ def submit(
     given_labels = parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
+    datasets = wiring.datasets_url(configuration)
     is_dry = dry_run or scripts is not None
     # It loads its modules while the spec is checked here; should that fail, it ends with this process.
     backends = ["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()]
@@ -117,10 +118,10 @@ def submit(
     urgency = urgency or (before.record.priority if before else Priority.NORMAL)
     if is_dry:
         with tempfile.TemporaryDirectory() as blobs:
-            _dry_run(plan_for(checked, chosen, overrides, Path(blobs)), scripts, format_type, Path(blobs))
+            _dry_run(plan_for(checked, chosen, overrides, Path(blobs), datasets), scripts, format_type, Path(blobs))
         return
     directory = wiring.state_directory()
-    ready = plan_for(checked, chosen, overrides, directory.blobs)
+    ready = plan_for(checked, chosen, overrides, directory.blobs, datasets)
     warn(ready.checked.warnings)
     with wiring.open_store(directory) as store:
         record = store_workflow(ready, overrides, urgency, labels, directory, store)

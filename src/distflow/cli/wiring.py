@@ -85,9 +85,9 @@ def credentials_for() -> CredentialsFor:
     return kept_in(find_state_directory(os.environ).credentials)
 
 
-def datasets_url(configuration: Configuration, directory: StateDirectory) -> str:
+def datasets_url(configuration: Configuration) -> str:
     """Return the URL below which datasets lie: the configured one, else a folder of the state directory."""
-    return configuration.datasets or f"file://{directory.path.resolve()}/datasets"
+    return configuration.datasets or f"file://{find_state_directory(os.environ).path.resolve()}/datasets"
 
 
 def hosts(hostfile: str | None) -> tuple[Host, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
@@ -11,7 +12,7 @@ from distflow.plan.environment import task_environment
 from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
 from distflow.plan.tokens import Rewrite, place_of, rewriter
 from distflow.spec.bundles import Bundle
-from distflow.spec.model import CheckpointSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
+from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 
 __all__ = ["compile_plan", "demands"]
 
@@ -23,14 +24,16 @@ def compile_plan(
     pool: str,
     bundles: Mapping[str, Bundle],
     secret_names: Sequence[str] = (),
+    datasets: str = "",
 ) -> Plan:
     """Return the plan of a spec.
 
     ``worlds`` comes from ``layout.checks``, ``bundles`` from ``spec.bundles`` (each file that the spec sends, by its
-    path on this machine), ``secret_names`` are the variables of ``--set-env``.
+    path on this machine), ``secret_names`` are the variables of ``--set-env``,
+    ``datasets`` is the URL below which datasets lie.
     """
     groups = tuple(_group(spec, group, worlds.get(group.name), bundles, tuple(secret_names)) for group in spec.groups)
-    return Plan(name=spec.name, pool=pool, groups=groups)
+    return Plan(name=spec.name, pool=pool, groups=tuple(_with_datasets(group, datasets) for group in groups))
 
 
 def demands(group: GroupPlan) -> tuple[Demand, ...]:
@@ -50,6 +53,14 @@ def demands(group: GroupPlan) -> tuple[Demand, ...]:
         )
         for launch in ranked
     )
+
+
+def _with_datasets(group: GroupPlan, url: str) -> GroupPlan:
+    def filled(found: tuple[DataSpec, ...]) -> tuple[DataSpec, ...]:
+        return tuple(replace(one, url=url) if one.dataset else one for one in found)
+
+    launches = (replace(one, url_inputs=filled(one.url_inputs), url_outputs=filled(one.url_outputs)) for one in group.launches)
+    return replace(group, launches=tuple(launches))
 
 
 def _group(

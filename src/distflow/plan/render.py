@@ -135,7 +135,7 @@ def _only(regex: str) -> str:
 
 
 def _url(data: DataSpec) -> str:
-    return str(parse_url(data.url))
+    return f"dataset {data.dataset}" if data.dataset else str(parse_url(data.url))
 
 
 def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:

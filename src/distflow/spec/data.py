@@ -1,7 +1,8 @@
-"""``inputs`` and ``outputs`` at URLs: what a task takes from a store, and writes to one when it has completed."""
+"""``inputs`` and ``outputs`` at URLs and in datasets: what a task takes from a store, and writes to one at its end."""
 
 from __future__ import annotations
 
+from distflow.documents.names import parse_dataset
 from distflow.documents.quantities import parse_duration
 from distflow.documents.urls import parse_url
 from distflow.documents.view import View
@@ -14,24 +15,36 @@ __all__ = ["checkpoints", "url_inputs", "url_outputs"]
 
 
 def url_inputs(task: View) -> tuple[DataSpec, ...]:
-    """Return the entries of ``inputs`` that name a URL; finds those that cannot be. The others are looked at elsewhere."""
-    entries = [(position, entry) for position, entry in enumerate(task.views("inputs")) if _is_by_url(entry)]
-    return tuple(_data(entry, position, writes=False) for position, entry in entries)
+    """Return the entries of ``inputs`` that name a URL or a dataset; finds those that cannot be. The others are elsewhere."""
+    found = []
+    for position, entry in enumerate(task.views("inputs")):
+        if entry.has("url") and not entry.has("task"):
+            found.append(_data(entry, position, writes=False))
+        elif entry.has("dataset") and not entry.has("task"):
+            dataset = entry.view("dataset")
+            if dataset.has("localpath"):
+                hint = "upload it first, with `distflow dataset upload`"
+                dataset.add("not supported: `localpath` of a dataset", hint, key="localpath")
+            regex_finding(dataset)
+            found.append(DataSpec(position=position, url="", dataset=_name(dataset), regex=_regex(entry, dataset)))
+    return tuple(found)
 
 
 def url_outputs(task: View) -> tuple[DataSpec, ...]:
-    """Return the entries of ``outputs`` that name a URL; finds those that cannot be, and tells of what is not done."""
+    """Return the entries of ``outputs`` that name a URL or a dataset; finds those that cannot be, tells of what is not done."""
     found = []
     for position, entry in enumerate(task.views("outputs")):
         kind = next((key for key in ("url", "dataset", "update_dataset") if entry.has(key)), None)
         if kind == "url":
             found.append(_data(entry, position, writes=True))
             regex_finding(entry)
+        elif kind == "dataset":
+            found.append(_output(entry, position))
         elif kind is None:
-            entry.add("an entry of `outputs` needs `url`", "say where to write what the task leaves in {{output}}")
+            entry.add("an entry of `outputs` needs `url` or `dataset`", "say where to write what the task leaves in {{output}}")
         else:
-            words = f"`outputs` by {kind} is not stored yet: the files stay on the node, below the task's output directory"
-            entry.warn(words, "`distflow workflow query` says where; `url` writes them to a store", key=kind)
+            words = f"`outputs` by {kind} is not stored: the files stay on the node, below the task's output directory"
+            entry.warn(words, "write a whole new version with `dataset`", key=kind)
     return tuple(found)
 
 
@@ -57,8 +70,33 @@ def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
     return tuple(found)
 
 
-def _is_by_url(entry: View) -> bool:
-    return entry.has("url") and not entry.has("task")
+def _output(entry: View, position: int) -> DataSpec:
+    dataset = entry.view("dataset")
+    name, path = _name(dataset), dataset.string("path") or ""
+    if ":" in name:
+        words = f"`{name}` names a version: what is written becomes a new one, with the next number"
+        dataset.add(words, "leave the colon and what follows out", key="name")
+    if path.startswith("/") or ".." in path.split("/"):
+        dataset.add(f"`{path}` does not lie in the output", "write a path relative to {{output}}", key="path")
+    for key in ("metadata", "labels"):
+        if dataset.has(key):
+            dataset.warn(f"`{key}` of a dataset is ignored", key=key)
+    regex_finding(entry)
+    regex_finding(dataset)
+    return DataSpec(position=position, url="", dataset=name, path=path.strip("/"), regex=_regex(entry, dataset))
+
+
+def _name(dataset: View) -> str:
+    name = dataset.string("name") or ""
+    try:
+        parse_dataset(name)
+    except InputError as error:
+        dataset.add(error.message, error.hint, key="name")
+    return name
+
+
+def _regex(entry: View, dataset: View) -> str:
+    return entry.string("regex") or dataset.string("regex") or ""
 
 
 def _data(entry: View, position: int, *, writes: bool) -> DataSpec:

@@ -58,9 +58,6 @@ class Graph:
             regex = entry.string("regex") or ""
             if what is None:
                 entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "say what to fetch")
-            elif what == "dataset":
-                hint = "put the data on the nodes before the task starts, or name its `url`"
-                entry.warn("`inputs` by dataset is ignored: nothing is fetched", hint, key=what)
             elif what == "task":
                 self._check(entry, task, group)
                 found.append(InputSpec(position=position, task=entry.string("task") or "", regex=regex))

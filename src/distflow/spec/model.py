@@ -125,12 +125,16 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Data at a URL, which a task takes before it starts or writes when it has completed."""
+    """Data at a URL or of a dataset, which a task takes before it starts or writes when it has completed."""
 
     position: int
     """Which entry of ``inputs`` or ``outputs`` it is, counted from 0."""
     url: str
-    """As written; ``{{workflow_id}}`` may stand in it."""
+    """As written; ``{{workflow_id}}`` may stand in it. Of a dataset: below which datasets lie, as the plan has it."""
+    dataset: str = ""
+    """``name``, or ``name:version`` of an input; empty: the URL itself is meant."""
+    path: str = ""
+    """Of an output into a dataset: what of the output, relative to it; empty: all."""
     regex: str = ""
     """Which files of it, by their relative path and ``re.match``; empty: all."""
 

@@ -9,6 +9,8 @@ import hashlib
 import os
 import shutil
 import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,7 +25,7 @@ from distflow.storage.failures import local_errors
 from distflow.storage.trying import Patience
 from distflow.storage.uploading import sources, upload
 
-__all__ = ["Archive", "fetch_archive", "send_archive"]
+__all__ = ["Archive", "fetch_archive", "make_archive", "send_archive", "unpacked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +50,30 @@ def fetch_archive(
     patience: Patience | None = None,
     told: Progress = nothing_told,
 ) -> Archive:
-    """Fetch what a URL means into a blob. ``scratch`` is of this transfer alone: what it left there before is gone on with.
-
-    Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
-    """
+    """Fetch what a URL means into a blob; see ``make_archive``. Raises ``StorageError``, and ``Halted``."""
     patience = patience or Patience()
+
+    def fetch(files: Path, resume: bool) -> Moved:
+        return download(store, url, files, regex=regex, resume=resume, patience=patience, told=told)
+
+    return make_archive(fetch, blobs, scratch, patience)
+
+
+def make_archive(fetch: Callable[[Path, bool], Moved], blobs: Path, scratch: Path, patience: Patience) -> Archive:
+    """Make a blob of what ``fetch`` brings into a directory; it is told whether what is there may stay.
+
+    ``scratch`` is of this transfer alone: what it left there before is gone on with. Raises ``StorageError``, and ``Halted``
+    when ``patience`` was called off.
+    """
     files, part = scratch / "files", scratch / "archive"
-    moved = download(store, url, files, regex=regex, resume=True, patience=patience, told=told)
-    names = {one.name for one in sources([files], contents=True)}
-    if len(names) > moved.files:
+    with local_errors(files):
+        files.mkdir(parents=True, exist_ok=True)
+    moved = fetch(files, True)
+    if len(sources([files], contents=True)) > moved.files:
         # Left by an earlier try, and gone from the store since.
         shutil.rmtree(files)
-        moved = download(store, url, files, regex=regex, patience=patience, told=told)
+        files.mkdir()
+        moved = fetch(files, False)
     with local_errors(part):
         try:
             digest, size = _pack(files, part, patience)
@@ -85,15 +99,23 @@ def send_archive(
     What is at the URL with the same content is not sent again. ``scratch`` is of this transfer alone, and empty afterwards.
     Raises ``StorageError``, and ``Halted``.
     """
+    with unpacked(archive, scratch) as top:
+        return upload(store, url, sources([top], regex, contents=True), patience=patience, told=told)
+
+
+@contextmanager
+def unpacked(archive: Path, scratch: Path) -> Iterator[Path]:
+    """Unpack an archive into ``scratch`` for as long as the block runs. Raises ``StorageError``."""
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        with local_errors(scratch):
-            scratch.mkdir(parents=True)
-            with archive.open("rb") as source:
-                unpack(source, os.fspath(scratch))
-        return upload(store, url, sources([scratch], regex, contents=True), patience=patience, told=told)
-    except OpError as error:
-        raise StorageError(f"the output cannot be unpacked: {error}") from error
+        try:
+            with local_errors(scratch):
+                scratch.mkdir(parents=True)
+                with archive.open("rb") as source:
+                    unpack(source, os.fspath(scratch))
+        except OpError as error:
+            raise StorageError(f"the output cannot be unpacked: {error}") from error
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -63,11 +63,15 @@ class Errand:
     regex: str
     digest: str = ""
     """Of the archive to write; empty: fetch one."""
+    dataset: str = ""
+    """Of those below the URL, with a version or without; empty: the URL itself is meant."""
+    path: str = ""
+    """Of an output into a dataset: what of it."""
 
     @property
     def words(self) -> str:
-        """The URL, as it may be shown."""
-        return str(parse_url(self.url))
+        """The URL, as it may be shown, or the dataset."""
+        return f"dataset {self.dataset}" if self.dataset else str(parse_url(self.url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +90,18 @@ class Carriage:
 
 def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
     """Return what a group that waits for no other one any more still needs from URLs."""
-    errands = [(task, Errand(op=op, url=_filled(one, record), regex=one.regex)) for op, task, one in _fetches(plan)]
+    errands = [(task, _errand(op, one, record)) for op, task, one in _fetches(plan)]
     return _carriage(record, group, errands, "fetches its inputs: ", "an input cannot be fetched")
 
 
 def carry_out(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
     """Return what is still to be written to URLs of a group whose tasks have ended well: what is here of their outputs."""
-    errands = []
-    for task in writers(plan, group):
-        for one in plan.launch(task.name).url_outputs:
-            if task.saved is not None and task.saved.digest:
-                errand = Errand(
-                    op=f"{_WRITE}/{one.position}", url=_filled(one, record), regex=one.regex, digest=task.saved.digest
-                )
-                errands.append((task.name, errand))
+    errands = [
+        (task.name, _errand(f"{_WRITE}/{one.position}", one, record, task.saved.digest))
+        for task in writers(plan, group)
+        for one in plan.launch(task.name).url_outputs
+        if task.saved is not None and task.saved.digest
+    ]
     return _carriage(
         record, group, errands, "all tasks have ended; their outputs are written: ", "its output cannot be written"
     )
@@ -117,11 +119,11 @@ def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
 
 def place_data(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) -> BoundLaunch:
     """Return the launch with its inputs from URLs as archives to unpack; its group was queued when all of them were here."""
-    ops = {(one.url, one.regex): (op, task) for op, task, one in _fetches(plan)}
+    ops = {_content(one): (op, task) for op, task, one in _fetches(plan)}
     done = {(one.op, one.task): one for one in group.carried}
     files = []
     for one in plan.launch(launch.task).url_inputs:
-        found = done[ops[one.url, one.regex]]
+        found = done[ops[_content(one)]]
         shown = f"what is at {found.url}"
         files.append(
             PlannedFile(
@@ -142,12 +144,12 @@ def errand_of(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | 
     group = plan.group(command.group)
     if kind == _FETCH:
         one = next(one for op, _, one in _fetches(group) if op == command.op)
-        return Errand(op=command.op, url=_filled(one, record), regex=one.regex)
+        return _errand(command.op, one, record)
     if kind == _WRITE:
         one = next(one for one in group.launch(command.task).url_outputs if one.position == int(number))
         saved = record.group(command.group).task(command.task).saved
         digest = saved.digest if saved is not None else ""
-        return Errand(op=command.op, url=_filled(one, record), regex=one.regex, digest=digest)
+        return _errand(command.op, one, record, digest)
     return None
 
 
@@ -172,7 +174,7 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
     done = seen.outcome
     is_input = seen.op.startswith(_FETCH)
     what = f"{done.files:,} file{'' if done.files == 1 else 's'}, {bytes_text(done.content)}"
-    words = f"its input is here: {seen.url}: {what}" if is_input else f"its output is at {seen.url}: {what}"
+    words = f"its input is here: {done.url}: {what}" if is_input else f"its output is at {done.url}: {what}"
     if done.error:
         words = f"{'its input' if is_input else 'its output'}: {done.error}"
     elif not done.files and is_input:
@@ -190,16 +192,22 @@ def _with(record: WorkflowRecord, group: GroupRecord) -> WorkflowRecord:
     return replace(record, groups=tuple(group if other.name == group.name else other for other in record.groups))
 
 
-def _filled(one: DataSpec, record: WorkflowRecord) -> str:
-    return one.url.replace("{{workflow_id}}", record.id)
+def _errand(op: str, one: DataSpec, record: WorkflowRecord, digest: str = "") -> Errand:
+    url = one.url.replace("{{workflow_id}}", record.id)
+    return Errand(op=op, url=url, regex=one.regex, digest=digest, dataset=one.dataset, path=one.path)
+
+
+def _content(one: DataSpec) -> tuple[str, str, str]:
+    """Return what is equal for inputs that are the same."""
+    return (one.url, one.dataset, one.regex)
 
 
 def _fetches(plan: GroupPlan) -> list[tuple[str, str, DataSpec]]:
     """Return what a group fetches: the op, the first task that wants it, and what. Tasks that want the same share it."""
-    found: dict[tuple[str, str], tuple[str, str, DataSpec]] = {}
+    found: dict[tuple[str, str, str], tuple[str, str, DataSpec]] = {}
     for launch in plan.launches:
         for one in launch.url_inputs:
-            found.setdefault((one.url, one.regex), (f"{_FETCH}/{len(found)}", launch.task, one))
+            found.setdefault(_content(one), (f"{_FETCH}/{len(found)}", launch.task, one))
     return list(found.values())
 
 

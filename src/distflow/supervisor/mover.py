@@ -5,10 +5,12 @@ A transfer may be repeated at any time, by this supervisor or the next one: what
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distflow.backends.base import AttemptKey, Observation
 from distflow.backends.machines.pace import Pace
@@ -18,6 +20,10 @@ from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.carrying import DataSeen, Errand
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.world import Command
+
+if TYPE_CHECKING:
+    from distflow.storage.datasets import Datasets
+    from distflow.storage.trying import Patience
 
 __all__ = ["Mover"]
 
@@ -90,17 +96,19 @@ class Mover:
     def _carry(self, command: Command, errand: Errand, halt: threading.Event, told: _Told) -> Carried:
         from distflow.documents.urls import parse_url  # noqa: PLC0415
         from distflow.storage.archives import fetch_archive, send_archive  # noqa: PLC0415
+        from distflow.storage.datasets import Datasets  # noqa: PLC0415
         from distflow.storage.opening import open_store  # noqa: PLC0415
         from distflow.storage.trying import Patience  # noqa: PLC0415
 
         patience = Patience(halt, _PAUSES_S)
         patience.check()
         url = parse_url(errand.url, writes=bool(errand.digest))
-        scratch = self._scratch / command.workflow / command.group / command.task / errand.op.replace("/", "-")
+        scratch = self._scratch_of(command)
         store = open_store(url, self._credentials_for)
         try:
+            if errand.dataset:
+                return self._carry_dataset(command, errand, Datasets(store, url, patience), patience, told)
             if not errand.digest:
-                scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
                 found = fetch_archive(store, url, self._blobs, scratch, regex=errand.regex, patience=patience, told=told)
                 return told.outcome(digest=found.digest, size=found.size, files=found.moved.files, content=found.moved.size)
             archive = self._blobs / errand.digest
@@ -108,6 +116,37 @@ class Mover:
             return told.outcome(files=moved.files, content=moved.size)
         finally:
             store.close()
+
+    def _carry_dataset(self, command: Command, errand: Errand, datasets: Datasets, patience: Patience, told: _Told) -> Carried:
+        from distflow.documents.names import parse_dataset  # noqa: PLC0415
+        from distflow.storage.archives import make_archive, unpacked  # noqa: PLC0415
+        from distflow.storage.uploading import sources  # noqa: PLC0415
+
+        scratch = self._scratch_of(command)
+        name, number = parse_dataset(errand.dataset)
+        if not errand.digest:
+            manifest = datasets.manifest(name, number)
+            found = make_archive(
+                lambda files, resume: datasets.fetch(manifest, files / name, regex=errand.regex, resume=resume, told=told),
+                self._blobs, scratch, patience,
+            )  # fmt: skip
+            return told.outcome(
+                digest=found.digest, size=found.size, files=found.moved.files, content=found.moved.size,
+                url=f"dataset {name}:{manifest.number}",
+            )  # fmt: skip
+        with unpacked(self._blobs / errand.digest, scratch) as top:
+            if errand.path and not (top / errand.path).exists():
+                return told.outcome(error=f"{errand.words}: there is no `{errand.path}` in it")
+            files = sources([top / errand.path], errand.regex, contents=not errand.path)
+            if not files:
+                return told.outcome()
+            # The same for whoever repeats it.
+            mark = hashlib.sha256("/".join(str(part) for part in command.identity).encode()).hexdigest()[:16]
+            made = datasets.add(name, files, mark=mark, at=self._clock.now(), told=told)
+            return told.outcome(files=len(made.files), content=made.size, url=f"dataset {name}:{made.number}")
+
+    def _scratch_of(self, command: Command) -> Path:
+        return self._scratch / command.workflow / command.group / command.task / command.op.replace("/", "-")
 
 
 class _Told:
@@ -133,8 +172,10 @@ class _Told:
             outcome=outcome,
         )  # fmt: skip
 
-    def outcome(self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "") -> Carried:
+    def outcome(
+        self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = ""
+    ) -> Carried:
         return Carried(
-            op=self._command.op, task=self._command.task, at=self._clock.now(), url=self._errand.words,
+            op=self._command.op, task=self._command.task, at=self._clock.now(), url=url or self._errand.words,
             regex=self._errand.regex, digest=digest, size=size, files=files, content=content, error=error,
         )  # fmt: skip

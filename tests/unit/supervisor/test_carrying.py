@@ -67,6 +67,16 @@ def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> 
     assert "t0: its input is here: s3://b/in: 2 files, 2.9 KiB" in told
 
 
+def test_datasets_are_told_apart_though_they_lie_at_one_url() -> None:
+    sets = tuple(DataSpec(position=number, url="s3://b/sets", dataset=name) for number, name in enumerate(("a", "b:2", "a")))
+    driver = driver_of(url_inputs=sets)
+    assert driver.group().message == "fetches its inputs: dataset a, dataset b:2"
+    for command, digest in zip(list(driver.carrying), ("d0", "d1"), strict=True):
+        say(driver, command, digest=digest)
+    driver.run()
+    assert [one.blob for one in driver.launches["u1/train/t0/0"].files] == ["d0", "d1", "d0"]
+
+
 def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
     top = group_plan("top", 1, world=False, gpus=0)
     bottom = group_plan("bottom", 1, world=False, gpus=0, after=("top",), url_inputs=IN[:1])

@@ -1,0 +1,97 @@
+"""Carrying data in threads: what is repeated does the same again, what fails is told of, what is called off is not."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import queue
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from distflow.supervisor.carrying import DataSeen, Errand
+from distflow.supervisor.mover import Mover
+from distflow.supervisor.world import Command
+from distflow.testing.clock import FakeClock
+from distflow.testing.waiting import wait_until
+
+COMMAND = Command(op="write/0", pool="lab", workflow="u1", group="g", task="t", attempt=0)
+
+
+class Place:
+    """A mover with folders and a sink of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.blobs = folder / "blobs"
+        self.blobs.mkdir(exist_ok=True)
+        self.seen: queue.SimpleQueue[DataSeen] = queue.SimpleQueue()
+        self.mover = Mover(self.blobs, folder / "transfers", FakeClock(), self.seen.put)  # type: ignore[arg-type]
+
+    def blob(self, **files: bytes) -> str:
+        """Make an archive as a node's output is one."""
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for name, content in files.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+        (self.blobs / digest).write_bytes(buffer.getvalue())
+        return digest
+
+    def carry(self, errand: Errand, command: Command = COMMAND) -> DataSeen:
+        """Do it, and return how it ended."""
+        self.mover.begin(command, errand)
+        while True:
+            seen = self.seen.get(timeout=60)
+            if seen.outcome is not None:
+                return seen
+
+
+def test_what_is_written_twice_is_one_version(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    errand = Errand(op="write/0", url=f"file://{tmp_path}/sets", regex="", digest=place.blob(x=b"1"), dataset="m")
+    outcomes = [Place(tmp_path).carry(errand).outcome for _ in range(2)]
+    assert [(one.url, one.files, one.error) for one in outcomes if one] == [("dataset m:1", 1, "")] * 2
+    assert not (tmp_path / "transfers" / "u1" / "g" / "t" / "write-0").exists()
+
+
+def test_what_is_fetched_twice_is_one_blob(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").write_bytes(b"1")
+    fetched = [Place(tmp_path).carry(Errand(op="fetch/0", url=f"file://{tmp_path}/data", regex="")).outcome for _ in range(2)]
+    (digest,) = {one.digest for one in fetched if one}
+    with tarfile.open(tmp_path / "blobs" / digest) as tar:
+        assert tar.getnames() == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("file:///nowhere/at/all", "there is nothing at file:///nowhere/at/all"),
+        ("sftp://host/x", "sftp:// is not supported yet"),
+    ],
+)
+def test_what_fails_is_told_of(url: str, words: str, tmp_path: Path) -> None:
+    seen = Place(tmp_path).carry(Errand(op="fetch/0", url=url, regex=""))
+    assert seen.outcome is not None
+    assert words in seen.outcome.error
+    assert "\n" not in seen.outcome.error
+
+
+def test_a_blob_that_is_gone_is_told_of(tmp_path: Path) -> None:
+    seen = Place(tmp_path).carry(Errand(op="write/0", url=f"file://{tmp_path}/out", regex="", digest="0" * 64))
+    assert seen.outcome is not None
+    assert "No such file" in seen.outcome.error
+
+
+def test_what_is_called_off_ends_and_is_not_heard_of(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    # Nobody listens on the port of discarded data: it is tried again and again.
+    place.mover.begin(COMMAND, Errand(op="write/0", url="http://127.0.0.1:9/x", regex=""))
+    place.mover.call_off(COMMAND)
+    wait_until(lambda: not any(thread.name == "data write/0" for thread in threading.enumerate()), 20)
+    assert place.seen.empty()
