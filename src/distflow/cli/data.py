@@ -33,7 +33,7 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="URL", help="Such as s3://bucket/path; also gs, az, azure, file, and http(s) to read.")
+    str, typer.Argument(metavar="URL", help="Such as s3://bucket/path; also gs, az, azure, sftp, file, and http(s) to read.")
 ]
 RegexOption = Annotated[
     str,

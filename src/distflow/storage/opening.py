@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from distflow.documents.urls import READ_ONLY, StorageUrl
-from distflow.errors import InputError
 from distflow.storage.base import Store
 from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.storage.folder import FolderStore
 from distflow.storage.objects import open_objects
+from distflow.storage.sftp import SftpStore
 from distflow.storage.web import WebStore
 
 __all__ = ["open_store"]
@@ -23,6 +23,6 @@ def open_store(url: StorageUrl, credentials_for: CredentialsFor = ambient) -> St
     if url.scheme in READ_ONLY:
         return WebStore(url)
     if url.scheme == "sftp":
-        # fsspec's driver takes any host key, which is never done here.
-        raise InputError(f"{url}: sftp:// is not supported yet", hint="use s3://, gs://, az://, azure:// or file://")
+        # fsspec's own driver takes any host key, which is never done here.
+        return SftpStore(url)
     return open_objects(url, credentials_for(url.profile))

@@ -92,6 +92,13 @@ class SshLink:
 
     def execute(self, command: str, deadline: Deadline, *, grace_s: float = 0.0) -> paramiko.Channel:
         """Start a command in a new channel; ``grace_s`` after ``deadline`` it is given up."""
+        return self._begin(lambda channel: channel.exec_command(command), deadline, grace_s)
+
+    def subsystem(self, name: str, timeout_s: float) -> paramiko.Channel:
+        """Start a subsystem of sshd, such as ``sftp``, in a new channel."""
+        return self._begin(lambda channel: channel.invoke_subsystem(name), Deadline(timeout_s), 0.0)
+
+    def _begin(self, begin: Callable[[paramiko.Channel], object], deadline: Deadline, grace_s: float) -> paramiko.Channel:
         wire = self._wire
         if wire is None or self._is_closed:
             raise NodeUnreachable(self.node, f"{self.place}: the connection is closed")
@@ -104,7 +111,7 @@ class SshLink:
             hang_up.start()
             try:
                 with wire.on_behalf_of(channel):
-                    channel.exec_command(command)
+                    begin(channel)
             finally:
                 hang_up.cancel()
             return channel

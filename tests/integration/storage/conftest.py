@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from distflow.testing.s3 import S3Server, missing_rclone
+from distflow.testing.sshd import Sshd, missing_sshd
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +27,24 @@ def s3(running_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in running_s3.environment.items():
         monkeypatch.setenv(name, value)
     return running_s3
+
+
+@pytest.fixture(scope="session")
+def running_sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    """One server for the tests of sftp."""
+    if why := missing_sshd():
+        pytest.skip(why)
+    with Sshd(tmp_path_factory.mktemp("sshd"), "127.0.5.1", alias="store") as server:
+        yield server
+
+
+@pytest.fixture
+def sshd(running_sshd: Sshd) -> Sshd:
+    """The server, known to the OpenSSH configuration of this test's home as ``store``."""
+    folder = Path(os.environ["HOME"]) / ".ssh"
+    folder.mkdir(mode=0o700)
+    (folder / "config").write_text(running_sshd.client_stanza())
+    return running_sshd
 
 
 @pytest.fixture

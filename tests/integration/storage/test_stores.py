@@ -24,15 +24,19 @@ from distflow.storage.tending import Access, check_access, delete
 from distflow.storage.trying import Patience
 from distflow.storage.uploading import sources, upload
 from distflow.testing.s3 import S3Server
+from distflow.testing.sshd import Sshd, make_key, missing_sshd
 
 quickly = partial(Patience, pauses_s=(0.0, 0.0))
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", "s3", "sftp"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[StorageUrl, Path]:
     """A URL where nothing is, and the folder that shows what is there."""
     if request.param == "file":
         return parse_url(f"file://{tmp_path}/store/top"), tmp_path / "store" / "top"
+    if request.param == "sftp":
+        request.getfixturevalue("sshd")
+        return parse_url(f"sftp://store{tmp_path}/store/top"), tmp_path / "store" / "top"
     server: S3Server = request.getfixturevalue("s3")
     bucket = server.bucket(f"b-{tmp_path.name.replace('_', '-').lower()}"[:60].rstrip("-"))
     return parse_url(f"s3://{bucket.name}/top"), bucket / "top"
@@ -249,7 +253,7 @@ def test_a_server_that_is_gone(own_s3: S3Server) -> None:
 class Reviving(threading.Event):
     """Starts the server again in the pause before the next try."""
 
-    def __init__(self, server: S3Server) -> None:
+    def __init__(self, server: S3Server | Sshd) -> None:
         super().__init__()
         self.server = server
         self.pauses = 0
@@ -364,6 +368,62 @@ def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(InputError, match=r"(?s)s3:// needs a driver.*pip install 'distflow\[data\]'"):
         open_store(parse_url("s3://b/x"))
+
+
+# -- what goes wrong at sftp ------------------------------------------------------------------------------------------
+
+
+def test_a_host_whose_key_is_not_known_is_refused(sshd: Sshd, tmp_path: Path) -> None:
+    home = Path(os.environ["HOME"])
+    known = home / "known"
+    known.touch()
+    (home / ".ssh" / "config").write_text(sshd.client_stanza(UserKnownHostsFile=str(known)))
+    url = parse_url(f"sftp://store{tmp_path}")
+    with pytest.raises(StorageRefused, match=r"sftp://store/.*host key") as caught:
+        find(open_store(url), url, patience=quickly())
+    assert caught.value.hint
+    assert known.read_text() == ""
+
+
+def test_a_key_that_the_host_does_not_take_is_refused(sshd: Sshd, tmp_path: Path) -> None:
+    other = make_key(tmp_path / "other")
+    (Path(os.environ["HOME"]) / ".ssh" / "config").write_text(sshd.client_stanza(IdentityFile=str(other)))
+    url = parse_url(f"sftp://store{tmp_path}")
+    with pytest.raises(StorageRefused, match="sftp://store/"):
+        find(open_store(url), url, patience=quickly())
+
+
+def test_a_connection_that_breaks_is_made_again(tmp_path: Path) -> None:
+    if why := missing_sshd():
+        pytest.skip(why)
+    content = os.urandom(20 << 20)
+    make(tmp_path / "top", big=content)
+    with Sshd(tmp_path / "sshd", "127.0.5.2", alias="store") as server:
+        folder = Path(os.environ["HOME"]) / ".ssh"
+        folder.mkdir(mode=0o700)
+        (folder / "config").write_text(server.client_stanza())
+        url = parse_url(f"sftp://store{tmp_path}/top")
+        store = Watched(open_store(url))
+        reviving = Reviving(server)
+        download(store, url, tmp_path / "got", patience=Patience(reviving), told=once(server.stop))  # type: ignore[arg-type]
+        assert tree(tmp_path / "got") == {"big": content}
+        assert (len(store.starts), store.starts[0], store.starts[1] > 0, reviving.pauses) == (2, 0, True, 1)
+        store.store.close()
+
+
+def test_many_files_share_one_connection(sshd: Sshd, tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    for number in range(40):
+        make(source, **{f"sub__{number}": bytes([number]) * number})
+    url = parse_url(f"sftp://store{tmp_path}/there")
+    store = open_store(url)
+    logins = sshd.log.read_text().count("Accepted publickey")
+    assert upload(store, url, sources([source], contents=True)).files == 40
+    assert download(store, url, tmp_path / "got").files == 40
+    assert sshd.log.read_text().count("Accepted publickey") == logins + 1
+    assert tree(tmp_path / "got") == tree(source)
+    assert delete(store, find(store, url)) == 40
+    store.close()
 
 
 # -- servers of the test's own ----------------------------------------------------------------------------------------

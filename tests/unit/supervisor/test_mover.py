@@ -72,7 +72,7 @@ def test_what_is_fetched_twice_is_one_blob(tmp_path: Path) -> None:
     ("url", "words"),
     [
         ("file:///nowhere/at/all", "there is nothing at file:///nowhere/at/all"),
-        ("sftp://host/x", "sftp:// is not supported yet"),
+        ("sftp://-oProxyCommand=x/y", "names no host and port"),
     ],
 )
 def test_what_fails_is_told_of(url: str, words: str, tmp_path: Path) -> None:

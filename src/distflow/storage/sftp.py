@@ -1,0 +1,270 @@
+"""Files of machines behind SSH, for ``sftp://``: reached as nodes are, with the OpenSSH configuration and its known hosts.
+
+Keys and host keys are those of ``ssh``: what is unknown there is refused here, and nothing is ever added silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.documents.urls import StorageUrl
+from distflow.errors import (
+    AuthenticationRefused,
+    DistflowError,
+    HostKeyMismatch,
+    HostKeyUnknown,
+    InputError,
+    NodeError,
+    StorageError,
+    StorageMissing,
+    StorageRefused,
+    StorageUnreachable,
+)
+from distflow.storage.base import Entry, Sink, is_part, part_name
+from distflow.storage.failures import driver_errors, local_errors
+from distflow.transports.destination import SshDestination
+from distflow.transports.loading import load_link
+
+if TYPE_CHECKING:
+    from distflow.transports.sshlink import SshLink
+
+__all__ = ["SftpStore", "destination_of"]
+
+_AT_ONCE = 4
+"""Conversations over one connection; sshd allows ten, and others may hold some."""
+_PIECE = 1 << 20
+_TIMEOUT_S = 60.0
+_PLACE = re.compile(r"(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>[0-9]{1,5}))?")
+
+
+def destination_of(url: StorageUrl) -> SshDestination:
+    """Return where the connection of a URL goes. Raises ``InputError``."""
+    match = _PLACE.fullmatch(url.container)
+    if match is None or not (match["v6"] or match["host"]):
+        raise InputError(f"{url} names no host", hint="write sftp://user@host:port/path; user and port may be left out")
+    port = int(match["port"]) if match["port"] else None
+    # A name that begins so would be an option elsewhere.
+    if (match["host"] or "").startswith("-") or (port is not None and not 0 < port < 65536):
+        raise InputError(f"{url} names no host and port", hint="write sftp://user@host:port/path")
+    return SshDestination(host=match["v6"] or match["host"], port=port, user=match["user"])
+
+
+class SftpStore:
+    """One machine (contract: ``storage.base.Store``); keys are absolute paths without their first slash."""
+
+    def __init__(self, url: StorageUrl) -> None:
+        """Connect to nothing yet. Raises ``InputError`` for a URL that names no host."""
+        self._url = url
+        self._destination = destination_of(url)
+        self._lock = threading.Lock()
+        self._link: SshLink | None = None
+        self._idle: list[tuple[SshLink, Any]] = []
+        self._turns = threading.BoundedSemaphore(_AT_ONCE)
+
+    def find(self, key: str) -> Sequence[Entry]:
+        """Return the file, or all files below the directory; links to directories are not followed."""
+        with self._talk(key) as client:
+            try:
+                found = client.stat(_path(key))
+            except FileNotFoundError:
+                return []
+            if stat.S_ISDIR(found.st_mode):
+                return list(_walk(client, key))
+            return [_entry(key, found)] if stat.S_ISREG(found.st_mode) else []
+
+    def stat(self, key: str) -> Entry:
+        """Return one file."""
+        with self._talk(key) as client:
+            found = client.stat(_path(key))
+            if not stat.S_ISREG(found.st_mode):
+                raise StorageMissing(f"{self._url.shown(key)}: there is no such file")
+            return _entry(key, found)
+
+    def read(self, entry: Entry, start: int, sink: Sink) -> None:
+        """Give the content from ``start`` on to ``sink``."""
+        with self._talk(entry.key) as client, client.open(_path(entry.key), "rb") as file:
+            file.seek(start)
+            _ask_ahead(file, entry.size)
+            at = start
+            while at < entry.size and (piece := file.read(min(_PIECE, entry.size - at))):
+                with _sinking():
+                    sink(piece)
+                at += len(piece)
+
+    def write(self, key: str, source: Path, told: Callable[[int], None]) -> None:
+        """Put a file there, under another name until it is whole."""
+        path = _path(key)
+        part = posixpath.join(posixpath.dirname(path), part_name(secrets.token_hex(8)))
+        with self._talk(key) as client:
+            _make_folders(client, posixpath.dirname(path))
+            try:
+                with local_errors(source):
+                    file = source.open("rb")
+                with file as given, client.open(part, "wbx") as target:
+                    target.set_pipelined(True)
+                    while piece := given.read(_PIECE):
+                        target.write(piece)
+                        with _sinking():
+                            told(len(piece))
+                client.posix_rename(part, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    client.remove(part)
+                raise
+
+    def delete(self, key: str) -> None:
+        """Remove a file; directories stay."""
+        with self._talk(key) as client, contextlib.suppress(FileNotFoundError):
+            client.remove(_path(key))
+
+    def check_writable(self, key: str) -> None:
+        """Make a file in the nearest directory that is there, and remove it."""
+        with self._talk(key) as client:
+            path = _path(key)
+            while path != "/" and not _is_folder(client, path):
+                path = posixpath.dirname(path)
+            probe = posixpath.join(path, part_name(secrets.token_hex(8)))
+            client.open(probe, "wx").close()
+            client.remove(probe)
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            link, self._link = self._link, None
+            self._idle.clear()
+        if link is not None:
+            link.close()
+
+    @contextlib.contextmanager
+    def _talk(self, key: str) -> Iterator[Any]:
+        """Lend a conversation for the block; one in which something went wrong is not used again."""
+        with self._turns:
+            with self._errors(key):
+                link, client = self._client()
+            try:
+                with self._errors(key):
+                    yield client
+            except StorageUnreachable:
+                with contextlib.suppress(Exception):
+                    client.close()
+                raise
+            except BaseException:
+                self._give_back(link, client)
+                raise
+            self._give_back(link, client)
+
+    def _client(self) -> tuple[SshLink, Any]:
+        import paramiko  # noqa: PLC0415  a tenth of a second
+
+        with self._lock:
+            if self._link is None or not self._link.is_active:
+                self._idle.clear()
+                if self._link is not None:
+                    self._link.close()
+                self._link = load_link()(self._url.container, self._destination)
+                self._link.connect()
+            link = self._link
+            if self._idle:
+                return self._idle.pop()
+        channel = link.subsystem("sftp", _TIMEOUT_S)
+        channel.settimeout(_TIMEOUT_S)
+        return link, paramiko.SFTPClient(channel)
+
+    def _give_back(self, link: SshLink, client: Any) -> None:
+        with self._lock:
+            if link is self._link:
+                self._idle.append((link, client))
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        where = self._url.shown(key)
+        try:
+            with driver_errors(where):
+                yield
+        except (HostKeyUnknown, HostKeyMismatch, AuthenticationRefused) as error:
+            raise StorageRefused(f"{where}: {error.detail}", hint=error.hint) from None
+        except NodeError as error:
+            raise StorageUnreachable(f"{where}: {error.detail}", hint=error.hint) from None
+        except _Sunk as error:
+            raise error.error from None
+
+
+class _Sunk(DistflowError):
+    """Carries what the caller's own function raised past the driver's errors."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def _sinking() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  raised again as it is, by ``_errors``
+        raise _Sunk(error) from None
+
+
+def _ask_ahead(file: Any, size: int) -> None:
+    """Ask for the rest of a file at once: otherwise each piece would wait for the one before it."""
+    ask = file._prefetch_thread  # noqa: SLF001  it runs in a thread of paramiko's, whose failures nobody catches
+
+    def quietly(*given: object) -> None:
+        # Whoever reads finds the connection broken, too.
+        with contextlib.suppress(Exception):
+            ask(*given)
+
+    file._prefetch_thread = quietly  # noqa: SLF001
+    file.prefetch(size, 64)
+
+
+def _path(key: str) -> str:
+    return f"/{key}"
+
+
+def _entry(key: str, found: Any) -> Entry:
+    return Entry(key=key, size=found.st_size, mark=f"{found.st_mtime}-{found.st_size}", modified=float(found.st_mtime))
+
+
+def _walk(client: Any, key: str) -> Iterator[Entry]:
+    for item in sorted(client.listdir_attr(_path(key)), key=lambda one: str(one.filename)):
+        below = f"{key}/{item.filename}" if key else str(item.filename)
+        found = item
+        if stat.S_ISLNK(item.st_mode):
+            try:
+                found = client.stat(_path(below))
+            except FileNotFoundError:
+                continue
+        if stat.S_ISDIR(item.st_mode):
+            yield from _walk(client, below)
+        elif stat.S_ISREG(found.st_mode) and not is_part(item.filename):
+            yield _entry(below, found)
+
+
+def _is_folder(client: Any, path: str) -> bool:
+    try:
+        return stat.S_ISDIR(client.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _make_folders(client: Any, path: str) -> None:
+    missing = []
+    while path != "/" and not _is_folder(client, path):
+        missing.append(path)
+        path = posixpath.dirname(path)
+    for one in reversed(missing):
+        try:
+            client.mkdir(one)
+        except OSError:
+            # Another transfer was quicker.
+            if not _is_folder(client, one):
+                raise StorageError(f"{one} cannot be made") from None
