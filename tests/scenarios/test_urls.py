@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -203,6 +204,19 @@ def test_what_was_canceled_keeps_nobody_waiting(cli: Cli, s3: S3Server) -> None:
     wait_until(lambda: "fetches" in _message(cli, one), 60)
     assert cli.run("workflow", "cancel", many).code == 0
     cli.await_status(one, "COMPLETED", timeout=30)
+
+
+def test_a_driver_that_is_not_installed_is_missed_at_once(cli: Cli) -> None:
+    spec = _simple(cli, "s3://b/x", "s3://b/out")
+    hide = "import sys; sys.modules['s3fs'] = None; from distflow.cli.app import run; sys.exit(run(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", hide, "workflow", "submit", spec], capture_output=True, text=True, check=False,
+        env=cli.environment, cwd=cli.folder,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "`only`: s3://b/x needs the driver s3fs, which is not installed here" in done.stderr
+    assert "pip install 'distflow[data]'" in done.stderr
+    assert json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"] == []
 
 
 def test_folders_and_web_servers_need_no_driver(cli: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from distflow.cli.secrets import credential_problems
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
+from distflow.documents.urls import parse_url
 from distflow.errors import InputError
 from distflow.layout.checks import check_layout
 from distflow.layout.drawing import draw_world
@@ -28,6 +30,7 @@ from distflow.spec.labels import MOST_LABELS, check_label
 from distflow.spec.model import WorkflowSpec
 from distflow.spec.parse import load_spec, load_spec_text
 from distflow.state.codec import encode
+from distflow.storage.options import NO_DRIVER, package_of
 
 __all__ = [
     "Checked",
@@ -181,10 +184,23 @@ def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path, da
     plan = compile_plan(
         checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(overrides.secrets), datasets=datasets
     )
+    _check_drivers(plan)
     placement, misfits = propose(plan, pool, checked.spec)
     if misfits:
         raise ProblemsFound([*misfits, *checked.warnings])
     return Ready(checked=checked, plan=plan, pool=pool, placement=placement)
+
+
+def _check_drivers(plan: Plan) -> None:
+    """Refuse data at URLs for which this machine, which carries it, has no driver."""
+    for group in plan.groups:
+        for launch in group.launches:
+            for data in (*launch.url_inputs, *launch.url_outputs):
+                url = parse_url(data.url)
+                package = package_of(url)
+                if package and importlib.util.find_spec(package) is None:
+                    words = f"`{launch.task}`: {url} needs the driver {package}, which is not installed here"
+                    raise InputError(words, hint=NO_DRIVER)
 
 
 def propose(

@@ -78,6 +78,9 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove an object."""
 
+    def check_readable(self, key: str) -> None:
+        """Return when what is at the key, if anything, may be listed. Raises ``StorageError``."""
+
     def check_writable(self, key: str) -> None:
         """Return when objects can be written below the key, which leaves nothing there. Raises ``StorageError``."""
 

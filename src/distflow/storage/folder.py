@@ -82,6 +82,10 @@ class FolderStore:
         with local_errors(path):
             path.unlink(missing_ok=True)
 
+    def check_readable(self, key: str) -> None:
+        """List it."""
+        self.find(key)
+
     def check_writable(self, key: str) -> None:
         """Make a file in the nearest directory that is there, and remove it."""
         path = Path(_path(key))

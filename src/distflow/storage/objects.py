@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from distflow.shell import Secret
 from distflow.storage.base import PART_BYTES, Entry, Sink
 from distflow.storage.credentials import Credentials
 from distflow.storage.failures import driver_errors
-from distflow.storage.options import Driver, driver_of
+from distflow.storage.options import NO_DRIVER, Driver, driver_of
 
 __all__ = ["ObjectStore", "open_objects", "part_size"]
 
@@ -25,6 +26,8 @@ _MOST_PARTS = 9000
 """S3 takes 10 000 for one object."""
 _PARTS_AT_ONCE = 4
 _PROBE = ".distflow-check"
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING")
+"""Variables that drivers read by themselves."""
 
 
 def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStore:
@@ -34,12 +37,11 @@ def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStor
         importlib.import_module(_PACKAGES[driver.name])
         fsspec = importlib.import_module("fsspec")
     except ImportError as error:
-        raise InputError(
-            f"{url.scheme}:// needs a driver that is not installed here: {error}", hint="pip install 'distflow[data]'"
-        ) from error
+        raise InputError(f"{url.scheme}:// needs a driver that is not installed here: {error}", hint=NO_DRIVER) from error
     # A coroutine of a driver that was cut off is told of there, with its arguments.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    secrets = (credentials.access_key,) if credentials is not None else ()
+    secrets = [credentials.access_key] if credentials is not None else []
+    secrets += [Secret(os.environ[name]) for name in _SECRETS if os.environ.get(name)]
     with driver_errors(url.profile, secrets):
         files = fsspec.filesystem(driver.name, skip_instance_cache=True, use_listings_cache=False, **driver.options)
     files.retries = 1
@@ -106,6 +108,14 @@ class ObjectStore:
                 self._files.rm_file(self._path(key))
         except StorageMissing:
             self._list_once()
+
+    def check_readable(self, key: str) -> None:
+        """List a little."""
+        with self._errors(key):
+            if self._driver.speaks_s3:
+                self._files.call_s3("list_objects_v2", Bucket=self._container, Prefix=key, MaxKeys=1)
+                return
+        self.find(key)
 
     def check_writable(self, key: str) -> None:
         """Write an empty object and remove it."""

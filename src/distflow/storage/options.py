@@ -9,9 +9,13 @@ from typing import Any
 from distflow.documents.urls import StorageUrl
 from distflow.storage.credentials import Credentials
 
-__all__ = ["Driver", "driver_of"]
+__all__ = ["NO_DRIVER", "Driver", "driver_of", "package_of"]
+
+NO_DRIVER = "pip install 'distflow[data]'"
+"""What to do where a driver is not installed."""
 
 _CONNECT_S, _READ_S = 10, 60
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "azure": "adlfs"}
 _GOOGLE = "https://storage.googleapis.com"
 """Where Google's store speaks S3, for keys with an id and a secret."""
 
@@ -29,6 +33,11 @@ class Driver:
     def speaks_s3(self) -> bool:
         """Whether the store is asked in S3's language."""
         return self.name == "s3"
+
+
+def package_of(url: StorageUrl) -> str:
+    """Return the package that a URL needs beside distflow itself; empty: none."""
+    return _PACKAGES.get(url.scheme, "")
 
 
 def driver_of(url: StorageUrl, credentials: Credentials | None) -> Driver:

@@ -125,6 +125,10 @@ class SftpStore:
         with self._talk(key) as client, contextlib.suppress(FileNotFoundError):
             client.remove(_path(key))
 
+    def check_readable(self, key: str) -> None:
+        """List it."""
+        self.find(key)
+
     def check_writable(self, key: str) -> None:
         """Make a file in the nearest directory that is there, and remove it."""
         with self._talk(key) as client:

@@ -38,6 +38,6 @@ def check_access(store: Store, url: StorageUrl, access: Access, *, patience: Pat
     """
     patience = patience or Patience()
     if access is Access.READ:
-        patience.keep_trying(lambda: store.find(url.key))
+        patience.keep_trying(lambda: store.check_readable(url.key))
     else:
         patience.keep_trying(lambda: store.check_writable(url.key))

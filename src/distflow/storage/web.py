@@ -75,6 +75,10 @@ class WebStore:
         """Refuse."""
         raise self._read_only()
 
+    def check_readable(self, key: str) -> None:
+        """List it."""
+        self.find(key)
+
     def check_writable(self, key: str) -> None:
         """Refuse."""
         raise self._read_only()

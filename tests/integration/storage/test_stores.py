@@ -362,6 +362,16 @@ def test_somebody_may_call_it_off(s3: S3Server, tmp_path: Path) -> None:
         download(open_store(url), url, tmp_path / "got", patience=patience, at_once=1, told=once(patience.halt.set))
 
 
+def test_secrets_of_the_environment_are_masked_too(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-4711")
+    # A host that nobody has is told of with its name.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://wrong-4711.invalid")
+    url = parse_url("s3://b/x")
+    with pytest.raises(StorageUnreachable) as caught:
+        find(open_store(url), url, patience=quickly())
+    assert "********.invalid" in str(caught.value)
+
+
 def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
