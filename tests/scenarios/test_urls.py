@@ -16,6 +16,7 @@ from pathlib import Path
 from distflow.testing.s3 import S3Server
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
+from scenarios.lab import Lab
 
 ROUND = """
 workflow:
@@ -106,6 +107,25 @@ workflow:
 def _simple(cli: Cli, source: str, goal: str, *, waits: bool = False) -> str:
     go = cli.folder / ("go" if waits else ".")
     return cli.spec(SIMPLE.replace("IN", source).replace("OUT", goal).replace("GO", str(go)))
+
+
+def test_hosts_need_no_way_to_the_store(lab: Lab, s3: S3Server) -> None:
+    cli, bucket = lab.cli, s3.bucket("b")
+    _fill(bucket)
+    # Nothing in the environment of the hosts says where the store is; their commands would tell.
+    command = "env | grep -c AWS_; cat {{input:0}}/a.txt; hostname > {{output}}/$0"
+    tasks = "".join(
+        f"    - {{name: {name}, lead: {lead}, ranks: {{size: 1}}, command: [sh, -c, '{command}', {name}],\n"
+        "       inputs: [{url: s3://b/data/a.txt}], outputs: [{url: s3://b/out}]}\n"
+        for name, lead in (("one", "true"), ("two", "false"))
+    )
+    done = cli.run(
+        "workflow", "submit", cli.spec(f"workflow:\n  name: far\n  groups:\n  - name: g\n    tasks:\n{tasks}"), "--wait"
+    )
+    assert done.code == 0, done.err
+    assert len({task["node_name"] for task in cli.tasks("far-1").values()}) == 2
+    assert {line for line in done.out.splitlines() if line.startswith("[")} == {"[one] 0", "[one] A", "[two] 0", "[two] A"}
+    assert sorted(path.name for path in (bucket / "out").iterdir()) == ["one", "two"]
 
 
 def test_what_fails_names_the_url_and_no_secret(cli: Cli, s3: S3Server) -> None:
