@@ -89,8 +89,8 @@ class Mover:
             outcome = told.outcome(error=f"{error.filename or self._blobs}: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting for ever
             outcome = told.outcome(error=f"a bug in distflow: {error!r}")
-        if not halt.is_set():
-            self._halts.pop(command.identity, None)
+        # A transfer of which one file failed has halted the others itself: only what was called off is not told.
+        if self._halts.pop(command.identity, None) is halt:
             self._sink(told.seen(outcome=outcome))
 
     def _carry(self, command: Command, errand: Errand, halt: threading.Event, told: _Told) -> Carried:
