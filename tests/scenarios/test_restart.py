@@ -107,3 +107,45 @@ def test_outputs_that_are_gone_are_named_and_nothing_is_submitted(lab: Lab, cli:
     (cli.folder / "go").touch()
     (cli.folder / "go2").touch()
     assert cli.run("workflow", "submit", "stages-1", "--wait").code == 0
+
+
+LATER = """
+workflow:
+  name: later
+  tasks:
+  - name: use
+    command: [sh, -c, 'cat "{{input:1}}/when"; ls "{{input:0}}"; echo 0']
+    inputs:
+    - {task: stages-1:prepare, regex: nothing}
+    - task: stages-1:prepare
+"""
+
+
+@pytest.mark.parametrize("backend", ["local", "ssh"])
+def test_a_later_workflow_takes_what_an_earlier_one_wrote(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+    if backend == "ssh":
+        request.getfixturevalue("lab")
+    later = cli.spec(LATER, "later.yaml")
+    missing = cli.run("workflow", "validate", later)
+    assert missing.code == 2
+    assert "later.yaml:8: error: there is no workflow 'stages-1'" in missing.err
+    # An earlier workflow may have failed: what its tasks wrote is there all the same.
+    assert cli.run("workflow", "submit", spec(cli), "--wait").code == 1
+    assert (
+        "what prepare of stages-1 wrote (only nothing) → <ATTEMPT_DIR>/input/0"
+        in cli.run("workflow", "submit", later, "--dry-run").out
+    )
+    done = cli.run("workflow", "submit", later, "--wait")
+    assert done.code == 0, done.err
+    lines = [line.removeprefix("[use] ") for line in done.out.splitlines() if line.startswith("[use] ")]
+    assert lines[0].isdigit()
+    assert lines[1:] == ["0"]
+    for name, words in (
+        ("stages-1:nobody", "stages-1 has no task `nobody`"),
+        ("stages-1:rate", "rate of stages-1 never ran, so it wrote nothing"),
+        ("stages:x", "`stages:x` names no task"),
+    ):
+        refused = cli.run("workflow", "submit", cli.spec(LATER.replace("stages-1:prepare", name), "other.yaml"))
+        assert refused.code == 2
+        assert words in refused.err
+    assert cli.run("workflow", "submit", "later-1", "--wait").code == 0

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from distflow.cli import wiring
 from distflow.cli.again import Earlier, earlier
-from distflow.cli.bring import Source, bring
+from distflow.cli.bring import bring
 from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.earlier import bring_earlier, source_of
 from distflow.cli.reading import WorkflowArgument
 from distflow.cli.starting import print_submitted, store_workflow, wait_for_end, warn
 from distflow.cli.submission import parse_overrides, plan_for
 from distflow.errors import InputError
 from distflow.lifecycle.states import State, WorkflowState
+from distflow.plan.earlier import with_earlier
 from distflow.plan.model import Plan
 from distflow.state.directory import StateDirectory
-from distflow.state.record import GroupRecord, Kept, Saved, TaskRecord, WorkflowRecord, attempt_name
+from distflow.state.record import GroupRecord, Kept, Saved, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.supervisor.clock import SystemClock
 from distflow.supervisor.process import ensure_supervisor
@@ -62,6 +65,8 @@ def restart(
     warn(ready.checked.warnings)
     with wiring.open_store(directory) as store:
         kept = _keep(before, ready.plan, store, directory)
+        brought = bring_earlier(ready.checked.spec, store, directory.blobs)
+        ready = replace(ready, plan=with_earlier(ready.plan, brought))
         new = store_workflow(
             ready, overrides, record.priority, record.labels, directory, store, kept=kept, parent=record.id
         )  # fmt: skip
@@ -77,23 +82,10 @@ def _keep(before: Earlier, plan: Plan, store: Store, directory: StateDirectory) 
     done = {group.name: group for group in before.record.groups if group.state is State.COMPLETED}
     wanted = {one.task for group in plan.groups if group.name not in done for launch in group.launches for one in launch.inputs}
     tasks = [(group, task) for group in done.values() for task in group.tasks if task.name in wanted]
-    fetched = bring([_source(before.record, group, task, store) for group, task in tasks], directory.blobs)
+    fetched = bring([source_of(before.record, group, task, store) for group, task in tasks], directory.blobs)
     now = SystemClock().now()
     saved = {task.name: Saved(at=now, digest=one.digest, size=one.size) for (_, task), one in zip(tasks, fetched, strict=True)}
     return {name: _kept(before.record, group, saved, now) for name, group in done.items()}
-
-
-def _source(record: WorkflowRecord, group: GroupRecord, task: TaskRecord, store: Store) -> Source:
-    """Return where a task's output lies: where it ran, in however many restarts it was kept since."""
-    if task.node is None:
-        raise AssertionError("a task that completed had a node")
-    uuid = group.kept.uuid if group.kept else record.uuid
-    return Source(
-        shown=f"{task.name} of {group.kept.id if group.kept else record.id}",
-        attempt=attempt_name(uuid, group.name, task.name, task.attempt),
-        pool=store.pool(uuid),
-        node=task.node,
-    )
 
 
 def _kept(record: WorkflowRecord, group: GroupRecord, saved: Mapping[str, Saved], now: float) -> GroupRecord:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distflow.cli.earlier import earlier_problems
 from distflow.cli.secrets import credential_problems
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.documents.urls import parse_url
@@ -168,7 +169,8 @@ class _Meaning:
         """Keep the worlds of a spec, and return what is found about them."""
         found, problems = check_layout(spec)
         self.worlds.update(found)
-        return [*problems, *unused_reschedules(spec, found), *credential_problems(spec, is_tolerant=self._is_tolerant)]
+        problems += (*unused_reschedules(spec, found), *credential_problems(spec, is_tolerant=self._is_tolerant))
+        return [*problems, *earlier_problems(spec)]
 
 
 def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path, datasets: str) -> Ready:
@@ -195,8 +197,9 @@ def _check_drivers(plan: Plan) -> None:
     """Refuse data at URLs for which this machine, which carries it, has no driver."""
     for group in plan.groups:
         for launch in group.launches:
-            for data in (*launch.url_inputs, *launch.url_outputs):
-                url = parse_url(data.url)
+            data = [one.url for one in (*launch.url_inputs, *launch.url_outputs)]
+            for text in (*data, *(one.url for one in launch.checkpoints)):
+                url = parse_url(text)
                 package = package_of(url)
                 if package and importlib.util.find_spec(package) is None:
                     words = f"`{launch.task}`: {url} needs the driver {package}, which is not installed here"

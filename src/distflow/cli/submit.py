@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 from distflow.cli import wiring
 from distflow.cli.again import earlier
 from distflow.cli.command import Format, FormatOption, HostfileOption, command_app
+from distflow.cli.earlier import bring_earlier
 from distflow.cli.searching import priorities
 from distflow.cli.starting import print_submitted, store_workflow, wait_for_end, warn
 from distflow.cli.submission import (
@@ -31,6 +33,7 @@ from distflow.documents.problems import Problem, ProblemsFound, Severity, in_doc
 from distflow.lifecycle.upstream import waits_for
 from distflow.plan.compile import compile_plan
 from distflow.plan.containers import container_notices
+from distflow.plan.earlier import with_earlier
 from distflow.plan.render import plan_json, plan_text, script
 from distflow.pools.choose import choose_pool
 from distflow.pools.hostfile import Host
@@ -124,6 +127,8 @@ def submit(
     ready = plan_for(checked, chosen, overrides, directory.blobs, datasets)
     warn(ready.checked.warnings)
     with wiring.open_store(directory) as store:
+        brought = bring_earlier(ready.checked.spec, store, directory.blobs)
+        ready = replace(ready, plan=with_earlier(ready.plan, brought))
         record = store_workflow(ready, overrides, urgency, labels, directory, store)
         if not (wait and format_type is Format.JSON):
             print_submitted(record, format_type)

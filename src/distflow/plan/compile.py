@@ -99,7 +99,7 @@ def _launch(
     injected = [(file.path.value, file.is_directory) for file in task.files if file.path.value.startswith("/")]
     injected += [(one.directory.value, True) for one in task.credentials if one.directory and one.directory.value[:1] == "/"]
     injected += [(one.path.value.rstrip("/"), True) for one in task.checkpoints if one.path.value.startswith("/")]
-    rewrite = rewriter(ranks, world, injected, task.inputs, task.url_inputs)
+    rewrite = rewriter(ranks, world, injected, task.inputs, (*task.url_inputs, *task.earlier_inputs))
     resource = spec.resources[task.resource]
     environment = task_environment(
         group=group.name,
@@ -120,6 +120,7 @@ def _launch(
         files=tuple(_file(file, rewrite, bundles) for file in task.files),
         inputs=task.inputs,
         url_inputs=task.url_inputs,
+        earlier_inputs=task.earlier_inputs,
         ranks=ranks,
         resource=resource,
         rewritten=tuple((path, place_of(path)) for path, _ in injected),

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from distflow.layout.ranks import TaskRanks, World
 from distflow.lifecycle.exits import ExitActions
 from distflow.plan.binding import Binding, TaskBinding
-from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeouts
+from distflow.spec.model import DataSpec, EarlierInput, InputSpec, ResourceSpec, Retry, Timeouts
 
 __all__ = [
     "ATTEMPT_DIR",
@@ -128,6 +128,8 @@ class Launch:
     url_outputs: tuple[DataSpec, ...] = ()
     """Where its output is written when it has completed, before its group is COMPLETED."""
     exit_actions: ExitActions = ExitActions()
+    earlier_inputs: tuple[EarlierInput, ...] = ()
+    """What it takes from tasks of earlier workflows; once those were fetched, they are ``files``, too."""
     checkpoints: tuple[PlannedCheckpoint, ...] = ()
     image: str | None = None
     mounts: tuple[str, ...] = ()

@@ -77,6 +77,10 @@ def script(group: GroupPlan, launch: Launch) -> str:
     for one in launch.inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(one.position)}'
         lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{one.position}:?directory with what {one.task} wrote}}"/. {place}']
+    for old in launch.earlier_inputs:
+        place = f'"$ATTEMPT_DIR"/{input_place(old.position)}'
+        words = f"directory with what {old.task} of {old.workflow} wrote"
+        lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{old.position}:?{words}}}"/. {place}']
     for data in launch.url_inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(data.position)}'
         lines += [f"mkdir -p {place}", f'cp -R "${{INPUT_{data.position}:?directory with what is at its URL}}"/. {place}']
@@ -121,10 +125,14 @@ def _task_lines(launch: Launch, node: str | None) -> list[str]:
             f"    {'files' if position == 0 else '':12} {file.shown} → <ATTEMPT_DIR>/{file.path} ({kind}{file.size} bytes)"
         )
     sources = [(one.position, f"what {one.task} writes", one.regex) for one in launch.inputs]
+    sources += [(old.position, f"what {old.task} of {old.workflow} wrote", old.regex) for old in launch.earlier_inputs]
     sources += [(data.position, _url(data), data.regex) for data in launch.url_inputs]
     for number, (position, what, regex) in enumerate(sorted(sources)):
         place = f"<ATTEMPT_DIR>/{input_place(position)}"
         lines.append(f"    {'inputs' if number == 0 else '':12} {what}{_only(regex)} → {place}")
+    for number, one in enumerate(launch.checkpoints):
+        words = f"<ATTEMPT_DIR>/{one.place}{_only(one.regex)}, every {one.every_s:g} s → {parse_url(one.url)}"
+        lines.append(f"    {'checkpoint' if number == 0 else '':12} {words}")
     for number, data in enumerate(launch.url_outputs):
         lines.append(f"    {'outputs' if number == 0 else '':12} <ATTEMPT_DIR>/output{_only(data.regex)} → {_url(data)}")
     return lines
@@ -163,8 +171,18 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
             for one in launch.inputs
         ]
         + [
+            {"position": old.position, "workflow": old.workflow, "task": old.task, "regex": old.regex,
+             "placed_at": input_place(old.position)}
+            for old in launch.earlier_inputs
+        ]
+        + [
             {"position": data.position, "url": _url(data), "regex": data.regex, "placed_at": input_place(data.position)}
             for data in launch.url_inputs
+        ],
+        "checkpoints": [
+            {"path": one.shown, "placed_at": one.place, "url": str(parse_url(one.url)), "frequency": one.every_s,
+             "regex": one.regex}
+            for one in launch.checkpoints
         ],
         "outputs": [{"position": data.position, "url": _url(data), "regex": data.regex} for data in launch.url_outputs],
         "resource": {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.model import ATTEMPT_DIR, address_of
-from distflow.spec.model import DataSpec, InputSpec
+from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
 __all__ = ["TOKEN", "Rewrite", "input_place", "place_of", "rewriter", "token_values"]
 
@@ -56,16 +56,17 @@ def rewriter(
     world: World | None,
     injected: Sequence[tuple[str, bool]],
     inputs: Sequence[InputSpec] = (),
-    url_inputs: Sequence[DataSpec] = (),
+    others: Sequence[DataSpec | EarlierInput] = (),
 ) -> Rewrite:
     """Return the function that turns a string of the spec into one of the plan.
 
     ``injected`` holds each absolute path and whether it is a directory; mentions of what lies in a directory follow it too.
+    ``others`` are the inputs that do not come from tasks of this workflow.
     """
     values = token_values(ranks, world)
     # Of several entries for one task its name means the first.
     places = {name: input_place(one.position) for one in reversed(inputs) for name in (one.task, str(one.position))}
-    places |= {str(one.position): input_place(one.position) for one in url_inputs}
+    places |= {str(one.position): input_place(one.position) for one in others}
 
     def token(match: re.Match[str]) -> str:
         name, argument = match.group(1), match.group(2)

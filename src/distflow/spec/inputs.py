@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
+from distflow.spec.earlier import is_earlier
 from distflow.spec.model import InputSpec, TaskSpec
 
 __all__ = ["Graph", "regex_finding", "upstream_of"]
-
-_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*:[A-Za-z][A-Za-z0-9_-]*")
-"""OSMO's form for a task of an earlier workflow: ``train-7:prepare``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,7 @@ class Graph:
             regex = entry.string("regex") or ""
             if what is None:
                 entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "say what to fetch")
-            elif what == "task":
+            elif what == "task" and not is_earlier(entry.string("task") or ""):
                 self._check(entry, task, group)
                 found.append(InputSpec(position=position, task=entry.string("task") or "", regex=regex))
             regex_finding(entry)
@@ -68,8 +66,8 @@ class Graph:
         name = entry.string("task") or ""
         home, own = self._homes.get(name), task.string("name") or ""
         message, hint = "", ""
-        if _ELSEWHERE.fullmatch(name):
-            message, hint = f"not supported yet: `inputs` from another workflow (`{name}`)", "name a task of this workflow"
+        if ":" in name:
+            message, hint = f"`{name}` names no task", "write <workflow id>:<task>, such as `train-7:prepare`"
         elif home is None and name in self._names:
             tasks = (other for other, place in self._homes.items() if place.group == self._names.index(name))
             message, hint = f"`{name}` is a group", f"name a task of it, such as `{next(tasks, '')}`"

@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointSpec",
     "CredentialUse",
     "DataSpec",
+    "EarlierInput",
     "FileSpec",
     "GroupSpec",
     "InputSpec",
@@ -140,6 +141,19 @@ class DataSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierInput:
+    """What a task takes from one of an earlier workflow."""
+
+    position: int
+    """Which entry of ``inputs`` it is, counted from 0."""
+    workflow: str
+    """Its id or uuid."""
+    task: str
+    regex: str = ""
+    mark: Mark = Mark("")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
     """A directory that is written to a URL while its task runs."""
 
@@ -180,6 +194,7 @@ class TaskSpec:
     files: tuple[FileSpec, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     url_inputs: tuple[DataSpec, ...] = ()
+    earlier_inputs: tuple[EarlierInput, ...] = ()
     checkpoints: tuple[CheckpointSpec, ...] = ()
     credentials: tuple[CredentialUse, ...] = ()
     resource: str = "default"

@@ -12,6 +12,7 @@ from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
 from distflow.spec.credentials import parse_credentials
 from distflow.spec.data import checkpoints, url_inputs, url_outputs
+from distflow.spec.earlier import earlier_inputs
 from distflow.spec.exits import parse_exit_actions
 from distflow.spec.files import parse_files
 from distflow.spec.model import InputSpec, Ranks, TaskSpec
@@ -48,6 +49,7 @@ def parse_task(
         files=parse_files(task, base_dir),
         inputs=inputs,
         url_inputs=url_inputs(task),
+        earlier_inputs=earlier_inputs(task),
         checkpoints=checkpoints(task),
         credentials=parse_credentials(task),
         resource=_resource(task, resources),
@@ -129,7 +131,7 @@ def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: C
             if token.name == "host":
                 message, hint = _host_finding(token.argument, hosts, elsewhere)
             elif token.name == "input":
-                message, hint = _input_finding(token.argument, task, spec)
+                message, hint = _input_finding(token.argument, spec)
             elif token.name not in TOKEN_NAMES or token.argument is not None:
                 shown = token.name if token.argument is None else f"{token.name}:{token.argument}"
                 message = f"{{{{{shown}}}}} is not a token of distflow, and would stay as it is"
@@ -155,14 +157,13 @@ def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Contain
     return said, did_you_mean(name, hosts, what="tasks")
 
 
-def _input_finding(argument: str | None, task: View, spec: TaskSpec) -> tuple[str, str]:
+def _input_finding(argument: str | None, spec: TaskSpec) -> tuple[str, str]:
     known = [name for one in spec.inputs for name in (str(one.position), one.task)]
     known += [str(one.position) for one in spec.url_inputs]
+    known += [str(one.position) for one in spec.earlier_inputs]
     if argument in known:
         return "", ""
-    said, entries = f"{{{{input:{argument or 'N'}}}}}", len(list(task.views("inputs")))
-    if argument is not None and argument.isdigit() and int(argument) < entries:
-        return f"not supported yet: {said} is no input from a task or a URL", "put the data on the nodes and name its path"
+    said = f"{{{{input:{argument or 'N'}}}}}"
     if not known:
         return f"{said}: the task has no `inputs`", "add `inputs: [{task: …}]` or `inputs: [{url: …}]`"
     return f"{said} names no input of this task", did_you_mean(argument or "", known, what="inputs")

@@ -34,6 +34,7 @@ from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.bind import bind_task
 from distflow.plan.credentials import given_secrets
+from distflow.plan.earlier import planned_blobs
 from distflow.pools.model import Pool
 from distflow.state.mirror import Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
@@ -371,7 +372,8 @@ class Supervisor:
                 del self._workflows[uuid]
         # Not while one may be arriving that is equal: it would be taken for here already.
         if self._spent and not any(_brings_archives(command) for command in self._in_flight.values()):
-            others = (archives(one.record) for one in self._workflows.values() if not _is_over(one.record))
+            at_work = [one for one in self._workflows.values() if not _is_over(one.record)]
+            others = [archives(one.record) | planned_blobs(one.plan) for one in at_work]
             for digest in self._spent.difference(*others):
                 (self._blobs / digest).unlink(missing_ok=True)
             self._spent.clear()

@@ -27,6 +27,7 @@ from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeou
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.absorb import absorb, absorb_node
 from distflow.supervisor.carrying import DataSeen, absorb_data, place_data
+from distflow.supervisor.checkpointing import is_checkpoint, place_of
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import place_inputs
 from distflow.supervisor.world import Command, NodeView, Workflow, World, key_of
@@ -249,8 +250,8 @@ class Driver:
             identity = ("lease", seen.workflow, seen.group, "", seen.attempt)  # type: ignore[attr-defined]
             self.in_flight.pop(identity, None)
             return
-        collects = isinstance(seen, Collected | CollectFailed) or (isinstance(seen, Unanswered) and seen.op == "collect")
-        for op in ("collect",) if collects else ("prepare", "start", "stop", "release"):
+        apart = isinstance(seen, Collected | CollectFailed | Unanswered) and (seen.op == "collect" or is_checkpoint(seen.op))
+        for op in (seen.op,) if apart else ("prepare", "start", "stop", "release"):  # type: ignore[attr-defined]
             self.in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
     def act(self, command: Command) -> None:
@@ -274,6 +275,9 @@ class Driver:
             self.backend.stop(command.key, grace_s=command.grace_s, why=command.why)
         elif command.op == "collect":
             self.backend.collect(command.key)
+        elif is_checkpoint(command.op):
+            place = place_of(self.workflows[command.workflow].plan.group(command.group), command)
+            self.backend.collect(command.key, command.op, place)
         elif command.is_data:
             self.carrying.append(command)
         else:

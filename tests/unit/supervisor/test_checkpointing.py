@@ -1,0 +1,128 @@
+"""Checkpoints: when one is due, what an ended group waits for, and what the next attempt is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distflow.backends.base import AttemptKey
+from distflow.lifecycle.exits import ExitActions
+from distflow.lifecycle.states import State, WorkflowState
+from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint
+from distflow.spec.model import Retry
+from distflow.state.record import Carried
+from distflow.supervisor.carrying import DataSeen
+from distflow.supervisor.checkpointing import absorb_stored, place_checkpoints, store_errand
+from distflow.testing.backend import Behaviour
+from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
+
+EVERY = PlannedCheckpoint(place="files/tmp/models", shown="/tmp/models", url="file:///kept/{{workflow_id}}", every_s=60.0)
+PACK, STORE = ("pack:0", "u1", "train", "t0", 0), ("store/0", "u1", "train", "t0", 0)
+
+
+def plan(**more: object) -> GroupPlan:
+    made = group_plan(**more)  # type: ignore[arg-type]
+    first = replace(made.launches[0], checkpoints=(EVERY,))
+    return replace(made, launches=(first, *made.launches[1:]))
+
+
+def running(seconds: float = 1000.0, exit_code: int = 0, **more: object) -> Driver:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=seconds, exit_code=exit_code if key.attempt == 0 else 0)
+
+    driver = Driver(workflow(plan(**more)), behaviour=behave, on=pool(node("n1"), node("n2"), node_lost_after_s=30.0))
+    driver.settle()
+    return driver
+
+
+def stored(driver: Driver, attempt: int = 0, error: str = "") -> None:
+    """Say what the mover would."""
+    key = AttemptKey(workflow="u1", group="train", task="t0", attempt=attempt, node="")
+    now = driver.clock.now()
+    outcome = Carried(op="store/0", task="t0", at=now, url="file:///kept", files=1, content=1, error=error)
+    seen = DataSeen(at=now, key=key, op="store/0", url="file:///kept", outcome=outcome)
+    one = driver.workflows["u1"]
+    record, events = absorb_stored(one.record, seen)
+    driver.events += events
+    driver.workflows["u1"] = replace(one, record=record)
+    driver.in_flight.pop(("store/0", "u1", "train", "t0", attempt), None)
+
+
+def test_one_is_due_after_its_time_and_counts_from_the_end_of_the_one_before() -> None:
+    driver = running()
+    driver.advance(59.0)
+    assert driver.backend.collected == []
+    driver.advance(1.5)
+    assert driver.backend.collected == ["u1/train/t0/0/files/tmp/models"]
+    assert STORE in driver.in_flight
+    driver.advance(100.0)
+    assert len(driver.backend.collected) == 1  # while the last one is not written yet
+    stored(driver)
+    driver.advance(59.0)
+    assert len(driver.backend.collected) == 1
+    driver.advance(2.0)
+    assert len(driver.backend.collected) == 2
+    assert driver.group().message == ""
+
+
+def test_an_ended_group_waits_for_its_last_one() -> None:
+    driver = running(seconds=5)
+    driver.advance(6.0)
+    assert driver.group().state is State.RUNNING
+    assert driver.group().message == "all tasks have ended; the last checkpoint of t0 is saved"
+    assert STORE in driver.in_flight
+    stored(driver)
+    driver.settle()
+    assert driver.record().state is WorkflowState.COMPLETED
+    taken = driver.group().checkpoint("t0", 0)
+    assert taken is not None
+    assert (taken.is_last, taken.is_new) == (True, False)
+
+
+def test_one_that_cannot_be_written_ends_nothing_and_is_told() -> None:
+    driver = running(seconds=5)
+    driver.advance(6.0)
+    stored(driver, error="no such bucket")
+    driver.settle()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert "t0: its checkpoint was not written: no such bucket" in [event.text for event in driver.events]
+
+
+def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
+    driver = running(seconds=5)
+    driver.backend.holds_outputs = True
+    driver.advance(6.0)
+    driver.backend.cut("n1")
+    driver.advance(29.0)
+    assert not driver.record().state.is_final
+    driver.advance(2.0)
+    assert driver.record().state is WorkflowState.COMPLETED
+
+
+def test_the_next_attempt_is_given_the_last_one() -> None:
+    driver = running(seconds=5, exit_code=3, exit_actions=ExitActions(reschedule=((3, 3),)), retry=Retry(backoff_s=1))
+    driver.advance(6.0)
+    assert driver.group().attempt == 0
+    stored(driver)
+    driver.settle()
+    driver.advance(2.0)
+    group = driver.group()
+    assert (group.attempt, group.state) == (1, State.RUNNING)
+    taken = group.checkpoint("t0", 0)
+    assert taken is not None
+    launch = place_checkpoints(
+        BoundLaunch(task="t0", node="n1", argv=("x",), environment={}), driver.workflows["u1"].plan.groups[0], group
+    )
+    (file,) = launch.files
+    assert (file.path, file.blob, file.is_tar) == ("files/tmp", taken.digest, True)
+
+
+def test_it_is_written_where_the_spec_says() -> None:
+    driver = running()
+    driver.advance(60.5)
+    one = driver.workflows["u1"]
+    errand = store_errand(one.plan, one.record, driver.in_flight[STORE])
+    taken = driver.group().checkpoint("t0", 0)
+    assert errand is not None
+    assert taken is not None
+    assert (errand.url, errand.digest) == ("file:///kept/w-u1", taken.digest)
+    assert PACK not in driver.in_flight
