@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import stat
 import tarfile
 from typing import Callable, Iterator, List, Optional, Set, Tuple
@@ -25,6 +26,8 @@ PACKED = "packed.json"
 _AT_ONCE = 1 << 20
 _NAMED = 3
 """Files left out that are named; of more it is said how many."""
+_SETTLED_S = 0.05
+"""For how long a file must not have been written: times are kept no finer than a clock's tick."""
 _PASSES = 6
 """How often a directory that changes is packed, before it is given up."""
 
@@ -62,6 +65,9 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
         raise OpError("not_found", "{} is not there any more".format(directory))
     unstable: Set[str] = set()
     for number in range(_PASSES):
+        if number:
+            select.select([], [], [], _SETTLED_S)  # nothing tells when a file has come to rest
+        began = _clock(root)
         entries = _below(top, base)
         members = [(name, info) for name, info in entries if _is_packed(info) and name not in unstable]
         if not any(stat.S_ISREG(info.st_mode) for _, info in members):
@@ -75,7 +81,8 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
         except OpError as error:
             failure = error  # it may have gone, or shrunk, while it was read
         after = {name: _print_of(info) for name, info in _below(top, base)}
-        changed = {name for name, info in members if after.get(name) != _print_of(info) and not stat.S_ISDIR(info.st_mode)}
+        files = [(name, info) for name, info in members if not stat.S_ISDIR(info.st_mode)]
+        changed = {name for name, info in files if after.get(name) != _print_of(info) or info.st_mtime > began - _SETTLED_S}
         if not changed:
             if packed is None:
                 raise failure or OpError("internal", "nothing was packed")
@@ -98,6 +105,18 @@ def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
         if os.path.isdir(os.path.join(top, base)):
             raise
         return []
+
+
+def _clock(root: str) -> float:
+    """The time by the file system's own clock, which another machine may keep."""
+    os.makedirs(os.path.join(root, BLOBS), mode=0o700, exist_ok=True)
+    path = os.path.join(root, BLOBS, "clock-{}".format(os.getpid()))
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        os.unlink(path)
+        os.close(fd)
 
 
 def _print_of(info: os.stat_result) -> Tuple[int, int, int]:

@@ -1,0 +1,124 @@
+"""Directories of attempts that may run, taken from their node: whole files only, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tarfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from distflow.backends.machines.fetching import Fetched, fetch_output
+from distflow.errors import AgentError
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+
+
+@pytest.fixture
+def models(node: NodeUnderTest) -> Path:
+    """The directory of an attempt that is taken."""
+    path = node.root / node.attempt() / "files" / "tmp" / "models"
+    path.mkdir(parents=True)
+    return path
+
+
+def take(node: NodeUnderTest, models: Path, blobs: Path, place: str = "files/tmp/models") -> Fetched:
+    blobs.mkdir(exist_ok=True)
+    attempt = models.parents[2].relative_to(node.root).as_posix()
+    return fetch_output(node.transport, str(node.root), sys.executable, attempt, blobs, place=place, timeout_s=20)
+
+
+def names(blobs: Path, fetched: Fetched) -> dict[str, bytes | None]:
+    with tarfile.open(blobs / fetched.digest) as tar:
+        found = {}
+        for one in tar:
+            file = tar.extractfile(one) if one.isreg() else None
+            found[one.name] = file.read() if file else None
+        return found
+
+
+def test_a_directory_comes_under_its_own_name_and_leaves_no_archive_there(
+    node: NodeUnderTest, models: Path, tmp_path: Path
+) -> None:
+    (models / "sub").mkdir()
+    (models / "sub" / "a.pt").write_bytes(b"one")
+    first = take(node, models, tmp_path / "blobs")
+    assert names(tmp_path / "blobs", first) == {"models": None, "models/sub": None, "models/sub/a.pt": b"one"}
+    wait_until(lambda: not (node.root / "blobs" / first.digest).exists(), 20, "its archive is removed")
+    assert take(node, models, tmp_path / "blobs").digest == first.digest
+    (models / "sub" / "a.pt").write_bytes(b"two")
+    assert take(node, models, tmp_path / "blobs").digest != first.digest
+
+
+def test_nothing_is_no_archive(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+    assert take(node, models, tmp_path / "blobs") == Fetched(digest="", size=0, files=0, left_out=())
+    models.rmdir()
+    assert take(node, models, tmp_path / "blobs").digest == ""
+    assert list((tmp_path / "blobs").iterdir()) == []
+
+
+def test_files_that_change_all_the_time_are_left_out_and_named(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+    (models / "whole.pt").write_bytes(os.urandom(4_000_000))
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.wait(0.001):
+            number += 1
+            (models / "log").write_text("x" * (number % 7))
+            (models / "a.tmp").write_text("y")
+            (models / "a.tmp").unlink()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        fetched = take(node, models, tmp_path / "blobs")
+    finally:
+        stop.set()
+        writer.join()
+    found = names(tmp_path / "blobs", fetched)
+    assert len(found["models/whole.pt"] or b"") == 4_000_000
+    assert "models/log" not in found
+    assert "models/log" in fetched.left_out
+
+
+def test_a_directory_of_which_nothing_stands_still_is_refused(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.wait(0.001):
+            (models / "big").write_bytes(os.urandom(100_000))
+
+    (models / "big").write_bytes(b"first")
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        with pytest.raises(AgentError, match="change all the time") as caught:
+            take(node, models, tmp_path / "blobs")
+    finally:
+        stop.set()
+        writer.join()
+    assert caught.value.kind == "busy"
+    assert [path.name for path in (node.root / "blobs").iterdir() if not path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("place", ["../1/work", "/etc", "work/../../x", ""])
+def test_no_place_leads_out_of_the_attempt(node: NodeUnderTest, models: Path, tmp_path: Path, place: str) -> None:
+    with pytest.raises(AgentError) as caught:
+        take(node, models, tmp_path / "blobs", place)
+    assert caught.value.kind == "bad_request"
+
+
+def test_a_link_does_not_lead_out_either(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("canary")
+    models.rmdir()
+    models.symlink_to(tmp_path / "secret")
+    assert take(node, models, tmp_path / "blobs").digest == ""
+    with pytest.raises(AgentError):
+        take(node, models, tmp_path / "blobs", "files/tmp/models/sub")
