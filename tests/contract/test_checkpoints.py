@@ -55,6 +55,12 @@ def test_a_directory_comes_under_its_own_name_and_leaves_no_archive_there(
     assert take(node, models, tmp_path / "blobs").digest != first.digest
 
 
+def test_a_time_that_is_no_clocks_does_no_harm(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+    (models / "from-tomorrow").write_bytes(b"one")
+    os.utime(models / "from-tomorrow", (4_000_000_000, 4_000_000_000))
+    assert take(node, models, tmp_path / "blobs").files == 2
+
+
 def test_nothing_is_no_archive(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
     assert take(node, models, tmp_path / "blobs") == Fetched(digest="", size=0, files=0, left_out=())
     models.rmdir()

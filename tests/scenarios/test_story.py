@@ -59,7 +59,7 @@ workflow:
       command: [PYTHON, /train.py, "{{input:prepare}}", /tmp/model, "{{output}}"]
       files: [{path: /train.py, localpath: train.py}]
       inputs: [{task: prepare}]
-      checkpoint: [{path: /tmp/model, url: "s3://b/{{workflow_id}}/master", frequency: 1s}]
+      checkpoint: [{path: /tmp/model, url: "s3://b/{{workflow_id}}/master", frequency: 1h}]
       outputs: [{dataset: {name: line, path: weight}}]
     - name: worker
       ranks: {size: 1}
@@ -67,7 +67,7 @@ workflow:
       files: [{path: /train.py, localpath: train.py}]
       inputs: [{task: prepare}]
       exitActions: {RESCHEDULE: 75}
-      checkpoint: [{path: /tmp/model, url: "file://KEPT", frequency: 1s}]
+      checkpoint: [{path: /tmp/model, url: "file://KEPT", frequency: 1h}]
   - name: evaluation
     tasks:
     - name: evaluate

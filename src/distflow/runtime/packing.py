@@ -82,7 +82,8 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
             failure = error  # it may have gone, or shrunk, while it was read
         after = {name: _print_of(info) for name, info in _below(top, base)}
         files = [(name, info) for name, info in members if not stat.S_ISDIR(info.st_mode)]
-        changed = {name for name, info in files if after.get(name) != _print_of(info) or info.st_mtime > began - _SETTLED_S}
+        fresh = (began - _SETTLED_S, _clock(root) + _SETTLED_S)
+        changed = {name for name, info in files if after.get(name) != _print_of(info) or fresh[0] < info.st_mtime < fresh[1]}
         if not changed:
             if packed is None:
                 raise failure or OpError("internal", "nothing was packed")
