@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -15,7 +14,7 @@ from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.tables import Paint, table
 from distflow.documents.words import did_you_mean
 from distflow.errors import NodeError, NotFound
-from distflow.pools.choose import choose_pool
+from distflow.pools.choose import choose_pool, with_hosts
 from distflow.pools.model import Configuration, Node, Pool
 
 __all__ = ["app"]
@@ -31,11 +30,7 @@ def _pool() -> None:
 @app.command("list", epilog="Examples: distflow pool list  ·  distflow pool list --hostfile hosts.txt")
 def list_pools(hostfile: HostfileOption = None, format_type: FormatOption = Format.TEXT) -> None:
     """List the pools of the configuration and their nodes."""
-    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
-    if hosts is not None:
-        chosen = choose_pool(configuration, hosts=hosts)
-        pools = {**configuration.pools, chosen.name: chosen}
-        configuration = replace(configuration, pools=pools, default_pool=chosen.name)
+    configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile))
     if format_type is Format.JSON:
         print(json.dumps(_as_json(configuration), indent=2))
         return

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from distflow.errors import InputError, NotFound
 from distflow.layout.placement import Demand
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
-from distflow.pools.choose import choose_pool
+from distflow.pools.choose import choose_pool, with_hosts
 from distflow.pools.model import Configuration, Node, Pool
 from distflow.state.store import Store
 
@@ -84,10 +84,7 @@ def list_resources(
     """
     if pool and all_pools:
         raise InputError("--pool and --all exclude each other")
-    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
-    if hosts is not None:
-        chosen = choose_pool(configuration, hosts=hosts)
-        configuration = replace(configuration, pools={**configuration.pools, chosen.name: chosen}, default_pool=chosen.name)
+    configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile))
     with wiring.open_store(reading_directory()) as store:
         held = _held(store)
     rows = [
@@ -115,10 +112,7 @@ def resource_info(
 
     Nothing is reached: `distflow pool check` asks the node itself.
     """
-    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
-    if hosts is not None:
-        chosen = choose_pool(configuration, given=pool, hosts=hosts)
-        configuration = replace(configuration, pools={**configuration.pools, chosen.name: chosen})
+    configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile), given=pool)
     pools = [choose_pool(configuration, given=pool)] if pool else list(configuration.pools.values())
     with wiring.open_store(reading_directory()) as store:
         held = _held(store)

@@ -9,7 +9,7 @@ from distflow.errors import InputError, NotFound
 from distflow.pools.hostfile import Host, nodes_of
 from distflow.pools.model import Configuration, Pool, ssh_node
 
-__all__ = ["HOSTFILE_POOL", "choose_pool"]
+__all__ = ["HOSTFILE_POOL", "choose_pool", "with_hosts"]
 
 HOSTFILE_POOL = "hostfile"
 """The name of a pool that nothing says anything of but a hostfile."""
@@ -41,6 +41,14 @@ def choose_pool(
         hint = f"name a pool with `backend: ssh`, or leave --pool out: `{HOSTFILE_POOL}` is the pool then"
         raise InputError(f"a hostfile names machines to reach over SSH, and the pool {name!r} is not", hint=hint)
     return _bare(hosts)
+
+
+def with_hosts(configuration: Configuration, hosts: Sequence[Host] | None, *, given: str | None = None) -> Configuration:
+    """Return the configuration with the pool that a hostfile's machines are as its default one; as it is without any."""
+    if hosts is None:
+        return configuration
+    chosen = choose_pool(configuration, given=given, hosts=hosts)
+    return replace(configuration, pools={**configuration.pools, chosen.name: chosen}, default_pool=chosen.name)
 
 
 def _bare(hosts: Sequence[Host]) -> Pool:
