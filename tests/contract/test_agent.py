@@ -670,16 +670,18 @@ def test_output_comes_as_it_is_written_and_each_read_is_stamped(node: NodeUnderT
     attempt = node.lease(link)
     link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
     link.request("tail", stream=2, attempt=attempt, file="output.idx", offset=0)
-    script = 'echo one; read x < "$0"; echo two >&2; read x < "$0"'
-    fifo = node.directory(attempt) / "work/fifo"
-    os.mkfifo(fifo)
-    link.request("prepare", attempt=attempt, launch=launch_of(["sh", "-c", script, str(fifo)]))
+    script = 'echo one; read x < "$0"; echo two >&2; read x < "$1"'
+    # Two of them: a slow writer of one could still be there for the second `read`, and nobody for the second write.
+    fifos = [node.directory(attempt) / "work" / name for name in ("first", "second")]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    link.request("prepare", attempt=attempt, launch=launch_of(["sh", "-c", script, *map(str, fifos)]))
     link.request("start", attempt=attempt)
     log, index = Tail(node, 1), Tail(node, 2)
     wait_until(lambda: log.data == b"one\n")
-    fifo.write_text("x\n")
+    fifos[0].write_text("x\n")
     wait_until(lambda: log.data == b"one\ntwo\n")
-    fifo.write_text("x\n")
+    fifos[1].write_text("x\n")
     end = node.end(attempt)
     wait_until(lambda: (log.size, index.size) == (8, 32))
     (first, start), (second, after) = struct.iter_unpack("<dQ", index.data)
