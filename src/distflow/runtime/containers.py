@@ -24,6 +24,8 @@ _KNOWN = ("docker", "podman")
 _REMOVE_S = 30.0
 _INSPECT_S = 60.0
 _PULL_S = 3600.0
+_SECRET_WORDS = ("AUTH", "KEY", "PASS", "SECRET", "TOKEN")
+"""What a variable is called that may hold one, such as ``DOCKER_AUTH_CONFIG``; removing a container needs none."""
 _OF_CLIENT = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", "TMPDIR")
 """Beginnings of the variables by which the program finds its daemon, its images and its settings."""
 
@@ -61,7 +63,11 @@ def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Json:
     return {
         "program": _program(launch["container"], env),
         "name": _name(attempt),
-        "env": {name: env[name] for name in env if name.startswith(_OF_CLIENT) and name not in secret},
+        "env": {
+            name: value
+            for name, value in env.items()
+            if name.startswith(_OF_CLIENT) and name not in secret and not any(word in name for word in _SECRET_WORDS)
+        },
     }
 
 

@@ -50,7 +50,13 @@ def test_no_value_of_a_variable_is_in_a_command_line(path: str) -> None:
 
 
 def test_what_ends_a_container_holds_no_secret(path: str) -> None:
-    env = {"PATH": path, "DOCKER_HOST": "unix:///x", "DOCKER_TOKEN": "canary", "HOME": "/home/me"}
+    env = {
+        "PATH": path,
+        "DOCKER_HOST": "unix:///x",
+        "DOCKER_TOKEN": "canary",
+        "DOCKER_AUTH_CONFIG": "canary",
+        "HOME": "/home/me",
+    }
     secret = launch() | {"secret_env": {"DOCKER_TOKEN": "canary"}}
     known = containers.identify(secret, "w/g/t/0", env)
     assert known["env"] == {"DOCKER_HOST": "unix:///x", "HOME": "/home/me"}
