@@ -277,7 +277,8 @@ class _Step(Step):
             return
         saving = self._save()
         if saving:
-            self._say(saving)
+            if self.group.stop_reason in (None, Reason.PEER_FAILED):  # else its message is why it ends
+                self._say(saving)
             return
         group = self.group
         considered = [task for task in group.tasks if task.lead or not self.plan.ignore_nonlead_status]

@@ -98,6 +98,16 @@ def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
     assert driver.record().state is WorkflowState.COMPLETED
 
 
+def test_why_a_group_was_stopped_is_not_forgotten_over_its_last_one() -> None:
+    driver = running(exec_s=10.0)
+    driver.advance(11.0)
+    assert STORE in driver.in_flight
+    stored(driver)
+    driver.settle()
+    group = driver.group()
+    assert (group.status, group.message) == ("FAILED_EXEC_TIMEOUT", "ran longer than 10 s (exec_timeout)")
+
+
 def test_the_next_attempt_is_given_the_last_one() -> None:
     driver = running(seconds=5, exit_code=3, exit_actions=ExitActions(reschedule=((3, 3),)), retry=Retry(backoff_s=1))
     driver.advance(6.0)
