@@ -132,7 +132,11 @@ class _Step(Step):
 
     def _initializing(self) -> None:
         group = self.group
-        refused = [task for task in group.tasks if task.reason in _REFUSALS or task.state is State.FAILED]
+        refused = [
+            task
+            for task in group.tasks
+            if (task.reason in _REFUSALS or task.state is State.FAILED) and (task.started_at is None or self._counts(task))
+        ]
         if refused:
             self._stop(Reason.PEER_FAILED, f"{refused[0].name}: {refused[0].message}")
             return
@@ -166,6 +170,10 @@ class _Step(Step):
             elif ready or not self.plan.starts_as_one:
                 self._command("start", task)
 
+    def _counts(self, task: TaskRecord) -> bool:
+        """Whether the failure of a task that was started is one of the group."""
+        return task.lead or not self.plan.ignore_nonlead_status
+
     def _withdraw(self) -> None:
         """Give back what is left of a lost lease, then queue again."""
         held = [task for task in self.group.tasks if task.state is State.INITIALIZING]
@@ -186,7 +194,7 @@ class _Step(Step):
             if task.state is State.INITIALIZING:
                 # Without a barrier, or a supervisor that was killed between two starts.
                 self._command("start" if task.prepared else "prepare", task)
-        failed = [task for task in group.tasks if task.state is State.FAILED and (task.lead or not plan.ignore_nonlead_status)]
+        failed = [task for task in group.tasks if task.state is State.FAILED and self._counts(task)]
         if failed:
             first = min(failed, key=lambda task: task.ended_at or self.now)
             if all(task.state.is_final for task in group.tasks):
@@ -281,8 +289,10 @@ class _Step(Step):
                 self._say(saving)
             return
         group = self.group
-        considered = [task for task in group.tasks if task.lead or not self.plan.ignore_nonlead_status]
-        cause = first_cause(considered, self._lines())
+        cause = first_cause([task for task in group.tasks if self._counts(task)], self._lines())
+        if cause is None and group.stop_reason is Reason.PEER_FAILED:
+            # A task whose end would not count, had it ever been started.
+            cause = first_cause(group.tasks, self._lines())
         if group.stop_reason is Reason.CANCELED:
             self._become(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, cause=None)
         elif group.stop_reason is Reason.EXEC_TIMEOUT:

@@ -75,6 +75,30 @@ def test_a_failed_helper_is_ignored_where_the_spec_says_so() -> None:
     assert driver.group().task("t1").state is State.FAILED
 
 
+def test_a_helper_that_fails_before_the_lead_has_started_is_ignored_too() -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=0, exit_code=9) if key.task == "t1" else Behaviour(seconds=5)
+
+    driver = Driver(workflow(group_plan(world=False, barrier=False)), behaviour=behave)
+    _prepared_without_n1(driver)
+    driver.advance(1.0)
+    assert (driver.group().state, driver.group().task("t1").state) == (State.INITIALIZING, State.FAILED)
+    driver.backend.heal("n1")
+    driver.run()
+    assert driver.group().state is State.COMPLETED
+    assert driver.group().task("t0").state is State.COMPLETED
+
+
+def test_a_helper_that_cannot_be_started_at_all_fails_its_group() -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(refuses="no such image") if key.task == "t1" else Behaviour(seconds=5)
+
+    driver = Driver(workflow(group_plan(world=False)), behaviour=behave)
+    driver.run()
+    assert driver.group().state is State.FAILED
+    assert driver.cause().task == "t1"
+
+
 def test_a_lead_that_completes_ends_helpers_that_would_run_for_ever() -> None:
     driver = Driver(workflow(group_plan(world=False)), behaviour=lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG)
     driver.run()
@@ -340,12 +364,12 @@ def _prepared_without_n1(driver: Driver) -> None:
     driver.backend.prepare = cut_the_first  # type: ignore[method-assign,assignment]
     driver.settle()
     assert all(task.prepared for task in driver.group().tasks)
-    assert driver.backend.starts == []
 
 
 def test_a_node_that_is_lost_before_the_start_keeps_the_others_from_starting() -> None:
     driver = Driver(workflow(), behaviour=lambda _: HANG)
     _prepared_without_n1(driver)
+    assert driver.backend.starts == []
     driver.backend.heal("n1")
     driver.settle()
     assert driver.group().state is State.RUNNING
