@@ -8,20 +8,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import yaml
 
 from distflow.spec.template import render
+from language import osmo_keys, used_keys
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "osmo"
-SCHEMA = Path(__file__).parents[2] / "src" / "distflow" / "spec" / "workflow.schema.json"
 # tutorial.yaml trains: test_specs.py runs it.
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.yaml") if path.stem != "tutorial")
 ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -56,14 +55,14 @@ def test_it_runs_so_on_nodes_behind_ssh(lab: Lab, name: str) -> None:
 
 
 def test_every_key_of_osmos_language_is_in_one_of_the_specs() -> None:
-    schema = json.loads(SCHEMA.read_text())
     used: set[str] = set()
     for name in (*NAMES, "tutorial"):
         text = (GOLDENS / f"{name}.yaml").read_text()
-        rendered = yaml.safe_load(render(text, name, sets=[("here", "/tmp")] if "{{here}}" in text else []).text)
-        used |= set(_walk(schema, schema, rendered, "top"))
-        used |= {"top.default-values"} if "\ndefault-values:" in text else set()
-    assert sorted(set(_keys(schema, schema, "top")) - used) == []
+        rendered = render(text, name, sets=[("here", "/tmp")] if "{{here}}" in text else [])
+        used |= used_keys(yaml.safe_load(rendered.text))
+        # The template has taken it away.
+        used |= {"default-values"} if "\ndefault-values:" in text else set()
+    assert sorted(osmo_keys() - used) == []
 
 
 def _bring(cli: Cli, name: str) -> Path:
@@ -115,46 +114,3 @@ def _hold(name: str, text: str, golden: Path) -> None:
     if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
         golden.write_text(text)
     assert text == golden.read_text(), name
-
-
-def _keys(schema: Mapping[str, Any], part: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Every key of OSMO's that a part of the schema has, with where it stands."""
-    part = _resolved(schema, part)
-    for key, value in part.get("properties", {}).items():
-        if not value.get("x-distflow"):
-            yield f"{where}.{key}"
-            yield from _keys(schema, value, _place(schema, value, f"{where}.{key}"))
-    for below in ("items", "additionalProperties"):
-        if isinstance(part.get(below), dict):
-            yield from _keys(schema, part[below], _place(schema, part[below], where))
-
-
-def _walk(schema: Mapping[str, Any], part: Mapping[str, Any], value: Any, where: str) -> Iterator[str]:
-    """Every key that a document has, named as ``_keys`` names it."""
-    part = _resolved(schema, part)
-    if isinstance(value, dict):
-        known = part.get("properties", {})
-        others = part.get("additionalProperties")
-        for key, inner in value.items():
-            if key in known:
-                yield f"{where}.{key}"
-                yield from _walk(schema, known[key], inner, _place(schema, known[key], f"{where}.{key}"))
-            elif isinstance(others, dict):
-                yield from _walk(schema, others, inner, _place(schema, others, where))
-    elif isinstance(value, list) and "items" in part:
-        for inner in value:
-            yield from _walk(schema, part["items"], inner, _place(schema, part["items"], where))
-
-
-def _name_of(reference: str) -> str:
-    return reference.rpartition("/")[2]
-
-
-def _place(schema: Mapping[str, Any], part: Mapping[str, Any], where: str) -> str:
-    """Where the keys of a part stand: by the name that the schema gives it, else below its own key."""
-    return _name_of(part["$ref"]) if "$ref" in part and "properties" in _resolved(schema, part) else where
-
-
-def _resolved(schema: Mapping[str, Any], part: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = schema["$defs"][_name_of(part["$ref"])] if "$ref" in part else part
-    return found

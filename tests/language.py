@@ -1,0 +1,67 @@
+"""The keys of OSMO's language, as the published schema has them: those without ``x-distflow``.
+
+A key is named by the part of the schema in which it stands: ``task.name``, ``resource.topology.key``; at the top of the
+document it stands alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["osmo_keys", "used_keys"]
+
+_PATH = Path(__file__).resolve().parent.parent / "src" / "distflow" / "spec" / "workflow.schema.json"
+_SCHEMA: Mapping[str, Any] = json.loads(_PATH.read_text(encoding="utf-8"))
+
+
+def osmo_keys() -> frozenset[str]:
+    """Every key of OSMO's language."""
+    return frozenset(_keys(_SCHEMA, ""))
+
+
+def used_keys(document: Any) -> frozenset[str]:
+    """The keys of a document; those that the schema does not know are left out."""
+    return frozenset(_walk(_SCHEMA, document, ""))
+
+
+def _keys(part: Mapping[str, Any], where: str) -> Iterator[str]:
+    part = _resolved(part)
+    for key, value in part.get("properties", {}).items():
+        if not value.get("x-distflow"):
+            yield f"{where}{key}"
+            yield from _keys(value, _place(value, f"{where}{key}."))
+    for below in ("items", "additionalProperties"):
+        if isinstance(part.get(below), dict):
+            yield from _keys(part[below], _place(part[below], where))
+
+
+def _walk(part: Mapping[str, Any], value: Any, where: str) -> Iterator[str]:
+    part = _resolved(part)
+    if isinstance(value, dict):
+        known, others = part.get("properties", {}), part.get("additionalProperties")
+        for key, inner in value.items():
+            if key in known:
+                yield f"{where}{key}"
+                yield from _walk(known[key], inner, _place(known[key], f"{where}{key}."))
+            elif isinstance(others, dict):
+                yield from _walk(others, inner, _place(others, where))
+    elif isinstance(value, list) and "items" in part:
+        for inner in value:
+            yield from _walk(part["items"], inner, _place(part["items"], where))
+
+
+def _place(part: Mapping[str, Any], where: str) -> str:
+    """Where the keys of a part stand: by the name that the schema gives it, else below its own key."""
+    return f"{_name(part)}." if "$ref" in part and "properties" in _resolved(part) else where
+
+
+def _resolved(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = _SCHEMA["$defs"][_name(part)] if "$ref" in part else part
+    return found
+
+
+def _name(part: Mapping[str, Any]) -> str:
+    return str(part["$ref"]).rpartition("/")[2]

@@ -1,0 +1,142 @@
+"""``docs/osmo.md`` says of every key, verb and option what distflow makes of it: no row is silent, and none is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import typer
+
+from distflow.cli.app import app
+from language import osmo_keys
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "osmo.md"
+ANSWERS = ("**the same**", "**differs**: ", "**does not apply**: ", "**not yet**")
+OWN = ("pool check", "node clean", "schema", "profile unset")
+"""Verbs that OSMO has not."""
+TABLED = ("dataset",)
+"""Verbs of which one row speaks for all."""
+
+_SEARCH = "--count --offset --order --status --user --all-users --pool --priority --format-type"
+OSMO: Mapping[str, str] = MappingProxyType(
+    {
+        "workflow submit": "--set --set-string --set-env --dry-run --pool --priority --label --rsync --format-type",
+        "workflow restart": "--pool --format-type",
+        "workflow validate": "--set --set-string --pool --label",
+        "workflow logs": "--task --retry-id --error -n",
+        "workflow events": "--task --retry-id",
+        "workflow cancel": "--message --force --format-type",
+        "workflow query": "--verbose --format-type",
+        "workflow list": f"{_SEARCH} --name --submitted-after --submitted-before --tags --label --no-label --app",
+        "workflow tag": "--workflow --add --remove",
+        "workflow exec": "--group --entry --connect-timeout --keep-alive",
+        "workflow spec": "--template",
+        "workflow port-forward": "--port --host --udp --connect-timeout",
+        "workflow rsync upload": (
+            "--timeout --upload-rate-limit --poll-interval --debounce-delay --reconcile-interval --max-log-size --verbose"
+            " --daemon --no-progress"
+        ),
+        "workflow rsync download": "--timeout --no-progress",
+        "workflow rsync status": "",
+        "workflow rsync stop": "",
+        "task list": (
+            f"{_SEARCH} --workflow-id --node --started-after --started-before --verbose --summary --aggregate-by-workflow"
+        ),
+        "pool list": "--pool --mode --format-type",
+        "resource list": "--pool --platform --all --mode --format-type",
+        "resource info": "--pool --platform",
+        "credential set": "--type --payload --payload-file --format-type",
+        "credential list": "--format-type",
+        "credential delete": "--format-type",
+        "data upload": "--regex --processes --threads --benchmark-out",
+        "data download": "--regex --processes --threads --benchmark-out --resume",
+        "data list": "--regex --prefix --recursive --no-pager",
+        "data delete": "--regex",
+        "data check": "--access-type --config-file",
+        "dataset": "",
+        "version": "--format-type",
+        "profile set": "",
+        "profile list": "--format-type",
+        **dict.fromkeys(("login", "logout", "token", "user", "config", "app"), ""),
+    }
+)
+"""OSMO's verbs with their options."""
+
+
+def rows() -> Iterator[tuple[str, ...]]:
+    """The rows of the page's tables, without their heads."""
+    for table in re.findall(r"(?:^\|.*\n)+", PAGE.read_text(encoding="utf-8"), re.MULTILINE):
+        for line in table.splitlines()[2:]:
+            yield tuple(cell.strip() for cell in line.strip().strip("|").split(" | "))
+
+
+def words_of(verb: str) -> str:
+    """All that the page's rows say of a verb."""
+    return " ".join(" ".join(row) for row in rows() if f"`{verb}`" in row[0])
+
+
+def commands() -> dict[str, set[str]]:
+    """Every verb of distflow with its long options, and the short ones of those that have no long name."""
+    found: dict[str, set[str]] = {}
+
+    def visit(command: Any, name: str) -> None:
+        if hasattr(command, "get_command"):
+            context = command.context_class(command)
+            for inner in command.list_commands(context):
+                visit(command.get_command(context, inner), f"{name} {inner}".strip())
+            return
+        options = set()
+        for parameter in command.params:
+            names = [one for one in (*parameter.opts, *parameter.secondary_opts) if one.startswith("-")]
+            options |= {one for one in names if one.startswith("--")} or set(names)
+        found[name] = options - {"--help"}
+
+    visit(typer.main.get_command(app), "")
+    return found
+
+
+def test_no_row_is_silent() -> None:
+    for row in rows():
+        assert all(row), row
+        if re.fullmatch(r"Q\d+", row[0]):
+            assert len(row) == 3, row
+        else:
+            assert len(row) == 2, row
+            assert row[1].startswith(ANSWERS), row
+
+
+def test_every_oddity_has_a_row() -> None:
+    assert [row[0] for row in rows() if row[0][0] == "Q"] == [f"Q{number}" for number in range(1, 28)]
+
+
+def test_every_key_of_osmos_language_has_a_row() -> None:
+    named = {name for row in rows() for name in re.findall(r"`([^`]+)`", row[0])}
+    assert sorted(osmo_keys() - named) == []
+
+
+@pytest.mark.parametrize("verb", sorted(OSMO))
+def test_every_option_of_osmos_verbs_has_its_word(verb: str) -> None:
+    words = words_of(verb)
+    assert words, f"the page has no row for `{verb}`"
+    assert [option for option in OSMO[verb].split() if f"`{option}`" not in words] == []
+
+
+def test_every_option_of_distflows_verbs_has_its_word() -> None:
+    silent = [
+        f"{verb} {option}"
+        for verb, options in commands().items()
+        if verb not in OWN and not verb.startswith(TABLED)
+        for option in sorted(options)
+        if f"`{option}`" not in words_of(verb)
+    ]
+    assert silent == []
+
+
+def test_what_only_distflow_has_is_named() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert [verb for verb in OWN if f"`{verb}`" not in text] == []
+    assert sorted(set(commands()) - {*OSMO, *OWN} - {verb for verb in commands() if verb.startswith(TABLED)}) == []
