@@ -51,11 +51,16 @@ def fill(launch: Json, directory: str) -> Json:
 
 
 def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
-    """What the command sees: the node's environment, the launch's over it, and the attempt's marks over all."""
+    """What the command sees: the node's environment, the launch's over it, and the attempt's marks over all.
+
+    With a container, PATH is the node's all the same: docker or podman is found by it, and the launch's own is for inside.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith("DISTFLOW_") and k not in _NOT_FOR_TASKS}
     path = env.get("PATH") or _DEFAULT_PATH
     env.update(launch["env"])
     env.update(launch.get("secret_env") or {})
+    if not launch.get("container"):
+        path = env.get("PATH") or path
     env["PATH"] = ":".join([*(launch.get("path_prepend") or []), path, *filter(None, [nc.directory()])])
     env.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, "error.json"))
     env["DISTFLOW_ATTEMPT"] = attempt

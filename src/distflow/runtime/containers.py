@@ -74,7 +74,7 @@ def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Json:
 def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> List[str]:
     """The command line that runs the launch in its container.
 
-    Values of variables are never in it: the program takes them from its own environment.
+    Values of variables are never in it, PATH aside: the program takes them from its own environment.
     """
     container = launch["container"]
     program = _program(container, env)
@@ -89,8 +89,7 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
     words += _user(program, launch, cwd)
     if (launch.get("env") or {}).get("CUDA_VISIBLE_DEVICES"):
         words += ["--gpus", "all"] if _is_docker(program) else ["--device", "nvidia.com/gpu=all"]
-    for name in _names(launch, env):
-        words += ["--env", name]
+    words += _variables(launch, env)
     program_inside, *arguments = launch["argv"]
     return [*words, "--entrypoint", program_inside, str(container["image"]), *arguments]
 
@@ -101,8 +100,7 @@ def enter(launch: Json, attempt: str, directory: str, env: Dict[str, str], termi
     words = [_program(launch["container"], env), "exec", "--interactive", "--workdir", cwd]
     if terminal:
         words += ["--tty", "--env", "TERM"]
-    for name in _names(launch, env):
-        words += ["--env", name]
+    words += _variables(launch, env)
     return [*words, _name(attempt), *launch["argv"]]
 
 
@@ -148,10 +146,15 @@ def _user(program: str, launch: Json, cwd: str) -> List[str]:
     return ["--user", "{}:{}".format(os.getuid(), os.getgid()), *home]
 
 
-def _names(launch: Json, env: Dict[str, str]) -> List[str]:
-    """The variables that the task sees inside: its own, and the marks. PATH and HOME are the image's."""
+def _variables(launch: Json, env: Dict[str, str]) -> List[str]:
+    """The variables that the task sees inside: its own, and the marks. PATH and HOME are the image's unless it has its own.
+
+    The program's PATH is the node's, so that of the task is written out.
+    """
     ours = ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "TORCHELASTIC_ERROR_FILE")
-    return sorted({*launch["env"], *(launch.get("secret_env") or {}), *(name for name in ours if name in env)})
+    names = {*launch["env"], *(launch.get("secret_env") or {}), *(name for name in ours if name in env)} - {"PATH"}
+    path = ["--env", "PATH=" + launch["env"]["PATH"]] if "PATH" in launch["env"] else []
+    return [*path, *(word for name in sorted(names) for word in ("--env", name))]
 
 
 def _run(argv: List[str], env: Dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:

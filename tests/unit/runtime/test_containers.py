@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime import containers
+from distflow.runtime import command, containers
 from distflow.runtime.wire import OpError
 
 
@@ -47,6 +47,19 @@ def test_no_value_of_a_variable_is_in_a_command_line(path: str) -> None:
     assert "/a:/b" in words
     assert "nvidia.com/gpu=all" in words
     assert "--privileged" in containers.wrap(launch(privileged=True), "w/g/t/0", "/attempt", env)
+
+
+def test_the_path_of_the_spec_holds_inside_and_that_of_the_node_outside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", path)
+    own = launch() | {"env": {"PATH": "/opt/inside"}, "path_prepend": ["/venv/bin"]}
+    env = command.environment(own, "w/g/t/0", "/attempt")
+    assert path in env["PATH"].split(":")
+    words = containers.wrap(own, "w/g/t/0", "/attempt", env)
+    assert words[0] == f"{path}/podman"
+    assert [word for word in words if "PATH" in word] == ["PATH=/opt/inside"]
+    env = command.environment(own | {"container": None}, "w/g/t/0", "/attempt")
+    assert env["PATH"].split(":")[:2] == ["/venv/bin", "/opt/inside"]
+    assert path not in env["PATH"].split(":")
 
 
 def test_what_ends_a_container_holds_no_secret(path: str) -> None:
