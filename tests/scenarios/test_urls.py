@@ -13,6 +13,8 @@ import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 from distflow.testing.s3 import S3Server
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
@@ -226,8 +228,12 @@ def test_what_was_canceled_keeps_nobody_waiting(cli: Cli, s3: S3Server) -> None:
     cli.await_status(one, "COMPLETED", timeout=30)
 
 
-def test_a_driver_that_is_not_installed_is_missed_at_once(cli: Cli) -> None:
+@pytest.mark.parametrize("what", ["an input", "a checkpoint"])
+def test_a_driver_that_is_not_installed_is_missed_at_once(cli: Cli, what: str) -> None:
     spec = _simple(cli, "s3://b/x", "s3://b/out")
+    if what == "a checkpoint":
+        task = "{name: only, command: [echo], checkpoint: [{path: ckpt, url: s3://b/x, frequency: 1m}]}"
+        spec = cli.spec(f"workflow: {{name: saves, tasks: [{task}]}}")
     hide = "import sys; sys.modules['s3fs'] = None; from distflow.cli.app import run; sys.exit(run(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", hide, "workflow", "submit", spec], capture_output=True, text=True, check=False,

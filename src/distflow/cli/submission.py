@@ -197,9 +197,8 @@ def _check_drivers(plan: Plan) -> None:
     """Refuse data at URLs for which this machine, which carries it, has no driver."""
     for group in plan.groups:
         for launch in group.launches:
-            data = [one.url for one in (*launch.url_inputs, *launch.url_outputs)]
-            for text in (*data, *(one.url for one in launch.checkpoints)):
-                url = parse_url(text)
+            urls = [data.url for data in (*launch.url_inputs, *launch.url_outputs)]
+            for url in map(parse_url, (*urls, *(one.url for one in launch.checkpoints))):
                 package = package_of(url)
                 if package and importlib.util.find_spec(package) is None:
                     words = f"`{launch.task}`: {url} needs the driver {package}, which is not installed here"
