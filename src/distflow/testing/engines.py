@@ -99,6 +99,7 @@ class Podman(Engine):
         """Remove every container and the store: overlay mounts in it would outlive the test's folder."""
         self.run("rm", "--force", "--all")
         self.run("rmi", "--force", "--all")
+        _unmount(self.folder)
 
 
 class Dockerd(Engine):
@@ -137,6 +138,7 @@ class Dockerd(Engine):
         if self._daemon is not None:
             self._daemon.terminate()
             self._daemon.wait(timeout=60)
+        _unmount(self.folder)
 
     def _answers(self) -> bool:
         if self._daemon is not None and self._daemon.poll() is not None:
@@ -161,3 +163,10 @@ def skeleton() -> bytes:
             if Path("/etc", name).exists():
                 archive.add(Path("/etc", name), f"etc/{name}")
     return packed.getvalue()
+
+
+def _unmount(folder: Path) -> None:
+    """Take away the mounts that an engine leaves below its folder: the folder could not be removed."""
+    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for mount in sorted((one for one in mounts if one.startswith(f"{folder}/")), reverse=True):
+        subprocess.run(["umount", "--lazy", mount], check=True, timeout=30)
