@@ -19,7 +19,20 @@ from distflow.state.record import Checkpoint, Event, GroupRecord, TaskRecord, Wo
 from distflow.supervisor.carrying import DataSeen, Errand
 from distflow.supervisor.world import Command, NodeView
 
-__all__ = ["Due", "absorb_checkpoint", "absorb_stored", "due", "is_checkpoint", "place_checkpoints", "place_of", "store_errand"]
+__all__ = [
+    "CANCELED_S",
+    "Due",
+    "absorb_checkpoint",
+    "absorb_stored",
+    "due",
+    "is_checkpoint",
+    "place_checkpoints",
+    "place_of",
+    "store_errand",
+]
+
+CANCELED_S = 60.0
+"""How long a canceled group waits for its last checkpoints; what is on its way then is given up."""
 
 _PACK, _STORE = "pack:", "store/"
 

@@ -14,7 +14,7 @@ from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_fo
 from distflow.state.record import Cause, Event, GroupRecord, Stray, TaskRecord
 from distflow.supervisor.absorb import end_unstarted, stop_unstarted, with_group
 from distflow.supervisor.carrying import Carriage, carry_in
-from distflow.supervisor.checkpointing import due
+from distflow.supervisor.checkpointing import CANCELED_S, due
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
@@ -308,8 +308,11 @@ class _Step(Step):
 
     def _save(self) -> str:
         """Take the checkpoints that are due; return what is still to be saved of tasks that have ended, in words."""
-        if self.record.cancel is not None and self.record.cancel.force:
+        cancel = self.record.cancel
+        if cancel is not None and (cancel.force or self.now >= cancel.at + CANCELED_S):
             return ""
+        if cancel is not None:
+            self.decision.wake(cancel.at + CANCELED_S)
         found = due(self.plan, self.record, self.group, self._node, self._lost_after_s, self.now)
         for task, op in found.packs:
             self._command(op, task)

@@ -9,7 +9,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint
 from distflow.spec.model import Retry
-from distflow.state.record import Carried
+from distflow.state.record import CancelRequest, Carried
 from distflow.supervisor.carrying import DataSeen
 from distflow.supervisor.checkpointing import absorb_stored, place_checkpoints, store_errand
 from distflow.testing.backend import Behaviour
@@ -106,6 +106,17 @@ def test_why_a_group_was_stopped_is_not_forgotten_over_its_last_one() -> None:
     driver.settle()
     group = driver.group()
     assert (group.status, group.message) == ("FAILED_EXEC_TIMEOUT", "ran longer than 10 s (exec_timeout)")
+
+
+def test_a_cancel_waits_for_the_last_one_but_not_for_ever() -> None:
+    driver = running()
+    driver.advance(1.0)
+    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me"))
+    driver.settle()
+    assert STORE in driver.in_flight
+    assert driver.group().state is State.STOPPING
+    driver.advance(61.0)
+    assert (driver.group().state, driver.group().message) == (State.CANCELED, "canceled by me")
 
 
 def test_the_next_attempt_is_given_the_last_one() -> None:
