@@ -82,7 +82,7 @@ workflow:
 
 
 def test_a_supervisor_that_is_killed_goes_on_taking_them(cli: Cli, tmp_path: Path) -> None:
-    spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exit 9").replace("sleep 0.1", "sleep 0.5")
+    spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exit 9").replace("sleep 0.1", "sleep 2")
     ident = cli.submit(cli.spec(spec.replace("1h", "1s")))
     wait_until((tmp_path / "kept" / "models" / "last").exists, 60)
     pid = cli.supervisor()
