@@ -19,6 +19,8 @@ from scenarios.conftest import Cli
 from scenarios.lab import checkout
 from scenarios.registry import Registry
 
+ALONE = str(100_000 + os.getpid())
+"""Seconds that no other test sleeps: tests run side by side."""
 REPOSITORY = Path(__file__).parents[2]
 MOUNTS = json.dumps(["/usr", *sorted({sys.prefix, sys.base_prefix} - {"/usr"}), str(REPOSITORY)])
 
@@ -100,7 +102,7 @@ def test_two_containers_train_as_one_world(cli: Cli, engine: Engine) -> None:
 @pytest.mark.parametrize("obeys", [True, False])
 def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bool) -> None:
     trap = "trap 'echo got TERM; exit 0' TERM" if obeys else "trap '' TERM"
-    command = json.dumps(f"{trap}; echo up; setsid sleep 987 & while :; do sleep 0.1; done")
+    command = json.dumps(f"{trap}; echo up; setsid sleep {ALONE} & while :; do sleep 0.1; done")
     ident = cli.submit(spec(cli, ONE.replace("COMMAND", command)))
     cli.await_log(ident, "up")
     assert len(engine.containers()) == 1
@@ -108,19 +110,19 @@ def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bo
     assert cli.tasks(ident)["one"]["status"] == "FAILED_CANCELED"
     assert ("got TERM" in cli.logs(ident)) == obeys
     assert engine.containers() == []
-    assert not _running("sleep\0" + "987\0")
+    assert not _running(f"sleep\0{ALONE}\0")
 
 
 @pytest.mark.parametrize("victim", ["client", "keeper", "runner"])
 def test_a_kill_of_what_guards_it_leaves_no_container(cli: Cli, engine: Engine, victim: str) -> None:
-    ident = cli.submit(spec(cli, ONE.replace("COMMAND", "echo up; exec sleep 986")))
+    ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {ALONE}")))
     cli.await_log(ident, "up")
     state = json.loads((cli.root / cli.query(ident)["uuid"] / "g" / "one" / "0" / "runner.json").read_text())
     pid = state["command" if victim == "client" else victim]["pid"]
     os.kill(pid, signal.SIGKILL)
     cli.await_status(ident, "FAILED", "FAILED_SERVER_ERROR")
     wait_until(lambda: engine.containers() == [], 60, "no container is left")
-    assert not _running("sleep\0" + "986\0")
+    assert not _running(f"sleep\0{ALONE}\0")
 
 
 def test_an_image_that_cannot_be_had_is_named(cli: Cli, engine: Engine) -> None:

@@ -110,6 +110,8 @@ def remove(known: Optional[Json]) -> Optional[str]:
         return None
     env = dict(os.environ, **known["env"])
     try:
+        # podman's `rm --force` would first wait ten seconds for what ignores TERM; our own ladder has done that.
+        _run([known["program"], "kill", known["name"]], env, _REMOVE_S)
         done = _run([known["program"], "rm", "--force", known["name"]], env, _REMOVE_S)
     except OpError as error:
         return "its container {} could not be removed: {}".format(known["name"], error.message)
