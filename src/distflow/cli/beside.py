@@ -12,7 +12,8 @@ from distflow.plan.credentials import given_secrets
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret
 from distflow.state.directory import StateDirectory
-from distflow.state.record import TaskRecord, WorkflowRecord, attempt_name
+from distflow.state.mirror import attempt_name
+from distflow.state.record import TaskRecord, WorkflowRecord
 from distflow.state.secrets import read_secrets
 from distflow.state.store import Store
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.cli import wiring
@@ -11,9 +11,11 @@ from distflow.cli.reading import reading_directory
 from distflow.documents.problems import Problem
 from distflow.documents.words import did_you_mean
 from distflow.errors import InputError, NotFound
-from distflow.plan.earlier import Brought
+from distflow.plan.earlier import Brought, with_earlier
+from distflow.plan.model import Plan
 from distflow.spec.model import EarlierInput, WorkflowSpec
-from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord, attempt_name
+from distflow.state.mirror import attempt_name
+from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 
 __all__ = ["bring_earlier", "earlier_problems", "source_of"]
@@ -34,12 +36,13 @@ def earlier_problems(spec: WorkflowSpec) -> list[Problem]:
     return found
 
 
-def bring_earlier(spec: WorkflowSpec, store: Store, blobs: Path) -> Mapping[tuple[str, str], Brought]:
-    """Fetch what the spec takes from earlier workflows, and return it by workflow and task. Raises ``NodeError``."""
+def bring_earlier(spec: WorkflowSpec, plan: Plan, store: Store, blobs: Path) -> Plan:
+    """Fetch what the spec takes from earlier workflows, and return its plan complete with that. Raises ``NodeError``."""
     wanted = list(dict.fromkeys((one.workflow, one.task) for one in _wanted(spec)))
     sources = [_source(EarlierInput(position=0, workflow=workflow, task=task), store) for workflow, task in wanted]
     fetched = bring(sources, blobs) if sources else []
-    return {name: Brought(digest=one.digest, size=one.size) for name, one in zip(wanted, fetched, strict=True)}
+    brought = {name: Brought(digest=one.digest, size=one.size) for name, one in zip(wanted, fetched, strict=True)}
+    return with_earlier(plan, brought)
 
 
 def source_of(record: WorkflowRecord, group: GroupRecord, task: TaskRecord, store: Store) -> Source:

@@ -18,7 +18,6 @@ from distflow.cli.starting import print_submitted, store_workflow, wait_for_end,
 from distflow.cli.submission import parse_overrides, plan_for
 from distflow.errors import InputError
 from distflow.lifecycle.states import State, WorkflowState
-from distflow.plan.earlier import with_earlier
 from distflow.plan.model import Plan
 from distflow.state.directory import StateDirectory
 from distflow.state.record import GroupRecord, Kept, Saved, TaskRecord, WorkflowRecord
@@ -65,8 +64,7 @@ def restart(
     warn(ready.checked.warnings)
     with wiring.open_store(directory) as store:
         kept = _keep(before, ready.plan, store, directory)
-        brought = bring_earlier(ready.checked.spec, store, directory.blobs)
-        ready = replace(ready, plan=with_earlier(ready.plan, brought))
+        ready = replace(ready, plan=bring_earlier(ready.checked.spec, ready.plan, store, directory.blobs))
         new = store_workflow(
             ready, overrides, record.priority, record.labels, directory, store, kept=kept, parent=record.id
         )  # fmt: skip

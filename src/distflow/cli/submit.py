@@ -33,7 +33,6 @@ from distflow.documents.problems import Problem, ProblemsFound, Severity, in_doc
 from distflow.lifecycle.upstream import waits_for
 from distflow.plan.compile import compile_plan
 from distflow.plan.containers import container_notices
-from distflow.plan.earlier import with_earlier
 from distflow.plan.render import plan_json, plan_text, script
 from distflow.pools.choose import choose_pool
 from distflow.pools.hostfile import Host
@@ -127,8 +126,7 @@ def submit(
     ready = plan_for(checked, chosen, overrides, directory.blobs, datasets)
     warn(ready.checked.warnings)
     with wiring.open_store(directory) as store:
-        brought = bring_earlier(ready.checked.spec, store, directory.blobs)
-        ready = replace(ready, plan=with_earlier(ready.plan, brought))
+        ready = replace(ready, plan=bring_earlier(ready.checked.spec, ready.plan, store, directory.blobs))
         record = store_workflow(ready, overrides, urgency, labels, directory, store)
         if not (wait and format_type is Format.JSON):
             print_submitted(record, format_type)

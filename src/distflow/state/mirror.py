@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distflow.state.record import attempt_name
-
-__all__ = ["INDEX", "OUTPUT", "Mirror"]
+__all__ = ["INDEX", "OUTPUT", "Mirror", "attempt_name"]
 
 OUTPUT, INDEX = "output.log", "output.idx"
 
@@ -66,3 +64,8 @@ class Mirror:
         if start > 0 and len(lines) > 1:
             lines = lines[1:]
         return tuple(lines[-count:])
+
+
+def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
+    """Return how a node calls an attempt: also the path of its directory below the node's root."""
+    return f"{workflow}/{group}/{task}/{attempt}"

@@ -30,7 +30,6 @@ __all__ = [
     "TaskRecord",
     "Transfer",
     "WorkflowRecord",
-    "attempt_name",
 ]
 
 
@@ -374,6 +373,10 @@ class WorkflowRecord:
         """Return one group."""
         return next(group for group in self.groups if group.name == name)
 
+    def with_group(self, group: GroupRecord) -> WorkflowRecord:
+        """Return the workflow with one of its groups replaced."""
+        return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -391,8 +394,3 @@ class Event:
     attempt: int | None = None
     sequence: int = 0
     """Position in the store; 0 before it is saved."""
-
-
-def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
-    """Return how a node calls an attempt: also the path of its directory below the node's root."""
-    return f"{workflow}/{group}/{task}/{attempt}"

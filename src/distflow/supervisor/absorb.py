@@ -37,7 +37,7 @@ from distflow.state.record import Event, GroupRecord, OutOfReach, Saved, Stray, 
 from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 
-__all__ = ["absorb", "absorb_node", "end_unstarted", "stop_unstarted", "with_group", "with_task"]
+__all__ = ["absorb", "absorb_node", "end_unstarted", "stop_unstarted"]
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """Waits between tries for nodes that refused."""
@@ -50,7 +50,7 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
         if group.attempt != seen.attempt or group.state is not State.SCHEDULING:
             return record, []
         if isinstance(seen, Leased):
-            return with_group(record, _leased(group, seen.binding, seen.at)), [
+            return record.with_group(_leased(group, seen.binding, seen.at)), [
                 _event(record, seen.at, "state", f"{group.name}: has its nodes: {_places(seen.binding)}", group.name)
             ]
         return _refused(record, group, seen)
@@ -63,7 +63,7 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
         return record, []
     if isinstance(seen, Collected | CollectFailed) and is_checkpoint(seen.op):
         taken, told = absorb_checkpoint(record, group, task, seen)
-        return with_group(record, taken), told
+        return record.with_group(taken), told
     if isinstance(seen, Ended):
         changed, text = _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)
     elif (take := _TAKERS.get(type(seen))) is not None:
@@ -72,7 +72,7 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
         return record, []
     if changed is task:
         return record, []
-    after = with_task(record, group, changed)
+    after = record.with_group(group.with_task(changed))
     if text:
         return after, [_event(record, seen.at, "state", text, group.name, task.name, task.attempt)]
     return after, []
@@ -97,7 +97,7 @@ def absorb_node(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[Workfl
                 away = OutOfReach(since=task.out_of_reach.since if task.out_of_reach else seen.at, error=seen.error)
             if task.out_of_reach != away:
                 is_news = True
-                after = with_task(after, after.group(group.name), replace(task, out_of_reach=away))
+                after = after.with_group(after.group(group.name).with_task(replace(task, out_of_reach=away)))
     if not is_news:
         return record, []
     words = f"out of reach: {seen.error}" if isinstance(seen, NodeDown) else "reachable again"
@@ -119,16 +119,6 @@ def stop_unstarted(task: TaskRecord, why: Reason | None, at: float) -> TaskRecor
     return replace(task, state=state, reason=reason, ended_at=at, log_complete=True)
 
 
-def with_group(record: WorkflowRecord, group: GroupRecord) -> WorkflowRecord:
-    """Return the workflow with one of its groups replaced."""
-    return replace(record, groups=tuple(group if other.name == group.name else other for other in record.groups))
-
-
-def with_task(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> WorkflowRecord:
-    """Return the workflow with one task of a group replaced."""
-    return with_group(record, group.with_task(task))
-
-
 def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
     tasks = tuple(
         replace(
@@ -148,12 +138,12 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
     if seen.is_final:
         failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, seen.message, seen.at)
         event = _event(record, seen.at, "state", f"{group.name}: cannot start: {seen.message}", group.name)
-        return with_group(record, failed), [event]
+        return record.with_group(failed), [event]
     wait = LEASE_BACKOFF_S[min(group.lease_tries, len(LEASE_BACKOFF_S) - 1)]
     again = replace(group, message=seen.message, not_before=seen.at + wait, lease_tries=group.lease_tries + 1)
     if group.message == seen.message:
-        return with_group(record, again), []
-    return with_group(record, again), [_event(record, seen.at, "state", f"{group.name}: waits: {seen.message}", group.name)]
+        return record.with_group(again), []
+    return record.with_group(again), [_event(record, seen.at, "state", f"{group.name}: waits: {seen.message}", group.name)]
 
 
 _LEASE_LOST = ("start_timeout", "released", "runner_died", "keeper_died", "both_died")

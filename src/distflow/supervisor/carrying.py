@@ -169,7 +169,7 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
     if seen.outcome is None:
         verb = "" if seen.op.startswith(_FETCH) else "writes"
         moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb, url=seen.url)
-        return _with(record, group.with_task(replace(task, transfer=moved))), []
+        return record.with_group(group.with_task(replace(task, transfer=moved))), []
     after = replace(group.with_task(replace(task, transfer=None)), carried=(*group.carried, seen.outcome))
     done = seen.outcome
     is_input = seen.op.startswith(_FETCH)
@@ -185,11 +185,7 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
         at=seen.at, kind="state", text=f"{task.name}: {words}", workflow=record.uuid, group=group.name, task=task.name,
         attempt=task.attempt,
     )  # fmt: skip
-    return _with(record, after), [event]
-
-
-def _with(record: WorkflowRecord, group: GroupRecord) -> WorkflowRecord:
-    return replace(record, groups=tuple(group if other.name == group.name else other for other in record.groups))
+    return record.with_group(after), [event]
 
 
 def _errand(op: str, one: DataSpec, record: WorkflowRecord, digest: str = "") -> Errand:

@@ -26,6 +26,7 @@ __all__ = [
     "absorb_stored",
     "due",
     "is_checkpoint",
+    "is_stored",
     "place_checkpoints",
     "place_of",
     "store_errand",
@@ -102,9 +103,14 @@ def is_checkpoint(op: str) -> bool:
     return op.startswith(_PACK)
 
 
+def is_stored(op: str) -> bool:
+    """Whether an operation writes a checkpoint to its URL."""
+    return op.startswith(_STORE)
+
+
 def store_errand(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | None:
     """Return what a ``store/<n>`` wants written; ``None`` for any other command."""
-    if not command.op.startswith(_STORE):
+    if not is_stored(command.op):
         return None
     number = int(command.op.removeprefix(_STORE))
     planned = plan.group(command.group).launch(command.task).checkpoints[number]
@@ -156,9 +162,7 @@ def absorb_stored(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecor
     words = f"its checkpoint is at {seen.url}: {seen.outcome.files:,} files, {bytes_text(seen.outcome.content)}"
     if stored.error:
         words = f"its checkpoint was not written: {stored.error}"
-    after = group.with_checkpoint(stored)
-    groups = tuple(after if other.name == after.name else other for other in record.groups)
-    return replace(record, groups=groups), _events(record, group, known.task, known.attempt, seen.at, words)
+    return record.with_group(group.with_checkpoint(stored)), _events(record, group, known.task, known.attempt, seen.at, words)
 
 
 def _all(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int, PlannedCheckpoint]]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
 from distflow.state.record import Cause, Event, GroupRecord, Stray, TaskRecord
-from distflow.supervisor.absorb import end_unstarted, stop_unstarted, with_group
+from distflow.supervisor.absorb import end_unstarted, stop_unstarted
 from distflow.supervisor.carrying import Carriage, carry_in
 from distflow.supervisor.checkpointing import CANCELED_S, due
 from distflow.supervisor.handover import Handover, hand_over
@@ -38,7 +38,7 @@ def decide(world: World, now: float) -> Decision:
     for workflow in world.workflows:
         record = workflow.record
         for group in record.groups:
-            record = with_group(record, _Step(world, workflow, record, group, now, decision).run())
+            record = record.with_group(_Step(world, workflow, record, group, now, decision).run())
         before, record = record.status, roll_up(record, now)
         if record.status != before:
             text = f"workflow {record.id}: {record.status}"
@@ -52,7 +52,7 @@ def decide(world: World, now: float) -> Decision:
         record = decision.records.get(uuid) or next(w.record for w in current if w.record.uuid == uuid)
         group = record.group(name)
         if group.message != message:
-            decision.records[uuid] = with_group(record, replace(group, message=message))
+            decision.records[uuid] = record.with_group(replace(group, message=message))
             decision.events.append(Event(at=now, kind="state", text=f"{name}: waits: {message}", workflow=uuid, group=name))
     if waiting.wake_at is not None:
         decision.wake(waiting.wake_at)

@@ -43,7 +43,7 @@ from distflow.state.store import Store
 from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.absorb import absorb, absorb_node, end_unstarted
 from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wanted, place_data
-from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, place_checkpoints, place_of, store_errand
+from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, is_stored, place_checkpoints, place_of, store_errand
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import archives, place_inputs
@@ -163,7 +163,7 @@ class Supervisor:
         if workflow is None or isinstance(seen, Unanswered):
             return
         if isinstance(seen, DataSeen):
-            absorber = absorb_stored if seen.op.startswith("store/") else absorb_data
+            absorber = absorb_stored if is_stored(seen.op) else absorb_data
             record, told = absorber(workflow.record, seen)
         else:
             record, told = absorb(workflow.record, workflow.plan, seen)
