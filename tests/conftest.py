@@ -10,6 +10,11 @@ import pytest
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_LIBRARY_PATH", "CI")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Two for each core: most of the long tests wait for other processes."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
 @pytest.fixture(autouse=True)
 def _clean_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path_factory.mktemp("home")

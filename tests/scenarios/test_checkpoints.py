@@ -64,7 +64,15 @@ workflow:
   name: running
   tasks:
   - name: train
-    command: [sh, -c, 'mkdir ckpt; while sleep 0.05; do date +%s%N > ckpt/new; mv ckpt/new ckpt/last; echo x >> ckpt/log; done']
+    command:
+    - sh
+    - -c
+    - |
+      mkdir ckpt; n=0
+      while sleep 0.05; do
+        n=$((n + 1)); echo x >> ckpt/log
+        [ $((n % 20)) != 0 ] || {{ date +%s%N > ckpt/new; mv ckpt/new ckpt/last; }}
+      done
     checkpoint:
     - {{path: ckpt, url: "file://{tmp_path}/kept", frequency: 1s, regex: 'ckpt/last'}}
 """
