@@ -325,6 +325,26 @@ def test_how_a_command_ended_is_recorded(node: NodeUnderTest) -> None:
     assert (end["exit_code"], end["signal"]) == (None, signal.SIGSEGV)
 
 
+HOARD = "import os,sys,time; kept = bytearray(b'x' * (256 << 20)); sys.stdout.write('has it\\n'); sys.stdout.flush(); "
+
+
+def test_what_uses_more_memory_than_it_asked_for_is_ended(node: NodeUnderTest) -> None:
+    link = node.connect()
+    end, output = node.run(
+        link, ["sh", "-c", 'python3 -c "$1"; echo not reached', "sh", HOARD + "time.sleep(600)"], memory=200 << 20
+    )
+    assert (end["reason"], end["signal"]) == ("evicted", signal.SIGKILL)
+    assert "not reached" not in output
+    assert end["message"].startswith("its 2 processes use 2"), end["message"]
+    assert "asked for 200 MiB (`memory`); the largest is python3 (pid " in end["message"]
+
+
+def test_memory_that_processes_share_counts_once(node: NodeUnderTest) -> None:
+    both = HOARD + "pid = os.fork(); time.sleep(3); pid and os.wait()"
+    end, _ = node.run(node.connect(), [PYTHON, "-c", both], memory=400 << 20)
+    assert (end["reason"], end["exit_code"]) == ("exited", 0), end
+
+
 def test_the_error_file_of_a_process_comes_with_the_end(node: NodeUnderTest) -> None:
     script = 'echo \'{"message": {"message": "boom", "extraInfo": {}}}\' > "$TORCHELASTIC_ERROR_FILE"; exit 1'
     end, _ = node.run(node.connect(), ["sh", "-c", script])

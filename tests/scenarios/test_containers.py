@@ -99,6 +99,20 @@ def test_two_containers_train_as_one_world(cli: Cli, engine: Engine) -> None:
     assert {task["status"] for task in cli.tasks("pytorch-dist-1").values()} == {"COMPLETED"}
 
 
+def test_a_container_that_uses_too_much_memory_is_evicted(cli: Cli, engine: Engine) -> None:
+    if engine.program == "podman":
+        pytest.skip("podman does not tell that memory ran out where the memory controller is that of cgroup v1")
+    hoard = "resource: small\n      command: [python3, -c, 'kept = bytearray(b\"x\" * (256 << 20)); print(len(kept))']"
+    task = ONE.replace("command: [sh, -c]\n      args:\n      - COMMAND", hoard)
+    path = Path(spec(cli, task))
+    path.write_text(path.read_text().replace("workflow:\n", "workflow:\n  resources: {small: {memory: 100Mi, cpu: 1}}\n"))
+    done = cli.run("workflow", "submit", str(path), "--wait")
+    assert done.code == 1
+    one = cli.tasks("boxed-1")["one"]
+    assert (one["status"], one["exit_code"]) == ("FAILED_EVICTED", 3004), one
+    assert "100 MiB" in done.out + done.err
+
+
 @pytest.mark.parametrize("obeys", [True, False])
 def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bool) -> None:
     trap = "trap 'echo got TERM; exit 0' TERM" if obeys else "trap '' TERM"

@@ -175,3 +175,26 @@ def test_daemons_that_hide_do_not_survive(cli: Cli, victim: str) -> None:
 
 def _is_descendant_of_test(pid: int) -> bool:
     return _parent(pid) == os.getpid()
+
+
+def test_a_task_that_uses_too_much_memory_is_evicted_and_its_gang_stopped(cli: Cli) -> None:
+    spec = """
+workflow:
+  name: greedy
+  resources: {default: {memory: 64Mi}}
+  groups:
+  - name: g
+    ignoreNonleadStatus: false
+    tasks:
+    - {name: modest, lead: true, command: [sleep, '600']}
+    - {name: greedy, command: [python3, -c, 'import time; kept = bytearray(b"x" * (200 << 20)); time.sleep(600)']}
+"""
+    cli.configure(stop_grace="5s", peer_failed_grace="1s")
+    done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
+    assert done.code == 1
+    tasks = cli.tasks("greedy-1")
+    assert (tasks["greedy"]["status"], tasks["greedy"]["exit_code"]) == ("FAILED_EVICTED", 3004)
+    assert "asked for 64 MiB" in done.out + done.err
+    cli.configure(enforce_limits="false")
+    free = spec.replace("time.sleep(600)", "time.sleep(3)").replace("[sleep, '600']", "[sleep, '3']")
+    assert cli.run("workflow", "submit", cli.spec(free), "--wait").code == 0

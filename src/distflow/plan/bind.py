@@ -67,4 +67,5 @@ def bind_task(
         # Where the directory of a checkpoint goes must be there, as it is on a machine where the path is used as it is.
         folders=tuple(str(PurePosixPath(one.place).parent) for one in launch.checkpoints),
         container=container_of(launch, node, fill),
+        memory=launch.resource.memory if node.enforce_limits else None,
     )

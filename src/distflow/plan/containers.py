@@ -24,6 +24,8 @@ def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Cont
         image=fill(launch.image),
         mounts=tuple(mount for mount in mounts if mount not in _SHARED),
         privileged=launch.privileged,
+        cpus=launch.resource.cpu if node.enforce_limits else None,
+        memory=launch.resource.memory if node.enforce_limits else None,
     )
 
 

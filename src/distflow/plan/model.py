@@ -145,6 +145,10 @@ class Container:
     image: str
     mounts: tuple[str, ...] = ()
     privileged: bool = False
+    cpus: int | None = None
+    """That it may use; ``None``: all."""
+    memory: int | None = None
+    """Bytes that it may use; ``None``: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,3 +212,5 @@ class BoundLaunch:
     """``None``: it runs on the node's own python."""
     folders: tuple[str, ...] = ()
     """Directories of the attempt's that are made before it starts."""
+    memory: int | None = None
+    """Bytes that its processes may use; ``None``: all that there are."""

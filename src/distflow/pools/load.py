@@ -289,6 +289,9 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
         labels=_merged(pool.document, layers[:2], "labels"),
         environment=_merged(pool.document, layers, "environment"),
         container=_CONTAINERS.get(text("container") or "", base.container),
+        enforce_limits=next(
+            (value for layer in layers if (value := layer.flag("enforce_limits")) is not None), base.enforce_limits
+        ),
         setup=text("setup"),
         lease_dir=directory(layers, "lease_dir", text("lease_dir")) or _LEASE_DIR,
     )

@@ -44,6 +44,8 @@ class Node:
     """Set for every task there, below what the spec sets."""
     container: ContainerRuntime = "none"
     """What runs the image of a task; ``none``: tasks run on the node's own python, whatever their image."""
+    enforce_limits: bool = True
+    """Whether a task that uses more memory than it asked for is ended, and one in a container gets the CPUs it asked for."""
     setup: str | None = None
     """A shell prelude that runs before each command (modules, conda, ulimits)."""
     lease_dir: str = "/tmp/distflow-leases"  # noqa: S108  shared by all users on purpose, its contents are not secret

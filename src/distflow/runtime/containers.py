@@ -13,9 +13,10 @@ import subprocess
 from typing import Dict, List, Optional
 
 from distflow.runtime import processes
+from distflow.runtime.limits import size_text
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["CREATED", "enter", "identify", "pull", "remove", "wrap"]
+__all__ = ["CREATED", "enter", "identify", "pull", "ran_out", "remove", "wrap"]
 
 CREATED = "container.id"
 """Written by the container's program once the container is made."""
@@ -63,6 +64,7 @@ def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Json:
     return {
         "program": _program(launch["container"], env),
         "name": _name(attempt),
+        "memory": launch["container"].get("memory"),
         "env": {
             name: value
             for name, value in env.items()
@@ -79,7 +81,7 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
     container = launch["container"]
     program = _program(container, env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
-    words = [program, "run", "--rm", "--name", _name(attempt), "--label", "distflow.attempt=" + attempt]
+    words = [program, "run", "--name", _name(attempt), "--label", "distflow.attempt=" + attempt, *_limits(container)]
     words += ["--cidfile", os.path.join(directory, CREATED), "--network", "host", "--ipc", "host", "--pid", "host"]
     words += ["--volume", "{0}:{0}".format(directory), "--workdir", cwd]
     for mount in container.get("mounts") or []:
@@ -118,6 +120,34 @@ def remove(known: Optional[Json]) -> Optional[str]:
     if done.returncode == 0 or "no such container" in done.stderr.lower() or "no container with" in done.stderr.lower():
         return None
     return "its container {} could not be removed: {}".format(known["name"], _last_words(done.stderr))
+
+
+def ran_out(known: Json) -> Optional[str]:
+    """What to say when the kernel ended what ran in the container for its memory; None otherwise."""
+    if not known.get("memory"):
+        return None
+    try:
+        words = [known["program"], "inspect", "--format", "{{.State.OOMKilled}}", known["name"]]
+        done = _run(words, dict(os.environ, **known["env"]), _INSPECT_S)
+    except OpError:
+        return None
+    if done.stdout.strip() != "true":
+        return None
+    return "it used more memory than the {} that it asked for (`memory`), so the kernel ended it".format(
+        size_text(known["memory"])
+    )
+
+
+def _limits(container: Json) -> List[str]:
+    """With a limit, the container stays when it has ended, until it was asked whether that was why."""
+    words = []
+    if container.get("memory"):
+        words += ["--memory", str(container["memory"]), "--memory-swap", str(container["memory"])]
+    else:
+        words.append("--rm")
+    if container.get("cpus"):
+        words += ["--cpus", str(min(int(container["cpus"]), os.cpu_count() or 1))]
+    return words
 
 
 def _program(container: Json, env: Dict[str, str]) -> str:

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Callable, NoReturn, Optional
 
-from distflow.runtime import command, masking, processes, records, secretfiles
+from distflow.runtime import command, limits, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.control import Visitors
 from distflow.runtime.grip import Grip
@@ -83,6 +83,7 @@ class _Keeper:
         self._deadline = time.monotonic() + grip.start_timeout_s  # of the start, then of the ladder's next rung
         self._killing = False
         self._container: Optional[Json] = None
+        self._memory: Optional[limits.MemoryLimit] = None
         self._news_at = _FOR_EVER
         self._told_at = 0.0
         me = os.getpid()
@@ -144,10 +145,14 @@ class _Keeper:
                 self._tell_of_output()
             if time.monotonic() >= self._news_at:
                 self._tell_of_output()
+            if self._memory is not None and time.monotonic() >= self._memory.due_at:
+                self._evict(self._memory.check())
         self._finish()
 
     def _pause(self) -> Optional[float]:
         until = min(self._deadline, self._news_at, self._output.due_at)
+        if self._memory is not None:
+            until = min(until, self._memory.due_at)
         if self._killing:
             until = min(until, time.monotonic() + self._hunt.pause_s)
         # Bounded: what epoll takes is, and a deadline may be any number of seconds.
@@ -183,6 +188,7 @@ class _Keeper:
             if pid == spawned.pid:
                 self._exit = dict(as_exit(status), ended_at=now())
                 self._take_failure()
+                self._take_container_limit()
                 self._remove_container()
                 # What outlives it gets TERM too, and what is left of the grace.
                 self._deadline = min(self._deadline, time.monotonic() + _STRAGGLERS_S)
@@ -197,6 +203,21 @@ class _Keeper:
         if self._killing:
             self._hunt.step()
         return self._killing and self._hunt.is_over
+
+    def _evict(self, why: Optional[str]) -> None:
+        """End a task that uses more than it asked for, at once: the memory is that of others."""
+        if why is not None and self._reason is None and self._exit is None:
+            self._reason, self._message = "evicted", why
+            self._memory = None
+            self._kill()
+
+    def _take_container_limit(self) -> None:
+        if self._container is not None and self._reason is None and (self._exit or {}).get("exit_code") == 137:
+            from distflow.runtime import containers
+
+            why = containers.ran_out(self._container)
+            if why is not None:
+                self._reason, self._message = "evicted", why
 
     def _kill(self) -> None:
         self._killing = True
@@ -296,6 +317,8 @@ class _Keeper:
             raise OpError("internal", self._message) from error
         self._command = spawned
         self._deadline = _FOR_EVER
+        if self._launch.get("memory") and self._container is None:
+            self._memory = limits.MemoryLimit(int(self._launch["memory"]), os.getpid())
         os.close(self._output_write)
         self._launch = {"stop_grace_s": self._launch.get("stop_grace_s")}  # the secrets are the command's now
         self._change(phase="running", started_at=now(), command={"pid": spawned.pid, "start": spawned.start})

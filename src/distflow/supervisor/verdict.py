@@ -88,6 +88,8 @@ def _conclusion(group: GroupRecord, end: End) -> tuple[State, Reason | None, str
         return State.FAILED, Reason.START_ERROR, end.message or "the command could not be started"
     if end.reason == "start_timeout":
         return State.FAILED, Reason.START_TIMEOUT, end.message or "the start did not come in time"
+    if end.reason == "evicted":
+        return State.FAILED, Reason.EVICTED, end.message or "it used more than it asked for"
     if end.reason == "rebooted":
         return State.FAILED, Reason.NODE_LOST, "its node was rebooted"
     if end.reason in _WATCHERS_DIED:

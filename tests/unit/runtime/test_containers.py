@@ -55,6 +55,16 @@ def test_no_value_of_a_variable_is_in_a_command_line(path: str) -> None:
     assert "--privileged" in containers.wrap(launch(privileged=True), "w/g/t/0", "/attempt", env)
 
 
+def test_limits_are_the_engine_s_to_hold(path: str) -> None:
+    env = {"PATH": path}
+    text = " ".join(containers.wrap(launch(memory=1 << 30, cpus=9999), "w/g/t/0", "/attempt", env))
+    assert f"--memory {1 << 30} --memory-swap {1 << 30} --cpus {os.cpu_count()}" in text
+    assert "--rm" not in text
+    without = containers.wrap(launch(memory=None, cpus=None), "w/g/t/0", "/attempt", env)
+    assert "--rm" in without
+    assert not {"--memory", "--cpus"} & set(without)
+
+
 def test_the_path_of_the_spec_holds_inside_and_that_of_the_node_outside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", path)
     own = launch() | {"env": {"PATH": "/opt/inside"}, "path_prepend": ["/venv/bin"]}

@@ -170,6 +170,7 @@ class MachinesBackend:
                 "shell_prelude": launch.setup,
                 "folders": list(launch.folders),
                 "container": None if launch.container is None else asdict(launch.container),
+                "memory": launch.memory,
             }
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record)
         except _Unwanted:
