@@ -533,7 +533,11 @@ def test_a_port_in_use_is_refused_and_never_replaced(node: NodeUnderTest) -> Non
         port = taken.getsockname()[1]
         fields: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "start_timeout_s": 60}
         assert str(port) in refused(link, "port_taken", "lease", attempt=node.attempt(), port=port, **fields)
-    assert link.request("lease", attempt=node.attempt(), port=port, **fields) == {"gpu_ids": [0], "port": port}
+    assert link.request("lease", attempt=node.attempt(), port=port, **fields) == {
+        "gpu_ids": [0],
+        "port": port,
+        "link_port": None,
+    }
 
 
 def test_traps_in_the_lease_directory_harm_nobody(node: NodeUnderTest, tmp_path: Path) -> None:

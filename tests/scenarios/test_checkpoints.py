@@ -68,10 +68,12 @@ workflow:
     - sh
     - -c
     - |
+      save() {{ date +%s%N > ckpt/new; mv ckpt/new ckpt/last; }}
+      trap 'save; exit 1' TERM
       mkdir ckpt; n=0
       while sleep 0.05; do
         n=$((n + 1)); echo x >> ckpt/log
-        [ $((n % 20)) != 0 ] || {{ date +%s%N > ckpt/new; mv ckpt/new ckpt/last; }}
+        [ $((n % 20)) != 0 ] || save
       done
     checkpoint:
     - {{path: ckpt, url: "file://{tmp_path}/kept", frequency: 1s, regex: 'ckpt/last'}}

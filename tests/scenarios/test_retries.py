@@ -38,8 +38,12 @@ def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, reques
     ident = "flaky-1"
     for task in ("master", "worker"):
         logs = cli.run("workflow", "logs", ident, "--task", task).out.splitlines()
-        assert logs == [f"[{task}] attempt 0", f"[{task} retry-1] attempt 1", f"[{task} retry-2] attempt 2"]
-        assert cli.run("workflow", "logs", ident, "-t", task, "-r", "1").out == f"[{task} retry-1] attempt 1\n"
+        expected = [f"[{task}] attempt 0", f"[{task} retry-1] attempt 1", f"[{task} retry-2] attempt 2"]
+        # The master may be stopped before it has said anything.
+        assert logs == [line for line in expected if line in logs]
+        assert logs[-1] == expected[-1]
+        assert task == "master" or logs == expected
+    assert cli.run("workflow", "logs", ident, "-t", "worker", "-r", "1").out == "[worker retry-1] attempt 1\n"
     events = cli.run("workflow", "events", ident).out
     assert "train: RESCHEDULED: worker: exit code 75; attempt 2 of at most 4 begins in 0.1 s" in events
     assert "[worker retry-2] COMPLETED" in events

@@ -107,6 +107,9 @@ workflow:
 """
 
 
+SIZE_MB = 96
+
+
 def _events(cli: Cli, workflow: str) -> str:
     return cli.run("workflow", "events", workflow).out
 
@@ -114,14 +117,14 @@ def _events(cli: Cli, workflow: str) -> str:
 def _lost_before_the_start(lab: Lab) -> tuple[str, Sshd]:
     """Bring a gang so far that all of it is prepared and its master's host out of reach; return the workflow and that host."""
     cli = lab.cli
-    (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * 48)
+    (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * SIZE_MB)
     workflow = cli.submit(cli.spec(STEPS))
-    wait_until(lambda: "has its nodes" in _events(cli, workflow), 60)
-    tasks = cli.tasks(workflow)
-    lost, sending = (lab.servers[tasks[name]["node_name"]] for name in ("master", "worker"))
     # While its file is on the way, the worker cannot be ready: time to lose the other host.
-    wait_until(lambda: largest_file(cli.folder / sending.alias) > 1 << 20, 60)
+    arriving = wait_until(lambda: next((name for name in lab.servers if largest_file(cli.folder / name) > 1 << 20), None), 60)
+    sending = lab.servers[arriving]
     sending.freeze()
+    wait_until(lambda: "has its nodes" in _events(cli, workflow), 60)
+    lost = lab.servers[cli.tasks(workflow)["master"]["node_name"]]
     wait_until(lambda: "[master] ready to start" in _events(cli, workflow), 60)
     lost.freeze()
     lab.await_message(workflow, f"{lost.alias} is out of reach since", "INITIALIZING")
@@ -138,7 +141,7 @@ def test_a_host_lost_between_prepare_and_start_is_waited_for_and_nothing_starts_
     assert "started on" not in _events(cli, workflow)
     lost.thaw()
     cli.await_status(workflow, "COMPLETED", timeout=90)
-    assert str(48 << 20) in cli.logs(workflow)
+    assert str(SIZE_MB << 20) in cli.logs(workflow)
 
 
 def test_a_start_that_is_not_possible_in_time_fails_and_names_the_host(lab: Lab) -> None:

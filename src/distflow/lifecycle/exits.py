@@ -74,6 +74,11 @@ class ExitActions:
                 return action
         return None
 
+    @property
+    def failures(self) -> Codes:
+        """Codes that are failures, also if 0 is among them."""
+        return (*self.fail, *self.reschedule)
+
     def by_action(self) -> dict[Action, Codes]:
         """Return the codes of each action."""
         return {Action.COMPLETE: self.complete, Action.FAIL: self.fail, Action.RESCHEDULE: self.reschedule}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from distflow.plan.containers import container_of
-from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GroupPlan
+from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GangLink, GroupPlan
 from distflow.pools.model import Node
 
 __all__ = ["bind", "bind_task"]
@@ -68,4 +68,20 @@ def bind_task(
         folders=tuple(str(PurePosixPath(one.place).parent) for one in launch.checkpoints),
         container=container_of(launch, node, fill),
         memory=launch.resource.memory if node.enforce_limits else None,
+        gang=_link(group, task, binding),
+    )
+
+
+def _link(group: GroupPlan, task: str, binding: Binding) -> GangLink | None:
+    if binding.link_port is None:
+        return None
+    launch, is_hub = group.launch(task), task == group.master
+    return GangLink(
+        task=task,
+        others=tuple(one.task for one in group.launches if one.task != task) if is_hub else (group.master,),
+        address=None if is_hub else binding.tasks[group.master].address,
+        port=None if is_hub else binding.link_port,
+        counts=launch.lead or not group.ignore_nonlead_status,
+        success=launch.exit_actions.complete,
+        failure=launch.exit_actions.failures,
     )

@@ -26,3 +26,5 @@ class Binding:
     tasks: Mapping[str, TaskBinding]
     port: int | None = None
     """The rendezvous port, held on the master's node; ``None`` when the group has no world."""
+    link_port: int | None = None
+    """Where the gang link's hub listens, on the master's node; ``None`` when there is one task only."""

@@ -23,6 +23,8 @@ class GivenSecrets:
     """Directory relative to the attempt's → file name → content."""
     login: tuple[str, Secret] | None = None
     """The registry of its image, and who we are to it, as docker's and podman's own files put that (base64)."""
+    token: Secret | None = None
+    """By which the tasks of its gang know one another."""
 
 
 def stored_name(credential: str, key: str) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distflow.layout.ranks import TaskRanks, World
-from distflow.lifecycle.exits import ExitActions
+from distflow.lifecycle.exits import Codes, ExitActions
 from distflow.plan.binding import Binding, TaskBinding
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec, ResourceSpec, Retry, Timeouts
 
@@ -32,6 +32,7 @@ __all__ = [
     "Binding",
     "BoundLaunch",
     "Container",
+    "GangLink",
     "GroupPlan",
     "Launch",
     "Plan",
@@ -199,6 +200,24 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GangLink:
+    """How a task hears of a failure in its gang, and tells of its own, without a supervisor."""
+
+    task: str
+    others: tuple[str, ...]
+    """Whom it talks to: for the hub all other tasks, for the others the hub."""
+    address: str | None = None
+    """Of the hub, on the training network; ``None`` for the hub itself."""
+    port: int | None = None
+    counts: bool
+    """Whether its failure is one of the group."""
+    success: Codes
+    """Exit codes besides 0 that count as a success."""
+    failure: Codes
+    """Exit codes that count as a failure, should 0 be among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLaunch:
     """One task, complete but for the attempt's directory, which its node fills in."""
 
@@ -214,3 +233,5 @@ class BoundLaunch:
     """Directories of the attempt's that are made before it starts."""
     memory: int | None = None
     """Bytes that its processes may use; ``None``: all that there are."""
+    gang: GangLink | None = None
+    """``None`` for a task that is alone."""

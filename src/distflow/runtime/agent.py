@@ -182,7 +182,7 @@ class _Agent:
         if phase != "absent":
             self._watches.get(attempt)
             state = records.read_state(directory) or {}
-            answer({"gpu_ids": state.get("gpu_ids"), "port": state.get("port")})
+            answer(_lease_of(state))
             return
 
         def up() -> None:
@@ -191,7 +191,7 @@ class _Agent:
                 why = _last_line(os.path.join(directory, "pair.log"))
                 answer.refuse(OpError("internal", "the attempt's two processes did not come up: {}".format(why)))
             else:
-                answer({"gpu_ids": state["gpu_ids"], "port": state["port"]})
+                answer(_lease_of(state))
 
         # Reachable and yet unknown: its pair is just coming up, forked by us or by an agent that was killed meanwhile.
         if not attempts.is_reachable(directory):
@@ -341,6 +341,10 @@ class _Agent:
             told(None, None)
         else:
             watch.link.ask(question, told)
+
+
+def _lease_of(state: Json) -> Json:
+    return {name: state.get(name) for name in ("gpu_ids", "port", "link_port")}
 
 
 def _checked_launch(launch: Json) -> Json:

@@ -146,6 +146,9 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
         for name in ("work", "output", "files"):
             os.mkdir(os.path.join(directory, name), 0o700)
         dir_fd = keep(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        link, link_port = _link() if request.get("link") else (-1, None)
+        if link >= 0:
+            keep(link)
         append: Callable[[str], int] = lambda name: keep(_append_to(dir_fd, name))  # noqa: E731
         grip = Grip(
             attempt=attempt,
@@ -162,6 +165,8 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
             umask=umask,
             gpu_ids=held.gpu_ids,
             port=held.port,
+            link=link,
+            link_port=link_port,
             start_timeout_s=float(request.get("start_timeout_s") or 300.0),
             holder=holder,
         )
@@ -175,6 +180,14 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
         held.close()
         for fd in opened:
             os.close(fd)
+
+
+def _link() -> Tuple[int, int]:
+    from distflow.runtime import ganglink
+
+    listener = ganglink.listen()
+    port = int(listener.getsockname()[1])
+    return listener.detach(), port
 
 
 def _append_to(dir_fd: int, name: str) -> int:

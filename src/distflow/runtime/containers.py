@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 from distflow.runtime import processes
 from distflow.runtime.limits import size_text
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["CREATED", "enter", "identify", "pull", "ran_out", "remove", "wrap"]
+__all__ = ["CREATED", "enter", "identify", "pull", "remove", "why_ended", "wrap"]
 
 CREATED = "container.id"
 """Written by the container's program once the container is made."""
@@ -122,10 +122,17 @@ def remove(known: Optional[Json]) -> Optional[str]:
     return "its container {} could not be removed: {}".format(known["name"], _last_words(done.stderr))
 
 
-def ran_out(known: Json) -> Optional[str]:
-    """What to say when the kernel ended what ran in the container for its memory; None otherwise."""
-    if not known.get("memory"):
-        return None
+def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[str], Optional[str]]:
+    """The reason of an end that was not the command's own, and what to say; nothing when it was. Ask before ``remove``."""
+    if exit_code == 125 and not os.path.exists(os.path.join(directory, CREATED)):
+        return "start_error", "the container could not be made; the last lines of its output say why"
+    if exit_code == 137 and known.get("memory"):
+        why = _ran_out(known)
+        return ("evicted", why) if why else (None, None)
+    return None, None
+
+
+def _ran_out(known: Json) -> Optional[str]:
     try:
         words = [known["program"], "inspect", "--format", "{{.State.OOMKilled}}", known["name"]]
         done = _run(words, dict(os.environ, **known["env"]), _INSPECT_S)

@@ -35,6 +35,9 @@ class Grip(NamedTuple):
     """The node's usual one, for the command; ours is 077."""
     gpu_ids: List[int]
     port: Optional[int]
+    link: int
+    """Where the gang link's hub listens; -1 for a task that is not it."""
+    link_port: Optional[int]
     start_timeout_s: float
     holder: Json
     """What the lock files say."""
@@ -42,7 +45,7 @@ class Grip(NamedTuple):
     def descriptors(self) -> Set[int]:
         """All of them."""
         single = {self.dir_fd, self.listener, self.record, self.state, self.log, self.stamps, self.errors}
-        return single | set(self.locks) | set(self.port_sockets)
+        return single | set(self.locks) | set(self.port_sockets) | ({self.link} if self.link >= 0 else set())
 
     def sign_locks(self, pid: int) -> None:
         """Write into the lock files who holds them."""

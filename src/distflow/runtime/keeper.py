@@ -12,7 +12,7 @@ import selectors
 import signal
 import sys
 import time
-from typing import Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Callable, NoReturn, Optional
 
 from distflow.runtime import command, limits, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
@@ -21,6 +21,9 @@ from distflow.runtime.grip import Grip
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.output import Output
 from distflow.runtime.wire import Json, OpError
+
+if TYPE_CHECKING:
+    from distflow.runtime import ganglink
 
 __all__ = ["as_exit", "run", "tell"]
 
@@ -48,6 +51,11 @@ def as_exit(status: int) -> Json:
     if os.WIFSIGNALED(status):
         return {"exit_code": None, "signal": os.WTERMSIG(status)}
     return {"exit_code": os.WEXITSTATUS(status), "signal": None}
+
+
+def _how(end: Json) -> str:
+    """The end of a command in words."""
+    return "signal {}".format(end["signal"]) if end.get("signal") else "exit code {}".format(end.get("exit_code"))
 
 
 def tell(status: int) -> str:
@@ -84,6 +92,7 @@ class _Keeper:
         self._killing = False
         self._container: Optional[Json] = None
         self._memory: Optional[limits.MemoryLimit] = None
+        self._gang: Optional[ganglink.GangLink] = None
         self._news_at = _FOR_EVER
         self._told_at = 0.0
         me = os.getpid()
@@ -110,6 +119,7 @@ class _Keeper:
             "command": None,
             "gpu_ids": self._grip.gpu_ids,
             "port": self._grip.port,
+            "link_port": self._grip.link_port,
             "leased_at": now(),
             "started_at": None,
             "stopped_at": None,
@@ -147,12 +157,16 @@ class _Keeper:
                 self._tell_of_output()
             if self._memory is not None and time.monotonic() >= self._memory.due_at:
                 self._evict(self._memory.check())
+            if self._gang is not None and time.monotonic() >= self._gang.due_at:
+                self._gang.tick()
         self._finish()
 
     def _pause(self) -> Optional[float]:
         until = min(self._deadline, self._news_at, self._output.due_at)
         if self._memory is not None:
             until = min(until, self._memory.due_at)
+        if self._gang is not None:
+            until = min(until, self._gang.due_at)
         if self._killing:
             until = min(until, time.monotonic() + self._hunt.pause_s)
         # Bounded: what epoll takes is, and a deadline may be any number of seconds.
@@ -188,7 +202,8 @@ class _Keeper:
             if pid == spawned.pid:
                 self._exit = dict(as_exit(status), ended_at=now())
                 self._take_failure()
-                self._take_container_limit()
+                self._take_container_end(self._exit)
+                self._tell_gang(self._exit)
                 self._remove_container()
                 # What outlives it gets TERM too, and what is left of the grace.
                 self._deadline = min(self._deadline, time.monotonic() + _STRAGGLERS_S)
@@ -211,13 +226,26 @@ class _Keeper:
             self._memory = None
             self._kill()
 
-    def _take_container_limit(self) -> None:
-        if self._container is not None and self._reason is None and (self._exit or {}).get("exit_code") == 137:
+    def _take_container_end(self, end: Json) -> None:
+        if self._container is not None and self._reason is None:
             from distflow.runtime import containers
 
-            why = containers.ran_out(self._container)
-            if why is not None:
-                self._reason, self._message = "evicted", why
+            self._reason, why = containers.why_ended(self._container, self._grip.directory, end["exit_code"])
+            self._message = why or self._message
+
+    def _tell_gang(self, end: Json) -> None:
+        if self._gang is not None:
+            from distflow.runtime import ganglink
+
+            if ganglink.counts_as_failure(self._launch["gang"] if self._launch else {}, self._reason or "exited", end):
+                self._gang.fail(self._message or _how(end))
+
+    def _gang_failed(self, task: str, why: str) -> None:
+        """Stop, because another task of the gang failed; its own node said so."""
+        if self._exit is None and self._reason is None:
+            grace_s = float((self._launch or {}).get("gang", {}).get("grace_s") or 0)
+            self._stop(grace_s, "PEER_FAILED", "peer_failed")
+            self._message = "{} failed ({}), as its own node told".format(task, why)
 
     def _kill(self) -> None:
         self._killing = True
@@ -235,21 +263,11 @@ class _Keeper:
         """Find out, once, whether the exec failed; only the child's end or the closed pipe tells."""
         spawned, failure = self._command, None
         if spawned is not None:
-            failure = command.read_failure(spawned.failure) or self._no_container()
+            failure = command.read_failure(spawned.failure)
         if failure is not None and self._exit is not None and self._reason is None:
             self._reason = "start_error"
             self._message = str(failure.get("message"))
             self._exit.update(exit_code=failure.get("exit_code"), signal=None)
-
-    def _no_container(self) -> Optional[Json]:
-        """Why there was no container to run anything in; the details are in the task's output, where the program wrote them."""
-        if self._container is None or (self._exit or {}).get("exit_code") != 125:
-            return None
-        from distflow.runtime import containers
-
-        if os.path.exists(os.path.join(self._grip.directory, containers.CREATED)):
-            return None
-        return {"exit_code": 125, "message": "the container could not be made; the last lines of its output say why"}
 
     def _finish(self) -> None:
         self._output.drain()
@@ -268,6 +286,8 @@ class _Keeper:
             self._release({})
         self._visitors.tell("status")
         os.fsync(record)
+        if self._gang is not None:
+            self._gang.farewell()
 
     # -- requests
 
@@ -278,6 +298,10 @@ class _Keeper:
                 self._launch = request["launch"]
                 self._mask = masking.share(self._shared, self._launch)
                 self._output.mask(self._mask)
+                if self._launch.get("gang"):
+                    from distflow.runtime import ganglink
+
+                    self._gang = ganglink.GangLink(self._launch["gang"], self._grip.link, self._selector, self._gang_failed)
                 self._change(phase="prepared")
             answer({})
         elif op == "start":
@@ -320,7 +344,8 @@ class _Keeper:
         if self._launch.get("memory") and self._container is None:
             self._memory = limits.MemoryLimit(int(self._launch["memory"]), os.getpid())
         os.close(self._output_write)
-        self._launch = {"stop_grace_s": self._launch.get("stop_grace_s")}  # the secrets are the command's now
+        # The secrets are the command's now.
+        self._launch = {name: self._launch.get(name) for name in ("stop_grace_s", "gang")}
         self._change(phase="running", started_at=now(), command={"pid": spawned.pid, "start": spawned.start})
         try:
             os.write(spawned.go, b"g")
@@ -328,16 +353,16 @@ class _Keeper:
             pass  # it was killed already: the next round reaps it
         os.close(spawned.go)
 
-    def _stop(self, grace_s: float, why: str) -> None:
+    def _stop(self, grace_s: float, why: str, reason: str = "stopped") -> None:
         deadline = time.monotonic() + max(0.0, grace_s)
         if self._command is None:
-            self._reason = self._reason or "stopped"
+            self._reason = self._reason or reason
             self._state.update(why=why, stopped_at=now())
             return
         self._deadline = min(self._deadline, deadline)
         if self._exit is not None or self._reason is not None:
             return
-        self._reason = "stopped"
+        self._reason = reason
         self._change(phase="stopping", stopped_at=now(), why=why)
         for number in (signal.SIGTERM, signal.SIGCONT):
             try:

@@ -42,7 +42,7 @@ def place(root: str, directory: str, launch: Json) -> None:
 def write_launch(directory: str, launch: Json) -> None:
     """Write ``launch.json`` without the secrets."""
     path = os.path.join(directory, LAUNCH)
-    public = {key: value for key, value in launch.items() if key not in ("secret_env", "secret_files")}
+    public = {key: value for key, value in launch.items() if key not in ("secret_env", "secret_files", "gang")}
     public["secret_env_names"] = sorted(launch.get("secret_env") or {})
     public["secret_file_names"] = {entry["path"]: sorted(entry["files"]) for entry in launch.get("secret_files") or []}
     fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 from collections.abc import Mapping
@@ -11,9 +13,10 @@ from pathlib import Path
 from distflow.shell import Secret
 from distflow.state.store import Store
 
-__all__ = ["read_secrets", "remove_secrets", "sweep_secrets", "write_secrets"]
+__all__ = ["gang_token", "read_secrets", "remove_secrets", "sweep_secrets", "write_secrets"]
 
 _BEING_SUBMITTED_S = 3600.0
+_KEY = "gang.key"
 
 
 def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) -> None:
@@ -38,6 +41,29 @@ def read_secrets(folder: Path, workflow: str) -> dict[str, Secret]:
 def remove_secrets(folder: Path, workflow: str) -> None:
     """Forget the secrets of a workflow (uuid); harmless when there are none."""
     (folder / f"{workflow}.json").unlink(missing_ok=True)
+
+
+def gang_token(folder: Path, gang: str) -> Secret:
+    """Return the token of one attempt of a gang: the same each time it is asked for, and of no use for any other gang.
+
+    It is made from a key that lies in ``folder`` and is made when there is none (HMAC, RFC 2104).
+    """
+    path = folder / _KEY
+    try:
+        key = path.read_bytes()
+    except FileNotFoundError:
+        key = os.urandom(32)
+        with suppress(FileExistsError):
+            made = folder / f"{_KEY}.{os.getpid()}"
+            handle = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(handle, "wb") as file:
+                file.write(key)
+            try:
+                os.link(made, path)
+            finally:
+                made.unlink()
+        key = path.read_bytes()
+    return Secret(hmac.new(key, gang.encode(), hashlib.sha256).hexdigest())
 
 
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:

@@ -7,7 +7,6 @@ it, commands may be repeated, and on start it asks the nodes what became of ever
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,24 +29,23 @@ from distflow.backends.base import (
     Staging,
     Unanswered,
 )
-from distflow.errors import InputError
+from distflow.errors import InputError, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.plan.bind import bind_task
-from distflow.plan.credentials import given_secrets
 from distflow.plan.earlier import planned_blobs
 from distflow.pools.model import Pool
 from distflow.state.mirror import Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
-from distflow.state.secrets import read_secrets, remove_secrets
+from distflow.state.secrets import remove_secrets
 from distflow.state.store import Store
 from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.absorb import absorb, absorb_node, end_unstarted
-from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wanted, place_data
-from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, is_stored, place_checkpoints, place_of, store_errand
+from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wanted
+from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, is_stored, place_of, store_errand
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
-from distflow.supervisor.handover import archives, place_inputs
+from distflow.supervisor.handover import archives
 from distflow.supervisor.mover import Mover
+from distflow.supervisor.preparing import launch_of, secrets_of
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
 
 __all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
@@ -337,29 +335,16 @@ class Supervisor:
             self._mover.begin(command, errand)
 
     def _prepare(self, backend: Backend, command: Command) -> None:
-        workflow = self._workflows[command.workflow]
-        group = workflow.record.group(command.group)
-        plan = workflow.plan.group(command.group)
-        pool = self._pools[command.pool]
-        if group.binding is None:
+        workflow, pool = self._workflows[command.workflow], self._pools[command.pool]
+        launch = launch_of(workflow, command, {node.name: node for node in pool.nodes})
+        if launch is None:
             return
         try:
-            secrets = read_secrets(self._secrets, command.workflow)
-        except (OSError, json.JSONDecodeError) as error:
-            words = f"the values of --set-env and of credentials cannot be read: {error}"
-            self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=words))
+            secrets = secrets_of(workflow, command, self._secrets)
+        except StateError as error:
+            self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=error.message))
             return
-        nodes = {node.name: node for node in pool.nodes}
-        launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes, command.attempt)
-        launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
-        launch = place_checkpoints(place_data(launch, plan, group), plan, group)
-        try:
-            given = given_secrets(plan.launch(command.task), secrets)
-        except LookupError as error:
-            words = f"{error.args[0]} is not kept any more; submit the workflow again"
-            self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=words))
-            return
-        backend.prepare(command.key, launch, given, pool.stop_grace_s)
+        backend.prepare(command.key, launch, secrets, pool.stop_grace_s)
 
     def _forget_finished(self) -> None:
         for uuid, workflow in list(self._workflows.items()):

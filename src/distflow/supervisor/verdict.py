@@ -82,6 +82,8 @@ def _conclusion(group: GroupRecord, end: End) -> tuple[State, Reason | None, str
         if group.state is not State.STOPPING:
             return State.FAILED, Reason.INTERNAL, "stopped on its node, but not by this supervisor"
         return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
+    if end.reason == "peer_failed":
+        return State.FAILED, Reason.PEER_FAILED, end.message or ""
     if end.exit_code == 0:
         return State.COMPLETED, None, ""
     if end.reason == "start_error":

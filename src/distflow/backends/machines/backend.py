@@ -171,6 +171,7 @@ class MachinesBackend:
                 "folders": list(launch.folders),
                 "container": None if launch.container is None else asdict(launch.container),
                 "memory": launch.memory,
+                "gang": self._gang(launch, secrets),
             }
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record)
         except _Unwanted:
@@ -183,6 +184,11 @@ class MachinesBackend:
             self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
         else:
             connection.report(key, {"phase": "prepared"})
+
+    def _gang(self, launch: BoundLaunch, secrets: GivenSecrets) -> dict[str, Any] | None:
+        if launch.gang is None or secrets.token is None:
+            return None
+        return asdict(launch.gang) | {"token": secrets.token.reveal(), "grace_s": self._pool.peer_failed_grace_s}
 
     def _stage(self, connection: Connection, key: AttemptKey, launch: BoundLaunch) -> None:
         blobs = {
@@ -268,6 +274,7 @@ class _GangLease:
                 gpu_ids=self._connections[node].gpu_ids,
                 lease_dir=self._connections[node].node.lease_dir,
                 port=request.port if task == request.master else None,
+                link=task == request.master and len(request.nodes) > 1,
                 start_timeout_s=request.start_timeout_s,
             )
 
@@ -303,6 +310,7 @@ class _GangLease:
     def _grant(self) -> None:
         tasks: dict[str, TaskBinding] = {}
         port: int | None = None
+        link_port: int | None = None
         for task, node in self._request.nodes.items():
             answer = self._answers[task]
             connection = self._connections[node]
@@ -312,14 +320,15 @@ class _GangLease:
                 tasks[task] = TaskBinding(
                     node=node, address=address, interface=interface, gpu_ids=tuple(answer.get("gpu_ids") or ())
                 )
-                port = answer.get("port") if task == self._request.master else port
+                if task == self._request.master:
+                    port, link_port = answer.get("port"), answer.get("link_port")
         self._sink(
             Leased(
                 at=now(),
                 workflow=self._request.workflow,
                 group=self._request.group,
                 attempt=self._request.attempt,
-                binding=Binding(tasks=tasks, port=port),
+                binding=Binding(tasks=tasks, port=port, link_port=link_port),
             )
         )
 

@@ -1,0 +1,44 @@
+"""What a task's node is given before its start: its launch, with everything that came in for it, and its secrets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from distflow.errors import StateError
+from distflow.plan.bind import bind_task
+from distflow.plan.credentials import GivenSecrets, given_secrets
+from distflow.plan.model import BoundLaunch
+from distflow.pools.model import Node
+from distflow.state.secrets import gang_token, read_secrets
+from distflow.supervisor.carrying import place_data
+from distflow.supervisor.checkpointing import place_checkpoints
+from distflow.supervisor.handover import place_inputs
+from distflow.supervisor.world import Command, Workflow
+
+__all__ = ["launch_of", "secrets_of"]
+
+
+def launch_of(workflow: Workflow, command: Command, nodes: Mapping[str, Node]) -> BoundLaunch | None:
+    """Return the complete launch of the task that ``prepare`` is about; ``None`` when its group has no lease any more."""
+    group, plan = workflow.record.group(command.group), workflow.plan.group(command.group)
+    if group.binding is None:
+        return None
+    launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes, command.attempt)
+    launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
+    return place_checkpoints(place_data(launch, plan, group), plan, group)
+
+
+def secrets_of(workflow: Workflow, command: Command, folder: Path) -> GivenSecrets:
+    """Return the secrets of that task, of those in ``folder``. Raises ``StateError`` when they are not there."""
+    plan = workflow.plan.group(command.group).launch(command.task)
+    try:
+        given = given_secrets(plan, read_secrets(folder, command.workflow))
+        token = gang_token(folder, f"{command.workflow}/{command.group}/{command.attempt}")
+    except (OSError, json.JSONDecodeError) as error:
+        raise StateError(f"the values of --set-env and of credentials cannot be read: {error}") from error
+    except LookupError as error:
+        raise StateError(f"{error.args[0]} is not kept any more; submit the workflow again") from error
+    return replace(given, token=token)

@@ -1,0 +1,204 @@
+"""The gang link: the tasks of a gang stop each other when nobody else is there, and only for a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+
+TOKEN = "t0ken"
+WAIT = ["sh", "-c", 'trap "exit 0" TERM; while :; do sleep 0.05; done']
+"""Ends when it is asked to, as if all were well."""
+
+
+def until(go: Path, code: int) -> list[str]:
+    return ["sh", "-c", f'while [ ! -e "{go}" ]; do sleep 0.05; done; exit {code}']
+
+
+class Gang:
+    """A gang on one node; the first task is the hub."""
+
+    def __init__(self, node: NodeUnderTest) -> None:
+        self.node = node
+        self.link = node.connect()
+        self.names: dict[str, str] = {}
+        self.hub = node.attempt()
+        answer = self.link.request(
+            "lease", attempt=self.hub, link=True, gpus=0, gpu_ids=[], lease_dir="", port=None, start_timeout_s=60
+        )
+        self.port: int = answer["link_port"]
+
+    def start(self, commands: dict[str, list[str]], port: int | None = None, **changed: dict[str, Any]) -> None:
+        """Start a command for each task. ``port``: where the others look for the hub; ``changed``: of what tasks are told."""
+        for task, argv in commands.items():
+            is_hub = not self.names
+            others = [name for name in commands if name != task] if is_hub else [next(iter(commands))]
+            where = {"address": None, "port": None} if is_hub else {"address": "127.0.0.1", "port": port or self.port}
+            gang = {"task": task, "others": others, **where, "counts": True, "success": [], "failure": []}
+            name = self.hub if is_hub else self.node.lease(self.link)
+            self.names[task] = name
+            launch: dict[str, Any] = {
+                "argv": argv,
+                "env": {},
+                "secret_env": {},
+                "path_prepend": [],
+                "files": [],
+                "shell_prelude": None,
+            }
+            told = {**gang, "token": TOKEN, "grace_s": 5, **changed.get(task, {})}
+            self.link.request("prepare", attempt=name, launch=launch | {"cwd": "work", "stop_grace_s": 5, "gang": told})
+        for name in self.names.values():
+            self.link.request("start", attempt=name)
+
+    def end(self, task: str) -> dict[str, Any]:
+        """How a task ended, read from its files: nobody is there who would be told."""
+        return wait_until(lambda: self.node.record(self.names[task]), 20, f"the end of {task}")
+
+
+@pytest.fixture
+def gang(node: NodeUnderTest) -> Gang:
+    return Gang(node)
+
+
+@pytest.mark.parametrize("first", ["master", "one"])
+def test_one_that_fails_stops_the_others_when_nobody_else_is_there(gang: Gang, tmp_path: Path, first: str) -> None:
+    commands = {task: until(tmp_path / "go", 3) if task == first else WAIT for task in ("master", "one", "two")}
+    gang.start(commands)
+    gang.link.close()
+    (tmp_path / "go").touch()
+    assert (gang.end(first)["reason"], gang.end(first)["exit_code"]) == ("exited", 3)
+    for task in {"master", "one", "two"} - {first}:
+        end = gang.end(task)
+        assert (end["reason"], end["why"], end["exit_code"]) == ("peer_failed", "PEER_FAILED", 0)
+        assert end["message"] == f"{first} failed (exit code 3), as its own node told"
+
+
+def test_the_ladder_is_that_of_a_gang_whose_member_failed(gang: Gang, tmp_path: Path) -> None:
+    deaf = ["sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"]
+    gang.start({"master": deaf, "one": ["sh", "-c", "kill -KILL $$"]}, master={"grace_s": 0.2})
+    assert gang.end("master")["signal"] == 9
+    assert gang.end("master")["message"] == "one failed (signal 9), as its own node told"
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (0, {}),
+        (3, {"counts": False}),
+        (3, {"success": [[1, 5]]}),
+    ],
+    ids=["success", "a failure that does not count", "a code that is a success"],
+)
+def test_an_end_that_is_no_failure_of_the_gang_stops_nobody(
+    gang: Gang, tmp_path: Path, code: int, told: dict[str, Any]
+) -> None:
+    gang.start({"master": WAIT, "one": until(tmp_path / "go", code), "two": until(tmp_path / "then", 1)}, one=told)
+    (tmp_path / "go").touch()
+    assert gang.end("one")["exit_code"] == code
+    # What is said goes one way and in order: had the first end been told, it would be the one that is named.
+    (tmp_path / "then").touch()
+    assert gang.end("master")["message"] == "two failed (exit code 1), as its own node told"
+
+
+def test_a_zero_that_is_a_failure_stops_the_gang(gang: Gang) -> None:
+    gang.start({"master": WAIT, "one": ["true"]}, one={"failure": [[0, 0]]})
+    assert gang.end("master")["message"] == "one failed (exit code 0), as its own node told"
+
+
+def test_who_does_not_know_the_token_says_nothing_and_hears_nothing(gang: Gang, tmp_path: Path) -> None:
+    gang.start(
+        {"master": WAIT, "stranger": until(tmp_path / "go", 3), "two": until(tmp_path / "then", 1)},
+        stranger={"token": "another"},
+    )
+    with socket.create_connection(("127.0.0.1", gang.port)) as raw:
+        greeting = json.loads(raw.makefile().readline())
+        for line in (
+            {"number": "0" * 32},
+            {"said": {"task": "two"}, "mac": "0" * 64},
+            {"said": {"failed": {"task": "two", "why": "a lie"}}, "mac": greeting["number"]},
+        ):
+            with contextlib.suppress(OSError):
+                raw.sendall(json.dumps(line).encode() + b"\n")
+        raw.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw.recv(4096) == b""
+    with socket.create_connection(("127.0.0.1", gang.port)) as raw, contextlib.suppress(OSError):
+        raw.sendall(b"\xff" * 100_000)
+    (tmp_path / "go").touch()
+    assert gang.end("stranger")["exit_code"] == 3
+    (tmp_path / "then").touch()
+    assert gang.end("master")["message"] == "two failed (exit code 1), as its own node told"
+
+
+class Wire:
+    """A way to the hub that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.connections: list[socket.socket] = []
+        self.is_cut = False
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for one in self.connections:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
+        for one in [self._listener, *self.connections]:
+            one.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                if self.is_cut:
+                    near.close()
+                    continue
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self.connections += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                sink.sendall(data)
+
+
+def test_a_link_that_breaks_ends_nothing_and_comes_back(gang: Gang, tmp_path: Path) -> None:
+    wire = Wire(gang.port)
+    try:
+        gang.start({"master": WAIT, "one": until(tmp_path / "go", 3)}, port=wire.port)
+        wait_until(lambda: wire.connections, 10)
+        wire.cut()
+        (tmp_path / "go").touch()
+        assert gang.end("one")["exit_code"] == 3
+        # It has ended, and cannot say so; the other one goes on.
+        assert gang.node.record(gang.names["master"]) is None
+        wire.is_cut = False
+        assert gang.end("master")["message"] == "one failed (exit code 3), as its own node told"
+    finally:
+        wire.close()
+
+
+def test_nothing_of_the_link_lies_on_the_disk_or_in_an_environment(gang: Gang, tmp_path: Path) -> None:
+    gang.start({"master": ["sh", "-c", f"env; cat '{tmp_path}/go' 2>/dev/null; exit 1"], "one": WAIT})
+    gang.end("one")
+    for path in gang.node.root.rglob("*"):
+        if path.is_file():
+            assert TOKEN not in path.read_bytes().decode(errors="replace"), path
