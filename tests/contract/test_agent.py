@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -325,7 +326,7 @@ def test_how_a_command_ended_is_recorded(node: NodeUnderTest) -> None:
     assert (end["exit_code"], end["signal"]) == (None, signal.SIGSEGV)
 
 
-HOARD = "import os,sys,time; kept = bytearray(b'x' * (256 << 20)); sys.stdout.write('has it\\n'); sys.stdout.flush(); "
+HOARD = "import os, time; kept = bytearray(256 << 20); kept[::4096] = b'x' * (len(kept) // 4096); "
 
 
 def test_what_uses_more_memory_than_it_asked_for_is_ended(node: NodeUnderTest) -> None:
@@ -335,7 +336,7 @@ def test_what_uses_more_memory_than_it_asked_for_is_ended(node: NodeUnderTest) -
     )
     assert (end["reason"], end["signal"]) == ("evicted", signal.SIGKILL)
     assert "not reached" not in output
-    assert end["message"].startswith("its 2 processes use 2"), end["message"]
+    assert end["message"].startswith("its 2 processes use 2"), end["message"]  # 260 MiB or so
     assert "asked for 200 MiB (`memory`); the largest is python3 (pid " in end["message"]
 
 
@@ -502,6 +503,80 @@ def test_gpus_are_given_to_one_at_a_time_and_the_holder_is_named(node: NodeUnder
     assert link.request("lease", attempt=node.attempt(), gpus=3, **lease)["gpu_ids"] == [0, 1, 2]
     assert stat.S_IMODE(node.lease_dir.stat().st_mode) == 0o1777
     assert stat.S_IMODE((node.lease_dir / "gpu-0.lock").stat().st_mode) == 0o666
+
+
+def test_cpus_and_memory_are_promised_once(node: NodeUnderTest) -> None:
+    link = node.connect()
+    one, gib = node.attempt(), 1 << 30
+    lease: dict[str, Any] = {"gpus": 0, "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    link.request("lease", attempt=one, wanted={"cpus": [6, 8], "memory": [10 * gib, 16 * gib]}, **lease)
+    two = node.attempt()
+    said = refused(link, "busy", "lease", attempt=two, wanted={"cpus": [3, 8]}, **lease)
+    assert "2 of its 8 CPUs are free, 3 were asked for; 6 are held by " in said
+    assert f"(attempt {one})" in said
+    said = refused(link, "busy", "lease", attempt=two, wanted={"cpus": [1, 8], "memory": [7 * gib, 16 * gib]}, **lease)
+    assert "6 of its 16 GiB of memory are free, 7 were asked for" in said
+    link.request("lease", attempt=two, wanted={"cpus": [2, 8], "memory": [6 * gib, 16 * gib]}, **lease)
+    # What asks for nothing is not held up, and a promise ends with its processes.
+    link.request("lease", attempt=node.attempt(), wanted={}, **lease)
+    for who in ("runner", "keeper"):
+        os.kill(node.state(one)[who]["pid"], signal.SIGKILL)
+    three = node.attempt()
+
+    def leased() -> bool:
+        try:
+            link.request("lease", attempt=three, wanted={"cpus": [6, 8]}, **lease)
+        except AgentError as error:
+            if error.kind != "busy":
+                raise
+            return False
+        return True
+
+    wait_until(leased, 10)
+    # One that the machine is too small for has been placed on purpose: alone, it may run.
+    refused(link, "busy", "lease", attempt=node.attempt(), wanted={"cpus": [99, 8]}, **lease)
+    assert len(list(node.lease_dir.glob("claim-*.lock"))) == 2
+
+
+def test_what_lies_among_the_promises_of_others_harms_nobody(node: NodeUnderTest, tmp_path: Path) -> None:
+    node.lease_dir.mkdir()
+    holder = os.open(node.lease_dir / "claim-12345-0.lock", os.O_RDWR | os.O_CREAT)
+    other = os.open(node.lease_dir / "claim-12345-1.lock", os.O_RDWR | os.O_CREAT)
+    os.mkfifo(node.lease_dir / "claim-12345-2.lock")
+    (node.lease_dir / "claim-12345-3.lock").symlink_to(tmp_path / "elsewhere")
+    try:
+        os.write(holder, b'{"cpus": "all", "memory": -5, "user": [1]}')
+        os.write(other, b"\xff not json")
+        for fd in (holder, other):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        lease: dict[str, Any] = {"gpus": 0, "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+        node.connect().request("lease", attempt=node.attempt(), wanted={"cpus": [8, 8], "memory": [1, 2]}, **lease)
+    finally:
+        os.close(holder)
+        os.close(other)
+
+
+def test_a_gpu_that_somebody_else_computes_on_is_not_given_out(node: NodeUnderTest, tmp_path: Path) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    script = tmp_path / "apps"
+    smi.write_text(
+        f'#!/bin/sh\ncase "$1" in *apps*) cat {script};; -L) printf "GPU 0: A\\nGPU 1: A\\n";; '
+        '*) printf "0, GPU-a\\n1, GPU-b\\n";; esac\n'
+    )
+    smi.chmod(0o755)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    script.write_text(f"GPU-a, {os.getpid()}, /usr/bin/py,thon, 512\nGPU-b, {gone.pid}, ended, 1\nrubbish\n")
+    link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
+    lease: dict[str, Any] = {"gpu_ids": [0, 1], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    said = refused(link, "busy", "lease", attempt=node.attempt(), gpus=2, **lease)
+    assert f"1 of its 2 GPUs are free, 2 were asked for; GPU 0 is used by pid {os.getpid()} (" in said
+    assert "py, thon, 512 MiB), which distflow did not start" in said
+    one = node.attempt()
+    assert link.request("lease", attempt=one, gpus=1, **lease)["gpu_ids"] == [1]
+    assert link.request("lease", attempt=one, gpus=1, **lease)["gpu_ids"] == [1]
+    assert link.request("lease", attempt=node.attempt(), gpus=1, share_gpus=True, **lease)["gpu_ids"] == [0]
 
 
 def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest) -> None:

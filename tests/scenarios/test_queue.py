@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
@@ -81,3 +82,20 @@ def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
     cli.await_status(workflow, "COMPLETED")
     for process in rivals:
         assert process.wait(60) == 0
+
+
+def test_two_people_are_not_promised_the_same_cpus(cli: Cli, tmp_path: Path) -> None:
+    go = cli.folder / "go"
+    cli.configure(cpus=4)
+    spec = ONE_GANG.replace("GO", str(go)).replace("gpu: 2", "cpu: 3")
+    mine = cli.submit(cli.spec(spec))
+    cli.await_running(mine)
+    (tmp_path / "theirs").mkdir()
+    theirs = Cli(tmp_path / "theirs")
+    theirs.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
+    waiting = theirs.submit(theirs.spec(spec))
+    wait_until(lambda: "1 of its 4 CPUs are free, 3 were asked for" in theirs.run("workflow", "query", waiting).out, 30)
+    go.touch()
+    theirs.await_status(waiting, "COMPLETED")
+    cli.await_status(mine, "COMPLETED")
+    wait_until(lambda: not theirs.processes(), 30)

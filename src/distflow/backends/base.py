@@ -7,7 +7,8 @@ follows from it is decided elsewhere (``supervisor.decide``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from distflow.plan.credentials import GivenSecrets
@@ -69,6 +70,10 @@ class LeaseRequest:
     """Task → node."""
     gpus: Mapping[str, int]
     """Task → number of GPUs."""
+    cpus: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Task → number of CPUs."""
+    memory: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Task → bytes."""
     master: str
     """The task whose node hosts the rendezvous."""
     port: int | str | None = None

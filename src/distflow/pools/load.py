@@ -268,6 +268,9 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
     def whole(key: str) -> int | None:
         return next((value for layer in layers[:2] if (value := layer.whole(key)) is not None), None)
 
+    def flag(key: str, default: bool) -> bool:
+        return next((value for layer in layers if (value := layer.flag(key)) is not None), default)
+
     memory = next((value for layer in layers[:2] if (value := layer.parsed("memory", parse_bytes)) is not None), None)
     name = item.string("name") or (alone.value if alone is not None else None) or text("host") or base.name
     gpus, cpus = whole("gpus"), whole("cpus")
@@ -289,10 +292,9 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
         labels=_merged(pool.document, layers[:2], "labels"),
         environment=_merged(pool.document, layers, "environment"),
         container=_CONTAINERS.get(text("container") or "", base.container),
-        enforce_limits=next(
-            (value for layer in layers if (value := layer.flag("enforce_limits")) is not None), base.enforce_limits
-        ),
+        enforce_limits=flag("enforce_limits", base.enforce_limits),
         setup=text("setup"),
+        share_gpus=flag("share_gpus", base.share_gpus),
         lease_dir=directory(layers, "lease_dir", text("lease_dir")) or _LEASE_DIR,
     )
 

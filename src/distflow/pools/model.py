@@ -49,7 +49,9 @@ class Node:
     setup: str | None = None
     """A shell prelude that runs before each command (modules, conda, ulimits)."""
     lease_dir: str = "/tmp/distflow-leases"  # noqa: S108  shared by all users on purpose, its contents are not secret
-    """Where GPU leases are locked; one directory for all users of the machine."""
+    """Where leases are locked; one directory for all users of the machine."""
+    share_gpus: bool = False
+    """Whether a GPU is leased also while a program that distflow did not start computes on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

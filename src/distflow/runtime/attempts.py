@@ -134,7 +134,11 @@ def create(root: str, request: Json, umask: int) -> int:
 def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
     holder = {"workflow": attempt.split("/", 1)[0], "attempt": attempt, "user": user_name(), "pid": os.getpid(), "since": now()}
     gpu_ids = [int(gpu) for gpu in request.get("gpu_ids") or []]
-    held = leases.take(str(request.get("lease_dir") or ""), int(request.get("gpus") or 0), gpu_ids, request.get("port"), holder)
+    wanted = {name: (int(pair[0]), int(pair[1])) for name, pair in (request.get("wanted") or {}).items()}
+    held = leases.take(
+        str(request.get("lease_dir") or ""), int(request.get("gpus") or 0), gpu_ids, request.get("port"), holder, wanted,
+        request.get("users") or [],
+    )  # fmt: skip
     opened: List[int] = []
 
     def keep(fd: int) -> int:

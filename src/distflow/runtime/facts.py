@@ -16,7 +16,7 @@ from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
-__all__ = ["free_bytes", "gather", "is_quick", "user_name"]
+__all__ = ["free_bytes", "gather", "is_quick", "nvidia_smi", "user_name"]
 
 _SIOCGIFCONF = 0x8912
 _NVIDIA_SMI_S = 5.0
@@ -61,15 +61,16 @@ def free_bytes(path: str) -> int:
 
 def is_quick() -> bool:
     """Whether no program must be asked, for which a heartbeat could not wait."""
-    return _nvidia_smi() is None
+    return nvidia_smi() is None
 
 
-def _nvidia_smi() -> Optional[str]:
+def nvidia_smi() -> Optional[str]:
+    """The program, where there is one."""
     return processes.find_program("nvidia-smi", os.environ.get("PATH", ""))
 
 
 def _gpus() -> List[str]:
-    smi = _nvidia_smi()
+    smi = nvidia_smi()
     if smi is not None:
         import subprocess
 

@@ -49,12 +49,13 @@ class Grip(NamedTuple):
 
     def sign_locks(self, pid: int) -> None:
         """Write into the lock files who holds them."""
-        text = json.dumps(dict(self.holder, pid=pid)).encode()
         for fd in self.locks:
             try:
+                said = json.loads(os.pread(fd, 4096, 0).decode() or "{}")
+                text = json.dumps(dict(said, **self.holder, pid=pid)).encode()
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, text, 0)
-            except OSError:
+            except (OSError, ValueError, TypeError):
                 continue  # opened for reading only, or no room: the lock is what counts
 
     def unlock(self) -> None:

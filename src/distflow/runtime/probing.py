@@ -150,18 +150,8 @@ def _owners(apps: str) -> Dict[str, Json]:
             uid = os.stat("/proc/" + pid).st_uid
         except OSError:
             continue  # of another container, or gone
-        owners[pid] = {"user": user_name(uid), "attempt": _attempt_of(pid)}
+        owners[pid] = {"user": user_name(uid), "attempt": processes.mark_of(int(pid))}
     return owners
-
-
-def _attempt_of(pid: str) -> Optional[str]:
-    try:
-        with open("/proc/{}/environ".format(pid), "rb") as file:
-            variables = file.read().split(b"\0")
-    except OSError:
-        return None
-    mark = b"DISTFLOW_ATTEMPT="
-    return next((one[len(mark) :].decode("utf-8", "replace") for one in variables if one.startswith(mark)), None)
 
 
 def _logind() -> Json:

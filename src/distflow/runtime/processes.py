@@ -19,6 +19,7 @@ __all__ = [
     "is_same",
     "last_pid",
     "list_processes",
+    "mark_of",
     "only_descendants",
     "read_process",
     "reap",
@@ -142,6 +143,17 @@ def carries(pid: int, entry: str) -> bool:
             return b"\0" + entry.encode() + b"\0" in b"\0" + file.read() + b"\0"
     except OSError:
         return False
+
+
+def mark_of(pid: int) -> Optional[str]:
+    """The attempt that a process belongs to, by the mark in its environment, as far as we may read it."""
+    try:
+        with open("/proc/{}/environ".format(pid), "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return None
+    mark = b"DISTFLOW_ATTEMPT="
+    return next((one[len(mark) :].decode("utf-8", "replace") for one in variables if one.startswith(mark)), None)
 
 
 def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet[int] = frozenset()) -> List[Process]:

@@ -114,6 +114,8 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         attempt=group.attempt,
         nodes=dict(nodes),
         gpus={launch.task: launch.resource.gpu or 0 for launch in plan.launches},
+        cpus={launch.task: launch.resource.cpu or 0 for launch in plan.launches},
+        memory={launch.task: launch.resource.memory or 0 for launch in plan.launches},
         master=plan.master,
         port=port,
         start_timeout_s=pool.start_barrier_s + _LEASE_OUTLIVES_S,

@@ -272,6 +272,8 @@ class _GangLease:
                 attempt=self._key(task).name,
                 gpus=request.gpus.get(task, 0),
                 gpu_ids=self._connections[node].gpu_ids,
+                wanted=_wanted(request, task, self._connections[node].node),
+                share_gpus=self._connections[node].node.share_gpus,
                 lease_dir=self._connections[node].node.lease_dir,
                 port=request.port if task == request.master else None,
                 link=task == request.master and len(request.nodes) > 1,
@@ -337,6 +339,12 @@ class _GangLease:
         return AttemptKey(
             workflow=request.workflow, group=request.group, task=task, attempt=request.attempt, node=request.nodes[task]
         )
+
+
+def _wanted(request: LeaseRequest, task: str, node: Node) -> dict[str, tuple[int, int]]:
+    """Return what is asked for of what the configuration promises; what it does not name is not counted."""
+    there = {"cpus": (request.cpus.get(task, 0), node.cpus), "memory": (request.memory.get(task, 0), node.memory)}
+    return {name: (want, have) for name, (want, have) in there.items() if have is not None and want}
 
 
 def transport_of(pool: Pool, node: Node) -> Transport:

@@ -170,7 +170,7 @@ def _gpu_users(measured: Measured) -> Iterator[Finding]:
         others.append(f"GPU {index.get(app.gpu_uuid, '?')}: pid {app.pid}{who} ({app.name}{used})")
     if others:
         message = "processes that distflow did not start are on its GPUs"
-        hint = "\n".join([*others, "leases do not see them: end them, or name the node's `gpus` lower"])
+        hint = "\n".join([*others, "they are not leased meanwhile: end them, or set `share_gpus: true`"])
         yield _warning("gpus", [measured.node.name], message, hint)
     if ours:
         yield _note(

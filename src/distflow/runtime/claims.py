@@ -1,0 +1,95 @@
+"""CPUs and memory that attempts were promised on this node, for all of its users.
+
+Each promise is a file in the lease directory, locked by who holds it, so that it ends with the processes; what it says counts
+while it is locked. Nothing is measured here, and nobody is held to anything: workflows, also those of several people, are kept
+from being promised more than there is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from typing import Dict, List, Tuple
+
+from distflow.runtime.leasefiles import lock, open_lock
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["Wanted", "take"]
+
+Wanted = Dict[str, Tuple[int, int]]
+"""What is asked for and how much there is, by ``cpus`` and ``memory`` (bytes)."""
+
+_NAME = re.compile(r"claim-[0-9]+-[0-9]+\.lock")
+_MOST = 10_000
+_UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
+
+
+def take(directory: int, wanted: Wanted, holder: Json) -> List[int]:
+    """Have the promise: the descriptor that holds it, none when nothing is asked for. Raises ``busy`` with who has the rest."""
+    asked = {name: pair for name, pair in wanted.items() if pair[0]}
+    if not asked:
+        return []
+    gate = open_lock(directory, "claims.lock")
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        others = _held(directory)
+        for name, (want, have) in sorted(asked.items()):
+            used = sum(_number(one.get(name)) for one in others)
+            # One that asks for more than there is has been let through by whoever placed it: it runs alone.
+            if used and used + want > have:
+                raise OpError("busy", _words(name, want, have, [one for one in others if _number(one.get(name))]))
+        return [_own(directory, dict(holder, **{name: want for name, (want, _) in asked.items()}))]
+    finally:
+        os.close(gate)
+
+
+def _held(directory: int) -> List[Json]:
+    """What the locked files say; they are other people's, and may say anything."""
+    found: List[Json] = []
+    for name in os.listdir(directory):
+        if not _NAME.fullmatch(name):
+            continue
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            try:
+                said = json.loads(os.pread(fd, 4096, 0).decode())
+            except (OSError, ValueError):
+                said = None
+            if isinstance(said, dict):
+                found.append(said)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+    return found
+
+
+def _own(directory: int, holder: Json) -> int:
+    """Lock a file of ours that nobody holds: they are used again, because who ends cannot remove them."""
+    for number in range(_MOST):
+        fd, _ = lock(directory, "claim-{}-{}.lock".format(os.getuid(), number), holder)
+        if fd >= 0:
+            return fd
+    raise OpError("busy", "{} attempts hold CPUs or memory here".format(_MOST))
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _words(name: str, want: int, have: int, others: List[Json]) -> str:
+    unit, called = _UNITS[name]
+    left = max(0, have - sum(_number(one[name]) for one in others))
+    free = "{:.4g} of its {:.4g} {} are free, {:.4g} were asked for"
+    held = "{:.4g} are held by {} (attempt {})"
+    return "; ".join(
+        [free.format(left / unit, have / unit, called, want / unit)]
+        + [held.format(_number(one[name]) / unit, one.get("user"), one.get("attempt")) for one in others]
+    )

@@ -1,0 +1,101 @@
+"""Lock files in a directory that all users of the machine share (mode 1777).
+
+Nothing in it is trusted: a name may be a link, a FIFO or somebody's private file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+from typing import Tuple
+
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["lock", "open_directory", "open_lock"]
+
+
+def open_directory(path: str) -> int:
+    """Open the directory, making it when it is not there. Raises ``OpError``."""
+    path = os.path.abspath(os.path.expanduser(path))
+    try:
+        if not os.path.isdir(path):
+            os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+            try:
+                os.mkdir(path)
+                os.chmod(path, 0o1777)  # for all users: a umask would have narrowed it
+            except FileExistsError:
+                pass
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        # In a directory where everybody may write, a link is somebody's trap; elsewhere it is the administrator's choice.
+        if os.stat(os.path.dirname(path)).st_mode & stat.S_IWOTH:
+            flags |= os.O_NOFOLLOW
+        return os.open(path, flags)
+    except OSError as error:
+        raise OpError.from_os(error, "the lease directory {} cannot be used".format(path)) from error
+
+
+def open_lock(directory: int, name: str) -> int:
+    """Open a lock file that may be another user's: O_CREAT on an existing one is what fs.protected_regular forbids."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    for _ in range(10):
+        for access in (os.O_RDWR, os.O_RDONLY):  # flock asks for no right to write
+            try:
+                return os.open(name, access | flags, dir_fd=directory)
+            except PermissionError:
+                continue
+            except FileNotFoundError:
+                break
+        else:
+            raise PermissionError(errno.EACCES, "it is closed to this user", name)
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o666, dir_fd=directory)
+        except FileExistsError:
+            continue
+        os.fchmod(fd, 0o666)
+        return fd
+    raise FileNotFoundError(errno.ENOENT, "it comes and goes", name)
+
+
+def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
+    """Lock ``name``: its descriptor, or -1 and who holds it."""
+    while True:
+        try:
+            fd = open_lock(directory, name)
+        except OSError as error:
+            return -1, "{}: {}".format(name, error.strerror)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                return -1, "{} is no regular file".format(name)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = _read_holder(fd)
+            os.close(fd)
+            return -1, who
+        except OSError as error:
+            os.close(fd)
+            return -1, "{}: {}".format(name, error.strerror)
+        try:
+            now_there = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            now_there = None
+        if now_there is not None and now_there.st_ino == os.fstat(fd).st_ino:
+            break
+        os.close(fd)  # it was removed while we opened it: a lock on a file without a name keeps nobody out
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(holder).encode(), 0)
+    except OSError:
+        pass  # no right to write, or no room: the lock is what counts
+    return fd, ""
+
+
+def _read_holder(fd: int) -> str:
+    try:
+        holder = json.loads(os.pread(fd, 4096, 0).decode())
+        return "{user} (attempt {attempt}, pid {pid})".format(**holder)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return "somebody unknown"
