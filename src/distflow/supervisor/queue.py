@@ -7,6 +7,7 @@ Only one gang per pool asks the nodes at a time, so two never hold half of what 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -80,7 +81,9 @@ def _next_of_pool(
         leases.messages[other.record.uuid, later.name] = f"behind {workflow.record.id}"
     plan = workflow.plan.group(group.name)
     fixed = plan.world.port if plan.world else None
-    free, asked = _free(world, pool_key, views, fixed), demands(plan)
+    # Nodes that earlier attempts failed on come last: they are taken when there are no others.
+    failures = Counter(cause.node for cause in group.earlier_causes)
+    free, asked = sorted(_free(world, pool_key, views, fixed), key=lambda one: failures[one.node]), demands(plan)
     spread = 1 if pool.shares_nodes else sum(demand.spread is not None for demand in asked)
     if len(free) < spread and any(not view.up and not view.error for view in views):
         # The first connections are only just being made: what the nodes have is of no interest yet.

@@ -9,6 +9,7 @@ import pytest
 from distflow.backends.base import AttemptKey
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.pools.model import Node
 from distflow.spec.model import Retry
 from distflow.state.record import CancelRequest, Stray
 from distflow.supervisor.decide import decide
@@ -48,6 +49,30 @@ def test_the_whole_gang_is_tried_again_after_its_rest() -> None:
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
     assert len(driver.backend.starts) == 4
+
+
+def test_a_node_that_failed_is_taken_last() -> None:
+    plan = group_plan(exit_actions=ON_3, retry=Retry(limit=3, backoff_s=1, max_backoff_s=1))
+    nodes = [node(name) for name in ("n1", "n2", "n3")]
+
+    def placed(failures: int, *on: Node) -> dict[str, str | None]:
+        """Where the attempt after these runs, of which each failed where its first task was."""
+
+        def behave(key: AttemptKey) -> Behaviour:
+            return Behaviour(seconds=1, exit_code=3) if key.attempt < failures and key.task == "t0" else HANG
+
+        driver = Driver(workflow(plan), on=pool(*on), behaviour=behave)
+        driver.settle()
+        for _ in range(failures):
+            driver.advance(1.0)
+            driver.advance(1.1)
+        assert driver.group().attempt == failures
+        return {task.name: task.node for task in driver.group().tasks}
+
+    assert placed(0, *nodes) == {"t0": "n1", "t1": "n2"}
+    assert placed(1, *nodes) == {"t0": "n2", "t1": "n3"}
+    assert placed(2, *nodes) == {"t0": "n3", "t1": "n1"}
+    assert placed(1, *nodes[:2]) == {"t0": "n2", "t1": "n1"}
 
 
 def test_what_became_of_earlier_attempts_is_kept() -> None:
