@@ -90,6 +90,10 @@ class Lab:
             raise AssertionError(f"{texts} are not in\n{shown[0]}") from None
         return shown[0]
 
+    def await_logs(self, workflow: str, text: str, count: int, timeout: float = 60.0) -> None:
+        """Wait until a text was printed so often."""
+        wait_until(lambda: self.cli.logs(workflow).count(text) >= count, timeout, text)
+
     def await_stray_end(self, workflow: str, task: str, timeout: float = 90.0) -> None:
         """Wait until what was given up on a lost node has been stopped there."""
         text = f"[{task}] nothing of it is left on"

@@ -19,6 +19,7 @@ class _Workflow(LazyGroup):
             "list": ("distflow.cli.list:app", "List workflows, the newest last."),
             "logs": ("distflow.cli.logs:app", "Show what the tasks print."),
             "events": ("distflow.cli.events:app", "Tell a workflow's story."),
+            "stacks": ("distflow.cli.stacks:app", "Show where its processes are just now."),
             "exec": ("distflow.cli.exec:app", "Run a command beside a running task."),
             "rsync": ("distflow.cli.rsync:app", "Copy files to and from a running task."),
             "port-forward": ("distflow.cli.forward:app", "Reach ports of a running task's node from here."),

@@ -53,6 +53,7 @@ def plan_json(plan: Plan, placement: Mapping[str, str]) -> dict[str, Any]:
                 "port": group.world.port if group.world else None,
                 "exec_timeout": group.timeouts.exec_s,
                 "queue_timeout": group.timeouts.queue_s,
+                "hang_timeout": group.timeouts.hang_s,
                 "tasks": [_task_json(launch, placement.get(launch.task)) for launch in group.launches],
             }
             for group in plan.groups
@@ -105,6 +106,8 @@ def _headline(group: GroupPlan) -> str:
         words.append(f"exec_timeout {group.timeouts.exec_s:g} s")
     if group.timeouts.queue_s is not None:
         words.append(f"queue_timeout {group.timeouts.queue_s:g} s")
+    if group.timeouts.hang_s is not None:
+        words.append(f"hang_timeout {group.timeouts.hang_s:g} s")
     return ", ".join(words)
 
 

@@ -34,6 +34,7 @@ class Upkeep:
             "listen": self._listen,
             "reach": self._reach,
             "pull": self._pull,
+            "stacks": self._stacks,
         }
         op = ops.get(str(request.get("op")))
         if op is None:
@@ -65,6 +66,11 @@ class Upkeep:
         launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
         env = command.environment(launch, "", self._root)
         self._loop.job(lambda: containers.pull(request["container"], env, request.get("login")), done)
+
+    def _stacks(self, request: Json, done: _Done) -> None:
+        from distflow.runtime import stacks
+
+        self._loop.job(stacks.collect(self._root, request), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))

@@ -37,6 +37,8 @@ class Timeouts:
     """From RUNNING to the end (``exec_timeout``)."""
     queue_s: float | None = None
     """From SCHEDULING to INITIALIZING (``queue_timeout``)."""
+    hang_s: float | None = None
+    """How long a running group may print nothing before that is said (``hang_timeout``); nothing is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,11 +219,15 @@ def _parse_members(
 def _parse_timeouts(owner: View, above: Timeouts) -> Timeouts:
     """Return the bounds that hold; a group's own win over the workflow's, and zero means none."""
     timeout = owner.view("timeout")
-    seconds = {key: timeout.parsed(key, parse_duration) for key in ("exec_timeout", "queue_timeout")}
-    own_exec, own_queue = seconds["exec_timeout"], seconds["queue_timeout"]
+
+    def seconds(key: str, above_s: float | None) -> float | None:
+        own = timeout.parsed(key, parse_duration)
+        return above_s if own is None else own or None
+
     return Timeouts(
-        exec_s=above.exec_s if own_exec is None else own_exec or None,
-        queue_s=above.queue_s if own_queue is None else own_queue or None,
+        exec_s=seconds("exec_timeout", above.exec_s),
+        queue_s=seconds("queue_timeout", above.queue_s),
+        hang_s=seconds("hang_timeout", above.hang_s),
     )
 
 

@@ -50,6 +50,13 @@ class Mirror:
         finally:
             os.close(handle)
 
+    def grew_at(self, workflow: str, group: str, task: str, attempt: int) -> float | None:
+        """Return when output of an attempt came here last (seconds since the epoch); ``None`` when none has."""
+        try:
+            return (self.folder(workflow, group, task, attempt) / OUTPUT).stat().st_mtime
+        except FileNotFoundError:
+            return None
+
     def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[str, ...]:
         """Return the last lines that an attempt printed, as far as they are here; fewer when they are very long."""
         try:

@@ -28,6 +28,9 @@ __all__ = ["LOG_DRAIN_S", "decide"]
 LOG_DRAIN_S = 5.0
 """How long an ended group may wait for the last of its output before it is shown as ended; mirroring goes on after that."""
 
+_HANGS = "may hang"
+_HANG_LOOK_S = 10.0
+
 _REFUSALS = (Reason.START_ERROR, Reason.IMAGE_PULL)
 
 
@@ -211,12 +214,30 @@ class _Step(Step):
             self._stop(None, "the lead completed")
             return
         self._save()
+        self._hangs()
         limit = plan.timeouts.exec_s
         if limit is not None and group.running_at is not None:
             if self.now >= group.running_at + limit:
                 self._stop(Reason.EXEC_TIMEOUT, f"ran longer than {_seconds(limit)} (exec_timeout)")
             else:
                 self.decision.wake(group.running_at + limit)
+
+    def _hangs(self) -> None:
+        """Say when the whole gang has been silent for long, and take it back when it speaks again. Nothing is ended."""
+        limit = self.plan.timeouts.hang_s
+        if limit is None or any(self._unreachable(task) for task in self.group.tasks):
+            return
+        printed = (self.world.printed_at.get((self.record.uuid, self.group.name, task.name)) for task in self.group.tasks)
+        silent_since = max([self.group.running_at or self.now, *(at for at in printed if at is not None)])
+        if self.now < silent_since + limit:
+            self.decision.wake(silent_since + limit)
+            if self.group.message.startswith(_HANGS):
+                self.group = replace(self.group, message="")
+                self._tell(f"{self.group.name}: prints again")
+            return
+        words = f"{_HANGS}: no task has printed anything for {_seconds(limit)} (hang_timeout)"
+        self._say(f"{words}; where its processes are: distflow workflow stacks {self.record.id}")
+        self.decision.wake(self.now + _HANG_LOOK_S)
 
     # STOPPING: until nothing is left anywhere.
 

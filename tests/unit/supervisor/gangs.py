@@ -60,6 +60,7 @@ def group_plan(
     ignore: bool | None = None,
     exec_s: float | None = None,
     queue_s: float | None = None,
+    hang_s: float | None = None,
     barrier: bool = True,
     after: tuple[str, ...] = (),
     exit_actions: ExitActions = NO_ACTIONS,
@@ -76,7 +77,7 @@ def group_plan(
         world=rank_world,
         barrier=barrier,
         ignore_nonlead_status=(not world) if ignore is None else ignore,
-        timeouts=Timeouts(exec_s=exec_s, queue_s=queue_s),
+        timeouts=Timeouts(exec_s=exec_s, queue_s=queue_s, hang_s=hang_s),
         upstream=after,
         retry=retry,
         launches=tuple(
@@ -128,6 +129,7 @@ class Driver:
         self.events: list[Event] = []
         self.workflows = {one.record.uuid: one for one in workflows}
         self.launches: dict[str, BoundLaunch] = {}
+        self.printed_at: dict[tuple[str, str, str], float] = {}
         self.carrying: list[Command] = []
         """Data that was to be carried, in the order of the commands."""
         self.restart()
@@ -207,7 +209,7 @@ class Driver:
         """What the decision sees."""
         return World(
             workflows=tuple(self.workflows.values()), pools={"lab": self.pool}, nodes=self.nodes,
-            in_flight=frozenset(self.in_flight),
+            in_flight=frozenset(self.in_flight), printed_at=self.printed_at,
         )  # fmt: skip
 
     def absorb(self) -> None:

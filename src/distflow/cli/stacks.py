@@ -1,0 +1,63 @@
+"""``distflow workflow stacks``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from distflow.cli.command import Format, command_app
+from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
+from distflow.cli.stacktext import stacks_json, stacks_text
+from distflow.cli.tables import Paint
+from distflow.errors import InputError, NodeError
+from distflow.lifecycle.states import State
+from distflow.state.mirror import attempt_name
+
+__all__ = ["app"]
+
+app = command_app()
+
+
+@app.command(epilog="Examples: distflow workflow stacks pytorch-dist-3  ·  distflow workflow stacks pytorch-dist-3 -t worker")
+def stacks(
+    workflow: WorkflowArgument,
+    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
+    format_type: Annotated[Format, typer.Option("--format-type", help="text or json.")] = Format.TEXT,
+) -> None:
+    """Show where the processes of a running workflow are just now: the Python calls of each rank, equal ones together.
+
+    Nothing is stopped or slowed down. Python stacks need py-spy on the nodes; without it the kernel's word is shown.
+    """
+    with open_workflow(workflow) as (_, store, record):
+        chosen = [
+            (group, one) for group, one in choose_tasks(record, task or []) if one.state in (State.RUNNING, State.STOPPING)
+        ]
+        if not chosen:
+            raise InputError(
+                f"no task of {record.id} runs: {record.status}", hint=f"how it stands: distflow workflow query {record.id}"
+            )
+        pool = store.pool(record.uuid)
+        # paramiko comes with the nodes.
+        from distflow.backends.machines.stacks import Asked, collect_stacks
+        from distflow.cli.bottom import Bottom
+
+        nodes = {node.name: node for node in pool.nodes}
+        asked = [
+            Asked(task=one.name, attempt=attempt_name(record.uuid, group, one.name, one.attempt), node=nodes[one.node or ""])
+            for group, one in chosen
+        ]
+        bottom = Bottom(sys.stderr)
+        try:
+            bottom.show(f"asking {len({one.node.name for one in asked})} nodes …")
+            seen = collect_stacks(pool, asked)
+        finally:
+            bottom.clear()
+        if format_type is Format.JSON:
+            print(json.dumps(stacks_json(record.id, seen), indent=2))
+        else:
+            print(stacks_text(record.id, seen, Paint.of(sys.stdout)), end="")
+    if all(one.error for one in seen):
+        raise typer.Exit(NodeError.exit_code)

@@ -1,0 +1,87 @@
+"""Looking at the processes of a running attempt, with the real py-spy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from distflow.errors import AgentError
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+
+SCRIPT = """
+import sys, time
+
+def waits_for_peer(word):
+    print("there", flush=True)
+    time.sleep(600)
+
+waits_for_peer("a value that is nobody's business")
+"""
+TOOLS = str(Path(sys.executable).parent)
+
+
+def look(node: NodeUnderTest, attempt: str, path: str = TOOLS) -> dict[str, Any]:
+    return dict(node.connect().request("stacks", attempt=attempt, env={}, path_prepend=[path], timeout_s=60))
+
+
+def test_python_processes_tell_where_they_are(node: NodeUnderTest, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    shell = ["sh", "-c", f"RANK=1 LOCAL_RANK=0 {sys.executable} {tmp_path}/train.py; true"]
+    attempt = node.start(node.connect(), shell)
+    wait_until(lambda: "there" in node.output(attempt), 20)
+    seen = look(node, attempt)
+    assert seen["tool"] == f"{TOOLS}/py-spy"
+    shell_one, python = sorted(seen["processes"], key=lambda one: bool(one["is_python"]))
+    assert (shell_one["name"], shell_one["is_python"], shell_one["threads"]) == ("sh", False, None)
+    assert (python["ranks"], python["state"], python["parent"]) == ({"RANK": 1, "LOCAL_RANK": 0}, "S", shell_one["pid"])
+    assert python["error"] is None
+    frames = python["threads"][0]["frames"]
+    assert [(one["function"], os.path.basename(one["file"])) for one in frames] == [
+        ("waits_for_peer", "train.py"),
+        ("<module>", "train.py"),
+    ]
+    assert frames[0]["line"] == 6
+    assert "nobody's business" not in str(seen)
+
+
+def test_without_the_tool_there_is_the_kernels_word(node: NodeUnderTest, tmp_path: Path) -> None:
+    attempt = node.start(node.connect(), ["sleep", "600"])
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "py-spy").symlink_to("/bin/false")
+    seen = look(node, attempt, str(tmp_path / "bin"))
+    assert seen["tool"] == str(tmp_path / "bin" / "py-spy")
+    (one,) = seen["processes"]
+    assert (one["name"], one["state"], one["threads"], one["error"]) == ("sleep", "S", None, None)
+
+
+def test_a_tool_that_fails_is_told_with_its_words(node: NodeUnderTest, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    attempt = node.start(node.connect(), [sys.executable, f"{tmp_path}/train.py"])
+    wait_until(lambda: "there" in node.output(attempt), 20)
+    tool = tmp_path / "bin" / "py-spy"
+    tool.parent.mkdir()
+    for script, words in (
+        ("echo 'Error: Permission Denied: Try running again' >&2; exit 1", "Error: Permission Denied: Try running again"),
+        ("echo rubbish", "py-spy said something that is not understood"),
+        ("exit 3", "py-spy failed"),
+    ):
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+        (one,) = look(node, attempt, str(tool.parent))["processes"]
+        assert (one["threads"], one["error"]) == (None, words)
+
+
+def test_an_attempt_that_does_not_run_has_none(node: NodeUnderTest) -> None:
+    attempt = node.start(node.connect(), ["true"])
+    node.end(attempt)
+    for name in (attempt, node.attempt()):
+        with pytest.raises(AgentError) as caught:
+            look(node, name)
+        assert caught.value.kind == "not_running"

@@ -1,0 +1,84 @@
+"""A gang of which one rank hangs elsewhere: it is named, from another machine."""
+
+from __future__ import annotations
+
+import json
+
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+HANGS = """
+workflow:
+  name: hangs
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 2}
+      command: [sh, -c, 'RANK=0 python3 /train.py & RANK=1 python3 /train.py & wait']
+      files: &files
+      - path: /train.py
+        contents: |
+          import os, time
+
+          def all_reduce():
+              print("there", flush=True)
+              time.sleep(600)
+
+          def load_batch():
+              print("there", flush=True)
+              time.sleep(600)
+
+          load_batch() if os.environ["RANK"] == "3" else all_reduce()
+    - name: worker
+      ranks: {size: 2}
+      command: [sh, -c, 'RANK=2 python3 /train.py & RANK=3 python3 /train.py & wait']
+      files: *files
+"""
+
+
+def test_the_rank_that_is_elsewhere_is_named(lab: Lab) -> None:
+    cli: Cli = lab.cli
+    workflow = cli.submit(cli.spec(HANGS))
+    cli.await_running(workflow)
+    lab.await_logs(workflow, "there", 4)
+    done = cli.run("workflow", "stacks", workflow)
+    assert done.code == 0, done.err
+    assert "3 processes here: master on " in done.out
+    assert "all_reduce (" in done.out
+    last = done.out.splitlines()[-1]
+    assert last.startswith("elsewhere than most: worker on ")
+    assert last.endswith(", rank 3)")
+    one = json.loads(cli.run("workflow", "stacks", workflow, "--task", "worker", "--format-type", "json").out)
+    assert [task["task"] for task in one["tasks"]] == ["worker"]
+    node = one["tasks"][0]["node"]
+    lab.servers[node].stop()
+    half = cli.run("workflow", "stacks", workflow)
+    assert half.code == 0
+    assert "worker: not seen: " in half.out
+    lab.servers[node].start()
+    assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0
+    ended = cli.run("workflow", "stacks", workflow)
+    assert ended.code == 2
+    assert "no task of hangs-1 runs: " in ended.err
+
+
+SILENT = """
+workflow:
+  name: silent
+  timeout: {hang_timeout: 2s}
+  tasks:
+  - {name: one, command: [sh, -c, 'echo begins; sleep 4; while [ ! -e GO ]; do sleep 0.2; done; echo goes on; sleep 1']}
+"""
+
+
+def test_a_gang_that_may_hang_is_reported_and_not_ended(cli: Cli) -> None:
+    go = cli.folder / "go"
+    workflow = cli.submit(cli.spec(SILENT.replace("GO", str(go))))
+    said = "one-group: may hang: no task has printed anything for 2 s (hang_timeout); where its processes are: "
+    wait_until(lambda: said in cli.run("workflow", "events", workflow).out, 60)
+    assert "may hang" in cli.run("workflow", "query", workflow).out
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
