@@ -45,6 +45,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/fanout.py
 	$(BIN)/python benchmarks/staging.py
+	$(BIN)/python benchmarks/failure.py
 
 docs: $(STAMP)
 	$(BIN)/python scripts/generate_docs.py

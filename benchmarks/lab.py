@@ -27,7 +27,7 @@ class Lab:
         self._stack = ExitStack()
 
     def __enter__(self) -> Lab:
-        """Start the servers, and write the configurations of ssh and distflow."""
+        """Start the servers, and write the configurations."""
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         key = make_key(self.folder / "key")
         self.servers = {}
@@ -35,6 +35,11 @@ class Lab:
             address = f"127.0.{2 + number // 250}.{1 + number % 250}"
             server = Sshd(self.folder / name, address, alias=name, user_key=key)
             self.servers[name] = self._stack.enter_context(server)
+        self.write(peer_failed_grace="1s")
+        return self
+
+    def write(self, **settings: str) -> None:
+        """Write the configurations of ssh and of distflow, with these settings of the pool."""
         self.ssh_config = self.folder / "ssh_config"
         self.ssh_config.write_text("".join(server.client_stanza(LogLevel="ERROR") for server in self.servers.values()))
         nodes = [
@@ -42,12 +47,12 @@ class Lab:
             for name in self.names
         ]
         lines = ["pools:", "  lab:", "    backend: ssh", f"    ssh_config: {self.ssh_config}", f"    python: {sys.executable}"]
+        lines += [f"    {name}: {value}" for name, value in settings.items()]
         (self.folder / "distflow.yaml").write_text("\n".join([*lines, "    nodes:", *nodes]) + "\n")
         self.environment = os.environ | {
             "DISTFLOW_STATE": str(self.folder / "state"),
             "DISTFLOW_CONFIG": str(self.folder / "distflow.yaml"),
         }
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Take everything down."""

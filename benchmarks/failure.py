@@ -1,0 +1,227 @@
+"""From a fault to no process left, on two SSH hosts with two ranks each (gloo), beside torchrun on the same hosts.
+
+``kill``: one rank gets SIGKILL; the time until no rank is left on any host, for distflow with its supervisor and with that
+killed before. Fails when the median is 1 s or more, or not below torchrun's.
+``cut``: the link of one host is cut; the time until no rank is left on the other one. Fails when that takes longer than
+``node_lost_after`` + 2 s. torchrun is watched for a minute. Needs root, for hosts in network namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from lab import Lab, show
+
+from distflow.testing.netns import NetnsHost, Network, missing_netns
+from distflow.testing.sshd import free_port, make_key
+from distflow.testing.waiting import wait_until
+
+RUNS = 5
+LOST_AFTER_S = 10
+WATCHED_S = 60.0
+RANKS = 4
+MARK = "rank-of-failure-benchmark"
+
+TRAIN = f"""
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(local, offset, size, world):
+    rank = offset + local
+    open("/proc/self/comm", "w").write(f"rank-{{rank}}")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    if rank == 0:
+        print("training", flush=True)
+    while True:
+        dist.all_reduce(torch.ones(1000))
+
+if __name__ == "__main__":  # {MARK}
+    if "RANK" in os.environ:  # torchrun
+        work(0, int(os.environ["RANK"]), 1, int(os.environ["WORLD_SIZE"]))
+    offset, size, world = (int(word) for word in sys.argv[1:])
+    mp.spawn(work, args=(offset, size, world), nprocs=size)
+"""
+SPEC = """
+workflow:
+  name: failing
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {{offset: 0, size: 2}}
+      command: [{python}, {script}, '0', '2', '4']
+    - name: worker
+      ranks: {{offset: 2, size: 2}}
+      command: [{python}, {script}, '2', '2', '4']
+"""
+
+
+def ranks(script: Path, among: set[int] | None = None) -> dict[int, int]:
+    """Processes of the training, launchers included: pid → rank (-1 for a launcher); only those of ``among``."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            command = Path(entry.path, "cmdline").read_bytes()
+            state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
+            if state in "ZX" or (among is not None and int(entry.name) not in among):
+                continue
+            name = Path(entry.path, "comm").read_text().strip()
+            if name.startswith("rank-") or os.fsencode(script) in command:
+                found[int(entry.name)] = int(name[5:]) if name.startswith("rank-") else -1
+    return found
+
+
+def until_gone(script: Path, begin: float, limit_s: float, among: set[int] | None = None) -> float:
+    """Seconds from ``begin`` until none is left; ``limit_s`` when some still are then."""
+    while (took := time.perf_counter() - begin) < limit_s:
+        if not ranks(script, among):
+            return took
+        time.sleep(0.005)  # noqa: TID251  what is measured changes by itself
+    return limit_s
+
+
+@contextmanager
+def torchrun(lab: Lab, script: Path, master: str, interface: str = "lo") -> Iterator[None]:
+    """The training, as torchrun starts it on two hosts."""
+    words = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --master-addr {master} --master-port {free_port(master)}"
+    start = f"GLOO_SOCKET_IFNAME={interface} {sys.executable} {words} {{rank}} {script}"
+    commands = [f"exec {lab.ssh} {name} '{start.format(rank=f'--node-rank {rank}')}'" for rank, name in enumerate(lab.names)]
+    null = subprocess.DEVNULL
+    clients = [subprocess.Popen(["bash", "-c", command], env=lab.environment, stdout=null, stderr=null) for command in commands]
+    try:
+        wait_until(lambda: sorted(rank for rank in ranks(script).values() if rank >= 0) == [0, 1, 2, 3], 120, "4 ranks train")
+        time.sleep(1.0)  # noqa: TID251  the first all-reduce has begun
+        yield
+    finally:
+        for pid in ranks(script):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for client in clients:
+            client.kill()
+            client.wait()
+
+
+@contextmanager
+def distflow(lab: Lab, script: Path, *, supervised: bool = True) -> Iterator[None]:
+    """The training, as distflow starts it on two hosts; without a supervisor, that is killed once it trains."""
+    path = lab.folder / "spec.yaml"
+    path.write_text(SPEC.format(python=sys.executable, script=script))
+    run = [sys.executable, "-m", "distflow", "workflow"]
+    done = subprocess.run([*run, "submit", str(path)], env=lab.environment, capture_output=True, text=True, check=True)
+    workflow = done.stdout.split()[0]
+    try:
+        wait_until(lambda: sorted(rank for rank in ranks(script).values() if rank >= 0) == [0, 1, 2, 3], 120, "4 ranks train")
+        time.sleep(1.0)  # noqa: TID251  the first all-reduce has begun
+        if not supervised:
+            os.kill(int((Path(lab.environment["DISTFLOW_STATE"]) / "supervisor.lock").read_text()), signal.SIGKILL)
+        yield
+    finally:
+        command = [*run, "cancel", workflow, "--force", "--wait", "60"]
+        subprocess.run(command, env=lab.environment, cwd=lab.folder, capture_output=True, check=False)
+
+
+def kill(folder: Path) -> bool:
+    """Measure SIGKILL of a rank; return whether the bound holds."""
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    with Lab(2) as lab:
+        master = lab.servers[lab.names[0]].address
+        contestants: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+            "torchrun": lambda: torchrun(lab, script, master),
+            "distflow": lambda: distflow(lab, script),
+            "distflow, its supervisor killed": lambda: distflow(lab, script, supervised=False),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in contestants}
+        for _ in range(RUNS):
+            for name, start in contestants.items():
+                with start():
+                    victim = next(pid for pid, rank in ranks(script).items() if rank == 3)
+                    begin = time.perf_counter()
+                    os.kill(victim, signal.SIGKILL)
+                    taken[name].append(until_gone(script, begin, WATCHED_S))
+    ratios = show(f"from SIGKILL of a rank to none left on two hosts, {RUNS} runs", taken, "torchrun")
+    ours = [name for name in taken if name != "torchrun"]
+    return all(statistics.median(taken[name]) < 1.0 and ratios[name] < 1.0 for name in ours)
+
+
+class CutLab(Lab):
+    """Two hosts in network namespaces."""
+
+    def __enter__(self) -> Lab:
+        """Start them, and write the configurations."""
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        key = make_key(self.folder / "key")
+        network = self._stack.enter_context(Network())
+        self.hosts: dict[str, NetnsHost] = {
+            name: network.host(self.folder / name, alias=name, user_key=key) for name in self.names
+        }
+        self.servers = {name: host.sshd for name, host in self.hosts.items()}
+        self.write(node_lost_after=f"{LOST_AFTER_S}s", connect_timeout="2s", ping="1s", peer_failed_grace="1s")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take everything down."""
+        self._stack.close()
+
+
+def cut(folder: Path) -> bool:
+    """Measure a cut link; return whether the bound holds."""
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    taken: dict[str, float] = {}
+    with CutLab(2) as lab, ExitStack():
+        assert isinstance(lab, CutLab)
+        near, far = lab.hosts.values()
+        contestants: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+            "torchrun": lambda: torchrun(lab, script, near.address, "eth0"),
+            "distflow": lambda: distflow(lab, script),
+        }
+        for name, start in contestants.items():
+            with start():
+                there = {pid for pid in ranks(script) if _namespace(pid) == _namespace_of(near)}
+                begin = time.perf_counter()
+                far.cut()
+                taken[name] = until_gone(script, begin, WATCHED_S, there)
+                far.heal()
+    print(f"from the cut of a host's link to no rank left on the other one (node_lost_after {LOST_AFTER_S} s)")
+    for name, took in taken.items():
+        print(f"  {name:<34} " + (f"{took:>7.2f} s" if took < WATCHED_S else f"still there after {WATCHED_S:g} s"), flush=True)
+    return taken["distflow"] <= LOST_AFTER_S + 2.0
+
+
+def _namespace(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return str(os.stat(f"/proc/{pid}/ns/net").st_ino)
+    return ""
+
+
+def _namespace_of(host: NetnsHost) -> str:
+    return str(os.stat(f"/run/netns/{host.namespace}").st_ino)
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether the bounds hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        holds = kill(Path(folder))
+        if why := missing_netns():
+            print(f"a cut link was not measured: {why}")
+        else:
+            holds = cut(Path(folder)) and holds
+    return int(not holds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
