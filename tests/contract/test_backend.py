@@ -37,12 +37,17 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.backend import MachinesBackend
 from distflow.errors import NodeUnreachable
+from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import Node, Pool
 from distflow.supervisor.clock import SystemClock
 from distflow.testing.backend import Behaviour, FakeBackend
+from distflow.testing.skew import write_skewed_python
 from distflow.testing.waiting import wait_until
+
+BEHIND_S = 1000.0
+_ROUNDED_S = 2e-6
 
 T = TypeVar("T", bound=Observation)
 
@@ -106,7 +111,7 @@ def _node(folder: Path) -> Node:
     )  # fmt: skip
 
 
-def _fake(folder: Path) -> Bench:
+def _fake(folder: Path, **settings: Any) -> Bench:
     node = _node(folder)
     pool = Pool(name="p", backend="local", nodes=(node,))
 
@@ -116,7 +121,7 @@ def _fake(folder: Path) -> Bench:
         return Behaviour(seconds=0.1, exit_code=3, output=b"out\nerr\n")
 
     bench = Bench(backend=None, node=node)  # type: ignore[arg-type]
-    fake = FakeBackend(pool, clock=SystemClock(), sink=bench.seen.append, logs=bench, behaviour=behave)
+    fake = FakeBackend(pool, clock=SystemClock(), sink=bench.seen.append, logs=bench, behaviour=behave, **settings)
     bench.backend, bench.tick = fake, fake.tick
     return bench
 
@@ -130,9 +135,28 @@ def _machines(folder: Path) -> Bench:
     return bench
 
 
+def _late_fake(folder: Path) -> Bench:
+    return _fake(folder, clocks={"local": Clock(offset_s=-BEHIND_S, uncertainty_s=0.0)})
+
+
+def _late_machines(folder: Path) -> Bench:
+    bench = _machines(folder)
+    bench.node = replace(bench.node, python=write_skewed_python(folder / "python", -BEHIND_S))
+    return bench
+
+
 @pytest.fixture(params=[_fake, _machines], ids=["fake", "local"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    made: Bench = request.param(tmp_path)
+    yield from _connected(request.param(tmp_path))
+
+
+@pytest.fixture(params=[_late_fake, _late_machines], ids=["fake", "local"])
+def late_bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    """One whose node's clock is behind ours."""
+    yield from _connected(request.param(tmp_path))
+
+
+def _connected(made: Bench) -> Iterator[Bench]:
     made.backend.connect([made.node])
     made.await_one(NodeUp)
     yield made
@@ -155,6 +179,23 @@ def test_a_life_is_told_in_order_with_all_of_its_output(bench: Bench) -> None:
     assert bench.logs[key.name, "output.log"] == b"out\nerr\n"
     kinds = [type(one) for one in bench.seen if getattr(one, "key", None) == key]
     assert kinds.index(Prepared) < kinds.index(Started) < kinds.index(Ended) < kinds.index(LogComplete)
+
+
+def test_the_times_of_a_node_come_with_its_clock(late_bench: Bench) -> None:
+    bench = late_bench
+    before = SystemClock().now()
+    key = bench.begin("exit 3")
+    for seen, told in (
+        ((started := bench.await_one(Started, key=key)), started.started_at),
+        ((ended := bench.await_one(Ended, key=key)), ended.end["ended_at"]),
+    ):
+        clock = seen.clock
+        assert clock is not None
+        assert abs(clock.offset_s + BEHIND_S) <= clock.uncertainty_s + _ROUNDED_S
+        assert isinstance(told, float)
+        assert told < before - BEHIND_S / 2, "it is the node that is behind"
+        sure_s = clock.uncertainty_s + _ROUNDED_S
+        assert before - sure_s <= clock.ours(told) <= seen.at + sure_s
 
 
 def test_commands_may_be_repeated(bench: Bench) -> None:

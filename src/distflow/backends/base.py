@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
+from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch
 from distflow.pools.model import Node
@@ -172,6 +173,9 @@ class Started(_OfAttempt):
 
     pid: int | None
     started_at: float
+    """The node's clock."""
+    clock: Clock | None = None
+    """How far that is from ours; ``None`` where nobody measured it."""
     directory: str = ""
     """The attempt's directory on the node."""
 
@@ -186,7 +190,9 @@ class Ended(_OfAttempt):
     """Nothing of the attempt is left on the node."""
 
     end: Mapping[str, object]
-    """The record of the node (``docs/agent-protocol.md``, ``End``)."""
+    """The record of the node (``docs/agent-protocol.md``, ``End``); its times are those of the node's clock."""
+    clock: Clock | None = None
+    """How far that is from ours; ``None`` where nobody measured it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +281,8 @@ class Backend(Protocol):
     4. ``Ended`` is said only when no process of the attempt is left, and is said again after a reconnection.
     5. For every watched attempt the log sink gets all of its output in order, then comes ``LogComplete``.
     6. ``collect`` may be asked again while it is under way; it is then answered once.
-    7. ``close`` may be called twice, never raises, and stops nothing that runs.
+    7. What a node says of its times goes with ``clock``: how far its clock is from ours, and how sure that is.
+    8. ``close`` may be called twice, never raises, and stops nothing that runs.
     """
 
     def connect(self, nodes: Sequence[Node]) -> None:

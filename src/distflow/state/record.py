@@ -13,6 +13,7 @@ from types import MappingProxyType
 from distflow.lifecycle.exits import exit_code_of
 from distflow.lifecycle.states import Reason, State, WorkflowState, status_of, workflow_status_of
 from distflow.plan.binding import Binding
+from distflow.state.ends import Cause, End
 
 __all__ = [
     "CancelRequest",
@@ -44,31 +45,6 @@ class Priority(str, Enum):
     def turn(self) -> int:
         """What the queue sorts by: the smaller goes first."""
         return list(Priority).index(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """How an attempt of a task ended, as its node recorded it (``docs/agent-protocol.md``)."""
-
-    ended_at: float
-    reason: str = "exited"
-    """The node's word: ``exited``, ``stopped``, ``start_error``, ``runner_died``, …"""
-    exit_code: int | None = None
-    signal: int | None = None
-    started_at: float | None = None
-    stopped_at: float | None = None
-    """When the stop reached it; ``None`` when nobody stopped it."""
-    message: str | None = None
-    output_bytes: int = 0
-    lost_output_bytes: int = 0
-    """Bytes of output that the node could not keep, because its disk was full."""
-    error: dict[str, object] | None = None
-    """torch's error file (``TORCHELASTIC_ERROR_FILE``), when a process of the task wrote one."""
-
-    @property
-    def is_success(self) -> bool:
-        """True when the command itself said so."""
-        return self.reason == "exited" and self.exit_code == 0
 
 
 class Stray(str, Enum):
@@ -188,24 +164,6 @@ class TaskRecord:
     def status(self) -> str:
         """OSMO's word for state and reason."""
         return status_of(self.state, self.reason)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """The first cause of a group's failure."""
-
-    task: str
-    reason: Reason
-    message: str
-    """One sentence, such as ``exit code 1``."""
-    at: float
-    node: str | None = None
-    ranks: str = ""
-    """The rank that failed where it is known, else all ranks of the task."""
-    exit_code: int | None = None
-    signal: int | None = None
-    lines: tuple[str, ...] = ()
-    """The last lines that the task printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,7 +183,7 @@ def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[T
         task,
         state=State.RUNNING,
         pid=seen.pid,
-        started_at=seen.started_at,
+        started_at=seen.started_at if seen.clock is None else seen.clock.ours(seen.started_at),
         output_dir=f"{seen.directory}/output" if seen.directory else None,
     )
     where = ", ".join(filter(None, [task.node, rank_words(task.ranks)]))
@@ -203,7 +203,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
         return _is_gone(task)
     if task.state.is_final:
         return task, ""
-    end = end_from(dict(seen.end), seen.at)
+    end = end_from(dict(seen.end), seen.at, seen.clock)
     was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
         # Nothing has run, so nothing has failed: the gang gives back what it has and queues again.

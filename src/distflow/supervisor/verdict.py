@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import Action, ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import Cause, End, GroupRecord, TaskRecord
@@ -33,6 +34,9 @@ _SYMPTOM = re.compile(
 )
 """What torch's backends say when it was another process that went away (gloo, TCPStore, NCCL; texts of torch 2.13)."""
 
+_TIMES = ("started_at", "stopped_at", "ended_at")
+"""Of an end, by its node's clock."""
+
 _STOPPED: dict[Reason | None, tuple[State, Reason | None, str]] = {
     Reason.CANCELED: (State.CANCELED, Reason.CANCELED, ""),
     Reason.EXEC_TIMEOUT: (State.FAILED, Reason.EXEC_TIMEOUT, ""),
@@ -42,10 +46,15 @@ _STOPPED: dict[Reason | None, tuple[State, Reason | None, str]] = {
 }
 
 
-def end_from(raw: dict[str, Any], at: float) -> End:
-    """Return a node's record of an end; unknown fields are ignored, missing ones have their defaults."""
+def end_from(raw: dict[str, Any], at: float, clock: Clock | None = None) -> End:
+    """Return a node's record of an end that was seen ``at``, with its times as our clock had them.
+
+    Unknown fields are ignored, missing ones have their defaults. Whatever the clocks say, it ended before it was seen.
+    """
     known = {name: raw[name] for name in End.__dataclass_fields__ if name in raw and raw[name] is not None}
-    return End(**{"ended_at": at, **known})
+    if clock is not None:
+        known |= {name: clock.ours(known[name]) for name in _TIMES if name in known}
+    return End(**known | {"ended_at": min(at, known.get("ended_at", at)), "clock": clock})
 
 
 def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
@@ -114,12 +123,16 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
 
     ``lines`` holds the last lines that tasks printed. Of several that failed by themselves the earliest is the cause,
     but one that only reports the loss of a peer comes after those that do not, and one that a node merely lost comes
-    last.
+    last. Where two nodes' clocks are not known well enough to tell which was earlier, the spec's order decides, and the
+    others are named with it.
     """
     failed = [task for task in tasks if task.state is State.FAILED and task.reason is not Reason.PEER_FAILED]
     if not failed:
         return None
-    first = min(failed, key=lambda task: (_rank_of_blame(task, lines.get(task.name, ())), task.ended_at or 0.0))
+    blame = {task.name: _rank_of_blame(task, lines.get(task.name, ())) for task in failed}
+    suspects = [task for task in failed if blame[task.name] == min(blame.values())]
+    earliest = min(suspects, key=lambda task: task.ended_at or 0.0)
+    first, *rivals = [task for task in suspects if not _is_later(task, earliest)]
     end = first.end
     detail, ranks = _error_detail(end)
     message = f"{first.message}: {detail}" if detail else first.message
@@ -132,8 +145,18 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
         ranks=ranks or first.ranks,
         exit_code=end.exit_code if end else None,
         signal=end.signal if end else None,
+        clock=end.clock if end else None,
+        rivals=tuple(task.name for task in rivals),
         lines=lines.get(first.name, ()),
     )
+
+
+def _is_later(task: TaskRecord, earliest: TaskRecord) -> bool:
+    """Whether it certainly ended after ``earliest``: two nodes' times can be told apart as far as clocks are known."""
+    after_s = (task.ended_at or 0.0) - (earliest.ended_at or 0.0)
+    if task.node == earliest.node:
+        return after_s > 0
+    return after_s > sum(one.end.clock.uncertainty_s for one in (task, earliest) if one.end and one.end.clock)
 
 
 def _rank_of_blame(task: TaskRecord, lines: tuple[str, ...]) -> int:

@@ -7,7 +7,7 @@ to lose answers, to kill an attempt. What runs there is described by ``Behaviour
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +33,11 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
+from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
-from distflow.supervisor.clock import Clock
+from distflow.supervisor.clock import Clock as OurClock
 
 __all__ = ["Behaviour", "FakeBackend"]
 
@@ -77,17 +78,19 @@ class FakeBackend:
         self,
         pool: Pool,
         *,
-        clock: Clock,
+        clock: OurClock,
         sink: Sink,
         logs: LogSink | None = None,
         behaviour: Callable[[AttemptKey], Behaviour] = lambda _: Behaviour(),
+        clocks: Mapping[str, Clock] | None = None,
     ) -> None:
-        """Make the pool's nodes; all can be reached once ``connect`` was called."""
+        """Make the pool's nodes; all can be reached once ``connect`` was called. ``clocks``: those that are not right."""
         self._pool = pool
         self._clock = clock
         self._sink = sink
         self._logs = logs
         self._behaviour = behaviour
+        self._clocks = dict(clocks or {})
         self._up: dict[str, bool] = {}
         self._attempts: dict[str, _Attempt] = {}
         self._watched: dict[str, AttemptKey] = {}
@@ -307,12 +310,22 @@ class FakeBackend:
         elif attempt.phase == "prepared":
             self._tell(Prepared, key)
         elif attempt.phase in ("running", "stopping"):
-            self._sink(Started(at=self._clock.now(), key=key, pid=1, started_at=attempt.started_at))
+            clock = self._clock_of(key)
+            started = attempt.started_at + clock.offset_s
+            self._sink(Started(at=self._clock.now(), key=key, pid=1, started_at=started, clock=clock))
         elif attempt.end is not None:
             if self._logs is not None and attempt.behaviour.output:
                 self._logs.write(key, "output.log", 0, attempt.behaviour.output)
-            self._sink(Ended(at=self._clock.now(), key=key, end=attempt.end))
+            clock = self._clock_of(key)
+            end = {
+                name: value + clock.offset_s if name.endswith("_at") and value is not None else value
+                for name, value in attempt.end.items()
+            }
+            self._sink(Ended(at=self._clock.now(), key=key, end=end, clock=clock))
             self._tell(LogComplete, key)
+
+    def _clock_of(self, key: AttemptKey) -> Clock:
+        return self._clocks.get(key.node, Clock(offset_s=0.0, uncertainty_s=0.0))
 
     def _say_up(self, node: Node) -> None:
         self._sink(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from distflow.backends.base import (
@@ -18,6 +18,7 @@ from distflow.backends.base import (
 )
 from distflow.layout.ranks import TaskRanks
 from distflow.layout.ranks import World as RankWorld
+from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.plan.bind import bind
 from distflow.plan.credentials import GivenSecrets
@@ -121,11 +122,12 @@ class Driver:
         *workflows: Workflow,
         on: Pool | None = None,
         behaviour: Callable[[AttemptKey], Behaviour] = lambda _: Behaviour(),
+        clocks: Mapping[str, Clock] | None = None,
     ) -> None:
         self.pool = on or pool()
         self.clock = FakeClock()
         self.seen: list[Observation] = []
-        self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behaviour=behaviour)
+        self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behaviour=behaviour, clocks=clocks)
         self.events: list[Event] = []
         self.workflows = {one.record.uuid: one for one in workflows}
         self.launches: dict[str, BoundLaunch] = {}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.backends.base import AttemptKey, Staging
+from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import CancelRequest, Stray
 from distflow.supervisor.decide import decide
@@ -49,6 +50,27 @@ def test_one_failure_stops_the_world_and_is_named(culprit: str) -> None:
     other = next(task for task in group.tasks if task.name != culprit)
     assert (other.state, other.reason) == (State.FAILED, Reason.PEER_FAILED)
     assert driver.backend.alive == []
+
+
+def test_the_first_to_fail_is_named_though_its_nodes_clock_is_before_the_others() -> None:
+    """Its end bears a later time than that of the task which failed after it, and so it would look innocent."""
+
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=2, exit_code=3) if key.task == "t1" else Behaviour(seconds=2.5, exit_code=4)
+
+    clocks = {"n1": Clock(offset_s=-40.0, uncertainty_s=0.01), "n2": Clock(offset_s=60.0, uncertainty_s=0.01)}
+    driver = Driver(workflow(), behaviour=behave, clocks=clocks)
+    driver.settle()
+    began = driver.clock.now()
+    # Both have failed before the supervisor hears of either.
+    driver.backend.cut("n1")
+    driver.backend.cut("n2")
+    driver.advance(3.0)
+    driver.backend.heal("n1")
+    driver.backend.heal("n2")
+    driver.run()
+    assert (driver.cause().task, driver.cause().at) == ("t1", began + 2.0)
+    assert [task.started_at for task in driver.group().tasks] == [began, began]
 
 
 def test_a_task_that_ignores_term_is_waited_for() -> None:

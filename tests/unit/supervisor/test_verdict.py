@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State
+from distflow.state.codec import decode
 from distflow.state.record import End, GroupRecord, TaskRecord
 from distflow.supervisor.verdict import conclude, end_from, first_cause, signal_name
 
@@ -53,6 +57,24 @@ def test_unknown_fields_of_a_node_are_ignored() -> None:
     assert end_from({"exit_code": 4, "mood": "bad"}, 7.0) == End(ended_at=7.0, exit_code=4)
 
 
+BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.01)
+
+
+def test_times_of_a_node_are_read_by_our_clock() -> None:
+    end = end_from({"started_at": 60.0, "stopped_at": 69.0, "ended_at": 70.0}, 101.0, BEHIND)
+    assert (end.started_at, end.stopped_at, end.ended_at, end.clock) == (90.0, 99.0, 100.0, BEHIND)
+
+
+@pytest.mark.parametrize("clock", [None, BEHIND])
+def test_whatever_clocks_say_an_end_was_before_it_was_seen(clock: Clock | None) -> None:
+    assert end_from({"ended_at": 5000.0}, 101.0, clock).ended_at == 101.0
+
+
+def test_an_end_that_an_older_distflow_stored_has_no_clock() -> None:
+    stored = b'{"name":"t","state":"FAILED","ended_at":7.0,"end":{"ended_at":7.0,"exit_code":1}}'
+    assert decode(stored, TaskRecord).end == End(ended_at=7.0, exit_code=1)
+
+
 def _failed(name: str, at: float, message: str = "", reason: Reason = Reason.EXIT_CODE, **error: object) -> TaskRecord:
     body = {"message": {"message": message}} | error if message else None
     end = End(ended_at=at, exit_code=1, error=body)
@@ -63,6 +85,44 @@ def test_the_earliest_failure_is_the_cause() -> None:
     cause = first_cause([_failed("b", 2.0), _failed("a", 1.0)], {})
     assert cause is not None
     assert cause.task == "a"
+
+
+def _at(name: str, at: float, uncertainty_s: float | None, node: str = "") -> TaskRecord:
+    clock = None if uncertainty_s is None else Clock(offset_s=0.0, uncertainty_s=uncertainty_s)
+    task = _failed(name, at)
+    assert task.end is not None
+    return replace(task, node=node or f"node of {name}", end=replace(task.end, clock=clock))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "cause", "rivals"),
+    [
+        # Far enough apart for what is known of both clocks.
+        ([_at("a", 2.0, 0.4), _at("b", 1.0, 0.4)], "b", ()),
+        # Not far enough: the spec's order.
+        ([_at("a", 2.0, 0.6), _at("b", 1.0, 0.6)], "a", ("b",)),
+        ([_at("a", 1.0, 0.6), _at("b", 2.0, 0.6)], "a", ("b",)),
+        # Three of them, of which only one is out of the question.
+        ([_at("a", 9.0, 0.1), _at("b", 1.1, 0.1), _at("c", 1.0, 0.1)], "b", ("c",)),
+        # One node has one clock, however badly it is known.
+        ([_at("a", 1.1, 9.0, "n"), _at("b", 1.0, 9.0, "n")], "b", ()),
+        # Nothing is known of the clocks (a record of an older distflow): their times are what there is.
+        ([_at("a", 1.1, None), _at("b", 1.0, None)], "b", ()),
+        ([_at("a", 1.0, None), _at("b", 1.0, None)], "a", ("b",)),
+    ],
+)
+def test_what_clocks_do_not_tell_apart_is_not_decided_by_them(
+    tasks: list[TaskRecord], cause: str, rivals: tuple[str, ...]
+) -> None:
+    found = first_cause(tasks, {})
+    assert found is not None
+    assert (found.task, found.rivals) == (cause, rivals)
+
+
+def test_a_bystander_is_no_rival_however_close() -> None:
+    found = first_cause([_at("a", 1.0, 0.5), _at("b", 1.1, 0.5)], {"a": ("Broken pipe",)})
+    assert found is not None
+    assert (found.task, found.rivals) == ("b", ())
 
 
 def test_a_loser_of_its_peer_is_not_blamed_though_it_fell_first() -> None:

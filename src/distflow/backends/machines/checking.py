@@ -15,10 +15,10 @@ from typing import Any
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
-from distflow.backends.machines.connection import now
+from distflow.backends.machines.clocks import ClockWatch
 from distflow.backends.machines.findings import few
 from distflow.backends.machines.link import AgentLink
-from distflow.backends.machines.measured import PYTHON_PROBE, Measured, Pair, best_clock, parse_python, python_trouble
+from distflow.backends.machines.measured import PYTHON_PROBE, Measured, Pair, parse_python, python_trouble
 from distflow.backends.machines.nvidia import parse_apps, parse_gpus
 from distflow.errors import AgentError, BootstrapFailed, DistflowError
 from distflow.pools.model import Node, Pool
@@ -137,13 +137,12 @@ def _ask(pool: Pool, session: _Session) -> None:
         raise (_explained(node, transport, error) if error.about == "python" else error) from error
     session.link = link
     facts = link.request("hello", watch=[])["facts"]
-    samples = []
+    watch = ClockWatch()
     for _ in range(_PINGS):
-        asked = now()
-        said = link.request("ping")["now"]
-        samples.append((asked, float(said), now()))
+        answered = watch.ping()
+        answered(link.request("ping"))
     address, interface = training_address(node, transport, facts)
-    session.measured = replace(session.measured, facts=facts, address=address, interface=interface, clock=best_clock(samples))
+    session.measured = replace(session.measured, facts=facts, address=address, interface=interface, clock=watch.clock)
     session.measured = replace(session.measured, **_probed(link, node))
     session.measured = replace(session.measured, torch=parse_python(_python_of(link, node, facts)))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,12 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
+from distflow.backends.machines.clocks import now
 from distflow.backends.machines.fetching import Fetched, fetch_output
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
+from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node, Pool
 from distflow.transports.base import Transport
 
@@ -44,11 +45,6 @@ _BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _REFUSED_BACKOFF_S = (10.0, 30.0, 120.0, 300.0)
 """After a refused login: a person must change something first, and many machines lock out who tries too often."""
 _LOG_FILES = ("output.log", "output.idx")
-
-
-def now() -> float:
-    """Return the submitter's clock, seconds since the epoch."""
-    return time.time()  # noqa: TID251  observations carry the time at which they were seen
 
 
 class Connection:
@@ -174,9 +170,14 @@ class Connection:
         """Return what leads the tasks' PATH: the directory of the configured python, where a venv has its tools."""
         return path_prepend(self.node, self._facts)
 
+    @property
+    def clock(self) -> Clock | None:
+        """How far the node's clock is from ours; ``None`` where no ping was answered yet."""
+        return self._link.clock if self._link is not None else None
+
     def report(self, key: AttemptKey, status: Mapping[str, Any]) -> None:
         """Turn an attempt's status on its node into observations."""
-        phase, at = status.get("phase"), now()
+        phase, at, clock = status.get("phase"), now(), self.clock
         if phase == "absent":
             self.forget(key)
             self._sink(Absent(at=at, key=key))
@@ -186,12 +187,12 @@ class Connection:
             started = float(status.get("started_at") or at)
             directory = f"{self._facts.get('root', self.node.root)}/{key.name}"
             self._tail(key)
-            self._sink(Started(at=at, key=key, pid=status.get("pid"), started_at=started, directory=directory))
+            self._sink(Started(at=at, key=key, pid=status.get("pid"), started_at=started, clock=clock, directory=directory))
             if phase == "stopping":
                 self._sink(StopAccepted(at=at, key=key))
         elif phase == "ended":
             self._tail(key)
-            self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {})))
+            self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {}), clock=clock))
 
     # The connection itself.
 

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from distflow.backends.machines.clocks import ClockWatch
 from distflow.errors import AgentError, NodeError, NodeUnreachable
+from distflow.lifecycle.clocks import Clock
 from distflow.runtime.wire import LineReader, encode
 from distflow.transports.base import Channel
 
@@ -33,7 +35,8 @@ class AgentLink:
        not call ``request``.
     3. When the connection ends, also by ``close``, every open request fails with ``NodeUnreachable``; after that ``on_close``
        is called once, with that error.
-    4. A ping goes out every ``ping_s``; a node that says nothing for three of them is unreachable.
+    4. A ping goes out at once and every ``ping_s``; a node that says nothing for three of them is unreachable. What their
+       answers tell of the node's clock is ``clock``, known before anything that was asked later is answered.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class AgentLink:
         self._is_closing = False
         self._has_ended = threading.Event()
         self._heard_at = time.monotonic()
+        self._clock = ClockWatch()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._send_ping()
         self._reader = threading.Thread(target=self._read, args=(received,), name=f"reader of {node}", daemon=True)
         for thread in (
             self._reader,
@@ -107,6 +112,11 @@ class AgentLink:
         """Whether the connection still stands, as far as is known."""
         return not self._has_ended.is_set() and not self._is_closing
 
+    @property
+    def clock(self) -> Clock | None:
+        """How far the node's clock is from ours, as the pings of this connection tell; ``None`` before the first answer."""
+        return self._clock.clock
+
     def _ask(self, op: str, callback: Callable[[Result | NodeError], None], fields: dict[str, object]) -> int:
         number = next(self._numbers)
         with self._state:
@@ -143,7 +153,10 @@ class AgentLink:
             if silent_s > _SILENT_PINGS * self._ping_s:
                 self._fail(NodeUnreachable(self.node, f"the agent has said nothing for {silent_s:.0f} s"))
                 return
-            self._ask("ping", lambda _answer: None, {})
+            self._send_ping()
+
+    def _send_ping(self) -> None:
+        self._ask("ping", self._clock.ping(), {})
 
     def _read(self, received: bytes) -> None:
         reader = LineReader()

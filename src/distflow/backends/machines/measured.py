@@ -11,9 +11,10 @@ from typing import Any
 
 from distflow.backends.machines.nvidia import Gpu, GpuApp
 from distflow.errors import DistflowError
+from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
 
-__all__ = ["PYTHON_PROBE", "Clock", "Measured", "Pair", "Torch", "best_clock", "parse_python", "python_trouble"]
+__all__ = ["PYTHON_PROBE", "Measured", "Pair", "Torch", "parse_python", "python_trouble"]
 
 _MARK = "@@distflow-python "
 
@@ -34,15 +35,6 @@ except BaseException as error:
 print("\\n{_MARK}" + json.dumps(said))
 """
 """What the node's configured python is asked; ``parse_python`` reads its answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """How far a node's clock is before ours; negative when it is behind."""
-
-    offset_s: float
-    uncertainty_s: float
-    """Half of the quickest round trip: the truth lies that near."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +92,6 @@ class Pair:
     """A word of the agent protocol's ``reach``; ``ok`` when it worked."""
     message: str = ""
     ms: float | None = None
-
-
-def best_clock(samples: list[tuple[float, float, float]]) -> Clock | None:
-    """Return the clock from samples of (asked, said, answered): the quickest round trip tells it best.
-
-    >>> best_clock([(10.0, 15.5, 11.0), (20.0, 25.1, 20.2)])
-    Clock(offset_s=5.0, uncertainty_s=0.1)
-    """
-    if not samples:
-        return None
-    asked, said, answered = min(samples, key=lambda sample: sample[2] - sample[0])
-    return Clock(offset_s=round(said - (asked + answered) / 2, 6), uncertainty_s=round((answered - asked) / 2, 6))
 
 
 def parse_python(said: Mapping[str, Any]) -> Torch:

@@ -13,17 +13,16 @@ import pytest
 from distflow.backends.machines.findings import Finding, Grade, folded, judge_node, judge_nodes
 from distflow.backends.machines.measured import (
     PYTHON_PROBE,
-    Clock,
     Measured,
     Pair,
     Torch,
-    best_clock,
     parse_python,
     python_trouble,
 )
 from distflow.backends.machines.nvidia import Gpu, GpuApp
 from distflow.backends.machines.reachability import judge_pairs, verdict
 from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
+from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
 
 GIB = 1 << 30
@@ -328,11 +327,6 @@ def test_the_sentence_says_what_prevents_a_gang() -> None:
 
 
 # -- measuring
-
-
-def test_the_quickest_ping_tells_the_clock() -> None:
-    assert best_clock([]) is None
-    assert best_clock([(0.0, 7.0, 10.0), (20.0, 23.05, 20.1)]) == Clock(offset_s=3.0, uncertainty_s=0.05)
 
 
 def test_the_probe_of_python_is_python_and_is_understood() -> None:

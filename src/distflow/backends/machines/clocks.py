@@ -1,0 +1,49 @@
+"""Our clock, and what the pings of a connection tell of the node's."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distflow.lifecycle.clocks import Clock, best_clock
+
+__all__ = ["ClockWatch", "now"]
+
+_SAMPLES = 8
+"""Of so many pings the quickest counts: enough to have met a quiet moment, few enough to follow clocks that drift."""
+
+
+def now() -> float:
+    """Return the submitter's clock, seconds since the epoch."""
+    return time.time()  # noqa: TID251  observations carry the time at which they were seen
+
+
+class ClockWatch:
+    """Measures a node's clock, ping by ping."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_SAMPLES)
+
+    @property
+    def clock(self) -> Clock | None:
+        """The node's clock as it is known at present."""
+        return best_clock(tuple(self._samples))
+
+    def ping(self) -> Callable[[object], None]:
+        """Note that a ping goes out now; return what takes its answer."""
+        asked, began = now(), time.monotonic()
+
+        def answered(answer: object) -> None:
+            # Our own clock may be set while the ping is on its way: how long that took is another clock's to say.
+            if isinstance(answer, Mapping) and isinstance(said := _said(answer), float):
+                self._samples.append((asked, said, asked + time.monotonic() - began))
+
+        return answered
+
+
+def _said(answer: Mapping[str, Any]) -> float | None:
+    said = answer.get("now")
+    return float(said) if isinstance(said, int | float) else None
