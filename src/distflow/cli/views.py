@@ -218,7 +218,7 @@ def _cause_words(cause: Cause) -> str:
 
 def _exit_words(exit_code: int | None, signal: int | None) -> str:
     if signal is not None:
-        from distflow.supervisor.verdict import signal_name  # few ended by one
+        from distflow.supervisor.testimony import signal_name  # few ended by one
 
         return signal_name(signal)
     return f"exit code {exit_code}" if exit_code is not None else ""

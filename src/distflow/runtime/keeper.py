@@ -12,7 +12,7 @@ import selectors
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
 
 from distflow.runtime import command, limits, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
@@ -31,6 +31,8 @@ _STRAGGLERS_S = 2.0
 _NEWS_S = 0.01
 _LONGEST_S = 3600.0
 _FOR_EVER = float("inf")
+_KILLED_CODE = 128 + signal.SIGKILL
+"""How a shell tells that its child was killed."""
 
 
 def run(grip: Grip, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> NoReturn:
@@ -90,6 +92,7 @@ class _Keeper:
         self._release: Optional[Callable[[Json], None]] = None
         self._deadline = time.monotonic() + grip.start_timeout_s  # of the start, then of the ladder's next rung
         self._killing = False
+        self._killed: Set[int] = set()
         self._container: Optional[Json] = None
         self._memory: Optional[limits.MemoryLimit] = None
         self._gang: Optional[ganglink.GangLink] = None
@@ -199,6 +202,8 @@ class _Keeper:
     def _has_ended(self, spawned: command.Spawned) -> bool:
         ended, are_left = processes.reap()
         for pid, status in ended:
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                self._killed.add(pid)
             if pid == spawned.pid:
                 self._exit = dict(as_exit(status), ended_at=now())
                 self._take_failure()
@@ -275,6 +280,7 @@ class _Keeper:
         known = dict(self._exit or {})
         secretfiles.remove(self._grip.directory)
         known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory, self._mask))
+        known["kernel"] = self._ask_kernel(known)
         known["message"] = self._hunt.message or (self._mask.text(self._message or "") if self._mask else self._message)
         if self._reason == "runner_died":
             known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
@@ -288,6 +294,17 @@ class _Keeper:
         os.fsync(record)
         if self._gang is not None:
             self._gang.farewell()
+
+    def _ask_kernel(self, known: Json) -> Optional[Json]:
+        """Whether it was the kernel, where the command failed by itself."""
+        code, number = known.get("exit_code"), known.get("signal")
+        if self._reason is not None or self._command is None or code == 0:
+            return None
+        from distflow.runtime import kernellog
+
+        pids = {self._command.pid} | self._killed | kernellog.named_pids(self._grip.directory, known["error"])
+        is_killed = number == signal.SIGKILL or code == _KILLED_CODE
+        return kernellog.ask(self._state["started_at"], known.get("ended_at") or now(), pids, is_killed)
 
     # -- requests
 

@@ -135,6 +135,7 @@ def make_end(state: Json, reason: str, **known: Any) -> Json:
         "output_bytes": 0,
         "lost_output_bytes": state.get("lost_output_bytes", 0),
         "error": None,
+        "kernel": None,
     }
     end.update(known)
     if end["ended_at"] is None:

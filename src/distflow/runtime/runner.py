@@ -72,10 +72,10 @@ def _guard(grip: Grip, keeper_pid: int, output_read: int, shared: mmap.mmap) -> 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if records.read_end(grip.directory) is not None:
         return
-    _take_over(grip, status, output_read, shared)
+    _take_over(grip, keeper_pid, status, output_read, shared)
 
 
-def _take_over(grip: Grip, keeper_status: int, output_read: int, shared: mmap.mmap) -> None:
+def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int, shared: mmap.mmap) -> None:
     """End what the keeper left, which is ours now, and record it."""
     state: Json = records.read_state(grip.directory) or {}
     command = (state.get("command") or {}).get("pid", 0)
@@ -103,5 +103,8 @@ def _take_over(grip: Grip, keeper_status: int, output_read: int, shared: mmap.mm
     secretfiles.remove(grip.directory)
     grip.unlock()
     known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(grip.directory, mask))
+    from distflow.runtime import kernellog  # it may have been the keeper itself that the kernel chose
+
+    known["kernel"] = kernellog.ask(state.get("started_at"), known.get("ended_at") or now(), {command, keeper_pid}, False)
     known["message"] = hunt.message or trouble or "the process that keeps the task {}".format(keeper.tell(keeper_status))
     os.fsync(records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known)))

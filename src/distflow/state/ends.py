@@ -28,6 +28,10 @@ class End:
     """Bytes of output that the node could not keep, because its disk was full."""
     error: dict[str, object] | None = None
     """torch's error file (``TORCHELASTIC_ERROR_FILE``), when a process of the task wrote one."""
+    oom_pid: int | None = None
+    """The process of it that the kernel killed for want of memory."""
+    kernel: tuple[str, ...] = ()
+    """What the kernel said of that, and of errors of the node's GPUs (``NVRM: Xid``) while it ran."""
     clock: Clock | None = None
     """How far the node's clock was from ours, which the times were corrected by; ``None`` where nobody measured it."""
 
@@ -49,6 +53,8 @@ class Cause:
     node: str | None = None
     ranks: str = ""
     """The rank that failed where it is known, else all ranks of the task."""
+    pid: int | None = None
+    """The process that failed where it is known, else the task's command."""
     exit_code: int | None = None
     signal: int | None = None
     clock: Clock | None = None
@@ -57,3 +63,7 @@ class Cause:
     """Tasks that failed by themselves too, so close to it that the clocks do not tell which was first."""
     lines: tuple[str, ...] = ()
     """The last lines that the task printed."""
+    traceback: str = ""
+    """Of Python, from torch's error file."""
+    kernel: tuple[str, ...] = ()
+    """What the kernel said: a process that it killed for want of memory, errors of GPUs while the task ran."""

@@ -50,8 +50,8 @@ from distflow.supervisor.world import Command, Decision, NodeView, Workflow, Wor
 
 __all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
 
-LAST_LINES = 8
-"""Lines of output that a first cause carries."""
+LAST_LINES = 50
+"""Lines of output that a first cause is found by: torchrun's report, which ends it, may hold a traceback."""
 
 STRAY_PATIENCE_S = 3600.0
 """How long a supervisor stays for a lost node alone, to stop there what may still run."""

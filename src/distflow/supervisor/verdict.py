@@ -7,17 +7,18 @@ peer is gone is never preferred to the peer. Pure.
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distflow.documents.quantities import bytes_text
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import Action, ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import Cause, End, GroupRecord, TaskRecord
+from distflow.supervisor.testimony import Told, hear, signal_name
 
-__all__ = ["by_exit_actions", "conclude", "end_from", "first_cause", "signal_name"]
+__all__ = ["by_exit_actions", "conclude", "end_from", "first_cause"]
 
 _WATCHERS_DIED = {
     "runner_died": "the process that guards it on the node was killed, so it was stopped",
@@ -28,11 +29,9 @@ _WATCHERS_DIED = {
     ),
 }
 
-_SYMPTOM = re.compile(
-    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting \d+ms for (?:recv|send)"
-    r"|wait timeout after \d+ms|Socket Timeout|remote process exited|ncclRemoteError|Failed to recv|recvValue failed"
-)
-"""What torch's backends say when it was another process that went away (gloo, TCPStore, NCCL; texts of torch 2.13)."""
+_LINES = 20
+"""Lines of its output that a cause keeps."""
+_KILLED = re.compile(r"Killed process (\d+),?(?: UID \d+,)? \((.*?)\)")
 
 _TIMES = ("started_at", "stopped_at", "ended_at")
 """Of an end, by its node's clock."""
@@ -54,6 +53,8 @@ def end_from(raw: dict[str, Any], at: float, clock: Clock | None = None) -> End:
     known = {name: raw[name] for name in End.__dataclass_fields__ if name in raw and raw[name] is not None}
     if clock is not None:
         known |= {name: clock.ours(known[name]) for name in _TIMES if name in known}
+    kernel = raw.get("kernel") or {}
+    known |= {"oom_pid": kernel.get("oom_pid"), "kernel": tuple(kernel.get("lines") or ())}
     return End(**known | {"ended_at": min(at, known.get("ended_at", at)), "clock": clock})
 
 
@@ -103,6 +104,8 @@ def _conclusion(group: GroupRecord, end: End) -> tuple[State, Reason | None, str
         return State.FAILED, Reason.EVICTED, end.message or "it used more than it asked for"
     if end.reason == "rebooted":
         return State.FAILED, Reason.NODE_LOST, "its node was rebooted"
+    if end.oom_pid is not None:
+        return State.FAILED, Reason.OOM_KILLED, _oom_words(end.oom_pid, end.kernel)
     if end.reason in _WATCHERS_DIED:
         return State.FAILED, Reason.INTERNAL, _WATCHERS_DIED[end.reason]
     if end.signal is not None:
@@ -110,12 +113,13 @@ def _conclusion(group: GroupRecord, end: End) -> tuple[State, Reason | None, str
     return State.FAILED, Reason.EXIT_CODE, f"exit code {end.exit_code}" if end.exit_code is not None else "ended"
 
 
-def signal_name(number: int) -> str:
-    """Return ``SIGKILL`` for 9; numbers without a name as ``signal 50``."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def _oom_words(pid: int, kernel: Sequence[str]) -> str:
+    words = f"out of memory: the kernel killed process {pid}"
+    told = next((match for match in map(_KILLED.search, kernel) if match and int(match[1]) == pid), None)
+    if told is None:
+        return words
+    held = re.search(r"anon-rss:(\d+)kB", told.string)
+    return f"{words} ({told[2]})" + (f", which held {bytes_text(int(held[1]) << 10)}" if held else "")
 
 
 def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> Cause | None:
@@ -129,25 +133,27 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
     failed = [task for task in tasks if task.state is State.FAILED and task.reason is not Reason.PEER_FAILED]
     if not failed:
         return None
-    blame = {task.name: _rank_of_blame(task, lines.get(task.name, ())) for task in failed}
+    told = {task.name: hear(task.end, lines.get(task.name, ())) for task in failed}
+    blame = {task.name: _rank_of_blame(task, told[task.name]) for task in failed}
     suspects = [task for task in failed if blame[task.name] == min(blame.values())]
     earliest = min(suspects, key=lambda task: task.ended_at or 0.0)
     first, *rivals = [task for task in suspects if not _is_later(task, earliest)]
-    end = first.end
-    detail, ranks = _error_detail(end)
-    message = f"{first.message}: {detail}" if detail else first.message
+    end, witness = first.end or End(ended_at=first.ended_at or 0.0), told[first.name]
     return Cause(
         task=first.name,
         reason=first.reason or Reason.INTERNAL,
-        message=message,
+        message=f"{first.message}: {witness.detail}" if witness.detail else first.message,
         at=first.ended_at or 0.0,
         node=first.node,
-        ranks=ranks or first.ranks,
-        exit_code=end.exit_code if end else None,
-        signal=end.signal if end else None,
-        clock=end.clock if end else None,
+        ranks=witness.rank or first.ranks,
+        pid=witness.pid or end.oom_pid or first.pid,
+        exit_code=end.exit_code,
+        signal=end.signal,
+        clock=end.clock,
         rivals=tuple(task.name for task in rivals),
-        lines=lines.get(first.name, ()),
+        lines=lines.get(first.name, ())[-_LINES:],
+        traceback=witness.traceback,
+        kernel=end.kernel,
     )
 
 
@@ -159,26 +165,8 @@ def _is_later(task: TaskRecord, earliest: TaskRecord) -> bool:
     return after_s > sum(one.end.clock.uncertainty_s for one in (task, earliest) if one.end and one.end.clock)
 
 
-def _rank_of_blame(task: TaskRecord, lines: tuple[str, ...]) -> int:
+def _rank_of_blame(task: TaskRecord, told: Told) -> int:
     if task.reason is Reason.NODE_LOST:
         return 2
-    detail, _ = _error_detail(task.end)
-    if detail:
-        return int(bool(_SYMPTOM.search(detail)))
-    return int(task.reason is Reason.EXIT_CODE and any(_SYMPTOM.search(line) for line in lines))
-
-
-def _error_detail(end: End | None) -> tuple[str, str]:
-    """Return the last line of the message in torch's error file, and the rank that wrote it (``""`` when not known).
-
-    The format is torch's (``torch.distributed.elastic.multiprocessing.errors.error_handler``); ``rank`` is our
-    sample's addition.
-    """
-    if end is None or not end.error:
-        return "", ""
-    message: object = end.error.get("message", "")
-    if isinstance(message, dict):
-        message = message.get("message", "")
-    text = str(message).strip().splitlines()
-    rank = end.error.get("rank")
-    return (text[-1][:300] if text else ""), (str(rank) if isinstance(rank, int) else "")
+    by_words = task.reason is Reason.EXIT_CODE or (bool(told.detail) and task.reason is not Reason.OOM_KILLED)
+    return int(by_words and told.is_symptom)

@@ -10,7 +10,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State
 from distflow.state.codec import decode
 from distflow.state.record import End, GroupRecord, TaskRecord
-from distflow.supervisor.verdict import conclude, end_from, first_cause, signal_name
+from distflow.supervisor.verdict import conclude, end_from, first_cause
 
 RUNNING = GroupRecord(name="g", tasks=(), state=State.RUNNING)
 
@@ -25,6 +25,11 @@ def _stopping(reason: Reason | None) -> GroupRecord:
         (RUNNING, End(ended_at=1, exit_code=0), (State.COMPLETED, None)),
         (RUNNING, End(ended_at=1, exit_code=3), (State.FAILED, Reason.EXIT_CODE)),
         (RUNNING, End(ended_at=1, signal=9), (State.FAILED, Reason.SIGNAL)),
+        (RUNNING, End(ended_at=1, signal=9, oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
+        # torchrun ends well in its way when the kernel killed one of its ranks.
+        (RUNNING, End(ended_at=1, exit_code=1, oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
+        (RUNNING, End(ended_at=1, reason="keeper_died", oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
+        (RUNNING, End(ended_at=1, exit_code=0, oom_pid=7), (State.COMPLETED, None)),
         (RUNNING, End(ended_at=1, reason="start_error", exit_code=127), (State.FAILED, Reason.START_ERROR)),
         (RUNNING, End(ended_at=1, reason="runner_died", signal=9), (State.FAILED, Reason.INTERNAL)),
         (RUNNING, End(ended_at=1, reason="keeper_died", exit_code=0), (State.COMPLETED, None)),
@@ -55,6 +60,29 @@ def test_lost_output_is_said() -> None:
 
 def test_unknown_fields_of_a_node_are_ignored() -> None:
     assert end_from({"exit_code": 4, "mood": "bad"}, 7.0) == End(ended_at=7.0, exit_code=4)
+
+
+KERNEL = (
+    "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/job,task=python3,pid=17412,uid=0",
+    "Killed process 17412 (python3) total-vm:323784kB, anon-rss:60800kB",
+)
+
+
+def test_what_the_kernel_said_is_in_the_verdict() -> None:
+    end = end_from({"ended_at": 1.0, "signal": 9, "kernel": {"oom_pid": 17412, "lines": list(KERNEL)}}, 1.0)
+    task = conclude(TaskRecord(name="t", state=State.RUNNING, pid=5), RUNNING, end)
+    assert task.message == "out of memory: the kernel killed process 17412 (python3), which held 59 MiB"
+    cause = first_cause([task], {})
+    assert cause is not None
+    assert (cause.reason, cause.pid, cause.kernel) == (Reason.OOM_KILLED, 17412, KERNEL)
+
+
+def test_errors_of_gpus_are_hints() -> None:
+    xid = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+    end = end_from({"ended_at": 1.0, "exit_code": 1, "kernel": {"oom_pid": None, "lines": [xid]}}, 1.0)
+    cause = first_cause([conclude(TaskRecord(name="t", state=State.RUNNING, pid=5), RUNNING, end)], {})
+    assert cause is not None
+    assert (cause.reason, cause.pid, cause.kernel) == (Reason.EXIT_CODE, 5, (xid,))
 
 
 BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.01)
@@ -149,8 +177,3 @@ def test_a_lost_node_is_blamed_last() -> None:
     cause = first_cause([_failed("a", 1.0, reason=Reason.NODE_LOST), _failed("b", 9.0)], {})
     assert cause is not None
     assert cause.task == "b"
-
-
-def test_signals_have_names() -> None:
-    assert signal_name(9) == "SIGKILL"
-    assert signal_name(63) == "signal 63"
