@@ -73,6 +73,7 @@ def _isort(name: str) -> tuple[int, str]:
         ["data", "--help"],
         ["workflow", "list"],
         ["workflow", "query", "x-1"],
+        ["workflow", "why", "x-1"],
     ],
 )
 def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:

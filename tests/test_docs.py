@@ -4,8 +4,8 @@ The language of the pages, all in fenced blocks:
 
 * ``console``: a line that begins with ``$ `` is run (``\\`` at its end goes on in the next line); the lines below it are what a
   terminal shows then, standard output and error together. ``…`` stands for anything within a line, and alone on a line for
-  any lines. A command must exit with 0, unless the next one asks for ``$?``. Commands that only look (``query``, ``list``,
-  ``logs``, ``events``) are asked again until they say so.
+  any lines. A command must exit with 0, unless the next one asks for ``$?``. Commands that only look (``query``, ``why``,
+  ``list``, ``logs``, ``events``) are asked again until they say so.
 * ``yaml``: a spec, which ``distflow workflow validate`` accepts.
 * ``text`` and ``json``: not checked.
 
@@ -59,7 +59,7 @@ REASONS = {
 COLUMNS, LINES = 110, 40
 LIMIT_S = 120.0
 LOOK_S = 60.0
-LOOKS = re.compile(r"distflow workflow (query|list|logs|events)\b(?!.*( -f\b| --follow\b| -w\b| --watch\b))")
+LOOKS = re.compile(r"distflow workflow (query|why|list|logs|events)\b(?!.*( -f\b| --follow\b| -w\b| --watch\b))")
 
 
 # -- the language of the pages ----------------------------------------------------------------------------------------

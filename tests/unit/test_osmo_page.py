@@ -16,7 +16,7 @@ from language import osmo_keys
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "osmo.md"
 ANSWERS = ("**the same**", "**differs**: ", "**does not apply**: ", "**not yet**")
-OWN = ("pool check", "node clean", "schema", "profile unset", "workflow stacks")
+OWN = ("workflow why", "workflow stacks", "pool check", "node clean", "schema", "profile unset")
 """Verbs that OSMO has not."""
 TABLED = ("dataset",)
 """Verbs of which one row speaks for all."""

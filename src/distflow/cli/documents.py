@@ -10,7 +10,7 @@ from distflow.lifecycle.states import State
 from distflow.lifecycle.upstream import still_awaited
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 
-__all__ = ["event_json", "list_json", "workflow_json"]
+__all__ = ["cause_json", "event_json", "list_json", "workflow_json"]
 
 
 def workflow_json(
@@ -29,12 +29,13 @@ def workflow_json(
 
     distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``upstream_groups``, ``message`` (what
     it waits for, or why it ended), ``kept_from`` (the id of the workflow in which it completed, when this one restarts
-    that), ``first_cause`` (``task``, ``node``, ``ranks``, ``reason``, ``message``, ``exit_code`` of the command,
-    ``signal``, ``time``, ``lines``) and ``earlier_causes`` (one for each earlier attempt); of a task ``ranks`` (such as
-    ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output that are on their way: ``sent_bytes``, ``total_bytes``,
-    ``bytes_per_second``, the ``url`` that they come from or go to, the ``image`` that is pulled), ``pid``, ``signal``,
-    ``duration``, ``last_line``, ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null
-    when it answers).
+    that), ``first_cause`` (``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
+    ``signal``, ``time`` by this machine's clock and how sure that is between nodes, ``rivals`` that failed at the same time
+    as far as the clocks tell, ``lines``, ``traceback``, what the ``kernel`` said) and ``earlier_causes`` (one for each
+    earlier attempt); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output that are on
+    their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``, the ``url`` that they come from or go to, the
+    ``image`` that is pulled), ``pid``, ``signal``, ``duration``, ``last_line``, ``outputs``, ``output_dir``,
+    ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
 
     Groups and tasks stand in the order of the spec; with ``verbose`` earlier attempts of a task follow it, the latest first.
     ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node. Without ``now``,
@@ -75,6 +76,26 @@ def event_json(event: Event) -> dict[str, object]:
     }
 
 
+def cause_json(cause: Cause) -> dict[str, object]:
+    """Return a first cause as ``query`` and ``why`` print it."""
+    return {
+        "task": cause.task,
+        "node": cause.node,
+        "ranks": cause.ranks,
+        "pid": cause.pid,
+        "reason": cause.reason.value,
+        "message": cause.message,
+        "exit_code": cause.exit_code,
+        "signal": cause.signal,
+        "time": iso(cause.at),
+        "time_uncertainty_s": cause.clock.uncertainty_s if cause.clock else None,
+        "rivals": list(cause.rivals),
+        "lines": list(cause.lines),
+        "traceback": cause.traceback or None,
+        "kernel": list(cause.kernel),
+    }
+
+
 def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, object]:
     return {
         "submit_time": iso(record.submitted_at),
@@ -111,26 +132,12 @@ def _group_json(
         "failure_message": group.message or None if group.state in (State.FAILED, State.CANCELED) else None,
         "message": group.message,
         "kept_from": group.kept.id if group.kept else None,
-        "first_cause": _cause_json(group.cause) if group.cause else None,
-        "earlier_causes": [_cause_json(cause) for cause in group.earlier_causes],
+        "first_cause": cause_json(group.cause) if group.cause else None,
+        "earlier_causes": [cause_json(cause) for cause in group.earlier_causes],
         "tasks": [
             _task_json(group, task, now, last_lines.get((group.name, task.name, task.attempt)))
             for task in (group.attempts if verbose else group.tasks)
         ],
-    }
-
-
-def _cause_json(cause: Cause) -> dict[str, object]:
-    return {
-        "task": cause.task,
-        "node": cause.node,
-        "ranks": cause.ranks,
-        "reason": cause.reason.value,
-        "message": cause.message,
-        "exit_code": cause.exit_code,
-        "signal": cause.signal,
-        "time": iso(cause.at),
-        "lines": list(cause.lines),
     }
 
 

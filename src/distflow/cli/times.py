@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import datetime, timezone
 
-__all__ = ["day_start", "duration", "iso", "local_minute", "local_second"]
+__all__ = ["day_start", "duration", "iso", "local_milli", "local_minute", "local_second"]
 
 
 def local_minute(at: float | None) -> str:
@@ -16,6 +16,12 @@ def local_minute(at: float | None) -> str:
 def local_second(at: float | None) -> str:
     """Return a time in the reader's zone, as OSMO stamps log lines: ``2025/04/11 14:31:07``; dashes of its width for none."""
     return "----/--/-- --:--:--" if at is None else time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(at))
+
+
+def local_milli(at: float) -> str:
+    """Return a time in the reader's zone, to the millisecond: ``2025/04/11 14:31:07.250``."""
+    whole, thousandths = divmod(round(at * 1000), 1000)
+    return f"{local_second(whole)}.{thousandths:03}"
 
 
 def iso(at: float | None) -> str | None:

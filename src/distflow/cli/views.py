@@ -17,6 +17,7 @@ from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecor
 __all__ = [
     "NO_LINES",
     "LastLines",
+    "cause_words",
     "changes",
     "elapsed_s",
     "event_line",
@@ -72,7 +73,7 @@ def workflow_text(
     lines += [f"Warning: {warning}" for warning in record.warnings]
     for group in record.groups:
         lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
-        lines += [f"  {line}" for line in _group_words(group, paint)]
+        lines += [f"  {line}" for line in _group_words(record, group, paint)]
         lines += [f"  {line}" for away in nodes_away(group) for line in _lines(away.words)]
         tasks = group.attempts if verbose else group.tasks
         rows = [_task_row(group, task, now, last_lines, paint, verbose) for task in tasks]
@@ -144,7 +145,7 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
         old = old_groups.get(group.name)
         if old is None or (old.status, old.message) != (group.status, group.message):
             if group.earlier_causes and (old is None or old.attempt != group.attempt):
-                yield f"{group.name}: tried again after {_cause_words(group.earlier_causes[-1])}"
+                yield f"{group.name}: tried again after {cause_words(group.earlier_causes[-1])}"
             yield f"{group.name}: {group.status}{f': {group.message}' if group.message else ''}"
         old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
         away = {one.node: one.error for one in nodes_away(group)}
@@ -180,17 +181,28 @@ def queued_s(record: WorkflowRecord, now: float | None) -> float | None:
     return elapsed_s(record.submitted_at, begun, now)
 
 
-def _group_words(group: GroupRecord, paint: Paint) -> Iterator[str]:
+def cause_words(cause: Cause) -> str:
+    """Return a first cause in one line: ``worker on gpu2, rank 11: exit code 1: ValueError: bad label``."""
+    where = f" on {cause.node}" if cause.node else ""
+    ranks = f", {rank_words(cause.ranks)}" if cause.ranks else ""
+    message = plain(cause.message) or REASON_TEXT[cause.reason]
+    how = _exit_words(cause.exit_code, cause.signal)
+    if how and how not in message:
+        message += f" ({how})"
+    return f"{cause.task}{where}{ranks}: {message}"
+
+
+def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> Iterator[str]:
     older = len(group.earlier_causes) - _FEW_ATTEMPTS
     if older > 0:
         yield f"Attempts 1 to {older} are shown by `query -v` and `events`"
     for number, cause in enumerate(group.earlier_causes):
         if number >= older:
-            yield f"Attempt {number + 1}: {_cause_words(cause)}"
+            yield f"Attempt {number + 1}: {cause_words(cause)}"
     if group.cause is not None:
-        yield paint.bad(f"First cause: {_cause_words(group.cause)}")
-        for number, line in enumerate(group.cause.lines):
-            yield f"{'Its last lines: ' if number == 0 else '                '}| {plain(line)}"
+        yield paint.bad(f"First cause: {cause_words(group.cause)}")
+        pid = f", pid {group.cause.pid}" if group.cause.pid is not None else ""
+        yield f"{local_second(group.cause.at)}{pid}; all of it: distflow workflow why {record.id}"
     elif group.state is State.WAITING:
         yield plain(group.message) or waits_for(group.upstream or ("the groups before it",))
     elif group.state is State.SCHEDULING:
@@ -204,16 +216,6 @@ def _lines(message: str) -> Iterator[str]:
     first, *rest = message.splitlines() or [""]
     yield plain(first)
     yield from (f"  {plain(line)}" for line in rest)
-
-
-def _cause_words(cause: Cause) -> str:
-    where = f" on {cause.node}" if cause.node else ""
-    ranks = f", {rank_words(cause.ranks)}" if cause.ranks else ""
-    message = plain(cause.message) or REASON_TEXT[cause.reason]
-    how = _exit_words(cause.exit_code, cause.signal)
-    if how and how not in message:
-        message += f" ({how})"
-    return f"{cause.task}{where}{ranks}: {message}"
 
 
 def _exit_words(exit_code: int | None, signal: int | None) -> str:

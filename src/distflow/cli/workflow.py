@@ -16,6 +16,7 @@ class _Workflow(LazyGroup):
             "restart": ("distflow.cli.restart:app", "Run what did not complete once more."),
             "validate": ("distflow.cli.submit:validate_app", "Check a spec, offline, and start nothing."),
             "query": ("distflow.cli.query:app", "Show where a workflow stands."),
+            "why": ("distflow.cli.why:app", "Tell why a workflow failed: first cause and timeline."),
             "list": ("distflow.cli.list:app", "List workflows, the newest last."),
             "logs": ("distflow.cli.logs:app", "Show what the tasks print."),
             "events": ("distflow.cli.events:app", "Tell a workflow's story."),

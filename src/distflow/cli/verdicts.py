@@ -1,0 +1,181 @@
+"""Verdicts as people and programs see them: pure functions from records to text and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from distflow.cli.documents import cause_json
+from distflow.cli.tables import Paint, plain, table
+from distflow.cli.times import duration, iso, local_milli
+from distflow.cli.views import cause_words
+from distflow.lifecycle.clocks import Clock
+from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
+from distflow.state.record import Cause, GroupRecord, WorkflowRecord
+from distflow.supervisor.timeline import Moment, attempt_of, cause_of
+
+__all__ = ["Verdict", "no_verdict", "verdict_json", "verdict_text"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Why one attempt of a group failed."""
+
+    group: GroupRecord
+    attempt: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def cause(self) -> Cause | None:
+        """Its first cause; ``None`` where nothing of it failed by itself."""
+        return cause_of(self.group, self.attempt)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the group was not tried again after it."""
+        return self.attempt == self.group.attempt
+
+    @property
+    def clocks(self) -> Mapping[str, Clock]:
+        """Those of its nodes, where they were measured."""
+        ended = (task for task in attempt_of(self.group, self.attempt) if task.end and task.end.clock)
+        return {task.node or "": task.end.clock for task in ended if task.end and task.end.clock}
+
+
+def no_verdict(record: WorkflowRecord) -> str:
+    """Return why there is no failure to explain."""
+    if record.state is WorkflowState.COMPLETED:
+        words = f"{record.id} completed: there is no failure to explain"
+    elif record.state is WorkflowState.CANCELED:
+        who = f" by {record.cancel.by}" if record.cancel else ""
+        message = f": {record.cancel.message}" if record.cancel and record.cancel.message else ""
+        words = f"{record.id} was canceled{who}{message}"
+    elif record.state.is_final:
+        words = f"{record.id}: {record.status}: {REASON_TEXT[record.reason] if record.reason else 'no group of it failed'}"
+    else:
+        words = f"{record.id} has not ended, and nothing of it has failed: {record.status}"
+    again = [group for group in record.groups if group.earlier_causes]
+    for group in again:
+        many = len(group.earlier_causes)
+        words += f"\n{group.name} was tried again after {_times(many)}; why: distflow workflow why {record.id} -r {many - 1}"
+    return words
+
+
+def verdict_text(record: WorkflowRecord, verdicts: Sequence[Verdict], *, paint: Paint, width: int | None) -> str:
+    """Return what ``why`` shows."""
+    lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
+    for verdict in verdicts:
+        group = verdict.group
+        number = "" if not group.attempt else f", attempt {verdict.attempt + 1} of {group.attempt + 1}"
+        status = group.status if verdict.is_last else State.RESCHEDULED.value
+        lines += ["", f"{paint.strong(f'Group {group.name}')}{number}: {paint.status(status)}"]
+        if verdict.cause is not None:
+            lines.append(paint.bad(f"First cause: {cause_words(verdict.cause)}"))
+            lines += [f"  {line}" for line in _facts(verdict.cause)]
+        elif group.message:
+            lines += [plain(line) for line in group.message.splitlines()]
+        if verdict.moments:
+            lines += ["", *_timeline(verdict, width)]
+        if verdict.clocks:
+            lines += ["", *(f"Clock of {node}: {_clock_words(clock)}" for node, clock in verdict.clocks.items())]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def verdict_json(record: WorkflowRecord, verdicts: Sequence[Verdict], words: str) -> dict[str, object]:
+    """Return what ``why --format-type json`` prints.
+
+    ``message`` says why there are no ``groups``. Of a group: ``retry_id``, ``first_cause`` as in ``query``, ``clocks`` of its
+    nodes (``offset_s`` before this machine's, ``uncertainty_s``) and the ``timeline``, whose times are by this machine's
+    clock; ``offset_s`` is that from the first cause.
+    """
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "status": record.status,
+        "message": words or None,
+        "groups": [
+            {
+                "name": one.group.name,
+                "status": one.group.status if one.is_last else State.RESCHEDULED.value,
+                "retry_id": one.attempt,
+                "message": one.group.message if one.is_last else None,
+                "first_cause": cause_json(one.cause) if one.cause else None,
+                "clocks": [
+                    {"node": node, "offset_s": clock.offset_s, "uncertainty_s": clock.uncertainty_s}
+                    for node, clock in one.clocks.items()
+                ],
+                "timeline": [
+                    {
+                        "time": iso(moment.at),
+                        "offset_s": round(moment.at - _origin(one), 6),
+                        "node": moment.node or None,
+                        "task": moment.task or None,
+                        "text": moment.text,
+                        "because": moment.because or None,
+                    }
+                    for moment in one.moments
+                ],
+            }
+            for one in verdicts
+        ],
+    }
+
+
+def _times(count: int) -> str:
+    return "a failure" if count == 1 else f"{count} failures"
+
+
+def _facts(cause: Cause) -> Iterator[str]:
+    yield f"Process     pid {cause.pid if cause.pid is not None else 'not known'}"
+    sure = f", give or take {_small(cause.clock.uncertainty_s)}" if cause.clock else ""
+    yield f"Time        {local_milli(cause.at)}{sure}"
+    if cause.rivals:
+        others = ", ".join(cause.rivals)
+        yield f"Not alone   {others}: failed so close to it that the nodes' clocks do not tell which was first"
+    for title, texts in (
+        ("Kernel", cause.kernel),
+        ("Traceback", cause.traceback.splitlines()),
+        ("Last lines", cause.lines),
+    ):
+        yield from (f"{title if number == 0 else '':<11} | {plain(text)}".rstrip() for number, text in enumerate(texts))
+
+
+def _timeline(verdict: Verdict, width: int | None) -> list[str]:
+    rows = [
+        (
+            _offset(moment.at - _origin(verdict)),
+            moment.node,
+            moment.task,
+            plain(moment.text),
+            plain(moment.because),
+        )
+        for moment in verdict.moments
+    ]
+    return table(("Time", "Node", "Task", "What", "Because"), rows, width=width).splitlines()
+
+
+def _origin(verdict: Verdict) -> float:
+    if verdict.cause is not None:
+        return verdict.cause.at
+    ended = verdict.group.stopping_at or verdict.group.ended_at
+    return ended if ended is not None else verdict.moments[0].at if verdict.moments else 0.0
+
+
+def _offset(seconds: float) -> str:
+    """Return a distance in time: ``+0.012 s``, ``-1:02:03``."""
+    if abs(seconds) < 100:
+        return f"{seconds:+.3f} s"
+    return f"{'-' if seconds < 0 else '+'}{duration(abs(seconds))}"
+
+
+def _clock_words(clock: Clock) -> str:
+    sure = f"give or take {_small(clock.uncertainty_s)}"
+    if abs(clock.offset_s) <= clock.uncertainty_s:
+        return f"as this machine's, {sure}"
+    side = "before" if clock.offset_s > 0 else "behind"
+    return f"{_small(abs(clock.offset_s))} {side} this machine's, {sure}; its times above are corrected"
+
+
+def _small(seconds: float) -> str:
+    """Return a short time: ``0.4 ms``, ``30.0 s``."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"

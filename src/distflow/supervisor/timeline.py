@@ -1,0 +1,99 @@
+"""What happened to a group around its first cause, and what followed from what: moments in one clock's order. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from distflow.lifecycle.states import REASON_TEXT, Reason, State
+from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
+from distflow.supervisor.testimony import hear, signal_name
+
+__all__ = ["Moment", "attempt_of", "cause_of", "moments", "show_end"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Something that happened at one place."""
+
+    at: float
+    """By our clock."""
+    node: str = ""
+    task: str = ""
+    text: str
+    because: str = ""
+    """What it followed from; empty for what needs no reason."""
+
+
+def cause_of(group: GroupRecord, attempt: int) -> Cause | None:
+    """Return the first cause of one of a group's attempts; ``None`` when nothing of it failed by itself, or not yet."""
+    if attempt < len(group.earlier_causes):
+        return group.earlier_causes[attempt]
+    return group.cause
+
+
+def attempt_of(group: GroupRecord, attempt: int) -> tuple[TaskRecord, ...]:
+    """Return the tasks of one of a group's attempts."""
+    return tuple(task for task in group.attempts if task.attempt == attempt)
+
+
+def moments(
+    group: GroupRecord, attempt: int, events: Sequence[Event], lines: Mapping[str, tuple[str, ...]]
+) -> tuple[Moment, ...]:
+    """Return what happened to an attempt of a group, in order.
+
+    ``events`` are the workflow's; ``lines`` the last lines that tasks printed.
+    """
+    tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
+    found = [moment for task in tasks for moment in _of_task(task, cause, lines.get(task.name, ()))]
+    if attempt == group.attempt and group.stopping_at is not None:
+        why = f"{cause.task} failed" if cause else REASON_TEXT.get(group.stop_reason, "") if group.stop_reason else ""
+        found.append(Moment(at=group.stopping_at, text="the group is stopped", because=why))
+    times = [moment.at for moment in found]
+    for event in events:
+        node, _, words = event.text.partition(": ")
+        if event.kind == "node" and any(task.node == node for task in tasks) and times and min(times) <= event.at <= max(times):
+            found.append(Moment(at=event.at, node=node, text=words.partition("\n")[0]))
+    return tuple(sorted(found, key=lambda moment: moment.at))
+
+
+def show_end(end: End) -> str:
+    """Return how a command ended: ``SIGKILL``, ``exit code 3``."""
+    if end.signal is not None:
+        return signal_name(end.signal)
+    return f"exit code {end.exit_code}" if end.exit_code is not None else end.reason.replace("_", " ")
+
+
+def _of_task(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> Iterator[Moment]:
+    node = task.node or ""
+    if task.started_at is not None:
+        pid = f" (pid {task.pid})" if task.pid is not None else ""
+        yield Moment(at=task.started_at, node=node, task=task.name, text=f"started{pid}")
+    end = task.end
+    if end is not None and end.stopped_at is not None and end.started_at is not None:
+        yield Moment(at=end.stopped_at, node=node, task=task.name, text="told to stop", because=_blamed(task, cause))
+    if task.ended_at is not None:
+        text = "lost" if task.reason is Reason.NODE_LOST else f"ended: {show_end(end)}" if end else "ended"
+        yield Moment(at=task.ended_at, node=node, task=task.name, text=text, because=_because(task, cause, lines))
+
+
+def _because(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> str:
+    if cause is not None and task.name == cause.task:
+        return "the first cause"
+    if cause is not None and task.name in cause.rivals:
+        return f"by itself; as early as {cause.task}, as far as the clocks tell"
+    if task.reason is Reason.PEER_FAILED:
+        return _blamed(task, cause)
+    if task.state is State.COMPLETED:
+        return "it was done" if task.end is not None and task.end.is_success else task.message
+    if task.reason in (Reason.EXIT_CODE, Reason.SIGNAL) and hear(task.end, lines).is_symptom:
+        return "it says that a peer was gone"
+    if task.reason in (Reason.EXIT_CODE, Reason.SIGNAL, Reason.OOM_KILLED):
+        return "by itself, after the first cause" if cause is not None else "by itself"
+    return REASON_TEXT[task.reason] if task.reason is not None else ""
+
+
+def _blamed(task: TaskRecord, cause: Cause | None) -> str:
+    if task.reason is Reason.PEER_FAILED and cause is not None:
+        return f"{cause.task} failed"
+    return REASON_TEXT[task.reason] if task.reason is not None else task.message

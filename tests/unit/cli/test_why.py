@@ -1,0 +1,154 @@
+"""``why``: the verdict in full, what happened on the nodes around it, and the words where there is nothing to explain."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from distflow.lifecycle.clocks import Clock
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.record import CancelRequest, End, Event, GroupRecord, WorkflowRecord
+from unit.cli.screen import Screen, hold_against
+from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
+
+BEHIND = Clock(offset_s=-30.0, uncertainty_s=0.0004)
+RIGHT = Clock(offset_s=0.0002, uncertainty_s=0.0004)
+KERNEL = (
+    "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/job,task_memcg=/job,task=python3,pid=9001,uid=1000",
+    "Memory cgroup out of memory: Killed process 9001 (python3) total-vm:323784kB, anon-rss:60800kB",
+)
+
+
+def gang() -> GroupRecord:
+    """A gang whose worker failed first, on a node that is behind; a third task lost it as a peer, a fourth failed later."""
+    group = failed_group()
+    assert group.cause is not None
+    cause = replace(
+        group.cause, reason=Reason.OOM_KILLED, message="out of memory: the kernel killed process 9001 (python3)", pid=9001,
+        clock=BEHIND, rivals=("third",), kernel=KERNEL, traceback='Traceback (most recent call last):\n  File "train.py"',
+    )  # fmt: skip
+    master, worker = group.tasks
+    assert master.end is not None
+    assert worker.end is not None
+    own = End(ended_at=T0 + 90.5, exit_code=1, clock=RIGHT)
+    return replace(
+        group,
+        cause=cause,
+        tasks=(
+            replace(master, end=replace(master.end, stopped_at=T0 + 90.2, started_at=T0 + 12, clock=RIGHT)),
+            replace(worker, reason=Reason.OOM_KILLED, end=replace(worker.end, clock=BEHIND)),
+            task("bystander", State.FAILED, reason=Reason.EXIT_CODE, end=own, ended_at=T0 + 90.5),
+            task("third", State.FAILED, reason=Reason.EXIT_CODE, end=own, ended_at=T0 + 90.0001),
+        ),
+    )
+
+
+def failed(screen: Screen) -> WorkflowRecord:
+    """The gang in a workflow, with a node that was out of reach meanwhile, and what a bystander printed."""
+    upstream = replace(running_group(), name="report", state=State.FAILED, reason=Reason.UPSTREAM, tasks=(),
+                       message="training, which it depends on, did not complete: FAILED_EVICTED")  # fmt: skip
+    record = submit(screen.store, workflow([gang(), upstream], state=WorkflowState.FAILED, reason=Reason.OOM_KILLED))
+    task_log(screen.directory, record, "bystander", [(T0 + 90, b"RuntimeError: Connection closed by peer\n")])
+    away = [
+        Event(at=T0 + at, kind="node", text=f"{node}: {text}", workflow=record.uuid)
+        for at, node, text in (
+            (50, "master-node", "out of reach: no route to host\ntry the network"),
+            (60, "master-node", "reachable again"),
+            (70, "other-node", "out of reach: not one of ours"),
+            (500, "master-node", "out of reach: long after it"),
+        )
+    ]
+    screen.store.save([], away)
+    return record
+
+
+def test_a_failure_is_told_in_full(screen: Screen) -> None:
+    assert screen.run("why", failed(screen).id) == 0
+    assert screen.err == ""
+    hold_against("why_failed.txt", screen.out)
+
+
+def test_programs_get_one_document(screen: Screen) -> None:
+    assert screen.run("why", failed(screen).id, "-g", "training", "-t", "json") == 0
+    hold_against("why_failed.json", screen.out)
+    (group,) = json.loads(screen.out)["groups"]
+    assert [one["offset_s"] for one in group["timeline"]] == sorted(one["offset_s"] for one in group["timeline"])
+    assert next(one for one in group["timeline"] if one["offset_s"] == 0 and one["task"])["because"] == "the first cause"
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (workflow([completed_group()]), "digits-1 completed: there is no failure to explain"),
+        (
+            workflow([running_group()], state=WorkflowState.RUNNING),
+            "digits-1 has not ended, and nothing of it has failed: RUNNING",
+        ),
+        (
+            replace(
+                workflow([running_group()], state=WorkflowState.CANCELED, reason=Reason.CANCELED),
+                cancel=CancelRequest(at=T0, by="ada", message="wrong data"),
+            ),
+            "digits-1 was canceled by ada: wrong data",
+        ),
+    ],
+    ids=["completed", "running", "canceled"],
+)
+def test_where_nothing_failed_it_is_said(screen: Screen, record: WorkflowRecord, words: str) -> None:
+    stored = submit(screen.store, record)
+    if record.cancel is not None:
+        asked = Event(at=T0, kind="cancel", text="cancel requested", workflow=stored.uuid)
+        screen.store.request_cancel(stored.uuid, record.cancel, asked)
+    with supervised(screen.directory):
+        assert screen.run("why", stored.id) == 0
+        assert screen.out == f"{words}\n"
+        assert screen.run("why", stored.id, "-t", "json") == 0
+    answer = json.loads(screen.out)
+    assert (answer["message"], answer["groups"]) == (words, [])
+
+
+def retried(screen: Screen) -> str:
+    before, now = failed_group(), completed_group()
+    assert before.cause is not None
+    group = replace(
+        now,
+        attempt=1,
+        tasks=tuple(replace(one, attempt=1) for one in now.tasks),
+        earlier=tuple(replace(one, state=State.RESCHEDULED) for one in before.tasks),
+        earlier_causes=(before.cause,),
+    )
+    return submit(screen.store, workflow([group])).id
+
+
+def test_an_earlier_attempt_is_told_when_it_is_asked_for(screen: Screen) -> None:
+    workflow_id = retried(screen)
+    assert screen.run("why", workflow_id) == 0
+    assert f"training was tried again after a failure; why: distflow workflow why {workflow_id} -r 0" in screen.out
+    assert screen.run("why", workflow_id, "-r", "0") == 0
+    assert "Group training, attempt 1 of 2: RESCHEDULED" in screen.out
+    assert "First cause: worker on worker-node, rank 11: exit code 1: RuntimeError: shapes differ" in screen.out
+    assert "completed" not in screen.out
+
+
+def test_what_is_not_there_is_refused_in_words(screen: Screen) -> None:
+    workflow_id = retried(screen)
+    assert screen.run("why", workflow_id, "-r", "2") == 2
+    assert "no attempt 2" in screen.err
+    assert "the last is 1" in screen.err
+    assert screen.run("why", workflow_id, "-g", "trainign") == 2
+    assert "did you mean `training`?" in screen.err
+
+
+def test_a_group_that_a_clock_ended_has_its_message_and_no_cause(screen: Screen) -> None:
+    group = replace(
+        failed_group(), reason=Reason.EXEC_TIMEOUT, cause=None, stop_reason=Reason.EXEC_TIMEOUT,
+        message="ran longer than 80 s (exec_timeout)",
+        tasks=tuple(replace(one, reason=Reason.EXEC_TIMEOUT) for one in failed_group().tasks),
+    )  # fmt: skip
+    record = submit(screen.store, workflow([group], state=WorkflowState.FAILED, reason=Reason.EXEC_TIMEOUT))
+    assert screen.run("why", record.id) == 0
+    assert "ran longer than 80 s (exec_timeout)" in screen.out
+    assert "First cause" not in screen.out
+    assert screen.out.count("it ran longer than exec_timeout") == 3
