@@ -110,7 +110,7 @@ def spawn_ranks(args: argparse.Namespace) -> int:
         how = f"was killed by {name}" if name else f"exited with code {error.exit_code}"
         sys.stderr.write(f"rank {rank} {how} (pid {error.error_pid})\n")
         # A peer may have reported the broken connection already; the process that died is the cause, and replaces that.
-        write_error_file(rank, f"rank {rank} {how}", signal_name=name, replace=True)
+        write_error_file(rank, f"rank {rank} {how}", pid=error.error_pid, signal_name=name, replace=True)
         return 1
     except ProcessRaisedException as error:
         sys.stderr.write(f"rank {args.offset + error.error_index} failed:\n{error.msg.strip()}\n")
@@ -327,14 +327,20 @@ def emit(**record: object) -> None:
 
 
 def write_error_file(
-    rank: int, message: str, callstack: str = "", *, signal_name: str | None = None, replace: bool = False
+    rank: int,
+    message: str,
+    callstack: str = "",
+    *,
+    pid: int | None = None,
+    signal_name: str | None = None,
+    replace: bool = False,
 ) -> None:
     """Leave the reason for a failure where the launcher looks for it, in torch's format; the first to fail wins."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     extra = {"py_callstack": callstack, "timestamp": str(time.time_ns() // 10**9)}
-    record = {"message": {"message": message, "extraInfo": extra}, "rank": rank}
+    record = {"message": {"message": message, "extraInfo": extra}, "rank": rank, "pid": pid or os.getpid()}
     if signal_name:
         record["signal"] = signal_name
     with contextlib.suppress(OSError), Path(path).open("w" if replace else "x", encoding="utf-8") as file:

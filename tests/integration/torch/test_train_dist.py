@@ -209,6 +209,7 @@ def test_a_killed_rank_is_named_and_its_siblings_stop(start: Start) -> None:
     assert_nothing_is_left(run)
     assert "rank 1 was killed by SIGKILL" in run.stderr
     assert (run.error["rank"], run.error["signal"]) == (1, "SIGKILL")
+    assert run.error["pid"] == run.pids[1]
     assert run.error["message"]["message"] == "rank 1 was killed by SIGKILL"
     assert not (run.output / "model.pt").exists()
 

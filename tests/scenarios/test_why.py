@@ -1,0 +1,179 @@
+"""Who failed first, on hosts behind SSH: with clocks that are wrong, ranks that are killed, memory that runs out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.testing.cgroup import MemoryLimit, missing_cgroups
+from distflow.testing.skew import write_skewed_python
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab, checkout, json_lines
+
+pytestmark = pytest.mark.ssh
+
+TWO = """
+workflow:
+  name: two
+  resources: {default: {}, second: {nodesExcluded: [gpu1]}}
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: [sh, -c, 'while [ ! -e FOLDER/second ]; do sleep 0.05; done; echo "as innocent as it gets"; exit 4']
+    - name: worker
+      resource: second
+      ranks: {size: 1}
+      command: [sh, -c, 'while [ ! -e FOLDER/first ]; do sleep 0.05; done; echo "it was me"; exit 3']
+"""
+"""Two tasks on two hosts, each of which fails by itself when it is told to."""
+
+RAISES = """
+workflow:
+  name: raises
+  resources: {default: {gpu: 0}}
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      command: &torchrun [torchrun, --nnodes, "2", --nproc_per_node, "2", --node_rank, "{{node_rank}}"]
+      args: &args [--master_addr, "{{master_addr}}", --master_port, "{{master_port}}", /train.py]
+      ranks: {size: 2}
+      files: &files
+      - path: /train.py
+        contents: |
+          import os, time
+          import torch.distributed as dist
+          from torch.distributed.elastic.multiprocessing.errors import record
+          @record
+          def main():
+              dist.init_process_group("gloo")
+              print("ready", flush=True)
+              if dist.get_rank() == 3:
+                  raise ValueError(f"bad label, says process {os.getpid()}")
+              dist.barrier()
+          main()
+    - name: worker
+      command: *torchrun
+      args: *args
+      ranks: {size: 2}
+      files: *files
+"""
+
+
+def _why(cli: Cli, workflow: str) -> dict[str, Any]:
+    done = cli.run("workflow", "why", workflow, "-t", "json")
+    assert done.code == 0, done.err
+    (group,) = json.loads(done.out)["groups"]
+    assert isinstance(group, dict)
+    return group
+
+
+def _when(why: dict[str, Any], task: str, text: str) -> float:
+    return float(next(one["offset_s"] for one in why["timeline"] if one["task"] == task and one["text"].startswith(text)))
+
+
+def _ends(host: Path) -> list[Path]:
+    return list(host.glob("*/train/*/0/exit.json"))
+
+
+def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab: Lab) -> None:
+    """By the nodes' own times, the master ended 100 s before the worker; nobody looks on while both end."""
+    cli = lab.cli
+    folder = cli.folder
+    late, early = (
+        write_skewed_python(folder / name, offset_s) for name, offset_s in (("late-python", -60.0), ("early-python", 40.0))
+    )
+    lab.configure(names=("gpu1", "gpu2"), nodes={"gpu1": {"python": late}, "gpu2": {"python": early}})
+    workflow = cli.submit(cli.spec(TWO.replace("FOLDER", str(folder))))
+    cli.await_running(workflow)
+    supervisor = cli.supervisor()
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGKILL)
+    (folder / "first").touch()
+    wait_until(lambda: _ends(folder / "gpu2"), 30)
+    (folder / "second").touch()
+    wait_until(lambda: _ends(folder / "gpu1"), 30)
+    told = [json.loads(path.read_text())["ended_at"] for host in ("gpu1", "gpu2") for path in _ends(folder / host)]
+    assert told[0] < told[1] - 50, "the innocent one looks as if it had been first"
+
+    answer = cli.await_status(workflow, "FAILED")
+    cause = answer["groups"][0]["first_cause"]
+    assert (cause["task"], cause["node"], cause["exit_code"], cause["rivals"]) == ("worker", "gpu2", 3, [])
+    assert cause["lines"] == ["it was me"]
+    why = _why(cli, workflow)
+    offsets = {one["node"]: round(one["offset_s"]) for one in why["clocks"]}
+    assert offsets == {"gpu1": -60, "gpu2": 40}
+    assert 0 < _when(why, "master", "ended: exit code 4") < 50
+    assert _when(why, "master", "started") < 0
+    shown = cli.run("workflow", "why", workflow).out
+    assert "Clock of gpu1: 60.0 s behind this machine's" in shown
+    assert "| it was me" in shown
+    assert f"all of it: distflow workflow why {workflow}" in cli.run("workflow", "query", workflow).out
+
+
+@pytest.mark.torch
+def test_a_rank_that_is_killed_is_named_with_its_process(lab: Lab, repository: Path) -> None:
+    cli = lab.cli
+    specs = checkout(cli, repository)
+    workflow = cli.submit(str(specs / "pytorch_dist.yaml"), "--set", "epochs=1000000", "size=2")
+    wait_until(lambda: any("loss" in row for row in json_lines(cli.logs(workflow))), 120)
+    ranks = {row["rank"]: row["pid"] for row in json_lines(cli.logs(workflow)) if row.get("event") == "started"}
+    victim = max(ranks)
+    os.kill(ranks[victim], signal.SIGKILL)
+    answer = cli.await_status(workflow, "FAILED")
+    cause = answer["groups"][0]["first_cause"]
+    assert (cause["task"], cause["ranks"], cause["pid"]) == ("worker", str(victim), ranks[victim])
+    assert f"rank {victim} was killed by SIGKILL" in cause["message"]
+    assert _why(cli, workflow)["timeline"]
+
+
+@pytest.mark.torch
+def test_an_exception_under_torchrun_is_told_with_its_rank_and_traceback(lab: Lab) -> None:
+    cli = lab.cli
+    workflow = cli.submit(cli.spec(RAISES))
+    answer = cli.await_status(workflow, "FAILED", timeout=120)
+    cause = answer["groups"][0]["first_cause"]
+    assert (cause["task"], cause["ranks"], cause["exit_code"]) == ("worker", "3", 1)
+    assert cause["message"] == f"exit code 1: ValueError: bad label, says process {cause['pid']}"
+    assert cause["traceback"].startswith("Traceback (most recent call last):")
+    assert cause["traceback"].splitlines()[-1].startswith("ValueError: bad label")
+    master = cli.tasks(workflow)["master"]
+    because = next(
+        one["because"] for one in _why(cli, workflow)["timeline"] if one["task"] == "master" and one["text"].startswith("ended")
+    )
+    assert because == ("worker failed" if master["reason"] == "PEER_FAILED" else "it says that a peer was gone")
+
+
+@pytest.fixture
+def limit() -> Iterator[MemoryLimit]:
+    if why := missing_cgroups():
+        pytest.skip(why)
+    made = MemoryLimit(64 << 20)
+    yield made
+    made.close()
+
+
+def test_a_task_that_runs_out_of_memory_is_told_by_the_kernels_words(lab: Lab, limit: MemoryLimit) -> None:
+    cli = lab.cli
+    eats = f'echo $$ > {limit.procs}; exec python3 -c "x = bytearray(400 << 20)"'
+    spec = TWO.replace('while [ ! -e FOLDER/first ]; do sleep 0.05; done; echo "it was me"; exit 3', eats)
+    workflow = cli.submit(cli.spec(spec))
+    answer = cli.await_status(workflow, "FAILED_EVICTED")
+    cause = answer["groups"][0]["first_cause"]
+    assert (cause["task"], cause["reason"], cause["signal"]) == ("worker", "OOM_KILLED", signal.SIGKILL)
+    assert cause["pid"] == cli.tasks(workflow)["worker"]["pid"]
+    assert f"Killed process {cause['pid']} (python3)" in cause["kernel"][-1]
+    assert cli.tasks(workflow)["master"]["reason"] == "PEER_FAILED"
+    assert cli.tasks(workflow)["worker"]["exit_code"] == 3004
+    assert "  Kernel      | oom-kill:" in cli.run("workflow", "why", workflow).out
