@@ -28,7 +28,7 @@ _TAIL = 16 * 1024
 
 _STAMPED = re.compile(r"(?:<\d+>)?\[\s*(\d+\.\d+)\](?:\[\s*[TC]\d+\])? ?(.*)")
 """Of ``dmesg`` and of ``journalctl -o short-monotonic``; the second brackets are CONFIG_PRINTK_CALLER's."""
-_JOURNAL = re.compile(r"\S+ kernel: ")
+_JOURNAL = re.compile(r"^\S+ kernel: ")
 _WORTH = re.compile(r"Killed process \d|oom-kill:|killed as a result of limit of|NVRM: Xid")
 _KILLED = re.compile(r"Killed process (\d+)")
 _UID = re.compile(r"\b(?:UID[: ]|uid=)(\d+)")

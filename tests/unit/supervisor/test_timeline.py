@@ -1,0 +1,81 @@
+"""What followed from what, by example; ``tests/goldens/cli/why_failed.txt`` shows a whole timeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from distflow.lifecycle.states import Reason, State
+from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
+from distflow.supervisor.timeline import Moment, attempt_of, cause_of, moments, show_end
+
+CAUSE = Cause(task="a", reason=Reason.EXIT_CODE, message="exit code 1", at=10.0, rivals=("r",))
+
+
+def _task(name: str, reason: Reason | None, *, state: State = State.FAILED, **end: object) -> TaskRecord:
+    ended = End(**{"ended_at": 11.0, "exit_code": 1, **end})  # type: ignore[arg-type]
+    return TaskRecord(name=name, state=state, reason=reason, node=f"n-{name}", end=ended, ended_at=11.0)
+
+
+def _last(task: TaskRecord, *lines: str, cause: Cause | None = CAUSE) -> Moment:
+    group = GroupRecord(name="g", tasks=(task,), state=State.FAILED, cause=cause)
+    return moments(group, 0, (), {task.name: lines})[-1]
+
+
+@pytest.mark.parametrize(
+    ("task", "lines", "because"),
+    [
+        (_task("a", Reason.EXIT_CODE), (), "the first cause"),
+        (_task("r", Reason.EXIT_CODE), (), "by itself; as early as a, as far as the clocks tell"),
+        (_task("b", Reason.EXIT_CODE), (), "by itself, after the first cause"),
+        (_task("b", Reason.EXIT_CODE), ("Connection reset by peer",), "it says that a peer was gone"),
+        (_task("b", Reason.OOM_KILLED), ("Connection reset by peer",), "by itself, after the first cause"),
+        (_task("b", Reason.PEER_FAILED, signal=15), (), "a failed"),
+        (_task("b", Reason.NODE_LOST), (), "its node could not be reached for longer than node_lost_after"),
+        (_task("b", None, state=State.COMPLETED, exit_code=0), (), "it was done"),
+    ],
+)
+def test_an_end_followed_from_something(task: TaskRecord, lines: tuple[str, ...], because: str) -> None:
+    assert _last(task, *lines).because == because
+
+
+@pytest.mark.parametrize("reason", Reason)
+@pytest.mark.parametrize("cause", [None, CAUSE])
+def test_every_reason_can_be_told(reason: Reason, cause: Cause | None) -> None:
+    assert _last(_task("b", reason), cause=cause).because
+
+
+def test_ends_are_shown_as_people_call_them() -> None:
+    assert show_end(End(ended_at=1.0, signal=9)) == "SIGKILL"
+    assert show_end(End(ended_at=1.0, exit_code=3)) == "exit code 3"
+    assert show_end(End(ended_at=1.0, reason="both_died")) == "both died"
+
+
+def test_one_attempt_is_told_without_the_others() -> None:
+    now = replace(_task("a", None, state=State.COMPLETED, exit_code=0), attempt=1)
+    group = GroupRecord(
+        name="g", tasks=(now,), attempt=1, earlier=(_task("a", Reason.EXIT_CODE),), earlier_causes=(CAUSE,), stopping_at=50.0
+    )
+    assert (cause_of(group, 0), cause_of(group, 1)) == (CAUSE, None)
+    assert [task.attempt for task in attempt_of(group, 0)] == [0]
+    assert [moment.because for moment in moments(group, 0, (), {})] == ["the first cause"]
+
+
+def test_only_what_happened_to_its_nodes_in_its_time_is_told() -> None:
+    task = replace(_task("a", Reason.EXIT_CODE), started_at=1.0)
+    told = [
+        Event(at=at, kind=kind, text=text, workflow="u")
+        for at, kind, text in (
+            (5.0, "node", "n-a: out of reach: no route\nremedy"),
+            (6.0, "node", "n-b: out of reach: another's"),
+            (7.0, "state", "n-a: RUNNING"),
+            (99.0, "node", "n-a: reachable again"),
+        )
+    ]
+    group = GroupRecord(name="g", tasks=(task,), state=State.FAILED, cause=CAUSE)
+    assert [moment.text for moment in moments(group, 0, told, {})] == [
+        "started",
+        "out of reach: no route",
+        "ended: exit code 1",
+    ]
