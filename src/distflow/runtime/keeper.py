@@ -102,35 +102,11 @@ class _Keeper:
         self._hunt = Hunt(
             lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
         )
-        self._state: Json = self._first_state()
+        self._state: Json = records.first_state(grip, runner)
         records.write_state(grip.state, self._state)
         grip.sign_locks(runner)
         self._visitors = Visitors(grip.listener, self._selector, self._requested)
         self._selector.register(output_read, selectors.EVENT_READ, self._take_output)
-
-    def _first_state(self) -> Json:
-        def identity(pid: int) -> Json:
-            process = processes.read_process(pid)
-            return {"pid": pid, "start": process.start if process else 0}
-
-        return {
-            "attempt": self._grip.attempt,
-            "phase": "leased",
-            "boot_id": processes.boot_id(),
-            "runner": identity(self._runner),
-            "keeper": identity(os.getpid()),
-            "command": None,
-            "gpu_ids": self._grip.gpu_ids,
-            "port": self._grip.port,
-            "link_port": self._grip.link_port,
-            "leased_at": now(),
-            "started_at": None,
-            "stopped_at": None,
-            "why": None,
-            "message": None,
-            "lost_output_bytes": 0,
-            "container": None,
-        }
 
     def _listen_to_signals(self) -> None:
         read, write = os.pipe()
@@ -304,7 +280,8 @@ class _Keeper:
 
         pids = {self._command.pid} | self._killed | kernellog.named_pids(self._grip.directory, known["error"])
         is_killed = number == signal.SIGKILL or code == _KILLED_CODE
-        return kernellog.ask(self._state["started_at"], known.get("ended_at") or now(), pids, is_killed)
+        box = records.read_text(self._grip.directory, "container.id") if self._container is not None else ""
+        return kernellog.ask(self._state["started_at"], known.get("ended_at") or now(), pids, is_killed, box)
 
     # -- requests
 

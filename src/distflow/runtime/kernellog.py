@@ -57,10 +57,13 @@ class Kill(NamedTuple):
     """What the kernel said of it: where the limit was, and the kill."""
 
 
-def ask(began_at: Optional[float], ended_at: float, pids: Collection[int], is_killed: bool) -> Optional[Json]:
+def ask(
+    began_at: Optional[float], ended_at: float, pids: Collection[int], is_killed: bool, container: str = ""
+) -> Optional[Json]:
     """What the kernel says of an attempt that ran from ``began_at`` to ``ended_at``; None when nothing, or nobody may ask.
 
-    ``pids`` are those that are known to be of it; ``is_killed``: its command ended by SIGKILL, or as a shell tells of one.
+    ``pids`` are those that are known to be of it; ``is_killed``: its command ended by SIGKILL, or as a shell tells of one;
+    ``container``: the number of the container that it ran in, after which engines name its cgroup.
     """
     try:
         at, here = now(), time.monotonic()
@@ -72,6 +75,8 @@ def ask(began_at: Optional[float], ended_at: float, pids: Collection[int], is_ki
         me, place = os.getuid(), _memory_cgroup()
 
         def is_likely(kill: Kill) -> bool:
+            if container:
+                return is_killed and container in (kill.cgroup or "")
             return is_killed and abs(kill.at - ended) <= slack_s and kill.uid in (None, me) and kill.cgroup == place
 
         return judge(seen, pids, is_likely)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Dict, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional
 
+from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.masking import Mask, clean_error
 from distflow.runtime.wire import Json
+
+if TYPE_CHECKING:
+    from distflow.runtime.grip import Grip
 
 __all__ = [
     "END",
@@ -21,10 +25,12 @@ __all__ = [
     "STATE",
     "STATE_BYTES",
     "allocate",
+    "first_state",
     "make_end",
     "read_end",
     "read_error",
     "read_state",
+    "read_text",
     "write_end",
     "write_state",
 ]
@@ -54,6 +60,33 @@ def allocate(dir_fd: int, name: str, size: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def first_state(grip: Grip, runner: int) -> Json:
+    """The state of an attempt whose pair has just come up; to be asked by the keeper."""
+
+    def identity(pid: int) -> Json:
+        process = processes.read_process(pid)
+        return {"pid": pid, "start": process.start if process else 0}
+
+    return {
+        "attempt": grip.attempt,
+        "phase": "leased",
+        "boot_id": processes.boot_id(),
+        "runner": identity(runner),
+        "keeper": identity(os.getpid()),
+        "command": None,
+        "gpu_ids": grip.gpu_ids,
+        "port": grip.port,
+        "link_port": grip.link_port,
+        "leased_at": now(),
+        "started_at": None,
+        "stopped_at": None,
+        "why": None,
+        "message": None,
+        "lost_output_bytes": 0,
+        "container": None,
+    }
 
 
 def write_state(fd: int, state: Json) -> None:
@@ -93,6 +126,15 @@ def read_end(directory: str) -> Optional[Json]:
     except (OSError, ValueError):
         return None
     return end if isinstance(end, dict) else None
+
+
+def read_text(directory: str, name: str) -> str:
+    """A short text that lies in an attempt's directory; empty when it does not."""
+    try:
+        with open(os.path.join(directory, name), encoding="utf-8", errors="replace") as file:
+            return file.read(4096).strip()
+    except OSError:
+        return ""
 
 
 def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
