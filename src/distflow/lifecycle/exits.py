@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from distflow.lifecycle.states import Reason
 
-__all__ = ["CODES", "Action", "Codes", "ExitActions", "exit_code_of", "overlap", "parse_codes"]
+__all__ = ["CODES", "Action", "Codes", "ExitActions", "action_of", "exit_code_of", "overlap", "parse_codes"]
 
 CODES: Mapping[Reason, int | None] = MappingProxyType(
     {
@@ -122,3 +122,19 @@ def exit_code_of(reason: Reason | None, exit_code: int | None, signal: int | Non
     if reason is Reason.DATA and not has_run:
         return 2010
     return CODES[reason]
+
+
+def action_of(
+    actions: ExitActions, reason: Reason | None, exit_code: int | None, signal: int | None, *, has_run: bool
+) -> Action | None:
+    """Return what the spec says of an end; arguments as for ``exit_code_of``.
+
+    A kill for want of memory is 3004, and where nothing is said of that, what the command ended with (137): whether the
+    kernel's log can be read on a node must not decide about another attempt.
+    """
+    found = actions.action(exit_code_of(reason, exit_code, signal, has_run=has_run))
+    if found is None and reason is Reason.OOM_KILLED:
+        found = actions.action(
+            exit_code_of(Reason.EXIT_CODE if signal is None else Reason.SIGNAL, exit_code, signal, has_run=True)
+        )
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distflow.lifecycle.exits import Action, exit_code_of
+from distflow.lifecycle.exits import Action, action_of
 from distflow.lifecycle.states import State
 from distflow.plan.model import GroupPlan
 from distflow.state.record import Cause, GroupRecord, TaskRecord
@@ -19,8 +19,8 @@ __all__ = ["is_rescheduled", "try_again"]
 
 def is_rescheduled(plan: GroupPlan, cause: Cause) -> bool:
     """Return whether the spec wants another attempt after this failure, however many there were."""
-    code = exit_code_of(cause.reason, cause.exit_code, cause.signal, has_run=True)
-    return plan.launch(cause.task).exit_actions.action(code) is Action.RESCHEDULE
+    actions = plan.launch(cause.task).exit_actions
+    return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=True) is Action.RESCHEDULE
 
 
 def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> GroupRecord | None:

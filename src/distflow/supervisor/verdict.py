@@ -13,7 +13,7 @@ from typing import Any
 
 from distflow.documents.quantities import bytes_text
 from distflow.lifecycle.clocks import Clock
-from distflow.lifecycle.exits import Action, ExitActions
+from distflow.lifecycle.exits import Action, ExitActions, action_of
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import Cause, End, GroupRecord, TaskRecord
 from distflow.supervisor.testimony import Told, hear, signal_name
@@ -76,7 +76,8 @@ def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
 
 def by_exit_actions(task: TaskRecord, actions: ExitActions) -> TaskRecord:
     """Return an ended task as its spec counts its exit code: a failure as a success, or a success as a failure."""
-    action = actions.action(task.exit_code)
+    code, number = (task.end.exit_code, task.end.signal) if task.end else (None, None)
+    action = action_of(actions, task.reason, code, number, has_run=task.started_at is not None)
     if task.state is State.FAILED and action is Action.COMPLETE:
         words = f"{task.message}: counts as success (exitActions)"
         return replace(task, state=State.COMPLETED, reason=None, message=words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.lifecycle.exits import CODES, Action, ExitActions, exit_code_of, overlap, parse_codes
+from distflow.lifecycle.exits import CODES, Action, ExitActions, action_of, exit_code_of, overlap, parse_codes
 from distflow.lifecycle.states import Reason
 
 
@@ -41,3 +41,14 @@ def test_every_reason_has_its_code_or_none() -> None:
     }  # fmt: skip
     assert exit_code_of(Reason.DATA, None, None, has_run=False) == 2010
     assert exit_code_of(None, 0, None, has_run=True) == 0
+
+
+def test_a_kill_for_want_of_memory_is_also_what_the_command_ended_with() -> None:
+    def action(actions: ExitActions, code: int | None, number: int | None, reason: Reason = Reason.OOM_KILLED) -> Action | None:
+        return action_of(actions, reason, code, number, has_run=True)
+
+    by_signal = ExitActions(reschedule=((137, 137),))
+    assert action(by_signal, None, 9) is Action.RESCHEDULE
+    assert action(by_signal, 137, None) is Action.RESCHEDULE
+    assert action(by_signal, None, 9, Reason.EVICTED) is None
+    assert action(ExitActions(fail=((3004, 3004),), reschedule=((137, 137),)), None, 9) is Action.FAIL
