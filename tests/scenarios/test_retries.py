@@ -44,6 +44,9 @@ def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, reques
         assert logs[-1] == expected[-1]
         assert task == "master" or logs == expected
     assert cli.run("workflow", "logs", ident, "-t", "worker", "-r", "1").out == "[worker retry-1] attempt 1\n"
+    second = cli.run("workflow", "events", ident, "--task", "worker", "--retry-id", "1").out.splitlines()
+    assert second
+    assert all("[worker retry-1]" in line for line in second), second
     events = cli.run("workflow", "events", ident).out
     assert "train: RESCHEDULED: worker: exit code 75; attempt 2 of at most 4 begins in 0.1 s" in events
     assert "[worker retry-2] COMPLETED" in events

@@ -77,6 +77,8 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
     assert pool_of(text=TASK.replace("{name: NAME", "{pool: here, name: NAME")) == "here"
     assert pool_of("--pool", "here") == "here"
     assert "there (default)" in pools.run("pool", "list").out
+    assert [pool["name"] for pool in json.loads(pools.run("pool", "list", "-p", "here", "-t", "json").out)["pools"]] == ["here"]
+    assert pools.run("pool", "list", "--pool", "nowhere").code == 2
     assert f"User:  {os.environ['USER']}\nPool:  there (your profile)\nPools: here, there\n" == pools.run("profile", "list").out
     answer = json.loads(pools.run("profile", "list", "-t", "json").out)
     assert answer["profile"] | {"pool": "there", "email_notification": False} == answer["profile"]

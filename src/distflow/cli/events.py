@@ -31,6 +31,10 @@ _WAKE_EVERY = 20
 def events(
     workflow: WorkflowArgument,
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
+    retry_id: Annotated[
+        int | None,
+        typer.Option("--retry-id", "-r", min=0, help="Only of this attempt, counted from 0.", show_default=False),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the workflow has ended.")] = False,
     format_type: Annotated[
         Format, typer.Option("--format-type", help="text, or json: one document; with --follow one per line.")
@@ -40,7 +44,7 @@ def events(
     with open_workflow(workflow) as (directory, store, record):
         names = {one.name for _, one in choose_tasks(record, task or [])} if task else None
         told = _follow(directory, store, record) if follow else iter(store.events(record.uuid))
-        wanted = (event for event in told if names is None or event.task in names)
+        wanted = (event for event in told if (names is None or event.task in names) and retry_id in (None, event.attempt))
         if format_type is Format.JSON and not follow:
             print(json.dumps({"events": [event_json(event) for event in wanted]}, indent=2))
             return

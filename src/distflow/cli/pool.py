@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -27,25 +28,33 @@ def _pool() -> None:
     """Show the pools that workflows can run in, and check their nodes."""
 
 
-@app.command("list", epilog="Examples: distflow pool list  ·  distflow pool list --hostfile hosts.txt")
-def list_pools(hostfile: HostfileOption = None, format_type: FormatOption = Format.TEXT) -> None:
+@app.command(
+    "list", epilog="Examples: distflow pool list  ·  distflow pool list -p lab  ·  distflow pool list --hostfile hosts.txt"
+)
+def list_pools(
+    pool: Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated.")] = None,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
     """List the pools of the configuration and their nodes."""
     configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile))
+    if pool:
+        configuration = replace(configuration, pools={name: choose_pool(configuration, given=name) for name in pool})
     if format_type is Format.JSON:
         print(json.dumps(_as_json(configuration), indent=2))
         return
     rows = [
         (
-            pool.name + (" (default)" if pool.name == configuration.default_pool else ""),
-            pool.backend,
+            one.name + (" (default)" if one.name == configuration.default_pool else ""),
+            one.backend,
             node.name,
             _count(node.gpus),
             _count(node.cpus),
             "-" if node.memory is None else f"{node.memory / 2**30:.0f} GiB",
             node.platform or "-",
         )
-        for pool in configuration.pools.values()
-        for node in pool.nodes
+        for one in configuration.pools.values()
+        for node in one.nodes
     ]
     print(table(("Pool", "Backend", "Node", "GPUs", "CPUs", "Memory", "Platform"), rows), end="")
 

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.model import ATTEMPT_DIR, address_of
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
-__all__ = ["TOKEN", "Rewrite", "input_place", "place_of", "rewriter", "token_values"]
+__all__ = ["OSMO_PLACES", "TOKEN", "Rewrite", "input_place", "place_of", "rewriter", "token_values"]
 
 TOKEN = re.compile(r"\{\{ *([a-z_]+)(?: *: *([A-Za-z0-9_-]+))? *\}\}")
 """A token as the spec floor leaves it in strings."""
 
 Rewrite = Callable[[str], str]
+
+OSMO_PLACES: Mapping[str, str] = MappingProxyType(
+    {"/osmo/data/output": "output", "/osmo/data/input": "input", "/osmo/run/workspace": "work"}
+)
+"""Directories that OSMO's containers have, and which of the attempt's they are here."""
 
 
 def token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, str]:
@@ -42,7 +48,13 @@ def token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, s
 
 
 def place_of(path: str) -> str:
-    """Return where an injected path lies in the attempt's directory: absolute ones in ``files``, others in ``work``."""
+    """Return where an injected path lies in the attempt's directory: absolute ones in ``files``, others in ``work``.
+
+    What OSMO's containers have of their own is what the attempt has.
+    """
+    for theirs, ours in OSMO_PLACES.items():
+        if path == theirs or path.startswith(f"{theirs}/"):
+            return f"{ours}{path.removeprefix(theirs)}"
     return f"files/{path.lstrip('/')}" if path.startswith("/") else f"work/{path}"
 
 
@@ -77,15 +89,14 @@ def rewriter(
         return values.get(name, match.group(0)) if argument is None else match.group(0)
 
     # Longest first, so that /data/train.py wins over /data.
-    paths = sorted(injected, key=lambda item: len(item[0]), reverse=True)
+    paths = sorted({*injected, *((path, True) for path in OSMO_PLACES)}, key=lambda item: len(item[0]), reverse=True)
     pattern = "|".join(
         re.escape(path.rstrip("/")) + (r"(?=/|(?![\w.-]))" if tree else r"(?![\w/-]|\.\w)") for path, tree in paths
     )
-    mention = re.compile(rf"(?<![\w./-])(?:{pattern})") if pattern else None
+    mention = re.compile(rf"(?<![\w./-])(?:{pattern})")
 
     def rewrite(text: str) -> str:
-        if mention is not None:
-            text = mention.sub(lambda match: f"{ATTEMPT_DIR}/{place_of(match.group(0))}", text)
-        return TOKEN.sub(token, text)
+        moved = mention.sub(lambda match: f"{ATTEMPT_DIR}/{place_of(match.group(0))}", text)
+        return TOKEN.sub(token, moved)
 
     return rewrite

@@ -75,6 +75,19 @@ def test_exactly_the_injected_paths_are_rewritten(text: str, expected: str) -> N
     assert rewriter(None, None, FILES)(text) == expected
 
 
+def test_directories_of_osmos_containers_are_those_of_the_attempt() -> None:
+    rewrite = rewriter(None, None, FILES)
+    assert rewrite("ls /osmo/data/output /osmo/data/input/0/x 'a=/osmo/run/workspace'") == (
+        "ls @@ATTEMPT_DIR@@/output @@ATTEMPT_DIR@@/input/0/x 'a=@@ATTEMPT_DIR@@/work'"
+    )
+    assert (
+        rewrite("/osmo/data/outputs /osmo/usr/bin s3://b/osmo/data/output")
+        == "/osmo/data/outputs /osmo/usr/bin s3://b/osmo/data/output"
+    )
+    assert place_of("/osmo/data/output/a.txt") == "output/a.txt"
+    assert place_of("/osmo/data") == "files/osmo/data"
+
+
 def test_relative_files_lie_in_the_working_directory() -> None:
     assert place_of("conf/a.yaml") == "work/conf/a.yaml"
     assert place_of("/tmp/a.sh") == "files/tmp/a.sh"
