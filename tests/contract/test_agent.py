@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import launch_of, processes_with
-from distflow.backends.machines.bootstrap import connect, runtime_archive, runtime_hash
+from distflow.backends.machines.bootstrap import connect
+from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
 from distflow.testing.waiting import wait_until
 
@@ -103,7 +104,7 @@ def test_what_a_login_script_prints_is_kept_and_skipped(node: NodeUnderTest, tmp
 def test_the_runtime_is_sent_once_and_found_afterwards(node: NodeUnderTest) -> None:
     for _ in range(2):
         node.connect().request("ping")
-    assert [path.name for path in (node.root / "runtime").iterdir()] == [runtime_hash()]
+    assert [path.name for path in (node.root / "runtime").iterdir()] == [RUNTIME.digest]
     assert stat.S_IMODE(node.root.stat().st_mode) == 0o700
 
 
@@ -122,13 +123,11 @@ def test_agents_that_race_to_unpack_all_come_up(node: NodeUnderTest) -> None:
     for thread in threads:
         thread.join()
     assert outcome == [True] * 4
-    assert [path.name for path in (node.root / "runtime").iterdir()] == [runtime_hash()]
+    assert [path.name for path in (node.root / "runtime").iterdir()] == [RUNTIME.digest]
 
 
 def test_the_archive_is_the_same_whenever_it_is_made() -> None:
-    made = runtime_archive()
-    runtime_archive.cache_clear()
-    assert runtime_archive() == made
+    assert Bundle(package=RUNTIME.package).archive == RUNTIME.archive
 
 
 def test_an_interpreter_that_fails_is_told_with_its_own_words(node: NodeUnderTest, tmp_path: Path) -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.resources
-import io
 import json
 import secrets
 import threading
 import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.backends.machines.link import AgentLink, Event
 from distflow.backends.machines.remedies import after_exit, after_report
 from distflow.errors import BootstrapFailed, NodeUnreachable
 from distflow.transports.base import Channel, Transport
 
-__all__ = ["STUB", "Opened", "connect", "open_service", "runtime_archive", "runtime_hash", "service_argv"]
+__all__ = ["STUB", "Opened", "connect", "open_service", "service_argv"]
 
 # Everything before `import` must parse on any Python there ever was, so that an old one can say that it is old.
 STUB: Final = r"""
@@ -55,7 +51,7 @@ try:
    shutil.rmtree(new)
   new=None
  sys.path.insert(0,home)
- serve=__import__("distflow.runtime."+service,fromlist=["serve"]).serve
+ serve=__import__(service,fromlist=["serve"]).serve
  say("ready")
 except Exception as error:
  import json
@@ -88,33 +84,9 @@ _NOISE: Final = 16 * 1024
 _MOST_NOISE: Final = 4 * 1024 * 1024
 
 
-@functools.cache
-def runtime_archive() -> bytes:
-    """The runtime as a zip archive: the same bytes for the same sources, wherever and whenever it is made."""
-    sources = {"distflow/__init__.py": b""}
-    for file in importlib.resources.files("distflow.runtime").iterdir():
-        if file.name.endswith(".py"):
-            sources[f"distflow/runtime/{file.name}"] = file.read_bytes()
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name in sorted(sources):
-            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-            entry.create_system = 3
-            entry.external_attr = 0o600 << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, sources[name])
-    return buffer.getvalue()
-
-
-@functools.cache
-def runtime_hash() -> str:
-    """SHA-256 of the archive: the name of the runtime's directory on a node."""
-    return hashlib.sha256(runtime_archive()).hexdigest()
-
-
-def service_argv(root: str, python: str, nonce: str, service: str) -> list[str]:
-    """The command that is executed on a node. ``service``: a module of the runtime with a ``serve(root, umask)``."""
-    return [python, "-I", "-S", "-c", STUB, runtime_hash(), root, nonce, service]
+def service_argv(root: str, python: str, nonce: str, service: str, bundle: Bundle = RUNTIME) -> list[str]:
+    """The command that is executed on a node. ``service``: a module of the bundle's package with a ``serve(root, umask)``."""
+    return [python, "-I", "-S", "-c", STUB, bundle.digest, root, nonce, f"{bundle.package}.{service}"]
 
 
 def connect(
@@ -151,20 +123,21 @@ class Opened:
     """What it has said already."""
 
 
-def open_service(transport: Transport, root: str, python: str, service: str, *, timeout_s: float) -> Opened:
+def open_service(
+    transport: Transport, root: str, python: str, service: str, *, timeout_s: float, bundle: Bundle = RUNTIME
+) -> Opened:
     """Start a service on the node, or raise ``NodeUnreachable`` or ``BootstrapFailed`` with what the node said.
 
     ``~`` in ``root`` is the node's user's home. ``python`` is found in the node's PATH or is a path there.
     """
     nonce = f"distflow-{secrets.token_hex(12)}"
-    channel = transport.open(service_argv(root, python, nonce, service))
+    channel = transport.open(service_argv(root, python, nonce, service, bundle))
     try:
         greeting = _Greeting(transport.name, channel, nonce, timeout_s, python)
         with greeting:
             word, detail = greeting.next_word()
             if word == "need":
-                archive = runtime_archive()
-                greeting.write(b"%d\n" % len(archive) + archive)
+                greeting.write(b"%d\n" % len(bundle.archive) + bundle.archive)
             if word != "error":
                 word, detail = greeting.next_word()
         if word == "error":

@@ -1,0 +1,54 @@
+"""What is shipped to nodes: archives of distflow's own sources, named by their SHA-256.
+
+Each is unpacked to a directory of its own and holds all that its services import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import io
+import zipfile
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+__all__ = ["RUNTIME", "Bundle"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """One archive."""
+
+    package: str
+    """Where its services are."""
+    modules: tuple[str, ...] = ()
+    """What it has beside the node runtime."""
+
+    @cached_property
+    def archive(self) -> bytes:
+        """A zip archive: the same bytes for the same sources, wherever and whenever it is made."""
+        sources = {"distflow/__init__.py": b""}
+        top = importlib.resources.files("distflow")
+        for file in top.joinpath("runtime").iterdir():
+            if file.name.endswith(".py"):
+                sources[f"distflow/runtime/{file.name}"] = file.read_bytes()
+        for name in self.modules:
+            sources[f"distflow/{name}.py"] = top.joinpath(f"{name}.py").read_bytes()
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for name in sorted(sources):
+                entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+                entry.create_system = 3
+                entry.external_attr = 0o600 << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, sources[name])
+        return buffer.getvalue()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the archive: the name of its directory on a node."""
+        return hashlib.sha256(self.archive).hexdigest()
+
+
+RUNTIME: Final = Bundle(package="distflow.runtime")
