@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
@@ -38,6 +39,9 @@ workflow:
       printf '{"message": {"message": "failed with %s", "extraInfo": {}}}' "$SET" > "$TORCHELASTIC_ERROR_FILE"
       printf '%s' "$WANDB_API_KEY" | tee /dev/stderr
       exit 3
+"""
+WRITER = """
+workflow: {name: writer, tasks: [{name: a, command: [sh, -c, 'echo x > {{output}}/x'], outputs: [{url: "s3://b/x"}]}]}
 """
 BLOCKER = """
 workflow:
@@ -131,6 +135,67 @@ def test_canaries_are_found_nowhere(cli: Cli, where: str, request: pytest.Fixtur
     assert not [one for one in said if has_canary((one.out + one.err).encode())]
     # Two that touch are one mask, or two when they came apart.
     assert cli.logs(workflow).replace("*" * 16, "*" * 8).endswith("[talker] ready\n[talker] ********\n")
+
+
+@pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
+def test_a_node_that_writes_to_a_store_keeps_its_secret_to_itself(
+    cli: Cli, where: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
+    if why := missing_rclone():
+        pytest.skip(why)
+    if where == "lab":
+        lab: Lab = request.getfixturevalue("lab")
+        lab.configure(names=("gpu1",))
+    with S3Server(tmp_path_factory.mktemp("s3"), access_key=FILE) as server:
+        server.bucket("b")
+        _keep_store(cli, tmp_path_factory.mktemp("fields"), server.url)
+        server.freeze()
+        workflow = cli.submit(cli.spec(WRITER))
+        wait_until(deliverers, 60)
+        # While it goes: the credential of this machine, and nothing else on any disk; no arguments but the server's own.
+        assert {str(path.relative_to(cli.state)) for path in holders([cli.folder])} == {"credentials/store.json"}
+        assert not holders([Path(f"/dev/shm/distflow-{os.getuid()}")])
+        assert not [one for one in in_arguments() if "rclone" not in one]
+        assert not [pid for pid in deliverers() if has_canary(Path(f"/proc/{pid}/environ").read_bytes())]
+        server.thaw()
+        cli.await_status(workflow, "COMPLETED")
+        events = cli.run("workflow", "events", workflow)
+        assert "its output is at s3://b/x: 1 file, 2 B" in events.out
+        assert "through this machine" not in events.out
+        # A store that does not take it any more says so, and that is shown.
+        server.stop()
+        with S3Server(tmp_path_factory.mktemp("other"), access_key=AUTH) as other:
+            other.bucket("b")
+            _keep_store(cli, tmp_path_factory.mktemp("fields"), other.url)
+            refused = cli.submit(cli.spec(WRITER))
+            cli.await_status(refused, "FAILED")
+    assert ": refused: " in cli.run("workflow", "events", refused).out
+    said = [cli.run("workflow", verb, one) for verb in ("query", "events", "logs") for one in (workflow, refused)]
+    assert not [one for one in said if has_canary((one.out + one.err).encode())]
+    assert {str(path.relative_to(cli.state)) for path in holders([cli.folder])} == {"credentials/store.json"}
+
+
+def _keep_store(cli: Cli, folder: Path, url: str) -> None:
+    """Set the DATA credential of the bucket; its key from standard input."""
+    words = []
+    for key, value in (("endpoint", "s3://b"), ("access_key_id", "test-key"), ("override_url", url)):
+        (folder / key).write_text(value)
+        words += ["--payload-file", f"{key}={folder / key}"]
+    command = [sys.executable, "-m", "distflow", "credential", "set", "store", "--type", "DATA", *words]
+    command += ["--payload-file", "access_key=-"]
+    subprocess.run(command, input=FILE, text=True, check=True, env=cli.environment, cwd=cli.folder, capture_output=True)
+
+
+def deliverers() -> list[str]:
+    """Processes that write an output to a store."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "comm").read_text() == "df-deliver\n":
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
 
 
 def test_what_was_given_holds_though_the_credential_is_deleted(cli: Cli) -> None:

@@ -6,15 +6,21 @@ follows from it is decided elsewhere (``supervisor.decide``).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch
 from distflow.pools.model import Node
+
+if TYPE_CHECKING:
+    from distflow.storage.base import Progress
+    from distflow.storage.delivery import Delivered, Delivery
+    from distflow.storage.identity import Identity
 
 __all__ = [
     "Absent",
@@ -273,7 +279,8 @@ class Backend(Protocol):
 
     Contract, held by ``tests/contract/test_backend.py``:
 
-    1. No method blocks; answers and everything else that is seen go to the sink that the backend was built with.
+    1. No method but ``deliver`` blocks; answers and everything else that is seen go to the sink that the backend was built
+       with.
     2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``; every other command by an observation of its
     attempt, or by
        ``Unanswered`` when the connection broke. All commands may be repeated: they answer what already is.
@@ -317,6 +324,16 @@ class Backend(Protocol):
         """Bring the output of an ended attempt to this machine's blob store.
 
         With ``place``, that directory of the attempt, which may still run; answers carry ``op``.
+        """
+        ...
+
+    def deliver(
+        self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress
+    ) -> Delivered:
+        """Have its node bring the output of an ended attempt to its store; called in a thread, returns when all is there.
+
+        May be repeated. A node that is away is waited for, until ``halt``. Raises ``NotDirect`` when it must be relayed,
+        ``StorageError`` when that would not help either, and ``Halted``.
         """
         ...
 

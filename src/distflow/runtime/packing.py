@@ -20,7 +20,7 @@ from distflow.runtime.blobs import BLOBS, Part, path_of, touch
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["PACKED", "pack_output", "pack_place"]
+__all__ = ["PACKED", "check_output", "pack_output", "pack_place"]
 
 PACKED = "packed.json"
 _AT_ONCE = 1 << 20
@@ -43,14 +43,21 @@ def pack_output(root: str, attempt: str, told: Told) -> Json:
     known = _packed_before(root, directory)
     if known is not None:
         return known
-    output = os.path.join(directory, "output")
-    if not os.path.isdir(output) or os.path.islink(output):
-        raise OpError("not_found", "{} is not there any more".format(output))
+    output = _output_of(directory)
     entries = list(_walk(output, ""))
     left_out = sorted(name for name, info in entries if not _is_packed(info))
     packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, told)
     _note(directory, packed)
     return packed
+
+
+def check_output(root: str, attempt: str) -> str:
+    """The directory of an attempt's output, where it can be handed on as it lies there. Raises what ``pack_output`` does."""
+    output = _output_of(attempts.directory_of(root, attempt))
+    for name, info in _walk(output, ""):
+        if stat.S_ISLNK(info.st_mode):
+            _target(output, name)
+    return output
 
 
 def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
@@ -93,6 +100,25 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
         if number:  # what changed once may have been complete just after
             unstable |= changed
     raise OpError("busy", "the files of {} change all the time, so that none can be taken whole".format(path))
+
+
+def _output_of(directory: str) -> str:
+    output = os.path.join(directory, "output")
+    if not os.path.isdir(output) or os.path.islink(output):
+        raise OpError("not_found", "{} is not there any more".format(output))
+    return output
+
+
+def _target(output: str, name: str) -> Tuple[str, bool]:
+    """Where a link of an output leads, and whether that is in the output. Raises ``bad_request`` for a directory outside."""
+    path = os.path.join(output, name)
+    top, target = os.path.realpath(output), os.path.realpath(path)
+    if target == top or target.startswith(top + os.sep):
+        return target, True
+    if not os.path.isfile(target):
+        said = "the link {} in its output leads to {}, outside of it; copy what it points to, or remove the link"
+        raise OpError("bad_request", said.format(name, os.readlink(path)))
+    return target, False
 
 
 def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
@@ -185,15 +211,12 @@ def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> 
         tar.addfile(member)
         return
     if stat.S_ISLNK(info.st_mode):
-        top, target = os.path.realpath(output), os.path.realpath(path)
-        if target == top or target.startswith(top + os.sep):
+        target, is_inside = _target(output, name)
+        if is_inside:
             member.type = tarfile.SYMTYPE
             member.linkname = os.path.relpath(target, os.path.realpath(os.path.dirname(path)))
             tar.addfile(member)
             return
-        if not os.path.isfile(target):
-            said = "the link {} in its output leads to {}, outside of it; copy what it points to, or remove the link"
-            raise OpError("bad_request", said.format(name, os.readlink(path)))
         path = target
     try:
         with open(path, "rb") as source:

@@ -23,9 +23,9 @@ from distflow.storage.base import Progress, Store, nothing_told
 from distflow.storage.downloading import Moved, download
 from distflow.storage.failures import local_errors
 from distflow.storage.trying import Patience
-from distflow.storage.uploading import sources, upload
+from distflow.storage.uploading import sources
 
-__all__ = ["Archive", "fetch_archive", "make_archive", "send_archive", "unpacked"]
+__all__ = ["Archive", "fetch_archive", "make_archive", "unpacked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,25 +82,6 @@ def make_archive(fetch: Callable[[Path, bool], Moved], blobs: Path, scratch: Pat
             part.unlink(missing_ok=True)
         shutil.rmtree(scratch)
     return Archive(digest=digest, size=size, moved=moved)
-
-
-def send_archive(
-    store: Store,
-    url: StorageUrl,
-    archive: Path,
-    scratch: Path,
-    *,
-    regex: str = "",
-    patience: Patience | None = None,
-    told: Progress = nothing_told,
-) -> Moved:
-    """Write what an archive holds below a URL; ``regex`` is matched from the start of the names in it.
-
-    What is at the URL with the same content is not sent again. ``scratch`` is of this transfer alone, and empty afterwards.
-    Raises ``StorageError``, and ``Halted``.
-    """
-    with unpacked(archive, scratch) as top:
-        return upload(store, url, sources([top], regex, contents=True), patience=patience, told=told)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from distflow.shell import Secret
 from distflow.storage.base import PART_BYTES, Entry, Sink
 from distflow.storage.credentials import Credentials
 from distflow.storage.failures import driver_errors
+from distflow.storage.identity import SECRET_VARIABLES
 from distflow.storage.options import NO_DRIVER, Driver, driver_of
 
 __all__ = ["ObjectStore", "open_objects", "part_size"]
@@ -26,8 +27,6 @@ _MOST_PARTS = 9000
 """S3 takes 10 000 for one object."""
 _PARTS_AT_ONCE = 4
 _PROBE = ".distflow-check"
-_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_CONNECTION_STRING")
-"""Variables that drivers read by themselves."""
 
 
 def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStore:
@@ -41,7 +40,7 @@ def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStor
     # A coroutine of a driver that was cut off is told of there, with its arguments.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     secrets = [credentials.access_key] if credentials is not None else []
-    secrets += [Secret(os.environ[name]) for name in _SECRETS if os.environ.get(name)]
+    secrets += [Secret(os.environ[name]) for name in SECRET_VARIABLES if os.environ.get(name)]
     with driver_errors(url.profile, secrets):
         files = fsspec.filesystem(driver.name, skip_instance_cache=True, use_listings_cache=False, **driver.options)
     files.retries = 1

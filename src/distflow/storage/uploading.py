@@ -30,18 +30,19 @@ class Source:
     size: int
 
 
-def sources(paths: Iterable[Path], regex: str = "", *, contents: bool = False) -> tuple[Source, ...]:
+def sources(paths: Iterable[Path], regex: str = "", *, contents: bool = False, only_files: bool = False) -> tuple[Source, ...]:
     """Return the files at and below some paths, of which ``regex`` matches the name from its start.
 
     A directory keeps its name; with ``contents`` what it holds is meant. Links are followed. Raises ``StorageError`` for what
-    cannot be read, is no file or directory, or leads in a circle, and for two files of one name.
+    cannot be read, is no file or directory (``only_files`` leaves that out), or leads in a circle, and for two files of one
+    name.
     """
     pattern = compile_regex(regex)
     found: dict[str, Source] = {}
     for path in paths:
         with local_errors(path):
             top = "" if contents and path.is_dir() else (path.name or path.resolve().name)
-            for one in _walk(path, top, ()):
+            for one in _walk(path, top, (), only_files=only_files):
                 if pattern is not None and not pattern.match(one.name):
                     continue
                 if one.name in found:
@@ -104,7 +105,7 @@ def _write(store: Store, goal: StorageUrl, one: Source, patience: Patience, gaug
     gauge.add(one.size - sent)
 
 
-def _walk(path: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator[Source]:
+def _walk(path: Path, name: str, above: tuple[tuple[int, int], ...], *, only_files: bool) -> Iterator[Source]:
     found = path.stat()
     if stat.S_ISREG(found.st_mode):
         if not os.access(path, os.R_OK):
@@ -115,6 +116,7 @@ def _walk(path: Path, name: str, above: tuple[tuple[int, int], ...]) -> Iterator
         if identity in above:
             raise StorageError(f"{path} leads back to a directory above it", hint="remove the link")
         for item in sorted(path.iterdir(), key=lambda one: os.fsencode(one.name)):
-            yield from _walk(item, f"{name}/{item.name}" if name else item.name, (*above, identity))
-    else:
+            below = f"{name}/{item.name}" if name else item.name
+            yield from _walk(item, below, (*above, identity), only_files=only_files)
+    elif not only_files:
         raise StorageError(f"{path} is no file and no directory", hint="leave it out")

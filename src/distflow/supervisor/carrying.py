@@ -1,8 +1,9 @@
 """Data between URLs and gangs: what is fetched before a group is queued, what is written after its tasks completed. Pure.
 
-Both pass through this machine: an input becomes an archive in the blob store, as an output of a task is one, and is sent to
-the nodes like that; an output is collected from its node first. What is to be done is said as commands, which are repeated
-until the record holds their outcome; ``mover`` does them.
+An input passes through this machine: it becomes an archive in the blob store, as an output of a task is one, and is sent to
+the nodes like that. An output is written by its node, where the URL means the same there; of one that cannot, that is noted
+(``relay/<n>``), and the output is collected from it first. What is to be done is said as commands, which are repeated until
+the record holds their outcome; ``mover`` does them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import DataSpec
 from distflow.state.record import Carried, Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
-from distflow.supervisor.world import Command
+from distflow.storage.options import package_of
+from distflow.supervisor.world import Command, key_of
 
 __all__ = [
     "Carriage",
@@ -30,10 +32,12 @@ __all__ = [
     "is_wanted",
     "kept",
     "place_data",
+    "relayed",
+    "relayed_op",
     "writers",
 ]
 
-_FETCH, _WRITE = "fetch", "write"
+_FETCH, _WRITE, _RELAY = "fetch", "write", "relay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,9 @@ class Errand:
     """With everything filled in."""
     regex: str
     digest: str = ""
-    """Of the archive to write; empty: fetch one."""
+    """Of the archive to write; empty, without a ``source``: fetch one."""
+    source: AttemptKey | None = None
+    """Whose output it is, for its node to write."""
     dataset: str = ""
     """Of those below the URL, with a version or without; empty: the URL itself is meant."""
     path: str = ""
@@ -86,6 +92,8 @@ class Carriage:
     """Why it will never be done."""
     at: float = 0.0
     """When the last of it was done."""
+    on_nodes: frozenset[str] = frozenset()
+    """Tasks whose node has something to write."""
 
 
 def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
@@ -95,16 +103,21 @@ def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Car
 
 
 def carry_out(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
-    """Return what is still to be written to URLs of a group whose tasks have ended well: what is here of their outputs."""
-    errands = [
-        (task.name, _errand(f"{_WRITE}/{one.position}", one, record, task.saved.digest))
-        for task in writers(plan, group)
-        for one in plan.launch(task.name).url_outputs
-        if task.saved is not None and task.saved.digest
-    ]
+    """Return what is still to be written to URLs of a group whose tasks have ended well, and can be, by nodes or from here."""
+    errands = [(task, errand) for task, errand in _writes(plan, record, group) if errand.source or errand.digest]
     return _carriage(
         record, group, errands, "all tasks have ended; their outputs are written: ", "its output cannot be written"
     )
+
+
+def relayed(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> frozenset[str]:
+    """Return the tasks of which an output is written from this machine, so that it must be here."""
+    return frozenset(task for task, errand in _writes(plan, record, group) if errand.source is None)
+
+
+def relayed_op(op: str) -> str:
+    """Return what notes of a ``write/<n>`` that its node cannot do it."""
+    return op.replace(_WRITE, _RELAY)
 
 
 def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
@@ -147,9 +160,8 @@ def errand_of(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | 
         return _errand(command.op, one, record)
     if kind == _WRITE:
         one = next(one for one in group.launch(command.task).url_outputs if one.position == int(number))
-        saved = record.group(command.group).task(command.task).saved
-        digest = saved.digest if saved is not None else ""
-        return _errand(command.op, one, record, digest)
+        seen = record.group(command.group)
+        return _write(one, record, seen, seen.task(command.task))
     return None
 
 
@@ -163,7 +175,8 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
     """Return the workflow's record after something was carried, or a part of it, and the events that tell of it."""
     group = record.group(seen.key.group)
     task = group.find(seen.key.task, seen.key.attempt)
-    is_known = any((one.op, one.task) == (seen.op, seen.key.task) for one in group.carried)
+    op = seen.outcome.op if seen.outcome is not None else seen.op
+    is_known = any((one.op, one.task) == (op, seen.key.task) for one in group.carried)
     if task is None or task.attempt != group.attempt or group.state.is_final or is_known:
         return record, []
     if seen.outcome is None:
@@ -175,7 +188,9 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
     is_input = seen.op.startswith(_FETCH)
     what = f"{done.files:,} file{'' if done.files == 1 else 's'}, {bytes_text(done.content)}"
     words = f"its input is here: {done.url}: {what}" if is_input else f"its output is at {done.url}: {what}"
-    if done.error:
+    if done.op.startswith(_RELAY):
+        words = f"its output goes to {done.url} through this machine: {done.error}"
+    elif done.error:
         words = f"{'its input' if is_input else 'its output'}: {done.error}"
     elif not done.files and is_input:
         words = f"nothing at {seen.url} is matched by `{done.regex}`: the directory is empty"
@@ -188,9 +203,28 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
     return record.with_group(after), [event]
 
 
-def _errand(op: str, one: DataSpec, record: WorkflowRecord, digest: str = "") -> Errand:
+def _errand(op: str, one: DataSpec, record: WorkflowRecord) -> Errand:
     url = one.url.replace("{{workflow_id}}", record.id)
-    return Errand(op=op, url=url, regex=one.regex, digest=digest, dataset=one.dataset, path=one.path)
+    return Errand(op=op, url=url, regex=one.regex, dataset=one.dataset, path=one.path)
+
+
+def _writes(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> list[tuple[str, Errand]]:
+    """Return everything that goes to URLs, with its task; what is written already, too."""
+    return [
+        (task.name, _write(one, record, group, task))
+        for task in writers(plan, group)
+        for one in plan.launch(task.name).url_outputs
+    ]
+
+
+def _write(one: DataSpec, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> Errand:
+    errand = _errand(f"{_WRITE}/{one.position}", one, record)
+    source = key_of(record, group, task)
+    is_relayed = (relayed_op(errand.op), task.name) in {(done.op, done.task) for done in group.carried}
+    # What needs no driver is of this machine, or is reached as it is from here: folders, and hosts by SSH.
+    if source is not None and not is_relayed and package_of(parse_url(errand.url)):
+        return replace(errand, source=source)
+    return replace(errand, digest=task.saved.digest if task.saved is not None else "")
 
 
 def _content(one: DataSpec) -> tuple[str, str, str]:
@@ -224,6 +258,7 @@ def _carriage(
         message=doing + ", ".join(dict.fromkeys(errand.words for _, errand in errands)) if left else "",
         failed=_cause(group, first, failing) if first is not None else None,
         at=max((one.at for task, errand in errands if (one := done.get((errand.op, task))) is not None), default=0.0),
+        on_nodes=frozenset(task for task, errand in left if errand.source is not None),
     )
 
 

@@ -11,7 +11,7 @@ from distflow.plan.model import BoundLaunch, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import InputSpec
 from distflow.state.record import Cause, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.carrying import carry_out, writers
+from distflow.supervisor.carrying import carry_out, relayed
 from distflow.supervisor.world import Command, NodeView
 
 __all__ = ["Handover", "archives", "hand_over", "place_inputs"]
@@ -22,9 +22,9 @@ class Handover:
     """How far a group, of which all tasks have ended, is with what others take of it."""
 
     missing: tuple[TaskRecord, ...] = ()
-    """Tasks whose output is wanted and not here."""
+    """Tasks whose output is wanted here and has not come."""
     commands: tuple[Command, ...] = ()
-    """What is to be done with what is here: writing it to URLs."""
+    """What is to be written to URLs, from here or by nodes."""
     message: str = ""
     """That, in words; empty when nothing is left to do."""
     spoilt: Cause | None = None
@@ -46,16 +46,21 @@ def hand_over(
     """Return what is still to be done with a group's outputs: fetched for groups that wait for them, written to URLs."""
     planned = plan.group(group.name)
     handed_on = _wanted(plan, record)
-    wanted = handed_on | {task.name for task in writers(planned, group)}
+    wanted = handed_on | relayed(planned, record, group)
     written = carry_out(planned, record, group)
     tasks = [task for task in group.tasks if task.name in wanted]
     missing = tuple(task for task in tasks if task.saved is None)
-    spoilt = [cause for task in tasks if (cause := _spoilt(task, node_of(task), lost_after_s, now)) is not None]
-    away = {task.node: view for task in missing if (view := node_of(task)) is not None and not view.up}
+    needed = [task for task in group.tasks if task.name in wanted | written.on_nodes]
+    spoilt = [cause for task in needed if (cause := _spoilt(task, node_of(task), lost_after_s, now)) is not None]
+    away = {
+        task.node: view
+        for task in needed
+        if (task in missing or task.name in written.on_nodes) and (view := node_of(task)) is not None and not view.up
+    }
     return Handover(
         missing=missing,
         commands=written.commands,
-        message=_words(missing, away, handed_on) if missing else written.message,
+        message=_words(missing, away, handed_on) if missing else _with_away(written.message, away),
         spoilt=spoilt[0] if spoilt else written.failed,
         saved_at=max([written.at, *(task.saved.at for task in tasks if task.saved is not None)]),
         wake_at=min((view.since + lost_after_s for view in away.values()), default=None),
@@ -110,5 +115,8 @@ def _spoilt(task: TaskRecord, view: NodeView | None, lost_after_s: float, now: f
 
 def _words(missing: Sequence[TaskRecord], away: dict[str | None, NodeView], handed_on: Container[str]) -> str:
     why = "for the groups that wait" if any(task.name in handed_on for task in missing) else "to be written to its URL"
-    words = f"all tasks have ended; what {listed([task.name for task in missing])} wrote is fetched {why}"
+    return _with_away(f"all tasks have ended; what {listed([task.name for task in missing])} wrote is fetched {why}", away)
+
+
+def _with_away(words: str, away: dict[str | None, NodeView]) -> str:
     return "; ".join([words, *(f"{name} is out of reach: {view.error}" for name, view in away.items() if view.error)])

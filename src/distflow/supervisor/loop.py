@@ -343,7 +343,7 @@ class Supervisor:
         elif is_checkpoint(command.op):
             backend.collect(command.key, command.op, place_of(plan.group(command.group), command))
         elif errand := store_errand(plan, record, command) or errand_of(plan, record, command):
-            self._mover.begin(command, errand)
+            self._mover.begin(command, errand, backend)
 
     def _prepare(self, backend: Backend, command: Command) -> None:
         workflow, pool = self._workflows[command.workflow], self._pools[command.pool]

@@ -1,4 +1,4 @@
-"""Doing what ``carrying`` decides: data between URLs and the blob store, each in a thread, told of as observations.
+"""Doing what ``carrying`` decides: data between URLs and the blob store or nodes, each in a thread, told of as observations.
 
 A transfer may be repeated at any time, by this supervisor or the next one: what it left half done is gone on with.
 """
@@ -6,23 +6,26 @@ A transfer may be repeated at any time, by this supervisor or the next one: what
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.backends.base import AttemptKey, Observation
+from distflow.backends.base import AttemptKey, Backend, Observation
 from distflow.backends.machines.pace import Pace
 from distflow.errors import DistflowError
 from distflow.state.record import Carried
 from distflow.storage.credentials import CredentialsFor, ambient
-from distflow.supervisor.carrying import DataSeen, Errand
+from distflow.supervisor.carrying import DataSeen, Errand, relayed_op
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.world import Command
 
 if TYPE_CHECKING:
-    from distflow.storage.datasets import Datasets
+    from distflow.documents.urls import StorageUrl
+    from distflow.storage.base import Store
+    from distflow.storage.delivery import Delivery
     from distflow.storage.trying import Patience
 
 __all__ = ["Mover"]
@@ -30,6 +33,11 @@ __all__ = ["Mover"]
 _AT_ONCE = 4
 _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
 """Longer than a person would wait: what was computed for days is not given up for a network that is away for a minute."""
+
+_OURS_ALONE = (
+    "no node has the credentials, which are in files or a role of this machine (to make it direct: "
+    "distflow credential set NAME --type DATA)"
+)
 
 _Identity = tuple[str, str, str, str, int]
 
@@ -54,10 +62,11 @@ class Mover:
         self._halts: dict[_Identity, threading.Event] = {}
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
 
-    def begin(self, command: Command, errand: Errand) -> None:
-        """Do one thing in a thread; the sink hears of it until it is over."""
+    def begin(self, command: Command, errand: Errand, backend: Backend | None = None) -> None:
+        """Do one thing in a thread; the sink hears of it until it is over. ``backend``: of the nodes."""
         halt = self._halts[command.identity] = threading.Event()
-        threading.Thread(target=self._run, args=(command, errand, halt), name=f"data {errand.op}", daemon=True).start()
+        given = (command, errand, backend, halt)
+        threading.Thread(target=self._run, args=given, name=f"data {errand.op}", daemon=True).start()
 
     def call_off(self, command: Command) -> None:
         """Let go of one thing that nobody waits for any more; nothing more is heard of it."""
@@ -74,13 +83,16 @@ class Mover:
         for halt in self._halts.values():
             halt.set()
 
-    def _run(self, command: Command, errand: Errand, halt: threading.Event) -> None:
+    def _run(self, command: Command, errand: Errand, backend: Backend | None, halt: threading.Event) -> None:
         from distflow.storage.failures import Halted  # noqa: PLC0415  most workflows have no data at URLs
 
         told = _Told(command, errand, self._clock, self._sink)
         try:
-            with self._turns:
-                outcome = self._carry(command, errand, halt, told)
+            if errand.source is not None and backend is not None:
+                outcome = self._deliver(command, errand, errand.source, backend, halt, told)
+            else:
+                with self._turns:
+                    outcome = self._carry(command, errand, halt, told)
         except Halted:
             return
         except DistflowError as error:
@@ -95,55 +107,72 @@ class Mover:
 
     def _carry(self, command: Command, errand: Errand, halt: threading.Event, told: _Told) -> Carried:
         from distflow.documents.urls import parse_url  # noqa: PLC0415
-        from distflow.storage.archives import fetch_archive, send_archive  # noqa: PLC0415
-        from distflow.storage.datasets import Datasets  # noqa: PLC0415
+        from distflow.storage.archives import unpacked  # noqa: PLC0415
+        from distflow.storage.delivery import deliver  # noqa: PLC0415
         from distflow.storage.opening import open_store  # noqa: PLC0415
         from distflow.storage.trying import Patience  # noqa: PLC0415
 
         patience = Patience(halt, _PAUSES_S)
         patience.check()
         url = parse_url(errand.url, writes=bool(errand.digest))
-        scratch = self._scratch_of(command)
         store = open_store(url, self._credentials_for)
         try:
-            if errand.dataset:
-                return self._carry_dataset(command, errand, Datasets(store, url, patience), patience, told)
             if not errand.digest:
-                found = fetch_archive(store, url, self._blobs, scratch, regex=errand.regex, patience=patience, told=told)
-                return told.outcome(digest=found.digest, size=found.size, files=found.moved.files, content=found.moved.size)
-            archive = self._blobs / errand.digest
-            moved = send_archive(store, url, archive, scratch, regex=errand.regex, patience=patience, told=told)
-            return told.outcome(files=moved.files, content=moved.size)
+                return self._fetch(command, errand, store, url, patience, told)
+            with unpacked(self._blobs / errand.digest, self._scratch_of(command)) as top:
+                done = deliver(store, self._delivery(command, errand), top, patience=patience, told=told)
+            return told.outcome(files=done.files, content=done.size, url=done.words)
         finally:
             store.close()
 
-    def _carry_dataset(self, command: Command, errand: Errand, datasets: Datasets, patience: Patience, told: _Told) -> Carried:
+    def _fetch(
+        self, command: Command, errand: Errand, store: Store, url: StorageUrl, patience: Patience, told: _Told
+    ) -> Carried:
         from distflow.documents.names import parse_dataset  # noqa: PLC0415
-        from distflow.storage.archives import make_archive, unpacked  # noqa: PLC0415
-        from distflow.storage.uploading import sources  # noqa: PLC0415
+        from distflow.storage.archives import fetch_archive, make_archive  # noqa: PLC0415
+        from distflow.storage.datasets import Datasets  # noqa: PLC0415
 
-        scratch = self._scratch_of(command)
-        name, number = parse_dataset(errand.dataset)
-        if not errand.digest:
+        scratch, words = self._scratch_of(command), ""
+        if errand.dataset:
+            name, number = parse_dataset(errand.dataset)
+            datasets = Datasets(store, url, patience)
             manifest = datasets.manifest(name, number)
+            words = f"dataset {name}:{manifest.number}"
             found = make_archive(
                 lambda files, resume: datasets.fetch(manifest, files / name, regex=errand.regex, resume=resume, told=told),
                 self._blobs, scratch, patience,
             )  # fmt: skip
-            return told.outcome(
-                digest=found.digest, size=found.size, files=found.moved.files, content=found.moved.size,
-                url=f"dataset {name}:{manifest.number}",
-            )  # fmt: skip
-        with unpacked(self._blobs / errand.digest, scratch) as top:
-            if errand.path and not (top / errand.path).exists():
-                return told.outcome(error=f"{errand.words}: there is no `{errand.path}` in it")
-            files = sources([top / errand.path], errand.regex, contents=not errand.path)
-            if not files:
-                return told.outcome()
-            # The same for whoever repeats it.
-            mark = hashlib.sha256("/".join(str(part) for part in command.identity).encode()).hexdigest()[:16]
-            made = datasets.add(name, files, mark=mark, at=self._clock.now(), told=told)
-            return told.outcome(files=len(made.files), content=made.size, url=f"dataset {name}:{made.number}")
+        else:
+            found = fetch_archive(store, url, self._blobs, scratch, regex=errand.regex, patience=patience, told=told)
+        moved = found.moved
+        return told.outcome(digest=found.digest, size=found.size, files=moved.files, content=moved.size, url=words)
+
+    def _deliver(
+        self, command: Command, errand: Errand, source: AttemptKey, backend: Backend, halt: threading.Event, told: _Told
+    ) -> Carried:
+        """Have a node write what it holds; when it cannot, the outcome is that, and what to do about it."""
+        from distflow.documents.urls import parse_url  # noqa: PLC0415
+        from distflow.storage.delivery import NotDirect  # noqa: PLC0415
+        from distflow.storage.identity import identity_of  # noqa: PLC0415
+
+        url = parse_url(errand.url, writes=True)
+        identity = identity_of(url, self._credentials_for(url.profile), os.environ)
+        if identity is None:
+            return told.outcome(relayed=_OURS_ALONE)
+        try:
+            done = backend.deliver(source, self._delivery(command, errand), identity, halt, told)
+        except NotDirect as why:
+            return told.outcome(relayed=str(why))
+        return told.outcome(files=done.files, content=done.size, url=done.words)
+
+    def _delivery(self, command: Command, errand: Errand) -> Delivery:
+        from distflow.storage.delivery import Delivery  # noqa: PLC0415
+
+        # The same for whoever repeats it.
+        mark = hashlib.sha256("/".join(str(part) for part in command.identity).encode()).hexdigest()[:16]
+        return Delivery(
+            url=errand.url, regex=errand.regex, dataset=errand.dataset, path=errand.path, mark=mark, at=self._clock.now()
+        )
 
     def _scratch_of(self, command: Command) -> Path:
         return self._scratch / command.workflow / command.group / command.task / command.op.replace("/", "-")
@@ -173,9 +202,11 @@ class _Told:
         )  # fmt: skip
 
     def outcome(
-        self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = ""
-    ) -> Carried:
+        self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = "",
+        relayed: str = "",
+    ) -> Carried:  # fmt: skip
         return Carried(
-            op=self._command.op, task=self._command.task, at=self._clock.now(), url=url or self._errand.words,
-            regex=self._errand.regex, digest=digest, size=size, files=files, content=content, error=error,
+            op=relayed_op(self._command.op) if relayed else self._command.op, task=self._command.task, at=self._clock.now(),
+            url=url or self._errand.words, regex=self._errand.regex, digest=digest, size=size, files=files, content=content,
+            error=relayed or error,
         )  # fmt: skip

@@ -7,6 +7,7 @@ to lose answers, to kill an attempt. What runs there is described by ``Behaviour
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,9 @@ from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
+from distflow.storage.base import Progress
+from distflow.storage.delivery import Delivered, Delivery, NotDirect
+from distflow.storage.identity import Identity
 from distflow.supervisor.clock import Clock as OurClock
 
 __all__ = ["Behaviour", "FakeBackend"]
@@ -232,6 +236,17 @@ class FakeBackend:
             self.collected.append(key.name if place is None else f"{key.name}/{place}")
             what = key.name if place is None else f"{key.name}/{place}/{now}"
             self._sink(Collected(at=now, key=key, op=op, digest=hashlib.sha256(what.encode()).hexdigest(), size=10240))
+
+    def deliver(
+        self,
+        key: AttemptKey,
+        delivery: Delivery,  # noqa: ARG002  nothing is there to be delivered
+        identity: Identity,  # noqa: ARG002
+        halt: threading.Event,  # noqa: ARG002
+        told: Progress,  # noqa: ARG002
+    ) -> Delivered:
+        """Be a node that has no driver."""
+        raise NotDirect(f"{key.node}: it has no driver")
 
     def close(self) -> None:
         """Let go."""

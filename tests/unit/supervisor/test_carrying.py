@@ -27,14 +27,23 @@ def driver_of(tasks: int = 1, behaviour: Behaviour | None = None, **settings: ob
     return driver
 
 
-def say(driver: Driver, command: Command, **outcome: object) -> None:
+def say(driver: Driver, command: Command, as_op: str = "", **outcome: object) -> None:
     """Let a transfer end."""
     one = driver.workflows[command.workflow]
     errand = errand_of(one.plan, one.record, command)
     assert errand is not None
-    done = Carried(op=command.op, task=command.task, at=driver.clock.now(), url=errand.words, regex=errand.regex, **outcome)  # type: ignore[arg-type]
+    op, at = as_op or command.op, driver.clock.now()
+    done = Carried(op=op, task=command.task, at=at, url=errand.words, regex=errand.regex, **outcome)  # type: ignore[arg-type]
     driver.seen.append(DataSeen(at=driver.clock.now(), key=command.key, op=command.op, url=errand.words, outcome=done))
     driver.settle()
+
+
+def source_of(driver: Driver) -> AttemptKey | None:
+    """Whose node writes what was asked for last."""
+    one = driver.workflows["u1"]
+    errand = errand_of(one.plan, one.record, driver.carrying[-1])
+    assert errand is not None
+    return errand.source
 
 
 def errands(driver: Driver) -> list[tuple[str, str, str, str, str]]:
@@ -104,9 +113,9 @@ def test_an_input_that_cannot_be_fetched_ends_the_group_unstarted() -> None:
 def test_a_group_completes_when_its_output_is_written() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
-    saved = driver.group().tasks[0].saved
-    assert saved is not None
-    assert errands(driver) == [("write/0", "t0", "s3://b/out/w-u1", "", saved.digest)]
+    assert errands(driver) == [("write/0", "t0", "s3://b/out/w-u1", "", "")]
+    assert source_of(driver) == AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
+    assert driver.backend.collected == []
     assert driver.group().state is State.RUNNING
     assert driver.group().message == "all tasks have ended; their outputs are written: s3://b/out/w-u1"
     driver.clock.advance(7.0)
@@ -115,6 +124,62 @@ def test_a_group_completes_when_its_output_is_written() -> None:
     assert (group.state, group.ended_at) == (State.COMPLETED, driver.clock.now())
     assert driver.events[-2].text.startswith("train: COMPLETED") or driver.events[-1].text.endswith("COMPLETED")
     assert any(event.text == "t0: its output is at s3://b/out/w-u1: 2 files, 100 B" for event in driver.events)
+
+
+def test_what_its_node_cannot_write_is_written_from_here() -> None:
+    driver = driver_of(url_outputs=OUT)
+    driver.advance(1.0)
+    say(driver, driver.carrying[0], as_op="relay/0", error="n1: it has no s3fs")
+    assert driver.backend.collected == ["u1/train/t0/0"]
+    saved = driver.group().tasks[0].saved
+    assert saved is not None
+    assert errands(driver)[-1] == ("write/0", "t0", "s3://b/out/w-u1", "", saved.digest)
+    assert source_of(driver) is None
+    # Whoever comes later knows it, and says it no second time.
+    driver.restart()
+    driver.settle()
+    assert errands(driver)[-1][-1] == saved.digest
+    say(driver, driver.carrying[-1], files=1)
+    assert driver.group().state is State.COMPLETED
+    told = [event.text for event in driver.events]
+    assert told.count("t0: its output goes to s3://b/out/w-u1 through this machine: n1: it has no s3fs") == 1
+
+
+@pytest.mark.parametrize("url", ["file:///out", "/out", "sftp://host/out"])
+def test_what_means_something_else_on_a_node_is_written_from_here(url: str) -> None:
+    driver = driver_of(url_outputs=(DataSpec(position=0, url=url),))
+    driver.advance(1.0)
+    assert driver.backend.collected == ["u1/train/t0/0"]
+    assert [command.op for command in driver.carrying] == ["write/0"]
+    assert source_of(driver) is None
+    say(driver, driver.carrying[0], files=1)
+    assert not any("through this machine" in event.text for event in driver.events)
+
+
+def test_only_what_is_relayed_is_collected() -> None:
+    plan = group_plan("train", 2, world=False, gpus=0, url_outputs=(*OUT, DataSpec(position=1, url="/out")))
+    driver = Driver(workflow(plan), behaviour=lambda key: Behaviour(seconds=1, exit_code=0))
+    driver.settle()
+    driver.advance(1.0)
+    assert sorted(driver.backend.collected) == ["u1/train/t0/0", "u1/train/t1/0"]
+    assert sorted(command.op for command in driver.carrying) == ["write/0", "write/0", "write/1", "write/1"]
+
+
+def test_a_node_that_is_away_is_named_and_one_that_stays_away_spoils_it() -> None:
+    driver = driver_of(url_outputs=OUT)
+    driver.advance(1.0)
+    driver.backend.cut("n1")
+    driver.settle()
+    assert driver.group().message == "all tasks have ended; their outputs are written: s3://b/out/w-u1; n1 is out of reach: cut"
+    # Whoever waits for the node is not asked a second time.
+    driver.backend.heal("n1")
+    driver.settle()
+    assert len(driver.carrying) == 1
+    driver.backend.cut("n1")
+    driver.settle()
+    driver.advance(driver.pool.node_lost_after_s + 1)
+    assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.NODE_LOST)
+    assert not is_wanted(driver.record(), driver.carrying[0])
 
 
 def test_an_output_that_cannot_be_written_fails_the_group_and_names_it() -> None:

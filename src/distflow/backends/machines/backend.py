@@ -30,6 +30,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.collecting import Collector
 from distflow.backends.machines.connection import Connection, now
+from distflow.backends.machines.delivering import Deliverer
 from distflow.backends.machines.pace import Pace
 from distflow.backends.machines.staging import Blob
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
@@ -37,6 +38,9 @@ from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, Container, PlannedFile, TaskBinding
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret, revealed
+from distflow.storage.base import Progress
+from distflow.storage.delivery import Delivered, Delivery
+from distflow.storage.identity import Identity
 from distflow.transports.base import Transport
 from distflow.transports.destination import SshDestination
 from distflow.transports.loading import load_ssh
@@ -71,6 +75,7 @@ class MachinesBackend:
         self._connections: dict[str, Connection] = {}
         self._unwanted: set[AttemptKey] = set()
         self._collector = Collector(blobs, sink)
+        self._deliverer = Deliverer()
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
 
     def connect(self, nodes: Sequence[Node]) -> None:
@@ -137,6 +142,12 @@ class MachinesBackend:
     def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
         """Pack and fetch the output of an ended attempt, or a directory of it; in a thread, because that may take minutes."""
         self._workers.submit(self._collector.collect, self._connections[key.node], key, op, place)
+
+    def deliver(
+        self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress
+    ) -> Delivered:
+        """Have its node bring the output of an ended attempt to its store."""
+        return self._deliverer.deliver(self._connections[key.node], key, delivery, identity, halt, told)
 
     def close(self) -> None:
         """Let go of all connections."""

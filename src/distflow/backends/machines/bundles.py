@@ -1,6 +1,7 @@
 """What is shipped to nodes: archives of distflow's own sources, named by their SHA-256.
 
-Each is unpacked to a directory of its own and holds all that its services import.
+Each is unpacked to a directory of its own and holds all that its services import: ``RUNTIME`` the node runtime, which is enough
+for a gang; ``STORAGE`` also what reaches stores, for nodes that write their outputs themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-__all__ = ["RUNTIME", "Bundle"]
+__all__ = ["RUNTIME", "STORAGE", "Bundle"]
+
+_STORAGE: Final = (
+    "documents/__init__", "documents/names", "documents/urls", "documents/words", "errors", "shell", "storage/__init__",
+    "storage/base", "storage/credentials", "storage/datasets", "storage/delivery", "storage/downloading", "storage/failures",
+    "storage/identity", "storage/objects", "storage/onnode", "storage/options", "storage/selecting", "storage/sums",
+    "storage/tending", "storage/trying", "storage/uploading",
+)  # fmt: skip
+"""What ``storage.onnode`` imports, and that imports; a test runs it from nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +61,4 @@ class Bundle:
 
 
 RUNTIME: Final = Bundle(package="distflow.runtime")
+STORAGE: Final = Bundle(package="distflow.storage", modules=_STORAGE)

@@ -29,12 +29,16 @@ from distflow.backends.base import (
 from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.clocks import now
+from distflow.backends.machines.direct import deliver_there
 from distflow.backends.machines.fetching import Fetched, fetch_output
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node, Pool
+from distflow.storage.base import Progress
+from distflow.storage.delivery import Delivered, Delivery
+from distflow.storage.identity import Identity
 from distflow.transports.base import Transport
 
 __all__ = ["Answered", "Connection", "now"]
@@ -150,6 +154,13 @@ class Connection:
                 timeout_s=self._pool.connect_timeout_s,
                 progress=progress,
             )
+
+    def deliver(self, key: AttemptKey, delivery: Delivery, identity: Identity, progress: Progress) -> Delivered:
+        """Have the node bring the output of an attempt to its store. Raises as ``deliver_there`` does."""
+        return deliver_there(
+            self._transport, self.node.root, self.node.python, key.name, delivery, identity,
+            timeout_s=self._pool.connect_timeout_s, progress=progress,
+        )  # fmt: skip
 
     @property
     def is_up(self) -> bool:

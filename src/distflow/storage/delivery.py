@@ -1,0 +1,71 @@
+"""What a task wrote, brought to where its spec wants it: below a URL, or into a new version of a dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.documents.names import parse_dataset
+from distflow.documents.urls import parse_url
+from distflow.errors import StorageError
+from distflow.storage.base import Progress, Store, nothing_told
+from distflow.storage.datasets import Datasets
+from distflow.storage.trying import Patience
+from distflow.storage.uploading import sources, upload
+
+__all__ = ["Delivered", "Delivery", "NotDirect", "deliver"]
+
+
+class NotDirect(Exception):
+    """A node cannot bring an output to its store by itself; raised with the reason, so that this machine relays it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What goes where."""
+
+    url: str
+    """With everything filled in."""
+    regex: str = ""
+    """Matched from the start of the relative path."""
+    dataset: str = ""
+    """Of those below the URL; empty: the URL itself is meant."""
+    path: str = ""
+    """Into a dataset: what of the output; empty: all of it."""
+    mark: str = ""
+    """Into a dataset: the same for whoever repeats it."""
+    at: float = 0.0
+    """Into a dataset: when its version was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """What is there now."""
+
+    words: str
+    """Where, as it may be shown; a dataset with its version."""
+    files: int
+    size: int
+    """Bytes of the files."""
+
+
+def deliver(
+    store: Store, delivery: Delivery, top: Path, *, patience: Patience | None = None, told: Progress = nothing_told
+) -> Delivered:
+    """Write what a directory holds; of what is there with the same content nothing is sent again.
+
+    Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
+    """
+    url = parse_url(delivery.url, writes=True)
+    if not delivery.dataset:
+        files = sources([top], delivery.regex, contents=True, only_files=True)
+        moved = upload(store, url, files, patience=patience, told=told)
+        return Delivered(words=str(url), files=moved.files, size=moved.size)
+    if delivery.path and not (top / delivery.path).exists():
+        raise StorageError(f"dataset {delivery.dataset}: there is no `{delivery.path}` in it")
+    files = sources([top / delivery.path], delivery.regex, contents=not delivery.path, only_files=True)
+    if not files:
+        return Delivered(words=f"dataset {delivery.dataset}", files=0, size=0)
+    name, _ = parse_dataset(delivery.dataset)
+    made = Datasets(store, url, patience).add(name, files, mark=delivery.mark, at=delivery.at, told=told)
+    return Delivered(words=f"dataset {name}:{made.number}", files=len(made.files), size=made.size)

@@ -1,0 +1,172 @@
+"""Outputs that nodes bring to stores themselves: what goes and what does not, what cannot; over every transport."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from distflow.backends.machines.direct import deliver_there
+from distflow.documents.urls import parse_url
+from distflow.errors import StorageError
+from distflow.storage.delivery import Delivered, Delivery, NotDirect
+from distflow.storage.failures import Halted
+from distflow.storage.identity import identity_of
+from distflow.testing.s3 import S3Server, missing_rclone
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from contract.conftest import NodeUnderTest
+
+CANARY = f"canary-{os.urandom(8).hex()}"
+Deliver = Callable[..., Delivered]
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3Server]:
+    """A server whose key is a canary."""
+    if why := missing_rclone():
+        pytest.skip(why)
+    with S3Server(tmp_path / "s3", access_key=CANARY) as server:
+        server.bucket("b")
+        yield server
+
+
+@pytest.fixture
+def output(node: NodeUnderTest) -> Path:
+    """The output directory of an attempt that has ended."""
+    path = node.root / node.attempt() / "output"
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def deliver(node: NodeUnderTest, output: Path, s3: S3Server) -> Deliver:
+    """Have the node deliver it."""
+
+    def act(
+        delivery: Delivery, *, environ: dict[str, str] | None = None, progress: Callable[[int, int], None] = lambda *_: None
+    ) -> Delivered:
+        identity = identity_of(parse_url(delivery.url), None, s3.environment | (environ or {}))
+        assert identity is not None
+        attempt = output.parent.relative_to(node.root).as_posix()
+        return deliver_there(
+            node.transport, str(node.root), sys.executable, attempt, delivery, identity, timeout_s=20, progress=progress
+        )
+
+    return act
+
+
+def there(s3: S3Server) -> dict[str, bytes]:
+    """What the bucket holds."""
+    bucket = s3.bucket("b")
+    return {str(path.relative_to(bucket)): path.read_bytes() for path in bucket.rglob("*") if path.is_file()}
+
+
+def test_it_goes_as_a_relayed_one_does(deliver: Deliver, output: Path, s3: S3Server, tmp_path: Path) -> None:
+    (output / "m").mkdir()
+    (output / "m" / "a.pt").write_bytes(b"weights")
+    (output / "latest").symlink_to(output / "m" / "a.pt")
+    (tmp_path / "elsewhere").write_bytes(b"kept elsewhere")
+    (output / "outside").symlink_to(tmp_path / "elsewhere")
+    with socket.socket(socket.AF_UNIX) as listener:
+        at = os.getcwd()
+        os.chdir(output)  # a socket's path is short
+        listener.bind("sock")
+        os.chdir(at)
+        done = deliver(Delivery(url="s3://b/x/"))
+    assert done == Delivered(words="s3://b/x/", files=3, size=28)
+    assert there(s3) == {"x/m/a.pt": b"weights", "x/latest": b"weights", "x/outside": b"kept elsewhere"}
+    # Again, and nothing changes; less of it elsewhere.
+    assert deliver(Delivery(url="s3://b/x/")) == done
+    assert deliver(Delivery(url="s3://b/y", regex="m/")).files == 1
+    assert deliver(Delivery(url="s3://b/z", regex="none")).files == 0
+
+
+def test_a_dataset_repeated_is_one_version(deliver: Deliver, output: Path, s3: S3Server) -> None:
+    (output / "m").mkdir()
+    (output / "m" / "a.pt").write_bytes(b"weights")
+    order = Delivery(url="s3://b/sets", dataset="model", path="m", mark="0123456789abcdef", at=5.0)
+    assert [deliver(order).words for _ in range(2)] == ["dataset model:1"] * 2
+    assert there(s3)["sets/data/model/1/m/a.pt"] == b"weights"
+    with pytest.raises(StorageError, match="there is no `n` in it"):
+        deliver(Delivery(url="s3://b/sets", dataset="model", path="n", mark="0123456789abcdee"))
+
+
+@pytest.mark.parametrize("what", ["a link out", "an output that is gone", "a bucket that is not there"])
+def test_what_a_relay_could_not_do_either_fails(what: str, deliver: Deliver, output: Path) -> None:
+    url, words = "s3://b/x", "the link up in its output leads to /etc, outside of it"
+    if what == "a link out":
+        (output / "up").symlink_to("/etc")
+    elif what == "an output that is gone":
+        output.rmdir()
+        words = "output is not there any more"
+    else:
+        (output / "a").touch()
+        url, words = "s3://none/x", "s3://none/x: there is no such bucket"
+    with pytest.raises(StorageError, match=words):
+        deliver(Delivery(url=url))
+
+
+@pytest.mark.parametrize("what", ["refused", "out of reach"])
+def test_what_a_relay_may_do_is_left_to_it_and_no_secret_is_said(
+    what: str, deliver: Deliver, output: Path, node: NodeUnderTest, s3: S3Server
+) -> None:
+    (output / "a").touch()
+    other = {"AWS_SECRET_ACCESS_KEY": f"{CANARY}-wrong"} if what == "refused" else {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    with pytest.raises(NotDirect, match="refused" if what == "refused" else "tried 3 times") as caught:
+        deliver(Delivery(url="s3://b/x"), environ=other)
+    assert CANARY not in str(caught.value)
+    assert [path for path in node.root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()] == []
+
+
+def test_while_it_goes_its_secret_is_nowhere_and_it_ends_when_nobody_waits(
+    deliver: Deliver, output: Path, node: NodeUnderTest, s3: S3Server
+) -> None:
+    (output / "a").write_bytes(b"x" * 100_000)
+    s3.freeze()
+    seen: list[list[str]] = []
+
+    def halt(done: int, total: int) -> None:
+        seen.append(sorted(holders(node)))
+        raise Halted
+
+    with pytest.raises(Halted):
+        deliver(Delivery(url="s3://b/x"), progress=halt)
+    s3.thaw()
+    # The server of the test has it in its arguments.
+    assert [[one for one in found if "rclone" not in one] for found in seen] == [[]]
+    wait_until(lambda: not at_work(node), 20, "the node's end ends")
+
+
+def at_work(node: NodeUnderTest) -> list[str]:
+    """Processes that deliver from the node's root."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "comm").read_text() == "df-deliver\n":
+                found += [entry.name] if os.fsencode(str(node.root)) in (entry / "cmdline").read_bytes() else []
+        except OSError:
+            continue
+    return found
+
+
+def holders(node: NodeUnderTest) -> list[str]:
+    """Files of the node, and arguments and environments of processes, that hold the canary."""
+    assert at_work(node)
+    found = [str(path) for path in node.root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        for name in ("cmdline", "environ"):
+            try:
+                held = (entry / name).read_bytes()
+            except OSError:
+                continue
+            found += [f"{entry.name} {name}: {held!r}"] if CANARY.encode() in held else []
+    return found

@@ -1,0 +1,54 @@
+"""Who we are to a store, told to a node: only what can be told, and as little as that."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distflow.documents.urls import parse_url
+from distflow.shell import Secret
+from distflow.storage.credentials import Credentials
+from distflow.storage.identity import Identity, identity_of
+
+KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
+WHERE = {"AWS_ENDPOINT_URL": "http://store", "AWS_REGION": "eu-1"}
+AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "name", "AZURE_STORAGE_ACCOUNT_KEY": "key"}
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "told"),
+    [
+        ("s3://b/x", KEYS | WHERE | {"AWS_SESSION_TOKEN": "t", "HOME": "/h"}, {*KEYS, *WHERE, "AWS_SESSION_TOKEN"}),
+        # Nobody else's business.
+        ("s3://b/x", KEYS | AZURE, {*KEYS}),
+        ("az://c/x", KEYS | AZURE, {*AZURE}),
+        ("azure://a/c/x", AZURE, {*AZURE}),
+        # It lies in files here, or is a role of this machine.
+        ("s3://b/x", WHERE, None),
+        ("s3://b/x", AZURE, None),
+        ("s3://b/x", KEYS | {"AWS_PROFILE": "work"}, None),
+        ("gs://b/x", {"GOOGLE_APPLICATION_CREDENTIALS": "/h/key.json"}, None),
+        ("az://c/x", {"AZURE_STORAGE_ACCOUNT_NAME": "name"}, None),
+    ],
+)
+def test_an_environment_is_told_when_it_says_who_we_are(url: str, environ: dict[str, str], told: set[str] | None) -> None:
+    found = identity_of(parse_url(url), None, environ)
+    assert (None if found is None else set(found.environment)) == told
+
+
+def test_credentials_win_and_come_as_they_were() -> None:
+    credentials = Credentials(
+        access_key_id="id", access_key=Secret("k1"), override_url="http://x", region="r", addressing_style="path"
+    )
+    found = identity_of(parse_url("gs://b/x"), credentials, KEYS | WHERE)
+    assert found is not None
+    assert Identity.told(json.loads(json.dumps(found.revealed()))) == found
+    assert (found.credentials, set(found.environment)) == (credentials, {*WHERE})
+
+
+def test_what_is_no_secret_is_not_masked() -> None:
+    found = identity_of(parse_url("azure://name/c/x"), None, AZURE | WHERE)
+    assert found is not None
+    assert [one.reveal() for one in found.secrets] == ["key"]
+    assert "key" not in repr(found).replace("access_key", "").lower().replace("account_key", "")
