@@ -134,6 +134,8 @@ def test_while_it_goes_its_secret_is_nowhere_and_it_ends_when_nobody_waits(
 
     def halt(done: int, total: int) -> None:
         seen.append(sorted(holders(node)))
+        # Nor may another process of the same user look into it (of root, this says nothing).
+        assert {os.stat(f"/proc/{pid}/mem").st_uid for pid in at_work(node)} == {0}
         raise Halted
 
     with pytest.raises(Halted):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,10 @@ class Cli:
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
-                command = (entry / "cmdline").read_bytes()
-                held = command + (entry / "environ").read_bytes()
+                held = command = (entry / "cmdline").read_bytes()
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                with suppress(PermissionError):  # of one that lets nobody look into it
+                    held += (entry / "environ").read_bytes()
             except OSError:
                 continue
             if needle in held and state != "Z":

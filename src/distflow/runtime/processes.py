@@ -15,6 +15,7 @@ __all__ = [
     "close_all_but",
     "die_with_parent",
     "find_program",
+    "hide_memory",
     "is_below",
     "is_same",
     "last_pid",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -53,6 +55,11 @@ def _prctl(option: int, argument: object) -> None:
     if _LIBC.prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def hide_memory() -> None:
+    """Let nobody but root look into this process, and the kernel write none of it to a file."""
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def adopt_orphans() -> None:

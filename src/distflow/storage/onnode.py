@@ -36,6 +36,7 @@ _TOLD_EVERY_S = 1.0
 def serve(root: str, _umask: int) -> None:
     """Deliver the output of one attempt."""
     processes.rename_self("df-deliver")
+    processes.hide_memory()
     request = json.loads(sys.stdin.buffer.readline(_LONGEST))
     telling = _Telling(os.dup(1))
     # What drivers print is for nobody: it might hold what is secret.
