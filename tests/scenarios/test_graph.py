@@ -125,7 +125,7 @@ def test_a_task_finds_what_others_wrote(cli: Cli) -> None:
     assert cli.logs(ident, "--task", "rate").replace("[rate]", "").split() == ["two"]
     events = cli.run("workflow", "events", ident).out
     assert (
-        events.index("[crop] its output is here: ")
+        events.index("[crop] its output is on every node: ")
         < events.index("preparation: COMPLETED")
         < events.index("training: SCHEDULING")
     )
@@ -173,7 +173,7 @@ def test_a_cancel_while_an_output_is_on_its_way_leaves_nothing_here(cli: Cli) ->
     (cli.root / "blobs").mkdir(exist_ok=True)
     os.mkfifo(cli.root / "blobs" / digest)
     (cli.root / "blobs" / ".unmarked").touch()  # so that it counts as whole
-    packed = {"hash": digest, "size": 1 << 20, "files": 1, "left_out": []}
+    packed = {"hash": digest, "size": 1 << 16, "files": 1, "left_out": []}
     (Path(cli.tasks(ident)["prepare"]["output_dir"]).parent / "packed.json").write_text(json.dumps(packed))
     (cli.root / "go").touch()
     with (cli.root / "blobs" / digest).open("wb") as pipe:

@@ -236,6 +236,8 @@ class Collected(_OfAttempt):
     """Bytes of the archive."""
     left_out: tuple[str, ...] = ()
     """Names of what no archive can hold (sockets, pipes, devices)."""
+    is_everywhere: bool = False
+    """It was not brought here: every node of the pool sees it already, on a file system that they share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,10 +322,11 @@ class Backend(Protocol):
         """Give back the lease of an attempt that has not started."""
         ...
 
-    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
+    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None, *, for_nodes: bool = False) -> None:
         """Bring the output of an ended attempt to this machine's blob store.
 
-        With ``place``, that directory of the attempt, which may still run; answers carry ``op``.
+        With ``place``, that directory of the attempt, which may still run; answers carry ``op``. ``for_nodes``: only nodes will
+        want it, so that it may stay where all of them see it.
         """
         ...
 

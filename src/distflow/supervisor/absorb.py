@@ -258,7 +258,8 @@ def _collected(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple
         return task, ""
     left_out = f"; left out, as no file holds it: {', '.join(seen.left_out)}" if seen.left_out else ""
     saved = replace(task, saved=Saved(at=seen.at, digest=seen.digest, size=seen.size), transfer=None)
-    return saved, f"{task.name}: its output is here: {bytes_text(seen.size)}{left_out}"
+    where = "is on every node" if seen.is_everywhere else "is here"
+    return saved, f"{task.name}: its output {where}: {bytes_text(seen.size)}{left_out}"
 
 
 def _collect_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:

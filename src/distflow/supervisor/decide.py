@@ -354,7 +354,7 @@ class _Step(Step):
 
     def _fetch(self, found: Handover) -> None:
         for task in found.missing:
-            self._command("collect", task)
+            self._command("collect", task, for_nodes=not self.plan.launch(task.name).url_outputs)
         self._carry(found.commands)
         if found.wake_at is not None:
             self.decision.wake(found.wake_at)

@@ -339,7 +339,7 @@ class Supervisor:
         elif command.op == "release":
             backend.release(command.key)
         elif command.op == "collect":
-            backend.collect(command.key)
+            backend.collect(command.key, for_nodes=command.for_nodes)
         elif is_checkpoint(command.op):
             backend.collect(command.key, command.op, place_of(plan.group(command.group), command))
         elif errand := store_errand(plan, record, command) or errand_of(plan, record, command):

@@ -47,13 +47,13 @@ class Step:
             )
         )  # fmt: skip
 
-    def _command(self, op: str, task: TaskRecord, *, grace_s: float = 0.0, why: str = "") -> None:
+    def _command(self, op: str, task: TaskRecord, *, grace_s: float = 0.0, why: str = "", for_nodes: bool = False) -> None:
         view = self._node(task)
         if task.node is None or view is None or not view.up:
             return
         command = Command(
             op=op, pool=self.record.pool_key, workflow=self.record.uuid, group=self.group.name, task=task.name,
-            attempt=task.attempt, node=task.node, grace_s=grace_s, why=why,
+            attempt=task.attempt, node=task.node, grace_s=grace_s, why=why, for_nodes=for_nodes,
         )  # fmt: skip
         if command.identity not in self.world.in_flight:
             self.decision.commands.append(command)

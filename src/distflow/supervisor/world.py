@@ -52,6 +52,8 @@ class Command:
     grace_s: float = 0.0
     why: str = ""
     lease: LeaseRequest | None = None
+    for_nodes: bool = False
+    """Of ``collect``: only nodes will want it."""
 
     @property
     def identity(self) -> tuple[str, str, str, str, int]:

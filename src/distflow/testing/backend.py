@@ -105,6 +105,8 @@ class FakeBackend:
         """The same for those whose output was collected."""
         self.holds_outputs = False
         """Outputs are long on their way: ``collect`` is not answered."""
+        self.shares_files = False
+        """All nodes see the same files."""
 
     # The protocol.
 
@@ -221,7 +223,14 @@ class FakeBackend:
             else:
                 self._report(key)
 
-    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
+    def collect(
+        self,
+        key: AttemptKey,
+        op: str = "collect",
+        place: str | None = None,
+        *,
+        for_nodes: bool = False,
+    ) -> None:
         """Say that the output is here, unless it is spoilt or ``holds_outputs`` keeps it for now.
 
         Of a directory (``place``) each look finds something new.
@@ -235,7 +244,8 @@ class FakeBackend:
         else:
             self.collected.append(key.name if place is None else f"{key.name}/{place}")
             what = key.name if place is None else f"{key.name}/{place}/{now}"
-            self._sink(Collected(at=now, key=key, op=op, digest=hashlib.sha256(what.encode()).hexdigest(), size=10240))
+            digest, stays = hashlib.sha256(what.encode()).hexdigest(), for_nodes and self.shares_files
+            self._sink(Collected(at=now, key=key, op=op, digest=digest, size=10240, is_everywhere=stays))
 
     def deliver(
         self,

@@ -278,7 +278,7 @@ class Driver:
         elif command.op == "stop":
             self.backend.stop(command.key, grace_s=command.grace_s, why=command.why)
         elif command.op == "collect":
-            self.backend.collect(command.key)
+            self.backend.collect(command.key, for_nodes=command.for_nodes)
         elif is_checkpoint(command.op):
             place = place_of(self.workflows[command.workflow].plan.group(command.group), command)
             self.backend.collect(command.key, command.op, place)

@@ -184,6 +184,17 @@ def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it()
     assert any(event.text == "t0: its output is here: 10 KiB" for event in driver.events)
 
 
+def test_an_output_that_every_node_sees_stays_where_it_is() -> None:
+    driver = handing()
+    driver.backend.shares_files = True
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    saved = group(driver, "top").task("t0").saved
+    assert saved is not None
+    assert driver.launches["u1/bottom/b/0"].files[0].blob == saved.digest
+    assert any(event.text == "t0: its output is on every node: 10 KiB" for event in driver.events)
+
+
 def test_an_output_that_cannot_be_fetched_fails_its_group_and_names_the_task() -> None:
     driver = handing(spoils="no space left on device")
     driver.run()

@@ -139,9 +139,10 @@ class MachinesBackend:
 
         self._send(key, "release", answered)
 
-    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
+    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None, *, for_nodes: bool = False) -> None:
         """Pack and fetch the output of an ended attempt, or a directory of it; in a thread, because that may take minutes."""
-        self._workers.submit(self._collector.collect, self._connections[key.node], key, op, place)
+        stays = self._is_everywhere if for_nodes else None
+        self._workers.submit(self._collector.collect, self._connections[key.node], key, op, place, stays)
 
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress
@@ -155,6 +156,10 @@ class MachinesBackend:
         for connection in self._connections.values():
             connection.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _is_everywhere(self, digest: str, size: int) -> bool:
+        """Whether every node of the pool sees a blob already; what goes along with a launch must be here all the same."""
+        return size > _INLINE and all(one.has(digest, size) for one in self._connections.values())
 
     def _send(self, key: AttemptKey, op: str, answered: Any, **fields: Any) -> None:
         self._connections[key.node].watch(key)

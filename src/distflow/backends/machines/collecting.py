@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +42,12 @@ class Collector:
         """Wait for nothing any more."""
         self._closing.set()
 
-    def collect(self, connection: Connection, key: AttemptKey, op: str = "collect", place: str | None = None) -> None:
+    def collect(
+        self, connection: Connection, key: AttemptKey, op: str, place: str | None, stays: Callable[[str, int], bool] | None
+    ) -> None:
         """Bring the output of an attempt here, or its directory ``place``, and tell the sink.
 
-        What is under way already is not begun again.
+        What is under way already is not begun again. An archive of which ``stays`` is true need not come.
         """
         one = _One(key, op)
         with self._lock:
@@ -53,7 +56,7 @@ class Collector:
             self._under_way.add(one)
         told = _Told(one, self._sink, self._closing)
         try:
-            fetched = connection.fetch(key, self._blobs, told.progress, place)
+            fetched = connection.fetch(key, self._blobs, told.progress, place, stays)
         except NodeUnreachable as error:
             self._broke_off(one, error, is_accident=told.has_moved or not connection.is_up)
         except AgentError as error:
@@ -64,7 +67,12 @@ class Collector:
             self._give_up(one, f"it cannot be kept in {self._blobs}, on the machine of the supervisor: {error.strerror}")
         else:
             self._done(one)
-            self._sink(Collected(at=now(), key=key, op=op, digest=fetched.digest, size=fetched.size, left_out=fetched.left_out))
+            self._sink(
+                Collected(
+                    at=now(), key=key, op=op, digest=fetched.digest, size=fetched.size, left_out=fetched.left_out,
+                    is_everywhere=not fetched.is_here,
+                )
+            )  # fmt: skip
 
     def _broke_off(self, one: _One, error: NodeUnreachable, *, is_accident: bool) -> None:
         with self._lock:

@@ -128,6 +128,8 @@ class Connection:
             asked = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
             missing = self.request("stage", blobs=asked)["missing"]
             lacking = [blob for blob in blobs if blob.digest in missing]
+            if gone := [blob.digest for blob in lacking if not blob.path.exists()]:
+                raise NodeError(self.node.name, f"it has no blob {gone[0]} any more, and it never was on the submitter")
             if lacking:
                 total = sum(blob.size for blob in lacking)
                 send_blobs(
@@ -139,9 +141,17 @@ class Connection:
                     progress=lambda sent: progress(sent, total),
                 )
 
+    def has(self, digest: str, size: int) -> bool:
+        """Whether the node has a blob, as far as it answers."""
+        try:
+            return not self.request("stage", blobs=[{"hash": digest, "size": size}])["missing"]
+        except NodeError:
+            return False
+
     def fetch(
-        self, key: AttemptKey, blobs: Path, progress: Callable[[bool, int, int], None], place: str | None = None
-    ) -> Fetched:
+        self, key: AttemptKey, blobs: Path, progress: Callable[[bool, int, int], None], place: str | None = None,
+        stays: Callable[[str, int], bool] | None = None,
+    ) -> Fetched:  # fmt: skip
         """Bring the output of an attempt to the blob store ``blobs``, one at a time. Raises as ``fetch_output`` does."""
         with self._fetching:
             return fetch_output(
@@ -153,6 +163,7 @@ class Connection:
                 place=place,
                 timeout_s=self._pool.connect_timeout_s,
                 progress=progress,
+                stays=stays,
             )
 
     def deliver(self, key: AttemptKey, delivery: Delivery, identity: Identity, progress: Progress) -> Delivered:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distflow.backends.machines.bootstrap import open_service
@@ -34,6 +34,8 @@ class Fetched:
     """Files, directories and links in it."""
     left_out: tuple[str, ...]
     """Names of what is neither (sockets, pipes, devices)."""
+    is_here: bool = True
+    """False: it stayed on its node."""
 
 
 def fetch_output(
@@ -46,10 +48,12 @@ def fetch_output(
     place: str | None = None,
     timeout_s: float,
     progress: Callable[[bool, int, int], None] = lambda *_: None,
+    stays: Callable[[str, int], bool] | None = None,
 ) -> Fetched:
     """Bring an attempt's output to the blob store ``blobs``; ``progress`` hears whether it is packed, and bytes of how many.
 
-    With ``place`` it is that directory of the attempt, which may still run; without files in it there is no ``digest``.
+    With ``place`` it is that directory of the attempt, which may still run; without files in it there is no ``digest``. When it
+    is packed, ``stays`` is asked (digest, size) whether it may be left there.
     ``timeout_s`` bounds how long the node may take to answer at first. Raises ``AgentError`` when the node refuses (a file that
     cannot be read, no space, damaged), ``NodeUnreachable`` and ``BootstrapFailed`` as connections do, ``OSError`` when it
     cannot be kept here.
@@ -65,13 +69,16 @@ def fetch_output(
             return Fetched(digest="", size=0, files=0, left_out=())
         if not _SHA_256.fullmatch(digest):
             raise AgentError(transport.name, "bad_request", f"it named its output {digest!r}")
+        found = Fetched(digest=digest, size=size, files=int(told["files"]), left_out=tuple(told["left_out"]))
+        if stays is not None and stays(digest, size):
+            return replace(found, is_here=False)
         path = str(blobs / digest)
         said = lambda message: opened.channel.write(encode(message))  # noqa: E731
         if not receive(stream, path, digest, size, said, lambda at: progress(True, at, size)):
             raise stream.broke_off()
         if place is not None:
             opened.channel.write(encode({"got": True}))
-        return Fetched(digest=digest, size=size, files=int(told["files"]), left_out=tuple(told["left_out"]))
+        return found
     except OpError as error:
         raise AgentError(transport.name, error.kind, error.message) from error
     finally:
