@@ -50,14 +50,16 @@ def deliver(node: NodeUnderTest, output: Path, s3: S3Server) -> Deliver:
     """Have the node deliver it."""
 
     def act(
-        delivery: Delivery, *, environ: dict[str, str] | None = None, progress: Callable[[int, int], None] = lambda *_: None
-    ) -> Delivered:
+        delivery: Delivery, *, environ: dict[str, str] | None = None, progress: Callable[[int, int], None] = lambda *_: None,
+        **environment: str,
+    ) -> Delivered:  # fmt: skip
         identity = identity_of(parse_url(delivery.url), None, s3.environment | (environ or {}))
         assert identity is not None
         attempt = output.parent.relative_to(node.root).as_posix()
         return deliver_there(
-            node.transport, str(node.root), sys.executable, attempt, delivery, identity, timeout_s=20, progress=progress
-        )
+            node.transport, str(node.root), sys.executable, attempt, delivery, identity, environment=environment, timeout_s=20,
+            progress=progress,
+        )  # fmt: skip
 
     return act
 
@@ -86,6 +88,15 @@ def test_it_goes_as_a_relayed_one_does(deliver: Deliver, output: Path, s3: S3Ser
     assert deliver(Delivery(url="s3://b/x/")) == done
     assert deliver(Delivery(url="s3://b/y", regex="m/")).files == 1
     assert deliver(Delivery(url="s3://b/z", regex="none")).files == 0
+
+
+def test_the_way_to_the_store_is_the_nodes_and_who_we_are_is_ours(deliver: Deliver, output: Path, s3: S3Server) -> None:
+    (output / "a").touch()
+    theirs = {"AWS_ACCESS_KEY_ID": "theirs", "AWS_SESSION_TOKEN": "theirs", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    deliver(Delivery(url="s3://b/x"), **theirs)
+    assert there(s3) == {"x/a": b""}
+    with pytest.raises(NotDirect, match="tried 3 times"):
+        deliver(Delivery(url="s3://b/x"), http_proxy="http://127.0.0.1:9")
 
 
 def test_a_dataset_repeated_is_one_version(deliver: Deliver, output: Path, s3: S3Server) -> None:

@@ -87,6 +87,7 @@ def _deliver(root: str, request: dict[str, Any], identity: Identity, telling: _T
     lacking = _lacking("fsspec", package_of(url))
     if lacking:
         return {"relay": f"{sys.executable} has no {lacking} (to make it direct: {sys.executable} -m pip install {lacking})"}
+    os.environ.update(request["environment"])  # the way out of its network, such as HTTPS_PROXY
     _become(identity)
     store = open_objects(url, identity.credentials)
     done = deliver(store, delivery, Path(output), patience=Patience(pauses_s=request["pauses_s"]), told=telling.told)

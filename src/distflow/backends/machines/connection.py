@@ -170,7 +170,7 @@ class Connection:
         """Have the node bring the output of an attempt to its store. Raises as ``deliver_there`` does."""
         return deliver_there(
             self._transport, self.node.root, self.node.python, key.name, delivery, identity,
-            timeout_s=self._pool.connect_timeout_s, progress=progress,
+            environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
 
     @property

@@ -5,6 +5,7 @@ The node's end is ``storage.onnode``; the format is on the page of the agent pro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from distflow.backends.machines.bootstrap import open_service
@@ -25,18 +26,22 @@ _PAUSES_S = (1.0, 5.0)
 
 
 def deliver_there(
-    transport: Transport, root: str, python: str, attempt: str, delivery: Delivery, identity: Identity, *, timeout_s: float,
-    progress: Progress,
+    transport: Transport, root: str, python: str, attempt: str, delivery: Delivery, identity: Identity, *,
+    environment: Mapping[str, str], timeout_s: float, progress: Progress,
 ) -> Delivered:  # fmt: skip
     """Have a node deliver what an attempt wrote; ``progress`` hears every second how far it is, and may end it by raising.
 
-    ``timeout_s`` bounds how long the node may take to answer at first. Raises ``NotDirect`` when the node cannot,
-    ``StorageError`` when it would not help to relay it, ``NodeUnreachable`` and ``BootstrapFailed`` as connections do.
+    ``environment`` is the node's own, as its tasks have it. ``timeout_s`` bounds how long the node may take to answer at first.
+    Raises ``NotDirect`` when the node cannot, ``StorageError`` when it would not help to relay it, ``NodeUnreachable`` and
+    ``BootstrapFailed`` as connections do.
     """
     opened = open_service(transport, root, python, "onnode", timeout_s=timeout_s, bundle=STORAGE)
     stream = ServiceStream(transport.name, opened, "the connection that delivered an output ended")
     try:
-        request = {"attempt": attempt, "delivery": asdict(delivery), "identity": identity.revealed(), "pauses_s": _PAUSES_S}
+        request = {
+            "attempt": attempt, "delivery": asdict(delivery), "identity": identity.revealed(),
+            "environment": dict(environment), "pauses_s": _PAUSES_S,
+        }  # fmt: skip
         opened.channel.write(encode(request))
         while "done" in (told := stream.line()):
             progress(int(told["done"]), int(told["total"]))
