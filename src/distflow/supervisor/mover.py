@@ -63,7 +63,7 @@ class Mover:
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
 
     def begin(self, command: Command, errand: Errand, backend: Backend | None = None) -> None:
-        """Do one thing in a thread; the sink hears of it until it is over. ``backend``: of the nodes."""
+        """Do one thing in a thread; the sink hears of it until it is over. ``backend``: of the errand's source."""
         halt = self._halts[command.identity] = threading.Event()
         given = (command, errand, backend, halt)
         threading.Thread(target=self._run, args=given, name=f"data {errand.op}", daemon=True).start()
@@ -88,7 +88,7 @@ class Mover:
 
         told = _Told(command, errand, self._clock, self._sink)
         try:
-            if errand.source is not None and backend is not None:
+            if errand.source is not None:
                 outcome = self._deliver(command, errand, errand.source, backend, halt, told)
             else:
                 with self._turns:
@@ -148,9 +148,11 @@ class Mover:
         return told.outcome(digest=found.digest, size=found.size, files=moved.files, content=moved.size, url=words)
 
     def _deliver(
-        self, command: Command, errand: Errand, source: AttemptKey, backend: Backend, halt: threading.Event, told: _Told
+        self, command: Command, errand: Errand, source: AttemptKey, backend: Backend | None, halt: threading.Event, told: _Told
     ) -> Carried:
         """Have a node write what it holds; when it cannot, the outcome is that, and what to do about it."""
+        if backend is None:
+            raise AssertionError("what a node is to write is asked of its backend")
         from distflow.documents.urls import parse_url  # noqa: PLC0415
         from distflow.storage.delivery import NotDirect  # noqa: PLC0415
         from distflow.storage.identity import identity_of  # noqa: PLC0415
