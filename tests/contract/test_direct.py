@@ -92,7 +92,7 @@ def test_it_goes_as_a_relayed_one_does(deliver: Deliver, output: Path, s3: S3Ser
 
 def test_the_way_to_the_store_is_the_nodes_and_who_we_are_is_ours(deliver: Deliver, output: Path, s3: S3Server) -> None:
     (output / "a").touch()
-    theirs = {"AWS_ACCESS_KEY_ID": "theirs", "AWS_SESSION_TOKEN": "theirs", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    theirs = {"AWS_ACCESS_KEY_ID": "theirs", "AWS_PROFILE": "theirs", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}
     deliver(Delivery(url="s3://b/x"), **theirs)
     assert there(s3) == {"x/a": b""}
     with pytest.raises(NotDirect, match="tried 3 times"):
