@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,3 +224,33 @@ def _is_of(path: Path, folder: Path) -> bool:
 
     attempts = list(folder.glob("root/*/*/*/*"))
     return path.name in {hashlib.sha256(os.fsencode(os.path.realpath(one))).hexdigest()[:32] for one in attempts}
+
+
+def test_a_process_that_knows_a_secret_leaves_no_core(node: NodeUnderTest, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -c unlimited\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    wants = subprocess.run(["sh", "-c", "ulimit -c unlimited; ulimit -c"], capture_output=True, text=True, check=False).stdout
+    if Path("/proc/sys/kernel/core_pattern").read_text().strip() != "core" or wants != "unlimited\n":
+        pytest.skip("no core files are written here")
+    link = node.connect(python=str(python))
+    # A child that dies so does leave one: of the task's own processes, cores are the task's.
+    left = node.start(link, ["sh", "-c", "sleep 600 & kill -ABRT $!; wait"], secret_env={"TOKEN": CANARY})
+    node.end(left)
+    assert [path.name for path in (node.directory(left) / "work").glob("core*")]
+    shown = node.start(link, hold("echo up"), secret_env={"TOKEN": CANARY}, secret_files=FILES)
+    await_output(node, shown, "up\n")
+    pids = [node.state(shown)[who]["pid"] for who in ("keeper", "runner")]
+    pids.append(link.request("hello", watch=[])["facts"]["agent_pid"])
+    places = {Path(os.readlink(f"/proc/{pid}/cwd")) for pid in pids}
+
+    def cores() -> set[Path]:
+        return {path for place in places for path in place.glob("core*")}
+
+    before = cores()
+    for pid in pids:
+        os.kill(pid, signal.SIGABRT)
+    wait_until(lambda: node.closed, 20, "the agent has died")
+    node.watch(node.connect(), shown)
+    assert node.end(shown)["reason"] == "both_died"
+    assert cores() == before

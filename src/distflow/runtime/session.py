@@ -58,6 +58,7 @@ _GRACE_S = 1.0
 def serve(root: str, umask: int) -> None:
     """Run the one command that is asked for."""
     processes.rename_self("df-session")
+    processes.hide_memory()
     processes.adopt_orphans()
     wire = _Wire()
     try:
