@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
 
 TOKEN = "t0ken"
-WAIT = ["sh", "-c", 'trap "exit 0" TERM; while :; do sleep 0.05; done']
+WAIT = ["sh", "-c", 'trap "exit 0" TERM; echo ready; while :; do sleep 0.05; done']
 """Ends when it is asked to, as if all were well."""
 
 
@@ -59,6 +59,9 @@ class Gang:
             self.link.request("prepare", attempt=name, launch=launch | {"cwd": "work", "stop_grace_s": 5, "gang": told})
         for name in self.names.values():
             self.link.request("start", attempt=name)
+        for task, argv in commands.items():
+            if argv is WAIT:
+                wait_until(lambda task=task: "ready" in self.node.output(self.names[task]), 20, task)  # type: ignore[misc]
 
     def end(self, task: str) -> dict[str, Any]:
         """How a task ended, read from its files: nobody is there who would be told."""
@@ -110,8 +113,9 @@ def test_an_end_that_is_no_failure_of_the_gang_stops_nobody(
     assert gang.end("master")["message"] == "two failed (exit code 1), as its own node told"
 
 
-def test_a_zero_that_is_a_failure_stops_the_gang(gang: Gang) -> None:
-    gang.start({"master": WAIT, "one": ["true"]}, one={"failure": [[0, 0]]})
+def test_a_zero_that_is_a_failure_stops_the_gang(gang: Gang, tmp_path: Path) -> None:
+    gang.start({"master": WAIT, "one": until(tmp_path / "go", 0)}, one={"failure": [[0, 0]]})
+    (tmp_path / "go").touch()
     assert gang.end("master")["message"] == "one failed (exit code 0), as its own node told"
 
 
@@ -197,7 +201,8 @@ def test_a_link_that_breaks_ends_nothing_and_comes_back(gang: Gang, tmp_path: Pa
 
 
 def test_nothing_of_the_link_lies_on_the_disk_or_in_an_environment(gang: Gang, tmp_path: Path) -> None:
-    gang.start({"master": ["sh", "-c", f"env; cat '{tmp_path}/go' 2>/dev/null; exit 1"], "one": WAIT})
+    gang.start({"master": ["sh", "-c", f'env; while [ ! -e "{tmp_path}/go" ]; do sleep 0.05; done; exit 1'], "one": WAIT})
+    (tmp_path / "go").touch()
     gang.end("one")
     for path in gang.node.root.rglob("*"):
         if path.is_file():
