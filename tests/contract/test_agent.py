@@ -967,3 +967,17 @@ def test_home_is_the_node_s(node: NodeUnderTest, tmp_path: Path) -> None:
     link = connect(node.transport, "~/distflow root", python)
     assert link.request("hello", watch=[])["facts"]["root"] == f"{tmp_path}/home/distflow root"
     link.close()
+
+
+def test_a_task_that_must_not_run_unattended_stops_itself(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done"], self_stop_after_s=1.0)
+    other = node.start(link, ["sleep", "600"])
+    # While somebody listens, time does not count.
+    until = time.monotonic() + 2.0
+    wait_until(lambda: link.request("ping") and time.monotonic() > until)
+    assert node.record(attempt) is None
+    link.close()
+    end = wait_until(lambda: node.record(attempt), 20)
+    assert (end["reason"], end["why"], end["exit_code"]) == ("unattended", "NODE_LOST", 0)
+    assert node.record(other) is None

@@ -60,7 +60,7 @@ class Gang:
         for name in self.names.values():
             self.link.request("start", attempt=name)
         for task, argv in commands.items():
-            if argv is WAIT:
+            if "echo ready" in argv[2]:
                 wait_until(lambda task=task: "ready" in self.node.output(self.names[task]), 20, task)  # type: ignore[misc]
 
     def end(self, task: str) -> dict[str, Any]:
@@ -87,8 +87,10 @@ def test_one_that_fails_stops_the_others_when_nobody_else_is_there(gang: Gang, t
 
 
 def test_the_ladder_is_that_of_a_gang_whose_member_failed(gang: Gang, tmp_path: Path) -> None:
-    deaf = ["sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"]
-    gang.start({"master": deaf, "one": ["sh", "-c", "kill -KILL $$"]}, master={"grace_s": 0.2})
+    deaf = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"]
+    killed = ["sh", "-c", f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.05; done; kill -KILL $$']
+    gang.start({"master": deaf, "one": killed}, master={"grace_s": 0.2})
+    (tmp_path / "go").touch()
     assert gang.end("master")["signal"] == 9
     assert gang.end("master")["message"] == "one failed (signal 9), as its own node told"
 

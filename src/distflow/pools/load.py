@@ -48,13 +48,14 @@ _DURATIONS: Mapping[str, str] = MappingProxyType(
         "connect_timeout": "connect_timeout_s",
         "ping": "ping_s",
         "node_lost_after": "node_lost_after_s",
+        "self_stop_after": "self_stop_after_s",
         "start_barrier": "start_barrier_s",
         "stop_grace": "stop_grace_s",
         "peer_failed_grace": "peer_failed_grace_s",
         "retention": "retention_s",
     }
 )
-_NEVER_ZERO = ("connect_timeout", "ping", "node_lost_after", "start_barrier")
+_NEVER_ZERO = ("connect_timeout", "ping", "node_lost_after", "self_stop_after", "start_barrier")
 
 Found = TypeVar("Found")
 

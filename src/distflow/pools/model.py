@@ -70,6 +70,8 @@ class Pool:
     node_lost_after_s: float = 120.0
     start_barrier_s: float = 120.0
     """How long a gang may take from its lease to its start."""
+    self_stop_after_s: float | None = None
+    """After how long without any contact a node stops what runs there by itself; ``None``: never."""
     stop_grace_s: float = 30.0
     """Between TERM and KILL when a person cancels or a timeout ends it."""
     peer_failed_grace_s: float = 5.0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
 from distflow.runtime import command, limits, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.control import Visitors
+from distflow.runtime.ends import as_exit, how
 from distflow.runtime.grip import Grip
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.output import Output
@@ -25,7 +26,7 @@ from distflow.runtime.wire import Json, OpError
 if TYPE_CHECKING:
     from distflow.runtime import ganglink
 
-__all__ = ["as_exit", "run", "tell"]
+__all__ = ["run"]
 
 _STRAGGLERS_S = 2.0
 _NEWS_S = 0.01
@@ -46,25 +47,6 @@ def run(grip: Grip, runner: int, output_read: int, output_write: int, shared: mm
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(code)
-
-
-def as_exit(status: int) -> Json:
-    """A wait status as ``exit_code`` and ``signal``."""
-    if os.WIFSIGNALED(status):
-        return {"exit_code": None, "signal": os.WTERMSIG(status)}
-    return {"exit_code": os.WEXITSTATUS(status), "signal": None}
-
-
-def _how(end: Json) -> str:
-    """The end of a command in words."""
-    return "signal {}".format(end["signal"]) if end.get("signal") else "exit code {}".format(end.get("exit_code"))
-
-
-def tell(status: int) -> str:
-    """A wait status in words."""
-    if os.WIFSIGNALED(status):
-        return "was killed by signal {} (out of memory, or by hand?)".format(os.WTERMSIG(status))
-    return "ended with code {}; see pair.log".format(os.WEXITSTATUS(status))
 
 
 class _Keeper:
@@ -98,6 +80,7 @@ class _Keeper:
         self._gang: Optional[ganglink.GangLink] = None
         self._news_at = _FOR_EVER
         self._told_at = 0.0
+        self._attended_at = time.monotonic()
         me = os.getpid()
         self._hunt = Hunt(
             lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
@@ -138,6 +121,10 @@ class _Keeper:
                 self._evict(self._memory.check())
             if self._gang is not None and time.monotonic() >= self._gang.due_at:
                 self._gang.tick()
+            if self._visitors.are_there:
+                self._attended_at = time.monotonic()
+            elif time.monotonic() >= self._alone_until() and self._reason is None:
+                self._stop(float((self._launch or {}).get("stop_grace_s") or 0), "NODE_LOST", "unattended")
         self._finish()
 
     def _pause(self) -> Optional[float]:
@@ -146,10 +133,17 @@ class _Keeper:
             until = min(until, self._memory.due_at)
         if self._gang is not None:
             until = min(until, self._gang.due_at)
+        if self._reason is None and not self._visitors.are_there:
+            until = min(until, self._alone_until())
         if self._killing:
             until = min(until, time.monotonic() + self._hunt.pause_s)
         # Bounded: what epoll takes is, and a deadline may be any number of seconds.
         return None if until == _FOR_EVER else min(max(0.0, until - time.monotonic()), _LONGEST_S)
+
+    def _alone_until(self) -> float:
+        """When a task that must not run unattended is stopped: for so long, no agent has listened."""
+        limit = (self._launch or {}).get("self_stop_after_s")
+        return _FOR_EVER if limit is None or self._command is None else self._attended_at + float(limit)
 
     # -- one round: what happened, what follows
 
@@ -219,7 +213,7 @@ class _Keeper:
             from distflow.runtime import ganglink
 
             if ganglink.counts_as_failure(self._launch["gang"] if self._launch else {}, self._reason or "exited", end):
-                self._gang.fail(self._message or _how(end))
+                self._gang.fail(self._message or how(end))
 
     def _gang_failed(self, task: str, why: str) -> None:
         """Stop, because another task of the gang failed; its own node said so."""
@@ -339,7 +333,7 @@ class _Keeper:
             self._memory = limits.MemoryLimit(int(self._launch["memory"]), os.getpid())
         os.close(self._output_write)
         # The secrets are the command's now.
-        self._launch = {name: self._launch.get(name) for name in ("stop_grace_s", "gang")}
+        self._launch = {name: self._launch.get(name) for name in ("stop_grace_s", "gang", "self_stop_after_s")}
         self._change(phase="running", started_at=now(), command={"pid": spawned.pid, "start": spawned.start})
         try:
             os.write(spawned.go, b"g")

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from distflow.runtime import keeper, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
+from distflow.runtime.ends import as_exit, tell
 from distflow.runtime.grip import Grip
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.output import Output
@@ -91,7 +92,7 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
         ended, are_left = processes.reap()
         for pid, status in ended:
             if pid == command:
-                known = dict(keeper.as_exit(status), ended_at=now())
+                known = dict(as_exit(status), ended_at=now())
         if not are_left or hunt.is_over:
             break
         hunt.step()
@@ -106,5 +107,5 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
     from distflow.runtime import kernellog  # it may have been the keeper itself that the kernel chose
 
     known["kernel"] = kernellog.ask(state.get("started_at"), known.get("ended_at") or now(), {command, keeper_pid}, False)
-    known["message"] = hunt.message or trouble or "the process that keeps the task {}".format(keeper.tell(keeper_status))
+    known["message"] = hunt.message or trouble or "the process that keeps the task {}".format(tell(keeper_status))
     os.fsync(records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known)))

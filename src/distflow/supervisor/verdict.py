@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from distflow.documents.quantities import bytes_text
@@ -20,14 +21,28 @@ from distflow.supervisor.testimony import Told, hear, signal_name
 
 __all__ = ["by_exit_actions", "conclude", "end_from", "first_cause"]
 
-_WATCHERS_DIED = {
-    "runner_died": "the process that guards it on the node was killed, so it was stopped",
-    "keeper_died": "the process that runs it on the node was killed, so it was stopped",
-    "both_died": (
-        "both processes that guard it on the node were killed, so it was stopped"
-        " (by hand, out of memory, or by systemd at logout: `KillUserProcesses=no` in the node's logind.conf keeps them)"
-    ),
-}
+_BY_NODE: Mapping[str, tuple[Reason, str]] = MappingProxyType(
+    {
+        "peer_failed": (Reason.PEER_FAILED, ""),
+        "unattended": (Reason.NODE_LOST, "its node had no contact for longer than self_stop_after, so it stopped itself"),
+        "evicted": (Reason.EVICTED, "it used more than it asked for"),
+        "start_error": (Reason.START_ERROR, "the command could not be started"),
+        "start_timeout": (Reason.START_TIMEOUT, "the start did not come in time"),
+        "rebooted": (Reason.NODE_LOST, "its node was rebooted"),
+    }
+)
+"""What a node's word for an end means, and what to say when it says no more itself."""
+
+_WATCHERS_DIED: Mapping[str, str] = MappingProxyType(
+    {
+        "runner_died": "the process that guards it on the node was killed, so it was stopped",
+        "keeper_died": "the process that runs it on the node was killed, so it was stopped",
+        "both_died": (
+            "both processes that guard it on the node were killed, so it was stopped"
+            " (by hand, out of memory, or by systemd at logout: `KillUserProcesses=no` in the node's logind.conf keeps them)"
+        ),
+    }
+)
 
 _LINES = 20
 """Lines of its output that a cause keeps."""
@@ -93,18 +108,11 @@ def _conclusion(group: GroupRecord, end: End) -> tuple[State, Reason | None, str
         if group.state is not State.STOPPING:
             return State.FAILED, Reason.INTERNAL, "stopped on its node, but not by this supervisor"
         return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
-    if end.reason == "peer_failed":
-        return State.FAILED, Reason.PEER_FAILED, end.message or ""
-    if end.exit_code == 0:
+    if end.exit_code == 0 and end.reason not in ("peer_failed", "unattended"):
         return State.COMPLETED, None, ""
-    if end.reason == "start_error":
-        return State.FAILED, Reason.START_ERROR, end.message or "the command could not be started"
-    if end.reason == "start_timeout":
-        return State.FAILED, Reason.START_TIMEOUT, end.message or "the start did not come in time"
-    if end.reason == "evicted":
-        return State.FAILED, Reason.EVICTED, end.message or "it used more than it asked for"
-    if end.reason == "rebooted":
-        return State.FAILED, Reason.NODE_LOST, "its node was rebooted"
+    if end.reason in _BY_NODE:
+        reason, words = _BY_NODE[end.reason]
+        return State.FAILED, reason, end.message or words
     if end.oom_pid is not None:
         return State.FAILED, Reason.OOM_KILLED, _oom_words(end.oom_pid, end.kernel)
     if end.reason in _WATCHERS_DIED:

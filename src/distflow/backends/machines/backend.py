@@ -187,6 +187,7 @@ class MachinesBackend:
                 "folders": list(launch.folders),
                 "container": None if launch.container is None else asdict(launch.container),
                 "memory": launch.memory,
+                "self_stop_after_s": self._pool.self_stop_after_s,
                 "gang": self._gang(launch, secrets),
             }
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record)
