@@ -186,6 +186,20 @@ def test_a_training_address_of_no_machine_is_an_unreachable_node(hosts: Hosts) -
     assert "198.51.100.1 is not on any of its interfaces" in warning["message"]
 
 
+def test_a_preflight_starts_nothing_on_a_node_that_cannot_run_it(hosts: Hosts) -> None:
+    spec = hosts.cli.spec(TWO)
+    hosts.servers["gpu2"].stop()
+    done = hosts.cli.run("workflow", "submit", spec, "--preflight")
+    assert (done.code, done.out) == (3, "")
+    assert "gpu2" in done.err
+    assert done.err.splitlines()[-1] == "nothing was started; all of it: distflow pool check --pool lab"
+    assert json.loads(hosts.cli.run("workflow", "list", "-t", "json").out) == {"workflows": []}
+    hosts.servers["gpu2"].start()
+    done = hosts.cli.run("workflow", "submit", spec, "--preflight", "--wait")
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[0] == "two-1"
+
+
 def test_settings_that_tasks_would_see_are_used_and_checked(hosts: Hosts) -> None:
     folder = hosts.cli.folder
     (folder / "lib").mkdir()

@@ -11,7 +11,7 @@ from distflow.backends.machines.reachability import Verdict
 from distflow.cli.tables import Paint, plain, table
 from distflow.pools.model import Pool
 
-__all__ = ["check_json", "check_text"]
+__all__ = ["check_json", "check_text", "findings_text"]
 
 _HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs")
 
@@ -19,10 +19,14 @@ _HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs
 def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
     """Return the table, the findings and the sentence."""
     rows = [_row(measured, _state(measured, verdict), paint) for measured in checked.nodes]
-    parts = [table(_HEADER, rows)]
-    parts += [_finding_text(finding, paint) for finding in verdict.findings]
+    parts = [table(_HEADER, rows), *(_finding_text(finding, paint) for finding in verdict.findings)]
     sentence = verdict.text if verdict.can_run else paint.bad(verdict.text)
     return "\n".join([*parts, f"{sentence}\n"])
+
+
+def findings_text(verdict: Verdict, paint: Paint) -> list[str]:
+    """Return what may keep a gang from running, without mere notes."""
+    return [_finding_text(finding, paint) for finding in verdict.findings if finding.grade is not Grade.NOTE]
 
 
 def check_json(pool: Pool, checked: Checked, verdict: Verdict) -> dict[str, Any]:

@@ -93,6 +93,10 @@ def submit(
         Path | None,
         typer.Option("--scripts", metavar="DIR", help="With --dry-run: write one shell script per task there."),
     ] = None,
+    preflight: Annotated[
+        bool,
+        typer.Option("--preflight", help="First check the nodes, as `distflow pool check` does; start nothing on bad ones."),
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the logs and end as the workflow ends.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
@@ -125,6 +129,10 @@ def submit(
     directory = wiring.state_directory()
     ready = plan_for(checked, chosen, overrides, directory.blobs, datasets)
     warn(ready.checked.warnings)
+    if preflight:
+        from distflow.cli.preflight import check_nodes
+
+        check_nodes(ready.pool, set(ready.placement.values()))
     with wiring.open_store(directory) as store:
         ready = replace(ready, plan=bring_earlier(ready.checked.spec, ready.plan, store, directory.blobs))
         record = store_workflow(ready, overrides, urgency, labels, directory, store)
