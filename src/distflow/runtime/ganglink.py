@@ -24,8 +24,8 @@ from distflow.runtime.wire import Json, LineReader, encode
 __all__ = ["GangLink", "counts_as_failure", "listen"]
 
 _LINE = 8192
-_MOST = 4096
-"""Connections that the hub holds."""
+_STRANGERS = 32
+"""Connections that the hub holds beyond two for each of the others: who floods it takes no descriptors from the task."""
 _GREETING_S = 10.0
 """How long the other side has to prove itself."""
 _PAUSES_S = (0.2, 1.0, 5.0, 15.0)
@@ -128,7 +128,7 @@ class GangLink:
             connection = self._listener.accept()[0] if self._listener else None
         except OSError:
             return
-        if connection is not None and len(self._peers) < _MOST:
+        if connection is not None and len(self._peers) < 2 * len(self._gang["others"]) + _STRANGERS:
             self._add(_Peer(connection, self._gang, self._selector, self._hear, is_hub=True))
         elif connection is not None:
             connection.close()
@@ -255,7 +255,7 @@ class _Peer:
             lines = self._reader.feed(data)
         except BlockingIOError:
             return
-        except (OSError, ValueError):
+        except Exception:  # whatever a stranger sends, RecursionError included: the task must not end because of it
             data, lines = b"", []
         try:
             for line in lines:
