@@ -1,7 +1,7 @@
 """A backend in memory: nodes that lease, start and stop attempts when told, on a clock that is turned by hand.
 
 It keeps the contract of ``backends.base.Backend`` and can be told to misbehave as real nodes do: to be out of reach,
-to lose answers, to kill an attempt. What runs there is described by ``Behaviour``.
+to lose answers, to start anew, to kill an attempt. What runs there is described by ``Behaviour``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from distflow.backends.base import (
@@ -42,37 +42,11 @@ from distflow.storage.base import Progress
 from distflow.storage.delivery import Delivered, Delivery, NotDirect
 from distflow.storage.identity import Identity
 from distflow.supervisor.clock import Clock as OurClock
+from distflow.testing.attempts import Attempt, Behaviour
 
 __all__ = ["Behaviour", "FakeBackend"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Behaviour:
-    """How a task of the fake runs."""
-
-    seconds: float = 1.0
-    """Until it ends by itself; infinite for one that hangs."""
-    exit_code: int = 0
-    signal: int | None = None
-    output: bytes = b""
-    obeys_term: bool = True
-    """Ends at once when stopped; otherwise after the grace."""
-    refuses: str = ""
-    """Cannot be prepared, for this reason."""
-    spoils: str = ""
-    """Its output cannot be collected, for this reason."""
-
-
-@dataclass(slots=True)
-class _Attempt:
-    key: AttemptKey
-    gpus: tuple[int, ...]
-    phase: str = "leased"
-    behaviour: Behaviour = field(default_factory=Behaviour)
-    started_at: float = 0.0
-    ends_at: float = float("inf")
-    stopped_at: float | None = None
-    end: dict[str, Any] | None = None
+_RIGHT = Clock(offset_s=0.0, uncertainty_s=0.0)
 
 
 class FakeBackend:
@@ -96,8 +70,10 @@ class FakeBackend:
         self._behaviour = behaviour
         self._clocks = dict(clocks or {})
         self._up: dict[str, bool] = {}
-        self._attempts: dict[str, _Attempt] = {}
-        self._watched: dict[str, AttemptKey] = {}
+        self._silent: set[str] = set()
+        self._attempts: dict[AttemptKey, Attempt] = {}
+        self._alive: dict[AttemptKey, Attempt] = {}
+        self._watched: dict[AttemptKey, None] = {}
         self._next_port = 20000
         self.starts: list[str] = []
         """Names of the attempts that were started, each time that they were."""
@@ -107,6 +83,8 @@ class FakeBackend:
         """Outputs are long on their way: ``collect`` is not answered."""
         self.shares_files = False
         """All nodes see the same files."""
+        self.leases_expire = False
+        """Nodes give up what was not started within the time that its lease names."""
 
     # The protocol.
 
@@ -114,13 +92,13 @@ class FakeBackend:
         """Make the nodes reachable."""
         for node in nodes:
             self._up.setdefault(node.name, True)
-            if self._up[node.name]:
+            if self.reaches(node.name):
                 self._say_up(node)
 
     def watch(self, keys: Sequence[AttemptKey]) -> None:
         """Report these attempts now and after each reconnection."""
         for key in keys:
-            self._watched[key.name] = key
+            self._watched[key] = None
             if self._up.get(key.node):
                 self._report(key)
 
@@ -130,11 +108,11 @@ class FakeBackend:
         nodes = {node.name: node for node in self._pool.nodes}
         for task, name in request.nodes.items():
             key = _key(request, task)
-            held = self._attempts.get(key.name)
+            held = self._alive.get(key)
             if held is not None:
                 chosen[task] = held.gpus
                 continue
-            taken = {gpu for one in self._attempts.values() if one.key.node == name and one.end is None for gpu in one.gpus}
+            taken = {gpu for one in self._alive.values() if one.key.node == name for gpu in one.gpus}
             taken |= {gpu for other, gpus in chosen.items() if request.nodes[other] == name for gpu in gpus}
             left = [gpu for gpu in range(nodes[name].gpus or 0) if gpu not in taken]
             if not self._up.get(name) or len(left) < request.gpus[task]:
@@ -147,9 +125,14 @@ class FakeBackend:
             port = self._next_port
         for task in request.nodes:
             key = _key(request, task)
-            self._watched[key.name] = key
-            if key.name not in self._attempts:
-                self._attempts[key.name] = _Attempt(key, chosen[task])
+            self._watched[key] = None
+            if key not in self._alive:
+                expires_at = self._clock.now() + request.start_timeout_s if self.leases_expire else float("inf")
+                self._attempts[key] = self._alive[key] = Attempt(key, chosen[task], expires_at)
+        silent = sorted(self._silent.intersection(request.nodes.values()))
+        if silent:
+            self._refuse(request, f"{silent[0]}: does not answer")
+            return
         bindings = {
             task: TaskBinding(node=name, address="192.0.2.1", interface="fake0", gpu_ids=chosen[task])
             for task, name in request.nodes.items()
@@ -171,13 +154,13 @@ class FakeBackend:
         """Make an attempt ready."""
         if not self._reaches(key, "prepare"):
             return
-        attempt = self._attempts.get(key.name)
+        attempt = self._attempts.get(key)
         if attempt is None:
             self._tell(Absent, key)
             return
         attempt.behaviour = self._behaviour(key)
         if attempt.behaviour.refuses:
-            self._sink(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behaviour.refuses))
+            self._say(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behaviour.refuses), key)
         elif attempt.phase == "leased":
             attempt.phase = "prepared"
             self._tell(Prepared, key)
@@ -188,7 +171,7 @@ class FakeBackend:
         """Start an attempt, once."""
         if not self._reaches(key, "start"):
             return
-        attempt = self._attempts.get(key.name)
+        attempt = self._attempts.get(key)
         if attempt is not None and attempt.phase == "prepared":
             self.starts.append(key.name)
             attempt.phase, attempt.started_at = "running", self._clock.now()
@@ -199,7 +182,7 @@ class FakeBackend:
         """Stop an attempt, at once or after the grace."""
         if not self._reaches(key, "stop"):
             return
-        attempt = self._attempts.get(key.name)
+        attempt = self._attempts.get(key)
         if attempt is None:
             self._tell(Absent, key)
             return
@@ -215,10 +198,11 @@ class FakeBackend:
     def release(self, key: AttemptKey) -> None:
         """Forget an attempt that has not started."""
         if self._reaches(key, "release"):
-            attempt = self._attempts.get(key.name)
+            attempt = self._attempts.get(key)
             has_run = attempt is not None and attempt.started_at > 0
             if not has_run:
-                self._attempts.pop(key.name, None)
+                self._attempts.pop(key, None)
+                self._alive.pop(key, None)
                 self._tell(Released, key)
             else:
                 self._report(key)
@@ -235,17 +219,17 @@ class FakeBackend:
 
         Of a directory (``place``) each look finds something new.
         """
-        attempt = self._attempts.get(key.name)
+        attempt = self._attempts.get(key)
         if not self._reaches(key, op) or self.holds_outputs:
             return
         now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
         if spoils:
-            self._sink(CollectFailed(at=now, key=key, op=op, message=spoils))
+            self._say(CollectFailed(at=now, key=key, op=op, message=spoils), key)
         else:
             self.collected.append(key.name if place is None else f"{key.name}/{place}")
             what = key.name if place is None else f"{key.name}/{place}/{now}"
             digest, stays = hashlib.sha256(what.encode()).hexdigest(), for_nodes and self.shares_files
-            self._sink(Collected(at=now, key=key, op=op, digest=digest, size=10240, is_everywhere=stays))
+            self._say(Collected(at=now, key=key, op=op, digest=digest, size=10240, is_everywhere=stays), key)
 
     def deliver(
         self,
@@ -266,70 +250,117 @@ class FakeBackend:
     def tick(self) -> None:
         """Let everything end whose time has come."""
         now = self._clock.now()
-        for attempt in self._attempts.values():
-            if attempt.end is None and attempt.ends_at <= now:
+        for attempt in [one for one in self._alive.values() if one.due_at <= now]:
+            if attempt.started_at > 0 or attempt.ends_at <= now:
                 self._finish(attempt, attempt.ends_at)
+            else:
+                self._expire(attempt)
 
     def kill(self, name: str, number: int = 9) -> None:
         """End a running attempt by a signal."""
-        attempt = self._attempts.get(name)
-        if attempt is not None and attempt.phase in ("running", "stopping"):
+        for attempt in self._named(name, "running", "stopping"):
             attempt.behaviour = Behaviour(seconds=0, signal=number)
             attempt.stopped_at = None
             self._finish(attempt, self._clock.now())
 
+    def leave(self, name: str) -> None:
+        """End a running attempt because its gang told its node that another one failed."""
+        for attempt in self._named(name, "running"):
+            self._finish(attempt, self._clock.now(), "peer_failed")
+
     def expire(self, name: str) -> None:
         """End an attempt that waited too long for its start, as its node does."""
-        attempt = self._attempts.get(name)
-        if attempt is not None and attempt.phase in ("leased", "prepared"):
-            attempt.phase = "ended"
-            attempt.end = {"reason": "start_timeout", "started_at": None, "ended_at": self._clock.now()}
-            if self._up.get(attempt.key.node):
-                self._report(attempt.key)
+        for attempt in self._named(name, "leased", "prepared"):
+            self._expire(attempt)
 
     def cut(self, node: str) -> None:
         """Take a node out of reach; what runs there goes on."""
+        self._silent.discard(node)
         if self._up.get(node):
             self._up[node] = False
             self._sink(NodeDown(at=self._clock.now(), pool=self._pool.name, node=node, error="cut"))
 
+    def silence(self, node: str) -> None:
+        """Let a node do what it is told and never answer; ``cut`` and ``heal`` end that, and no answer comes later."""
+        if self._up.get(node):
+            self._silent.add(node)
+
     def heal(self, node: str) -> None:
         """Bring a node back; it says how its attempts stand."""
+        if node in self._silent:
+            self.cut(node)
         if not self._up.get(node):
             self._up[node] = True
             self._say_up(next(one for one in self._pool.nodes if one.name == node))
-            for key in list(self._watched.values()):
+            for key in list(self._watched):
                 if key.node == node:
                     self._report(key)
+
+    def reboot(self, node: str) -> None:
+        """End everything on a node; it is out of reach then, and knows afterwards what it was."""
+        self.cut(node)
+        for attempt in [one for one in self._alive.values() if one.key.node == node]:
+            self._finish(attempt, self._clock.now(), "rebooted")
+
+    def forget(self, node: str) -> None:
+        """Let nothing be left on a node, no process and no file."""
+        for held in (self._attempts, self._alive):
+            for key in [key for key in held if key.node == node]:
+                del held[key]
+
+    def step(self, seconds: float) -> None:
+        """Our clock was just set forward or back; those of the nodes were not, and that is known."""
+        for attempt in self._attempts.values():
+            attempt.step(seconds)
+        for node in self._pool.nodes:
+            known = self._clocks.get(node.name, _RIGHT)
+            self._clocks[node.name] = replace(known, offset_s=known.offset_s - seconds)
+
+    def reaches(self, node: str) -> bool:
+        """Whether a node can be reached and answers."""
+        return bool(self._up.get(node)) and node not in self._silent
 
     @property
     def alive(self) -> list[str]:
         """Names of the attempts that run or hold a lease."""
-        return [name for name, attempt in self._attempts.items() if attempt.end is None]
+        return [key.name for key in self._alive]
+
+    @property
+    def running(self) -> list[AttemptKey]:
+        """The attempts that run, also where nobody can see it."""
+        return [key for key, attempt in self._alive.items() if attempt.is_running]
+
+    @property
+    def ends(self) -> dict[AttemptKey, dict[str, Any]]:
+        """How the attempts ended that nodes know of, whoever was told; times by our clock."""
+        return {key: attempt.end for key, attempt in self._attempts.items() if attempt.end is not None}
 
     @property
     def next_end(self) -> float:
         """When the next attempt ends by itself."""
-        return min((attempt.ends_at for attempt in self._attempts.values() if attempt.end is None), default=float("inf"))
+        return min((attempt.due_at for attempt in self._alive.values()), default=float("inf"))
 
     # Inside.
 
-    def _finish(self, attempt: _Attempt, at: float) -> None:
-        behaviour, started = attempt.behaviour, attempt.started_at > 0
+    def _named(self, name: str, *phases: str) -> list[Attempt]:
+        return [one for key, one in self._alive.items() if key.name == name and one.phase in phases]
+
+    def _finish(self, attempt: Attempt, at: float, why: str = "") -> None:
+        attempt.finish(at, why)
+        self._is_over(attempt)
+
+    def _expire(self, attempt: Attempt) -> None:
         attempt.phase = "ended"
-        attempt.end = {
-            "exit_code": None if behaviour.signal or attempt.stopped_at else behaviour.exit_code,
-            "signal": 15 if attempt.stopped_at else behaviour.signal,
-            "reason": "stopped" if attempt.stopped_at else "exited",
-            "stopped_at": attempt.stopped_at,
-            "started_at": attempt.started_at if started else None,
-            "ended_at": at,
-        }
+        attempt.end = {"reason": "start_timeout", "started_at": None, "ended_at": self._clock.now()}
+        self._is_over(attempt)
+
+    def _is_over(self, attempt: Attempt) -> None:
+        self._alive.pop(attempt.key, None)
         if self._up.get(attempt.key.node):
             self._report(attempt.key)
 
     def _report(self, key: AttemptKey) -> None:
-        attempt = self._attempts.get(key.name)
+        attempt = self._attempts.get(key)
         if attempt is None:
             self._tell(Absent, key)
         elif attempt.phase == "prepared":
@@ -337,7 +368,7 @@ class FakeBackend:
         elif attempt.phase in ("running", "stopping"):
             clock = self._clock_of(key)
             started = attempt.started_at + clock.offset_s
-            self._sink(Started(at=self._clock.now(), key=key, pid=1, started_at=started, clock=clock))
+            self._say(Started(at=self._clock.now(), key=key, pid=1, started_at=started, clock=clock), key)
         elif attempt.end is not None:
             if self._logs is not None and attempt.behaviour.output:
                 self._logs.write(key, "output.log", 0, attempt.behaviour.output)
@@ -346,17 +377,17 @@ class FakeBackend:
                 name: value + clock.offset_s if name.endswith("_at") and value is not None else value
                 for name, value in attempt.end.items()
             }
-            self._sink(Ended(at=self._clock.now(), key=key, end=end, clock=clock))
+            self._say(Ended(at=self._clock.now(), key=key, end=end, clock=clock), key)
             self._tell(LogComplete, key)
 
     def _clock_of(self, key: AttemptKey) -> Clock:
-        return self._clocks.get(key.node, Clock(offset_s=0.0, uncertainty_s=0.0))
+        return self._clocks.get(key.node, _RIGHT)
 
     def _say_up(self, node: Node) -> None:
         self._sink(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))
 
     def _reaches(self, key: AttemptKey, op: str) -> bool:
-        self._watched[key.name] = key
+        self._watched[key] = None
         if self._up.get(key.node):
             return True
         self._sink(Unanswered(at=self._clock.now(), key=key, op=op))
@@ -370,7 +401,11 @@ class FakeBackend:
         )
 
     def _tell(self, kind: type[Observation], key: AttemptKey) -> None:
-        self._sink(kind(at=self._clock.now(), key=key))  # type: ignore[call-arg]
+        self._say(kind(at=self._clock.now(), key=key), key)  # type: ignore[call-arg]
+
+    def _say(self, seen: Observation, key: AttemptKey) -> None:
+        if key.node not in self._silent:
+            self._sink(seen)
 
 
 def _key(request: LeaseRequest, task: str) -> AttemptKey:

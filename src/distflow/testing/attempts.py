@@ -1,0 +1,78 @@
+"""What runs on the nodes of the fake backend: attempts that lease, run and end on a clock that is turned by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.backends.base import AttemptKey
+
+__all__ = ["Attempt", "Behaviour"]
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """How a task of the fake runs."""
+
+    seconds: float = 1.0
+    """Until it ends by itself; infinite for one that hangs."""
+    exit_code: int = 0
+    signal: int | None = None
+    output: bytes = b""
+    obeys_term: bool = True
+    """Ends at once when stopped; otherwise after the grace."""
+    refuses: str = ""
+    """Cannot be prepared, for this reason."""
+    spoils: str = ""
+    """Its output cannot be collected, for this reason."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt on its node, from its lease on."""
+
+    key: AttemptKey
+    gpus: tuple[int, ...]
+    expires_at: float = _NEVER
+    """When it is given up unless it was started."""
+    phase: str = "leased"
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    started_at: float = 0.0
+    ends_at: float = _NEVER
+    stopped_at: float | None = None
+    end: dict[str, Any] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its command runs."""
+        return self.phase in ("running", "stopping") and self.started_at > 0
+
+    @property
+    def due_at(self) -> float:
+        """When something becomes of it by itself."""
+        return self.ends_at if self.started_at > 0 else min(self.ends_at, self.expires_at)
+
+    def finish(self, at: float, why: str = "") -> None:
+        """Write down its end."""
+        why = why or ("stopped" if self.stopped_at else "exited")
+        own, behaviour = why == "exited", self.behaviour
+        self.phase = "ended"
+        self.end = {
+            "exit_code": None if behaviour.signal or not own else behaviour.exit_code,
+            "signal": behaviour.signal if own else 15 if why in ("stopped", "peer_failed") else None,
+            "reason": why,
+            "stopped_at": self.stopped_at,
+            "started_at": self.started_at if self.started_at > 0 else None,
+            "ended_at": at,
+        }
+
+    def step(self, seconds: float) -> None:
+        """Tell its times by a clock that was set forward or back."""
+        self.started_at += seconds if self.started_at > 0 else 0.0
+        self.ends_at += seconds
+        self.expires_at += seconds
+        self.stopped_at = None if self.stopped_at is None else self.stopped_at + seconds
+        if self.end is not None:
+            self.end |= {name: self.end[name] + seconds for name in self.end if name.endswith("_at") and self.end[name]}
