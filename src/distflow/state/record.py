@@ -44,7 +44,10 @@ class Priority(str, Enum):
     @property
     def turn(self) -> int:
         """What the queue sorts by: the smaller goes first."""
-        return list(Priority).index(self)
+        return _TURNS[self]
+
+
+_TURNS = {priority: turn for turn, priority in enumerate(Priority)}
 
 
 class Stray(str, Enum):

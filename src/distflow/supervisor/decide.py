@@ -37,22 +37,25 @@ _REFUSALS = (Reason.START_ERROR, Reason.IMAGE_PULL)
 def decide(world: World, now: float) -> Decision:
     """Return what follows from the world as it is at ``now`` (seconds since the epoch)."""
     decision = Decision()
-    current: list[Workflow] = []
+    current: dict[str, Workflow] = {}
     for workflow in world.workflows:
         record = workflow.record
         for group in record.groups:
-            record = record.with_group(_Step(world, workflow, record, group, now, decision).run())
-        before, record = record.status, roll_up(record, now)
-        if record.status != before:
+            after = _Step(world, workflow, record, group, now, decision).run()
+            # Most of thousands stay as they are, at every decision: they cost nothing more than this look.
+            record = record if after is group else record.with_group(after)
+        before, record = record, roll_up(record, now)
+        if record is not before and record.status != before.status:
             text = f"workflow {record.id}: {record.status}"
             decision.events.append(Event(at=now, kind="state", text=text, workflow=record.uuid))
-        if record != workflow.record:
+        has_changed = record is not workflow.record and record != workflow.record
+        if has_changed:
             decision.records[record.uuid] = record
-        current.append(replace(workflow, record=record))
-    waiting = next_leases(replace(world, workflows=tuple(current)), now)
+        current[record.uuid] = replace(workflow, record=record) if has_changed else workflow
+    waiting = next_leases(replace(world, workflows=tuple(current.values())), now)
     decision.commands += waiting.commands
     for (uuid, name), message in waiting.messages.items():
-        record = decision.records.get(uuid) or next(w.record for w in current if w.record.uuid == uuid)
+        record = decision.records.get(uuid) or current[uuid].record
         group = record.group(name)
         if group.message != message:
             decision.records[uuid] = record.with_group(replace(group, message=message))
@@ -287,7 +290,7 @@ class _Step(Step):
 
     def _strays(self) -> None:
         """Stop what was given up, as soon as its node is back: it may hold GPUs, and the ranks of its world are gone."""
-        for task in self.group.attempts:
+        for task in (*self.group.earlier, *self.group.tasks):
             if task.stray is None:
                 continue
             if self.pool is not None and self.now >= (task.ended_at or self.now) + self.pool.retention_s:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from distflow.backends.base import LeaseRequest
 from distflow.layout.placement import Demand, Free, Placement, Unplaced
@@ -76,9 +77,10 @@ def _next_of_pool(
     if any(op == "lease" and _is_of(world, uuid, pool_key) for op, uuid, *_ in world.in_flight):
         return
     views = [world.nodes[pool_key, node.name] for node in pool.nodes]
-    (workflow, group), behind = waiting[0], waiting[1:]
-    for other, later in behind:
-        leases.messages[other.record.uuid, later.name] = f"behind {workflow.record.id}"
+    workflow, group = waiting[0]
+    # The one right before it: what stands first changes often, and every new word is an event of every gang behind it.
+    for (before, _), (other, later) in pairwise(waiting):
+        leases.messages[other.record.uuid, later.name] = f"behind {before.record.id}"
     plan = workflow.plan.group(group.name)
     fixed = plan.world.port if plan.world else None
     # Nodes that earlier attempts failed on come last: they are taken when there are no others.

@@ -65,14 +65,20 @@ def test_priorities_come_before_the_order_of_submission_and_that_within_one() ->
         for one, priority in zip(gangs, order, strict=True)
     }
     views = {("lab", "n0"): _view(0, up=True)}
-    served = []
+    served: list[str] = []
+    told: dict[str, str] = {}
     while left:
         leases = next_leases(World(workflows=tuple(left.values()), pools={"lab": pool(node("n0"))}, nodes=views), 0.0)
         (command,) = leases.commands
         served.append(command.workflow)
-        assert set(leases.messages.values()) <= {f"behind {command.workflow}"}
+        words = {uuid: message for (uuid, _), message in leases.messages.items()}
+        # Each is told of the one before it, and hears nothing new when others go.
+        assert all(told.get(uuid, message) == message for uuid, message in words.items())
+        told |= words
+        assert list(words) == [uuid for uuid in ("u4", "u1", "u3", "u0") if uuid in words]
         del left[command.workflow]
     assert served == ["u2", "u4", "u1", "u3", "u0"]
+    assert told == {"u4": "behind u2", "u1": "behind u4", "u3": "behind u1", "u0": "behind u3"}
 
 
 def test_a_gang_that_has_its_nodes_keeps_them_whatever_comes() -> None:
