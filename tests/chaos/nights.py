@@ -14,7 +14,7 @@ from distflow.plan.model import GroupPlan
 from distflow.state.record import CancelRequest, GroupRecord, TaskRecord
 from unit.supervisor.gangs import Driver, node, pool
 
-__all__ = ["play"]
+__all__ = ["leaks", "lies", "play"]
 
 _LEASES_END_S = 200.0
 _UNCERTAIN_S = 0.01
@@ -28,7 +28,8 @@ def play(schedule: Schedule) -> list[str]:
         night.run()
     except AssertionError as error:
         return [*night.wrong, str(error)[:2000]]
-    return [*night.wrong, *_leaks(night.driver), *_lies(night.driver, schedule, night.forgotten)]
+    stepped_s = sum(abs(fault.amount) for fault in schedule.faults if fault.kind == "step")
+    return [*night.wrong, *leaks(night.driver), *lies(night.driver, stepped_s)]
 
 
 class _Night:
@@ -36,8 +37,6 @@ class _Night:
 
     def __init__(self, schedule: Schedule) -> None:
         self.wrong: list[str] = []
-        self.forgotten: set[AttemptKey] = set()
-        """Attempts of which nothing is left on their nodes."""
         self._schedule = schedule
         nodes = [node(f"n{number}", gpus=gpus) for number, gpus in enumerate(schedule.nodes)]
         self.driver = Driver(
@@ -138,7 +137,6 @@ class _Night:
 
     def _forget(self, fault: Fault) -> None:
         backend, name = self.driver.backend, self._node(fault)
-        self.forgotten |= {key for key in (*backend.running, *backend.ends) if key.node == name}
         backend.cut(name)
         backend.forget(name)
 
@@ -188,7 +186,7 @@ _HAPPENS: dict[str, Callable[[_Night, Fault], None]] = {
 }
 
 
-def _leaks(driver: Driver) -> Iterator[str]:
+def leaks(driver: Driver) -> Iterator[str]:
     """What is left although everything has ended."""
     for uuid, one in driver.workflows.items():
         for group in one.record.groups:
@@ -203,10 +201,13 @@ def _leaks(driver: Driver) -> Iterator[str]:
     yield from (f"{identity} was never answered" for identity in driver.in_flight)
 
 
-def _lies(driver: Driver, schedule: Schedule, forgotten: set[AttemptKey]) -> Iterator[str]:
-    """Where the record differs from what truly happened on the nodes."""
+def lies(driver: Driver, stepped_s: float = 0.0) -> Iterator[str]:
+    """Where the record differs from what truly happened on the nodes.
+
+    ``stepped_s``: by how much our clock was set meanwhile; ends closer than that are not told apart.
+    """
     ends = {(key.name, key.node): end for key, end in driver.backend.ends.items()}
-    unsure_s = 2 * _UNCERTAIN_S + 0.001 + sum(abs(fault.amount) for fault in schedule.faults if fault.kind == "step")
+    unsure_s = 2 * _UNCERTAIN_S + 0.001 + stepped_s
     for uuid, one in driver.workflows.items():
         for group in one.record.groups:
             plan = one.plan.group(group.name)

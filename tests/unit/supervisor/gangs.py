@@ -228,19 +228,20 @@ class Driver:
                 for uuid, one in self.workflows.items():
                     record, events = absorb_node(one.record, seen)
                     self.events += events
-                    self.workflows[uuid] = replace(one, record=record)
+                    if record is not one.record:
+                        self.workflows[uuid] = replace(one, record=record)
                 continue
             uuid = getattr(seen, "workflow", None) or seen.key.workflow  # type: ignore[attr-defined]
             self._answered(seen)
-            if isinstance(seen, Unanswered):
+            known = self.workflows.get(uuid)
+            if known is None or isinstance(seen, Unanswered):
                 continue
-            one = self.workflows[uuid]
             if isinstance(seen, DataSeen):
-                record, events = absorb_data(one.record, seen)
+                record, events = absorb_data(known.record, seen)
             else:
-                record, events = absorb(one.record, one.plan, seen)
+                record, events = absorb(known.record, known.plan, seen)
             self.events += events
-            self.workflows[uuid] = replace(one, record=record)
+            self.workflows[uuid] = replace(known, record=record)
 
     def _answered(self, seen: Observation) -> None:
         if isinstance(seen, LogComplete | Collecting):
