@@ -18,6 +18,7 @@ from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import checkout
 from scenarios.registry import Registry
+from scenarios.test_leftovers import crash
 
 ALONE = str(100_000 + os.getpid())
 """Seconds that no other test sleeps: tests run side by side."""
@@ -124,6 +125,23 @@ def test_a_cancel_reaches_into_the_container(cli: Cli, engine: Engine, obeys: bo
     assert ("got TERM" in cli.logs(ident)) == obeys
     assert engine.containers() == []
     assert not _running(f"sleep\0{ALONE}\0")
+
+
+def test_a_container_that_nobody_watches_any_more_is_reaped(cli: Cli, engine: Engine) -> None:
+    ident = cli.submit(spec(cli, ONE.replace("COMMAND", f"echo up; exec sleep {ALONE}")))
+    cli.await_log(ident, "up")
+    attempt = crash(cli, cli.root)
+    (name,) = engine.containers()
+    seen = json.loads(cli.run("node", "reap", "--dry-run", "-t", "json").out)["nodes"][0]["found"]
+    assert [(one["pid"], one["name"], one["attempt"]) for one in seen if one["pid"] is None] == [
+        (None, f"{engine.program} {name}", attempt)
+    ]
+    assert engine.containers() == [name]
+    done = cli.run("node", "reap")
+    assert (done.code, done.err) == (0, "")
+    assert engine.containers() == []
+    assert not _running(f"sleep\0{ALONE}\0")
+    cli.await_status(ident, "FAILED_SERVER_ERROR")
 
 
 @pytest.mark.parametrize("victim", ["client", "keeper", "runner"])

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import typer
@@ -14,16 +13,15 @@ import typer
 from distflow.backends.machines.cleaning import Cleaned, clean_node
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, HostfileOption
+from distflow.cli.places import PoolOption, chosen_places, each_place
+from distflow.cli.reap import reap
 from distflow.cli.tables import table
 from distflow.documents.quantities import parse_duration
 from distflow.errors import InputError, NodeUnreachable
-from distflow.pools.choose import choose_pool
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
-
-_AT_ONCE = 32
 
 
 @app.callback()
@@ -31,9 +29,12 @@ def _node() -> None:
     """Look after what distflow keeps on the nodes."""
 
 
+app.command(epilog="Examples: distflow node reap --dry-run  ·  distflow node reap --pool lab --node gpu2")(reap)
+
+
 @app.command(epilog="Examples: distflow node clean --dry-run  ·  distflow node clean --older-than 2d")
 def clean(
-    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Only this pool; else all of the configuration.")] = None,
+    pool: PoolOption = None,
     older_than: Annotated[
         str | None,
         typer.Option("--older-than", metavar="DURATION", help="Untouched for at least this long; else the pool's retention."),
@@ -46,29 +47,23 @@ def clean(
 
     Workflows that are not over are never touched. Logs that are mirrored on this machine stay.
     """
-    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
-    chosen = choose_pool(configuration, given=pool, hosts=hosts) if pool is not None or hosts is not None else None
+    places = chosen_places(pool, hostfile)
     age_s = _seconds(older_than) if older_than is not None else None
     directory = wiring.state_directory()
     with wiring.open_store(directory) as store:
         unfinished = frozenset(record.uuid for record in store.unfinished())
-    pools = [chosen] if chosen is not None else list(configuration.pools.values())
-    places = [(one, node) for one in pools for node in one.nodes]
     now = time.time()  # noqa: TID251  ages are counted from this moment
-    with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
-        results = list(
-            workers.map(
-                lambda place: clean_node(
-                    place[0],
-                    place[1],
-                    older_than_s=place[0].retention_s if age_s is None else age_s,
-                    unfinished=unfinished,
-                    now=now,
-                    is_dry_run=dry_run,
-                ),
-                places,
-            )
-        )
+    results = each_place(
+        places,
+        lambda one, node: clean_node(
+            one,
+            node,
+            older_than_s=one.retention_s if age_s is None else age_s,
+            unfinished=unfinished,
+            now=now,
+            is_dry_run=dry_run,
+        ),
+    )
     _show(results, dry_run, format_type)
     failed = [result for result in results if result.error]
     if failed and format_type is Format.JSON:

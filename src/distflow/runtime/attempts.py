@@ -24,6 +24,7 @@ __all__ = [
     "lock_task",
     "read_status",
     "remove",
+    "workflows",
 ]
 
 LOG = "output.log"
@@ -42,6 +43,13 @@ def directory_of(root: str, attempt: object) -> str:
     if len(parts) != 4 or not all(_COMPONENT.fullmatch(part) for part in parts) or not _WORKFLOW.fullmatch(parts[0]):
         raise OpError("bad_request", "{!r} is no attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
     return os.path.join(root, *parts)
+
+
+def workflows(root: str) -> List[str]:
+    """The uuids of all workflows that have a directory."""
+    return sorted(
+        entry.name for entry in os.scandir(root) if _WORKFLOW.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+    )
 
 
 def each(root: str, workflow: str) -> Iterator[Tuple[str, str]]:

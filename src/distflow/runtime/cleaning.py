@@ -20,11 +20,9 @@ _TRASH = ".trash"
 def survey(root: str) -> Json:
     """Every workflow with its size, its age and what is alive of it."""
     workflows = []
-    for entry in sorted(os.scandir(root), key=lambda one: one.name):
-        if entry.name in ("runtime", BLOBS) or entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
-            continue
-        size, modified = _measure(entry.path)
-        workflows.append({"uuid": entry.name, "bytes": size, "modified_at": modified, "alive": _alive(root, entry.name)})
+    for uuid in attempts.workflows(root):
+        size, modified = _measure(os.path.join(root, uuid))
+        workflows.append({"uuid": uuid, "bytes": size, "modified_at": modified, "alive": _alive(root, uuid)})
     blob_bytes = _measure(os.path.join(root, BLOBS))[0] if os.path.isdir(os.path.join(root, BLOBS)) else 0
     return {"workflows": workflows, "blob_bytes": blob_bytes, "free_bytes": free_bytes(root)}
 

@@ -16,7 +16,7 @@ from distflow.runtime import processes
 from distflow.runtime.limits import size_text
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["CREATED", "enter", "identify", "pull", "remove", "why_ended", "wrap"]
+__all__ = ["CREATED", "engines", "enter", "identify", "labelled", "pull", "remove", "why_ended", "wrap"]
 
 CREATED = "container.id"
 """Written by the container's program once the container is made."""
@@ -120,6 +120,42 @@ def remove(known: Optional[Json]) -> Optional[str]:
     if done.returncode == 0 or "no such container" in done.stderr.lower() or "no container with" in done.stderr.lower():
         return None
     return "its container {} could not be removed: {}".format(known["name"], _last_words(done.stderr))
+
+
+def engines() -> List[Tuple[str, Dict[str, str]]]:
+    """The programs that are on the node, each with the variables that it needs beyond ours: none."""
+    found = (processes.find_program(name, os.environ.get("PATH") or os.defpath) for name in _KNOWN)
+    return [(program, {}) for program in found if program is not None]
+
+
+def labelled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
+    """Every container that was made for an attempt, also one that has ended: ``id``, ``name``, ``state``, ``cwd``, ``attempt``.
+
+    None when the program cannot say.
+    """
+    env = dict(os.environ, **env)
+    fields = (
+        "{{.Id}}",
+        "{{.Name}}",
+        "{{.State.Status}}",
+        "{{.Config.WorkingDir}}",
+        '{{index .Config.Labels "distflow.attempt"}}',
+    )
+    try:
+        listed = _run([program, "ps", "--all", "--quiet", "--no-trunc", "--filter", "label=distflow.attempt"], env, _REMOVE_S)
+        ids = listed.stdout.split() if listed.returncode == 0 else []
+        if not ids:
+            return []
+        # One that ends meanwhile makes this fail in part, and the others are told all the same.
+        told = _run([program, "container", "inspect", "--format", "\t".join(fields), *ids], env, _INSPECT_S)
+    except OpError:
+        return []
+    rows = [line.split("\t") for line in told.stdout.splitlines()]
+    return [
+        {"id": row[0], "name": row[1].lstrip("/"), "state": row[2], "cwd": row[3], "attempt": row[4]}
+        for row in rows
+        if len(row) == len(fields)
+    ]
 
 
 def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[str], Optional[str]]:

@@ -7,6 +7,8 @@ import os
 import signal
 from typing import AbstractSet, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
+from distflow.runtime.clock import now
+
 __all__ = [
     "Process",
     "adopt_orphans",
@@ -21,11 +23,14 @@ __all__ = [
     "last_pid",
     "list_processes",
     "mark_of",
+    "name_of",
     "only_descendants",
     "read_process",
     "reap",
     "rename_self",
     "reset_signals",
+    "started_at",
+    "variable_of",
 ]
 
 _PR_SET_PDEATHSIG = 1
@@ -154,13 +159,34 @@ def carries(pid: int, entry: str) -> bool:
 
 def mark_of(pid: int) -> Optional[str]:
     """The attempt that a process belongs to, by the mark in its environment, as far as we may read it."""
+    return variable_of(pid, "DISTFLOW_ATTEMPT")
+
+
+def variable_of(pid: int, name: str) -> Optional[str]:
+    """A variable that a process was started with, as far as we may read its environment."""
     try:
         with open("/proc/{}/environ".format(pid), "rb") as file:
             variables = file.read().split(b"\0")
     except OSError:
         return None
-    mark = b"DISTFLOW_ATTEMPT="
-    return next((one[len(mark) :].decode("utf-8", "replace") for one in variables if one.startswith(mark)), None)
+    mark = name.encode() + b"="
+    return next((os.fsdecode(one[len(mark) :]) for one in variables if one.startswith(mark)), None)
+
+
+def name_of(pid: int) -> str:
+    """What the kernel calls a process; empty when it is gone."""
+    try:
+        with open("/proc/{}/comm".format(pid), encoding="utf-8", errors="replace") as file:
+            return file.read().rstrip("\n")
+    except OSError:
+        return ""
+
+
+def started_at(process: Process) -> float:
+    """When a process was started, in seconds since the epoch by the node's clock of now."""
+    with open("/proc/uptime", "rb", buffering=0) as file:
+        up = float(file.read(128).split()[0])
+    return now() - up + process.start / os.sysconf("SC_CLK_TCK")
 
 
 def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet[int] = frozenset()) -> List[Process]:

@@ -35,6 +35,7 @@ class Upkeep:
             "reach": self._reach,
             "pull": self._pull,
             "stacks": self._stacks,
+            "reap": self._reap,
         }
         op = ops.get(str(request.get("op")))
         if op is None:
@@ -71,6 +72,11 @@ class Upkeep:
         from distflow.runtime import stacks
 
         self._loop.job(stacks.collect(self._root, request), done)
+
+    def _reap(self, request: Json, done: _Done) -> None:
+        from distflow.runtime import reaping
+
+        self._loop.job(lambda: reaping.reap(self._root, request), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))

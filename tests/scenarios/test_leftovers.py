@@ -1,0 +1,110 @@
+"""What crashes leave on nodes, found and ended through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contract.test_runtime_faults import is_dead
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from scenarios.conftest import Cli
+    from scenarios.lab import Lab
+
+DAEMON = """
+workflow:
+  name: daemon
+  tasks:
+  - name: one
+    command: [sh, -c, 'setsid sleep 600 & echo up; wait']
+"""
+KEPT = """
+workflow:
+  name: kept
+  tasks:
+  - name: one
+    command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+"""
+
+
+def crash(cli: Cli, root: Path) -> str:
+    """Kill at one instant all of distflow that watches the workflow: supervisor, agents, runner, keeper. Return the attempt."""
+    (path,) = root.glob("*/*/one/0/runner.json")
+    state = json.loads(path.read_text())
+    supervisor = cli.supervisor()
+    assert supervisor is not None
+    agents = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and is_agent(entry, cli)]
+    victims = [supervisor, *agents, state["runner"]["pid"], state["keeper"]["pid"]]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in victims:
+            os.kill(pid, number)
+    wait_until(lambda: all(is_dead(pid) for pid in victims), 20)
+    return str(path.parent.relative_to(root))
+
+
+def is_agent(entry: Path, cli: Cli) -> bool:
+    try:
+        return (entry / "comm").read_text() == "df-agent\n" and os.fsencode(cli.folder) in (entry / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def document(cli: Cli, *arguments: str) -> dict[str, Any]:
+    done = cli.run("node", "reap", "-t", "json", *arguments)
+    assert done.code == 0, done.err
+    answer: dict[str, Any] = json.loads(done.out)
+    return answer
+
+
+def ours(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is to be stopped; what tests beside this one leave on the machine is named, too."""
+    return [one for one in node["found"] if one["is_ours"]]
+
+
+def test_a_crash_of_everything_leaves_what_reap_ends(cli: Cli) -> None:
+    cli.configure(stop_grace="1s")
+    go = cli.folder / "go"
+    workflow = cli.submit(cli.spec(DAEMON))
+    cli.await_log(workflow, "up")
+    attempt = crash(cli, cli.root)
+    (sleep,) = [pid for pid, command in cli.processes() if command == "sleep 600 "]
+
+    seen = document(cli, "--dry-run")["nodes"][0]
+    assert [(one["pid"], one["name"], one["attempt"]) for one in ours(seen)] == [(sleep, "sleep", attempt)], seen
+    assert (seen["node"], seen["settled"], seen["error"]) == ("local", [attempt], None)
+    text = cli.run("node", "reap", "--dry-run")
+    assert text.code == 0
+    assert "would stop" in text.out
+    assert f"local: the end of 1 that nobody watched would be recorded: {attempt}" in text.out
+    assert "nothing was stopped: this was a dry run" in text.err
+    assert sleep in [pid for pid, _ in cli.processes()]
+
+    done = cli.run("node", "reap", "--node", "local")
+    assert (done.code, done.err) == (0, "")
+    assert "stopped" in done.out
+    assert sleep not in [pid for pid, _ in cli.processes()]
+    assert ours(document(cli)["nodes"][0]) == []
+    # The record is what the next supervisor goes by; and what runs is not touched.
+    cli.await_status(workflow, "FAILED_SERVER_ERROR")
+    kept = cli.submit(cli.spec(KEPT.replace("GO", str(go))))
+    cli.await_running(kept)
+    assert ours(document(cli)["nodes"][0]) == []
+    go.touch()
+    cli.await_status(kept, "COMPLETED")
+
+    wrong = cli.run("node", "reap", "--node", "nowhere")
+    assert (wrong.code, "nodes: local" in wrong.err) == (2, True)
+
+
+def test_a_node_that_cannot_be_asked_is_named_and_the_others_are_reaped(lab: Lab) -> None:
+    lab.configure(nodes={"gpu2": {"host": "127.0.1.99", "port": 9}}, connect_timeout="5s")
+    done = lab.cli.run("node", "reap", "--pool", "lab")
+    assert done.code == 3
+    assert done.err.startswith("error: gpu2: "), done.err
+    told = lab.cli.run("node", "reap", "--pool", "lab", "-t", "json")
+    assert told.code == 3
+    assert [bool(one["error"]) for one in json.loads(told.out)["nodes"]] == [False, True, False]
