@@ -20,7 +20,8 @@
     │   └── StorageMissing              3    there is no such bucket, object or file
     ├── SupervisorError                 3    the background process did not start
     ├── StateError                      5    this machine's state directory cannot be used
-    │   └── StoreTooNew                 5    written by a newer distflow
+    │   ├── StoreTooNew                 5    written by a newer distflow
+    │   └── StoreBroken                 5    damaged: SQLite cannot read it
     └── WorkflowEnded                   1    the workflow ended and did not complete
 
 Errors say what happened, where, and what to do; the command line prints them as they are (``cli.app``). Anything that is not a
@@ -47,6 +48,7 @@ __all__ = [
     "StorageMissing",
     "StorageRefused",
     "StorageUnreachable",
+    "StoreBroken",
     "StoreTooNew",
     "SupervisorError",
     "TransportError",
@@ -164,6 +166,10 @@ class StateError(DistflowError):
 
 class StoreTooNew(StateError):
     """The store was written by a newer distflow than this one."""
+
+
+class StoreBroken(StateError):
+    """The store is there and SQLite cannot make sense of what is in it."""
 
 
 class WorkflowEnded(DistflowError):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from distflow.errors import NotFound, StateError, StoreTooNew
+from distflow.errors import NotFound, StateError, StoreBroken, StoreTooNew
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
+from distflow.state.opening import set_aside
 from distflow.state.record import CancelRequest, Event, Priority, Stray
 from distflow.state.search import Search
 from distflow.state.store import Store
@@ -262,6 +265,68 @@ def test_a_file_that_is_no_store_is_an_error_with_a_remedy(tmp_path: Path) -> No
     path.write_bytes(b"this is not a database" * 100)
     with pytest.raises(StateError, match="DISTFLOW_STATE"):
         Store(path)
+
+
+def torn(path: Path) -> None:
+    """A store with some workflows of which a disk lost pages: it opens, and reading it fails."""
+    with Store(path) as store:
+        for _ in range(40):
+            submit(store, replace(workflow([completed_group()]), uuid=str(uuid.uuid4())))
+    with path.open("r+b") as file:
+        file.seek(4096 * 2)
+        file.write(b"\xff" * (path.stat().st_size - 4096 * 2))
+
+
+def test_a_damaged_store_says_so_and_is_kept_aside_whole(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    for name in ("broken-2026-11-21", "broken-2026-11-21-2"):
+        torn(path)
+        before = path.read_bytes()
+        with pytest.raises(StoreBroken, match=r"damaged.*\n.*workflow adopt"), Store(path) as store:
+            store.list(with_groups=True)
+        aside = set_aside(path, "2026-11-21")
+        assert aside == tmp_path / f"store.sqlite3.{name}"
+        assert aside.read_bytes() == before
+        assert not path.exists()
+    with Store(path) as store:
+        assert store.list() == ()
+
+
+def test_only_a_damaged_store_is_moved(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite3"
+    assert set_aside(path, "2026-11-21") is None
+    with Store(path) as store:
+        submit(store, workflow([completed_group()]))
+        assert set_aside(path, "2026-11-21") is None
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA journal_mode=DELETE")
+        db.execute("PRAGMA user_version = 99")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        assert set_aside(path, "2026-11-21") is None
+    assert set_aside(path, "2026-11-21") is None
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["store.sqlite3"]
+    assert _read(path, "SELECT count(*) FROM workflows") == [(1,)]
+
+
+def test_a_store_that_cannot_be_written_is_read_also_what_was_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store.sqlite3"
+    with Store(path) as other:
+        record = submit(other, workflow([completed_group()]))
+        # Not yet in the file itself: its last connection would carry it over.
+        assert Path(f"{path}-wal").stat().st_size > 0
+        may = os.access
+        monkeypatch.setattr(os, "access", lambda one, mode: not mode & os.W_OK and may(one, mode))
+        with Store(path) as store:
+            assert store.is_read_only
+            assert store.find(record.id).groups == record.groups
+            assert store.list()[0].id == record.id
+            for write in (lambda: store.tag(record.uuid, add=["x"]), lambda: submit(store, workflow([completed_group()]))):
+                with pytest.raises(StateError, match="cannot be written"):
+                    write()
+        assert not other.is_read_only
 
 
 def test_a_torn_record_is_an_error_not_a_bug(store: Store) -> None:

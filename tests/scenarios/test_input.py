@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 
 GOOD = """
@@ -118,7 +119,8 @@ def test_a_store_that_is_none_is_code_5(cli: Cli) -> None:
     (cli.state / "distflow.sqlite3").write_bytes(b"this is no database" * 100)
     done = cli.run("workflow", "list")
     assert done.code == 5
-    assert "distflow.sqlite3" in done.err
+    assert "distflow.sqlite3 is damaged" in done.err
+    assert "distflow workflow adopt" in done.err
 
 
 def _mount(folder: Path, size: str) -> bool:
@@ -151,6 +153,35 @@ def test_a_disk_that_fills_up_while_a_task_writes_does_not_lose_its_end(cli: Cli
         assert "disk was full" in str(task["failure_message"])
     finally:
         subprocess.run(["umount", "-l", cli.root], check=True)
+
+
+def test_what_was_recorded_is_answered_from_a_disk_that_turned_read_only(cli: Cli) -> None:
+    if os.getuid() != 0 or not _mount(cli.state, "20m"):
+        pytest.skip("needs to mount a small disk, which root alone may")
+    try:
+        workflow = cli.submit(cli.spec(GOOD))
+        cli.await_status(workflow, "COMPLETED")
+        wait_until(lambda: cli.supervisor() is None, 30)
+        subprocess.run(["mount", "-o", "remount,ro", cli.state], check=True)
+        note = f"note: {cli.state}/distflow.sqlite3 cannot be written"
+        for words, shown in (
+            (["query", workflow], "COMPLETED"), (["list"], workflow), (["logs", workflow], "hello"),
+            (["events", workflow], "COMPLETED"), (["query", workflow, "-t", "json"], '"COMPLETED"'),
+        ):  # fmt: skip
+            done = cli.run("workflow", *words)
+            assert (done.code, shown in done.out, done.err.count("\n")) == (0, True, 1), (words, done)
+            assert done.err.startswith(note)
+        for words in (
+            ["submit", cli.spec(GOOD)],
+            ["cancel", workflow],
+            ["tag", "-w", workflow, "-a", "x"],
+            ["restart", workflow],
+        ):
+            done = cli.run("workflow", *words)
+            assert (done.code, "Traceback" in done.err) == (5, False), (words, done)
+            assert str(cli.state) in done.err
+    finally:
+        subprocess.run(["umount", "-l", cli.state], check=True)
 
 
 def test_wrong_words_on_the_command_line_are_code_2(cli: Cli) -> None:

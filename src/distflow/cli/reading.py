@@ -41,7 +41,7 @@ def complete_workflow(incomplete: str) -> list[str]:
         directory = find_state_directory(os.environ)
         if not directory.store.exists():
             return []
-        with wiring.open_store(directory) as store:
+        with wiring.open_store(directory, quiet=True) as store:
             return [record.id for record in store.list(count=_COMPLETIONS) if record.id.startswith(incomplete)]
     except Exception:  # noqa: BLE001  no completion is better than a traceback in the prompt
         return []
@@ -61,7 +61,7 @@ def open_workflow(key: str, *, tell_age: bool = True) -> Iterator[tuple[StateDir
     directory = reading_directory()
     with wiring.open_store(directory) as store:
         record = store.find(key)
-        if tell_age and not record.state.is_final:
+        if tell_age and not record.state.is_final and not store.is_read_only:
             _tell_age(directory, store, record)
         wake(directory, store)
         with until_closed():

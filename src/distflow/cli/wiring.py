@@ -38,11 +38,15 @@ def state_directory() -> StateDirectory:
 
 
 @contextmanager
-def open_store(directory: StateDirectory) -> Iterator[Store]:
-    """Open the store for one command."""
+def open_store(directory: StateDirectory, *, quiet: bool = False) -> Iterator[Store]:
+    """Open the store for one command; say when it cannot be written, unless ``quiet``."""
     from distflow.state.store import Store  # sqlite3 and msgspec, not needed for --help
 
     with Store(directory.store) as store:
+        if store.is_read_only and not quiet:
+            print(
+                f"note: {store.path} cannot be written: this is what it held then, and nothing is supervised", file=sys.stderr
+            )
         yield store
 
 
@@ -101,7 +105,7 @@ def hosts(hostfile: str | None) -> tuple[Host, ...] | None:
 
 def wake_if_needed(directory: StateDirectory, store: Store) -> None:
     """Start a supervisor if there is unfinished work and none is at it; readers do this in passing."""
-    if store.has_unfinished():
+    if not store.is_read_only and store.has_unfinished():
         from distflow.supervisor.process import ensure_supervisor, is_running
 
         if not is_running(directory):

@@ -8,8 +8,6 @@ user_version``) and moved forward step by step.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from distflow.errors import NotFound, StateError, StoreTooNew
+from distflow.errors import NotFound, StoreTooNew
+from distflow.state import opening
 from distflow.state.codec import DecodeError, decode, encode
 from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
 from distflow.state.search import Search, where
@@ -87,27 +86,33 @@ class Store:
     2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, however many submit at once.
     3. ``save`` writes records and their events together.
     4. It raises only ``StateError`` and ``NotFound``.
+    5. Where the file cannot be written, all that reads works, and all that writes is a ``StateError``.
     """
 
     def __init__(self, path: Path) -> None:
         """Open the store at ``path``, creating or upgrading it when needed."""
         self.path = path
-        with self._errors(), _alone(path.parent):
-            if not path.exists():
-                # SQLite would create it with the umask's mode.
-                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+        self._copy = None
+        self.is_read_only = False
+        """The file cannot be written: this answers from a copy."""
+        with self._errors(), opening.alone(path.parent):
+            if opening.is_read_only(path):
+                self._copy = opening.copy_to_read(path)
+            self._db = opening.connect(Path(self._copy.name) / path.name if self._copy else path)
             try:
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]
                 if version != len(_MIGRATIONS):
                     self._migrate()
             except BaseException:
-                self._db.close()
+                self.close()
                 raise
+            self.is_read_only = self._copy is not None
 
     def close(self) -> None:
         """Close the file; may be called twice."""
         self._db.close()
+        if self._copy is not None:
+            self._copy.cleanup()
 
     def __enter__(self) -> Store:
         """Return self."""
@@ -329,6 +334,8 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        if self.is_read_only:
+            raise opening.state_error(self.path, OSError("it cannot be written"))
         with self._errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -344,10 +351,7 @@ class Store:
         try:
             yield
         except (sqlite3.Error, OSError, DecodeError) as error:
-            raise StateError(
-                f"cannot use {self.path}: {error}",
-                hint="free space there or make it writable, or point DISTFLOW_STATE at another directory",
-            ) from error
+            raise opening.state_error(self.path, error) from error
 
 
 _WORK, _STRAYS, _NOTHING = 1, 2, 0
@@ -368,14 +372,3 @@ def _workflow(row: Sequence[object]) -> WorkflowRecord:
     values["labels"] = msgspec.json.decode(str(values["labels"]))
     values["tags"] = sorted(str(tags).split(",")) if tags else []
     return msgspec.convert(values, WorkflowRecord)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time open the store: while another turns a new file to WAL, SQLite refuses without waiting."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -1,0 +1,123 @@
+"""Opening the store's file: for reading and writing, or where it cannot be written, as a copy that answers all the same.
+
+And what to do with a file that SQLite cannot read any more: it is kept aside, never removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.errors import StateError, StoreBroken
+
+if TYPE_CHECKING:
+    from tempfile import TemporaryDirectory
+
+__all__ = ["alone", "connect", "copy_to_read", "is_broken", "is_damage", "is_read_only", "set_aside", "state_error"]
+
+_BESIDE = ("", "-wal")
+"""The file itself, and what was written to it last; SQLite makes the third one, ``-shm``, anew."""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Return a connection to the file, which is made when it is not there."""
+    if not path.exists():
+        # SQLite would create it with the umask's mode.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    return sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
+
+
+def is_read_only(path: Path) -> bool:
+    """Return whether the file is there and cannot be written: its disk is read-only, or it is somebody else's."""
+    return path.exists() and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK | os.X_OK))
+
+
+def copy_to_read(path: Path) -> TemporaryDirectory[str]:
+    """Copy the file, with what was written to it last, into a directory of its own: SQLite does not read without writing."""
+    import shutil  # noqa: PLC0415  these two are needed here only, and slow every other start
+    import tempfile  # noqa: PLC0415
+
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="distflow-")
+    except FileNotFoundError:
+        raise OSError(30, "it cannot be written, and neither can any directory for temporary files", str(path)) from None
+    try:
+        for ending in _BESIDE:
+            with contextlib.suppress(FileNotFoundError) if ending else contextlib.nullcontext():
+                shutil.copyfile(f"{path}{ending}", Path(folder.name) / f"{path.name}{ending}")
+    except BaseException:
+        folder.cleanup()
+        raise
+    return folder
+
+
+def state_error(path: Path, error: Exception) -> StateError:
+    """Say what is wrong with the file, and what to do."""
+    if is_damage(error):
+        return StoreBroken(
+            f"{path} is damaged and cannot be read: {error}",
+            hint="`distflow workflow adopt` keeps it aside and makes a new one from what lies on the nodes;"
+            " what runs there is not disturbed. Or point DISTFLOW_STATE at another directory",
+        )
+    return StateError(
+        f"cannot use {path}: {error}",
+        hint="free space there or make it writable, or point DISTFLOW_STATE at another directory",
+    )
+
+
+def is_damage(error: Exception) -> bool:
+    """Return whether SQLite says that the content is wrong: what is locked, full or forbidden are errors of other classes."""
+    return type(error) is sqlite3.DatabaseError
+
+
+def is_broken(path: Path) -> bool:
+    """Return whether SQLite can open the file and not read it; never of a file that is locked, or not ours to read."""
+    try:
+        with path.open("rb"):
+            pass
+        db = sqlite3.connect(path, timeout=1.0, isolation_level=None)
+    except (OSError, sqlite3.Error):
+        return False
+    try:
+        return bool(db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",))
+    except sqlite3.Error as error:
+        return is_damage(error)
+    finally:
+        db.close()
+
+
+def set_aside(path: Path, day: str) -> Path | None:
+    """Move a damaged file out of the way, as ``<name>.broken-<day>``, and return where it is now; ``None``: it is not damaged.
+
+    Nobody may be at work with it. Raises ``OSError``.
+    """
+    with alone(path.parent):
+        if not path.exists() or is_read_only(path) or not is_broken(path):
+            return None
+        target, number = Path(f"{path}.broken-{day}"), 1
+        while target.exists():
+            number += 1
+            target = Path(f"{path}.broken-{day}-{number}")
+        # The file last: as long as it is there, whoever comes after a crash in between does all of this again.
+        for ending in reversed(_BESIDE):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(f"{path}{ending}", f"{target}{ending}")
+        Path(f"{path}-shm").unlink(missing_ok=True)
+        return target
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time open the store: while another turns a new file to WAL, SQLite refuses without waiting."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
