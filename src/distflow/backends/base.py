@@ -88,6 +88,10 @@ class LeaseRequest:
     start_timeout_s: float = 120.0
     """How long the nodes hold the lease for a start that does not come."""
 
+    def key(self, task: str) -> AttemptKey:
+        """Return the attempt of one task, where it is to be."""
+        return AttemptKey(workflow=self.workflow, group=self.group, task=task, attempt=self.attempt, node=self.nodes[task])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:

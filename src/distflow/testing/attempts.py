@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.backends.base import AttemptKey
+from distflow.lifecycle.clocks import Clock
 
 __all__ = ["Attempt", "Behaviour"]
 
@@ -66,6 +67,13 @@ class Attempt:
             "stopped_at": self.stopped_at,
             "started_at": self.started_at if self.started_at > 0 else None,
             "ended_at": at,
+        }
+
+    def end_by(self, clock: Clock) -> dict[str, Any]:
+        """Return its end with the times of a node's clock."""
+        return {
+            name: value + clock.offset_s if name.endswith("_at") and value is not None else value
+            for name, value in (self.end or {}).items()
         }
 
     def step(self, seconds: float) -> None:

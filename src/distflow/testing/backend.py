@@ -7,7 +7,6 @@ to lose answers, to start anew, to kill an attempt. What runs there is described
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,9 +37,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
-from distflow.storage.base import Progress
-from distflow.storage.delivery import Delivered, Delivery, NotDirect
-from distflow.storage.identity import Identity
+from distflow.storage.delivery import Delivered, NotDirect
 from distflow.supervisor.clock import Clock as OurClock
 from distflow.testing.attempts import Attempt, Behaviour
 
@@ -107,7 +104,7 @@ class FakeBackend:
         chosen: dict[str, tuple[int, ...]] = {}
         nodes = {node.name: node for node in self._pool.nodes}
         for task, name in request.nodes.items():
-            key = _key(request, task)
+            key = request.key(task)
             held = self._alive.get(key)
             if held is not None:
                 chosen[task] = held.gpus
@@ -124,7 +121,7 @@ class FakeBackend:
             self._next_port += 1
             port = self._next_port
         for task in request.nodes:
-            key = _key(request, task)
+            key = request.key(task)
             self._watched[key] = None
             if key not in self._alive:
                 expires_at = self._clock.now() + request.start_timeout_s if self.leases_expire else float("inf")
@@ -231,14 +228,7 @@ class FakeBackend:
             digest, stays = hashlib.sha256(what.encode()).hexdigest(), for_nodes and self.shares_files
             self._say(Collected(at=now, key=key, op=op, digest=digest, size=10240, is_everywhere=stays), key)
 
-    def deliver(
-        self,
-        key: AttemptKey,
-        delivery: Delivery,  # noqa: ARG002  nothing is there to be delivered
-        identity: Identity,  # noqa: ARG002
-        halt: threading.Event,  # noqa: ARG002
-        told: Progress,  # noqa: ARG002
-    ) -> Delivered:
+    def deliver(self, key: AttemptKey, *_: object) -> Delivered:
         """Be a node that has no driver."""
         raise NotDirect(f"{key.node}: it has no driver")
 
@@ -373,10 +363,7 @@ class FakeBackend:
             if self._logs is not None and attempt.behaviour.output:
                 self._logs.write(key, "output.log", 0, attempt.behaviour.output)
             clock = self._clock_of(key)
-            end = {
-                name: value + clock.offset_s if name.endswith("_at") and value is not None else value
-                for name, value in attempt.end.items()
-            }
+            end = attempt.end_by(clock)
             self._say(Ended(at=self._clock.now(), key=key, end=end, clock=clock), key)
             self._tell(LogComplete, key)
 
@@ -406,9 +393,3 @@ class FakeBackend:
     def _say(self, seen: Observation, key: AttemptKey) -> None:
         if key.node not in self._silent:
             self._sink(seen)
-
-
-def _key(request: LeaseRequest, task: str) -> AttemptKey:
-    return AttemptKey(
-        workflow=request.workflow, group=request.group, task=task, attempt=request.attempt, node=request.nodes[task]
-    )

@@ -286,7 +286,7 @@ class _GangLease:
             self._connections[node].send(
                 "lease",
                 partial(self._answered, task),
-                attempt=self._key(task).name,
+                attempt=self._request.key(task).name,
                 gpus=request.gpus.get(task, 0),
                 gpu_ids=self._connections[node].gpu_ids,
                 wanted=_wanted(request, task, self._connections[node].node),
@@ -311,7 +311,7 @@ class _GangLease:
     def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
         for task in self._request.nodes:
             if task not in refusals:
-                key = self._key(task)
+                key = self._request.key(task)
                 self._connections[key.node].send("release", lambda _: None, attempt=key.name)
         task, first = next(iter(refusals.items()))
         kind = first.kind if isinstance(first, AgentError) else "unreachable"
@@ -333,7 +333,7 @@ class _GangLease:
         for task, node in self._request.nodes.items():
             answer = self._answers[task]
             connection = self._connections[node]
-            connection.watch(self._key(task))
+            connection.watch(self._request.key(task))
             if isinstance(answer, Mapping):
                 address, interface = connection.address()
                 tasks[task] = TaskBinding(
@@ -349,12 +349,6 @@ class _GangLease:
                 attempt=self._request.attempt,
                 binding=Binding(tasks=tasks, port=port, link_port=link_port),
             )
-        )
-
-    def _key(self, task: str) -> AttemptKey:
-        request = self._request
-        return AttemptKey(
-            workflow=request.workflow, group=request.group, task=task, attempt=request.attempt, node=request.nodes[task]
         )
 
 
