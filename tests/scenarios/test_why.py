@@ -87,6 +87,10 @@ def _ends(host: Path) -> list[Path]:
     return list(host.glob("*/train/*/0/exit.json"))
 
 
+def _is_over(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab: Lab) -> None:
     """By the nodes' own times, the master ended 100 s before the worker; nobody looks on while both end."""
     cli = lab.cli
@@ -100,9 +104,15 @@ def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab:
     supervisor = cli.supervisor()
     assert supervisor is not None
     os.kill(supervisor, signal.SIGKILL)
+    # While its keeper sleeps, the master is not told that its peer has failed, and fails by itself.
+    (path,) = (folder / "gpu1").glob("*/train/master/0/runner.json")
+    state = json.loads(path.read_text())
+    os.kill(state["keeper"]["pid"], signal.SIGSTOP)
     (folder / "first").touch()
     wait_until(lambda: _ends(folder / "gpu2"), 30)
     (folder / "second").touch()
+    wait_until(lambda: _is_over(state["command"]["pid"]), 30)
+    os.kill(state["keeper"]["pid"], signal.SIGCONT)
     wait_until(lambda: _ends(folder / "gpu1"), 30)
     told = [json.loads(path.read_text())["ended_at"] for host in ("gpu1", "gpu2") for path in _ends(folder / host)]
     assert told[0] < told[1] - 50, "the innocent one looks as if it had been first"

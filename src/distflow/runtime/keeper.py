@@ -217,7 +217,9 @@ class _Keeper:
 
     def _gang_failed(self, task: str, why: str) -> None:
         """Stop, because another task of the gang failed; its own node said so."""
-        if self._exit is None and self._reason is None:
+        # Its own end may have come first, and only not have been looked at.
+        has_ended = self._command is not None and not processes.is_same(self._command.pid, self._command.start)
+        if self._exit is None and self._reason is None and not has_ended:
             grace_s = float((self._launch or {}).get("gang", {}).get("grace_s") or 0)
             self._stop(grace_s, "PEER_FAILED", "peer_failed")
             self._message = "{} failed ({}), as its own node told".format(task, why)
