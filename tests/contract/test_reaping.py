@@ -144,7 +144,12 @@ def test_what_is_not_ours_is_left_alone(node: NodeUnderTest, spawn: Spawn, tmp_p
 
 def test_the_end_of_an_attempt_of_an_earlier_boot_is_recorded_and_its_ids_mean_nothing(node: NodeUnderTest) -> None:
     attempt, left = orphaned(node)
-    state = node.state(attempt) | {"boot_id": "another-boot"}
+    # A root that several machines share: what runs on another one looks like one of another boot.
+    state = node.state(attempt) | {"boot_id": "another-boot", "host": "another-host"}
+    (node.directory(attempt) / "runner.json").write_text(json.dumps(state))
+    assert reap(node)["settled"] == []
+    assert node.record(attempt) is None
+    state["host"] = os.uname().nodename
     (node.directory(attempt) / "runner.json").write_text(json.dumps(state))
     # The one that has neither mark nor a marked parent belongs to a session of that number by chance.
     (by_session,) = [pid for pid in left if os.getsid(pid) == state["command"]["pid"]]

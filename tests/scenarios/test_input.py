@@ -203,7 +203,7 @@ def test_secrets_of_the_command_line_are_masked_and_stored_apart(cli: Cli) -> No
     assert "it arrived" in cli.logs(workflow)
     holders = [path for path in cli.folder.rglob("*") if path.is_file() and b"canary-5ecret" in path.read_bytes()]
     # The spec itself names the value it compares with; nothing else may.
-    allowed = {"spec.yaml", "distflow.sqlite3", "distflow.sqlite3-wal", "launch.json"}
+    allowed = {"spec.yaml", "distflow.sqlite3", "distflow.sqlite3-wal", "launch.json", "workflow.json"}
     assert {path.name for path in holders} <= allowed, holders
     bad = cli.run("workflow", "submit", spec, "--set-env", "canary-5ecret")
     assert bad.code == 2

@@ -310,8 +310,8 @@ class Backend(Protocol):
         """Try to get everything that a gang asks for."""
         ...
 
-    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float) -> None:
-        """Bring files and launch record to the node."""
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
+        """Bring files and launch record to the node; ``memo`` is kept with them as it is, for whoever asks the node later."""
         ...
 
     def start(self, key: AttemptKey) -> None:

@@ -25,6 +25,7 @@ class _Workflow(LazyGroup):
             "rsync": ("distflow.cli.rsync:app", "Copy files to and from a running task."),
             "port-forward": ("distflow.cli.forward:app", "Reach ports of a running task's node from here."),
             "cancel": ("distflow.cli.cancel:app", "End workflows."),
+            "adopt": ("distflow.cli.adopt:app", "Take in workflows that lie on the nodes and that the store does not know."),
             "tag": ("distflow.cli.tag:app", "Put tags on workflows, and take them off."),
             "spec": ("distflow.cli.spec:app", "Print a workflow's spec as it ran, or as it was written."),
         }

@@ -253,6 +253,8 @@ class _Agent:
 
         def work() -> Json:
             placing.place(self._root, watch.directory, launch)
+            if request.get("memo"):
+                placing.write_memo(watch.directory, str(request["memo"]))
             return {}
 
         self._loop.job(work, placed, is_quick=placing.is_quick(launch))

@@ -13,7 +13,7 @@ from distflow.runtime.wire import Json, OpError
 
 __all__ = ["clean", "survey"]
 
-_KEPT = {"output", attempts.LOG, attempts.INDEX, "exit.json", "error.json", "launch.json"}
+_KEPT = {"output", attempts.LOG, attempts.INDEX, "exit.json", "error.json", "launch.json", "workflow.json"}
 _TRASH = ".trash"
 
 

@@ -14,10 +14,12 @@ from distflow.runtime.blobs import is_whole, path_of, take
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["LAUNCH", "has_secrets", "is_quick", "place", "write_launch"]
+__all__ = ["LAUNCH", "MEMO", "has_secrets", "is_quick", "place", "write_launch", "write_memo"]
 
 LAUNCH = "launch.json"
-_RECORDS = {"launch.json", "runner.json", "exit.json", ".exit.json", "error.json"}
+MEMO = "workflow.json"
+"""What the submitter wants to find again with the attempt; its own business."""
+_RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
 _OURS = _RECORDS | {"control", "output.log", "output.idx", "pair.log", "packed.json", "container.id", secretfiles.ON_DISK}
 _AT_ONCE = 1 << 30
 _NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
@@ -45,9 +47,18 @@ def write_launch(directory: str, launch: Json) -> None:
     public = {key: value for key, value in launch.items() if key not in ("secret_env", "secret_files", "gang")}
     public["secret_env_names"] = sorted(launch.get("secret_env") or {})
     public["secret_file_names"] = {entry["path"]: sorted(entry["files"]) for entry in launch.get("secret_files") or []}
+    _rewrite(path, json.dumps(public, indent=1))
+
+
+def write_memo(directory: str, memo: str) -> None:
+    """Keep a note of the submitter's with the attempt."""
+    _rewrite(os.path.join(directory, MEMO), memo)
+
+
+def _rewrite(path: str, text: str) -> None:
     fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
-        json.dump(public, file, indent=1)
+        file.write(text)
     os.rename(path + ".new", path)
 
 

@@ -107,12 +107,14 @@ class _Scene:
             self._engines.append((known["program"], known["env"]))
 
     def unsettled(self) -> List[str]:
-        """Attempts without a pair and without a recorded end."""
+        """Attempts of this machine without a pair and without a recorded end; several machines may share a root over NFS."""
         found = []
         for workflow in attempts.workflows(self._root):
             for name, directory in attempts.each(self._root, workflow):
                 state = records.read_state(directory)
-                if state is not None and records.read_end(directory) is None and not _is_alive(directory):
+                if state is None or (state.get("boot_id") != self._boot and state.get("host") != os.uname().nodename):
+                    continue
+                if records.read_end(directory) is None and not _is_alive(directory):
                     found.append(name)
         return found
 

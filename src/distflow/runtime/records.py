@@ -73,6 +73,7 @@ def first_state(grip: Grip, runner: int) -> Json:
         "attempt": grip.attempt,
         "phase": "leased",
         "boot_id": processes.boot_id(),
+        "host": os.uname().nodename,
         "runner": identity(runner),
         "keeper": identity(os.getpid()),
         "command": None,

@@ -36,6 +36,7 @@ class Upkeep:
             "pull": self._pull,
             "stacks": self._stacks,
             "reap": self._reap,
+            "recall": self._recall,
         }
         op = ops.get(str(request.get("op")))
         if op is None:
@@ -77,6 +78,11 @@ class Upkeep:
         from distflow.runtime import reaping
 
         self._loop.job(lambda: reaping.reap(self._root, request), done)
+
+    def _recall(self, request: Json, done: _Done) -> None:
+        from distflow.runtime import recalling
+
+        self._loop.job(lambda: recalling.recall(self._root, request), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))

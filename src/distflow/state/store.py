@@ -132,15 +132,16 @@ class Store:
         pool: Pool,
         folder: str | None = None,
         events: Sequence[Event] = (),
+        keep_number: bool = False,
     ) -> WorkflowRecord:
         """Insert a new workflow, give it its number and id, and return it with both.
 
         The pool is stored as it is now, so that the supervisor needs no configuration, and later edits change nothing
-        that runs. ``folder`` is the directory that the spec's ``localpath`` entries are relative to.
+        that runs. ``folder`` is the directory that the spec's ``localpath`` entries are relative to. With ``keep_number``
+        it has a number already, from another store, and gets another one only when that is taken.
         """
         with self._transaction():
-            self._db.execute("INSERT INTO names VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET last = last + 1", (record.name,))
-            number = self._db.execute("SELECT last FROM names WHERE name = ?", (record.name,)).fetchone()[0]
+            number = self._number(record, keep_number)
             record = replace(record, number=number, id=f"{record.name}-{number}")
             self._db.execute(
                 f"INSERT INTO workflows ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",  # noqa: S608  a constant
@@ -289,6 +290,16 @@ class Store:
         """Return the uuid of every workflow, so that a node's leftovers can be told from its work."""
         with self._errors():
             return frozenset(row[0] for row in self._db.execute("SELECT uuid FROM workflows"))
+
+    def _number(self, record: WorkflowRecord, keep: bool) -> int:
+        row = self._db.execute("SELECT last FROM names WHERE name = ?", (record.name,)).fetchone()
+        last = row[0] if row else 0
+        is_taken = self._db.execute(
+            "SELECT 1 FROM workflows WHERE name = ? AND number = ?", (record.name, record.number)
+        ).fetchone()
+        number = record.number if keep and not is_taken else last + 1
+        self._db.execute("INSERT OR REPLACE INTO names VALUES (?, ?)", (record.name, max(number, last)))
+        return int(number)
 
     def _complete(self, record: WorkflowRecord) -> WorkflowRecord:
         rows = self._db.execute("SELECT record FROM groups WHERE workflow = ? ORDER BY position", (record.uuid,)).fetchall()

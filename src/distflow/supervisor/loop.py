@@ -7,6 +7,7 @@ it, commands may be repeated, and on start it asks the nodes what became of ever
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, is_s
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import archives
+from distflow.supervisor.memo import memo_for
 from distflow.supervisor.mover import Mover
 from distflow.supervisor.preparing import launch_of, secrets_of
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
@@ -355,7 +357,8 @@ class Supervisor:
         except StateError as error:
             self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=error.message))
             return
-        backend.prepare(command.key, launch, secrets, pool.stop_grace_s)
+        memo = memo_for(workflow, command, self._store, os.uname().nodename)
+        backend.prepare(command.key, launch, secrets, pool.stop_grace_s, memo)
 
     def _forget_finished(self) -> None:
         for uuid, workflow in list(self._workflows.items()):

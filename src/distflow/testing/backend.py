@@ -147,6 +147,7 @@ class FakeBackend:
         launch: BoundLaunch,  # noqa: ARG002  nothing runs here
         secrets: GivenSecrets,  # noqa: ARG002
         stop_grace_s: float,  # noqa: ARG002
+        memo: str = "",  # noqa: ARG002
     ) -> None:
         """Make an attempt ready."""
         if not self._reaches(key, "prepare"):

@@ -96,10 +96,10 @@ class MachinesBackend:
         """Ask every node for its part; when one refuses, give the others back."""
         _GangLease(request, self._connections, self._sink).begin()
 
-    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float) -> None:
+    def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Stage what is large, then write the launch record; in a thread, because that may take minutes."""
         self._unwanted.discard(key)
-        self._workers.submit(self._prepare, key, launch, secrets, stop_grace_s)
+        self._workers.submit(self._prepare, key, launch, secrets, stop_grace_s, memo)
 
     def start(self, key: AttemptKey) -> None:
         """Start a prepared attempt; that it runs is told by its status."""
@@ -165,7 +165,7 @@ class MachinesBackend:
         self._connections[key.node].watch(key)
         self._connections[key.node].send(op, answered, attempt=key.name, **fields)
 
-    def _prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float) -> None:
+    def _prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str) -> None:
         connection = self._connections[key.node]
         try:
             self._stage(connection, key, launch)
@@ -190,7 +190,7 @@ class MachinesBackend:
                 "self_stop_after_s": self._pool.self_stop_after_s,
                 "gang": self._gang(launch, secrets),
             }
-            connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record)
+            connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record, memo=memo)
         except _Unwanted:
             return  # it is being stopped: that is told by its end
         except NodeUnreachable:

@@ -1,0 +1,196 @@
+"""Workflows taken in from their nodes: by another laptop, and by a state directory that was lost or damaged."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from scenarios.conftest import Cli
+    from scenarios.lab import Lab
+
+WAITS = """
+workflow:
+  name: waits
+  tasks:
+  - name: one
+    command: [sh, -c, 'echo first words; while [ ! -e GO ]; do sleep 0.1; done; echo last words; exit 0']
+"""
+FAILS = """
+workflow:
+  name: fails
+  tasks:
+  - name: one
+    command: [sh, -c, 'echo it breaks; exit 3']
+"""
+STAGES = """
+workflow:
+  name: stages
+  tasks:
+  - name: first
+    command: [sh, -c, 'echo up; while [ ! -e GO ]; do sleep 0.1; done; exit CODE']
+    exitActions: {RESCHEDULE: "7"}
+  - name: second
+    command: [sh, -c, 'echo second']
+    inputs: [{task: first}]
+"""
+
+
+def another(cli: Cli) -> Cli:
+    """The same user at another machine: the same nodes, another state directory."""
+    other = copy.copy(cli)
+    other.state = cli.folder / "other-state"
+    other.environment = cli.environment | {"DISTFLOW_STATE": str(other.state)}
+    return other
+
+
+def adopt(cli: Cli, *arguments: str) -> list[dict[str, Any]]:
+    done = cli.run("workflow", "adopt", "-t", "json", *arguments)
+    assert done.code == 0, done.err
+    return list(json.loads(done.out)["workflows"])
+
+
+def kill_supervisor(cli: Cli) -> None:
+    pid = cli.supervisor()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cli.supervisor() is None, 20)
+
+
+def attempts(cli: Cli) -> list[str]:
+    """What was ever started, without the workflows' uuids."""
+    return sorted("/".join(path.parts[-4:-1]) for path in cli.root.glob("*/*/*/*/launch.json"))
+
+
+def test_another_laptop_takes_in_what_runs_and_what_has_ended(cli: Cli) -> None:
+    go, other = cli.folder / "go", another(cli)
+    # The other one has given a number already that the first one gives, too.
+    mine = other.submit(other.spec(WAITS.replace("GO", str(go)), "mine.yaml"))
+    other.await_log(mine, "first words")
+    runs = cli.submit(cli.spec(WAITS.replace("GO", str(go))), "--set-env", "TOKEN=canary-5ecret")
+    fails = cli.submit(cli.spec(FAILS))
+    cli.await_status(fails, "FAILED")
+    running = cli.await_running(runs)["one"]
+    assert (mine, runs, fails) == ("waits-1", "waits-1", "fails-1")
+
+    seen = {one["name"]: one for one in adopt(other, "--dry-run")}
+    assert {name: one["adopted"] for name, one in seen.items()} == {runs: True, fails: True}
+    assert other.run("workflow", "query", fails).code == 2
+    text = other.run("workflow", "adopt")
+    assert text.code == 0, text.err
+    assert text.out == (
+        "waits-2: adopted\n  its id was waits-1, which another one has here\n"
+        "  the values of --set-env are gone (TOKEN): a restart needs them again\nfails-1: adopted\n"
+    )
+    assert adopt(other) == []
+    assert other.run("workflow", "adopt").out == "the nodes hold nothing that the store does not know\n"
+
+    failed = other.await_status("fails-1", "FAILED")
+    task = failed["groups"][0]["tasks"][0]
+    assert (task["exit_code"], task["status"]) == (3, "FAILED")
+    other.await_log("fails-1", "[one] it breaks")
+    taken = other.await_running("waits-2")["one"]
+    assert (taken["pid"], taken["node_name"]) == (running["pid"], "local")
+    other.await_log("waits-2", "[one] first words")
+    assert "adopted from local" in other.run("workflow", "events", "waits-2").out
+
+    go.touch()
+    for one, workflow in ((cli, runs), (other, "waits-2"), (other, mine)):
+        one.await_status(workflow, "COMPLETED")
+        one.await_log(workflow, "[one] first words\n[one] last words\n")
+    assert len(attempts(cli)) == 3
+    for note in cli.root.glob("*/*/*/*/workflow.json"):
+        assert note.stat().st_mode & 0o777 == 0o600
+        assert b"canary-5ecret" not in note.read_bytes()
+    assert other.submit(other.spec(FAILS)) == "fails-2"
+
+
+def test_a_damaged_store_is_kept_aside_and_what_it_held_comes_back(cli: Cli) -> None:
+    go = cli.folder / "go"
+    runs = cli.submit(cli.spec(WAITS.replace("GO", str(go))))
+    fails = cli.submit(cli.spec(FAILS))
+    cli.await_status(fails, "FAILED")
+    cli.await_running(runs)
+    store = cli.state / "distflow.sqlite3"
+    away = cli.folder / "away"
+    store.rename(away)
+    # Whoever is at work with the old file would never see the new one.
+    refused = cli.run("workflow", "adopt")
+    assert (refused.code, "a supervisor is at work with it" in refused.err) == (5, True)
+    away.rename(store)
+    kill_supervisor(cli)
+    store.write_bytes(b"not a database any more" * 1000)
+    for ending in ("-wal", "-shm"):
+        (cli.state / f"{store.name}{ending}").unlink(missing_ok=True)
+    shutil.rmtree(cli.state / "logs")
+    broken = cli.run("workflow", "list")
+    assert (broken.code, "is damaged" in broken.err, "workflow adopt" in broken.err) == (5, True, True)
+
+    would = cli.run("workflow", "adopt", "--dry-run")
+    assert (would.code, "would be kept aside" in would.err) == (0, True)
+    assert store.read_bytes().startswith(b"not a database")
+    done = cli.run("workflow", "adopt")
+    assert done.code == 0, done.err
+    assert done.out == "waits-1: adopted\nfails-1: adopted\n"
+    (aside,) = cli.state.glob("distflow.sqlite3.broken-*")
+    assert str(aside) in done.err
+    assert aside.read_bytes().startswith(b"not a database")
+    cli.await_status(fails, "FAILED")
+    cli.await_log(fails, "[one] it breaks")
+    cli.await_running(runs)
+    assert cli.run("workflow", "cancel", runs, "--wait", "60").code == 0
+    assert cli.tasks(runs)["one"]["status"] == "FAILED_CANCELED"
+
+
+def test_nothing_is_started_twice_when_two_watch_one_workflow(cli: Cli) -> None:
+    go, other = cli.folder / "go", another(cli)
+    completes = cli.submit(cli.spec(STAGES.replace("GO", str(go)).replace("CODE", "0")))
+    fails = STAGES.replace("GO", str(go)).replace("CODE", "7").replace("name: stages", "name: again")
+    again = cli.submit(cli.spec(fails))
+    for workflow in (completes, again):
+        cli.await_log(workflow, "up")
+    told = {one["name"]: one for one in adopt(other)}
+    assert told[completes]["adopted"], told
+    assert "had not been started when the workflow was adopted" in told[completes]["notes"][0]
+    assert "a group that fails is not tried again from here" in told[again]["notes"]
+    for workflow in (completes, again):
+        wait_until(lambda w=workflow: other.tasks(w)["first"]["status"] == "RUNNING", 30)  # type: ignore[misc]
+        assert other.tasks(workflow)["second"]["status"] == "FAILED_UPSTREAM"
+    go.touch()
+    assert cli.await_status(completes, "COMPLETED")["groups"][1]["tasks"][0]["status"] == "COMPLETED"
+    other.await_status(completes, "FAILED")
+    assert other.tasks(completes)["first"]["status"] == "COMPLETED"
+    # The first one goes on to its next attempt; the other one has seen the first attempt fail, and that is all.
+    wait_until(lambda: cli.tasks(again)["first"]["retry_id"] > 0, 60)
+    other.await_status(again, "FAILED")
+    assert other.tasks(again)["first"]["exit_code"] == 7
+    assert cli.run("workflow", "cancel", again, "--wait", "60").code == 0
+    # What had not begun runs as a new workflow, with what the first group wrote.
+    restarted = other.run("workflow", "restart", completes)
+    assert restarted.code == 0, restarted.err
+    other.await_status(restarted.out.strip(), "COMPLETED")
+    other.await_log(restarted.out.strip(), "[second] second")
+    wait_until(lambda: other.supervisor() is None, 30)
+    assert [one for one in attempts(cli) if one.endswith("second/0")] == ["second-group/second/0"] * 2
+
+
+def test_a_gang_is_put_together_from_all_of_its_nodes(lab: Lab) -> None:
+    cli, go = lab.cli, lab.cli.folder / "go"
+    gang = lab.submit(go)
+    tasks = cli.await_running(gang)
+    kill_supervisor(cli)
+    shutil.rmtree(cli.state)
+    assert [one["name"] for one in adopt(cli)] == [gang]
+    taken = cli.await_running(gang)
+    assert {name: (one["node_name"], one["pid"], one["ranks"]) for name, one in taken.items()} == {
+        name: (one["node_name"], one["pid"], one["ranks"]) for name, one in tasks.items()
+    }
+    lab.await_logs(gang, "offset", 2)
+    go.touch()
+    cli.await_status(gang, "COMPLETED")
