@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -108,3 +109,48 @@ def test_a_node_that_cannot_be_asked_is_named_and_the_others_are_reaped(lab: Lab
     told = lab.cli.run("node", "reap", "--pool", "lab", "-t", "json")
     assert told.code == 3
     assert [bool(one["error"]) for one in json.loads(told.out)["nodes"]] == [False, True, False]
+
+
+def test_an_uninstalled_node_has_nothing_left_but_what_is_not_ours(cli: Cli) -> None:
+    cli.configure(gpus=1)
+    go = cli.folder / "go"
+    gpu = KEPT.replace("name: kept\n", "name: kept\n  resources: {default: {gpu: 1}}\n")
+    workflow = cli.submit(cli.spec(gpu.replace("GO", str(go))))
+    cli.await_running(workflow)
+    asked = cli.run("node", "uninstall")
+    assert (asked.code, "--yes" in asked.err) == (2, True)
+    refused = cli.run("node", "uninstall", "--yes")
+    assert (refused.code, "it is still at work here" in refused.err) == (3, True)
+    assert cli.tasks(workflow)["one"]["status"] == "RUNNING"
+    assert (cli.leases / "gpu-0.lock").exists()
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
+    wait_until(lambda: cli.supervisor() is None, 30)
+
+    (cli.root / "mine.txt").write_text("not yours")
+    (cli.root / "blobs").mkdir(exist_ok=True)
+    (cli.root / "blobs" / "notes").write_text("nor this")
+    wait_until(lambda: cli.run("node", "uninstall", "--yes", "-t", "json").code == 0, 30)
+    assert sorted(str(path.relative_to(cli.root)) for path in cli.root.rglob("*")) == ["blobs", "blobs/notes", "mine.txt"]
+    assert not cli.leases.exists()
+    text = cli.run("node", "uninstall", "--yes")
+    assert text.out == (
+        f"local: removed, but for:\n  {cli.root}/blobs: there are files in it that are not distflow's\n"
+        f"  {cli.root}/mine.txt: it is not distflow's\n"
+    )
+    (cli.root / "mine.txt").unlink()
+    (cli.root / "blobs" / "notes").unlink()
+    assert cli.run("node", "uninstall", "--yes").out == "local: removed\n"
+    assert not cli.root.exists()
+
+
+def test_a_lock_that_is_held_is_left_and_named(cli: Cli) -> None:
+    cli.leases.mkdir()
+    (cli.leases / "gpu-0.lock").touch()
+    (cli.leases / "gpu-1.lock").touch()
+    (cli.leases / "somebody.txt").touch()
+    with (cli.leases / "gpu-1.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = json.loads(cli.run("node", "uninstall", "--yes", "-t", "json").out)["nodes"][0]
+    assert sorted(path.name for path in cli.leases.iterdir()) == ["gpu-1.lock", "somebody.txt"]
+    assert [one.split(":")[0] for one in done["left"]] == [f"{cli.leases}/gpu-1.lock", str(cli.leases)]

@@ -16,7 +16,10 @@ from language import osmo_keys
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "osmo.md"
 ANSWERS = ("**the same**", "**differs**: ", "**does not apply**: ", "**not yet**")
-OWN = ("workflow why", "workflow stacks", "workflow adopt", "pool check", "node clean", "node reap", "schema", "profile unset")
+OWN = (
+    "workflow why", "workflow stacks", "workflow adopt", "pool check", "node clean", "node reap", "node uninstall", "schema",
+    "profile unset",
+)  # fmt: skip
 """Verbs that OSMO has not."""
 TABLED = ("dataset",)
 """Verbs of which one row speaks for all."""

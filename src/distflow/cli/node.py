@@ -16,6 +16,7 @@ from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.places import PoolOption, chosen_places, each_place
 from distflow.cli.reap import reap
 from distflow.cli.tables import table
+from distflow.cli.uninstall import uninstall
 from distflow.documents.quantities import parse_duration
 from distflow.errors import InputError, NodeUnreachable
 
@@ -30,6 +31,7 @@ def _node() -> None:
 
 
 app.command(epilog="Examples: distflow node reap --dry-run  ·  distflow node reap --pool lab --node gpu2")(reap)
+app.command(epilog="Examples: distflow node uninstall --pool lab  ·  distflow node uninstall --node gpu2 --yes")(uninstall)
 
 
 @app.command(epilog="Examples: distflow node clean --dry-run  ·  distflow node clean --older-than 2d")

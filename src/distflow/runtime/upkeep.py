@@ -37,6 +37,7 @@ class Upkeep:
             "stacks": self._stacks,
             "reap": self._reap,
             "recall": self._recall,
+            "uninstall": self._uninstall,
         }
         op = ops.get(str(request.get("op")))
         if op is None:
@@ -83,6 +84,11 @@ class Upkeep:
         from distflow.runtime import recalling
 
         self._loop.job(lambda: recalling.recall(self._root, request), done)
+
+    def _uninstall(self, request: Json, done: _Done) -> None:
+        from distflow.runtime import uninstalling
+
+        self._loop.job(lambda: uninstalling.uninstall(self._root, request), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))
