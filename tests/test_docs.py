@@ -55,6 +55,7 @@ REASONS = {
     "changes your shell",
     "needs a git repository",
     "needs a container engine",
+    "needs a crash",
     "needs a gang that hangs",
 }
 COLUMNS, LINES = 110, 40
