@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from distflow.lifecycle.exits import ExitActions
@@ -80,10 +80,12 @@ class Schedule:
         return "\n".join(lines)
 
 
-def seeds(runs: int) -> list[int]:
-    """Return the seeds to run: those of ``CHAOS_SEEDS`` (``3,17``), else ``CHAOS_RUNS`` many, else ``runs``."""
-    named = os.environ.get("CHAOS_SEEDS", "")
-    return [int(word) for word in named.split(",")] if named else list(range(int(os.environ.get("CHAOS_RUNS", runs))))
+def seeds(usual: Sequence[int]) -> Sequence[int]:
+    """Return the seeds to run: those of ``CHAOS_SEEDS`` (``3,17``), else ``CHAOS_RUNS`` many, else the ``usual`` ones."""
+    named, runs = os.environ.get("CHAOS_SEEDS"), os.environ.get("CHAOS_RUNS")
+    if named:
+        return [int(word) for word in named.split(",")]
+    return range(int(runs)) if runs else usual
 
 
 def draw(seed: int) -> Schedule:
