@@ -1,17 +1,18 @@
-# The one door: make demo | test | lint | bench | clean. Each installs what it needs into .venv first.
+# The one door: make demo | test | lint | bench | soak | clean. Each installs what it needs into .venv first.
 SHELL := /bin/sh
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint format bench docs clean help
+.PHONY: demo test test-all lint format bench soak docs clean help
 
 help:
 	@echo "make demo    train the sample through distflow, on this machine"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the node runtime"
 	@echo "make bench   speed against named peers: a bare interpreter, ssh loops, torchrun, pdsh, scp, rsync (half an hour)"
+	@echo "make soak    random faults on 8 SSH hosts of this machine for half an hour (ARGS='--minutes 5')"
 	@echo "make docs    write the generated pages of docs/ anew"
 	@echo "make clean   remove .venv and caches"
 
@@ -46,6 +47,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/fanout.py
 	$(BIN)/python benchmarks/staging.py
 	$(BIN)/python benchmarks/failure.py
+
+soak: $(STAMP)
+	@sh scripts/install_sshd.sh
+	PYTHONPATH=tests $(BIN)/python scripts/soak.py $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python scripts/generate_docs.py

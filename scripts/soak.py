@@ -1,0 +1,189 @@
+"""Lets gangs of 1 to 4 tasks run on 8 SSH hosts for as long as you like, with random faults; reports what was left or wrong.
+
+``make soak`` runs it for half an hour. In its first two thirds the supervisor is left alone, so that its memory can be seen; in
+the last it is killed, too. Exit code 1 when anything leaked, hung or was told wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from chaos.hosts import ENDS, HARMLESS, Deed, Gang, draw_deed, held_leases
+from distflow.testing.sshd import Sshd, make_key
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+HOSTS = 8
+AT_ONCE = 3
+# A host that is given up would be given up for all gangs on it, and no longer be a fault of one.
+GANG_ENDS = tuple(end for end in ENDS if end != "lost")
+SPARING = tuple(fault for fault in HARMLESS if fault != "supervisor")
+SAMPLE_S = 2.0
+ANCHOR = """
+workflow:
+  name: anchor
+  tasks:
+  - {name: stays, command: [sh, -c, 'while [ ! -e GO ]; do sleep 1; done']}
+"""
+
+
+PURPOSE = """\
+Gangs of 1 to 4 tasks run one after another, with faults drawn at random: processes killed with SIGKILL, hosts frozen, their
+sshd restarted, the supervisor killed (in the last third only, so that its memory can be seen before that). After each the
+record is compared with what the nodes know: no exit code may be missing, no task may have run twice at once, the verdict must
+name what was done, and no process may be left. `make soak` runs it; this is the report of one run."""
+
+
+class Soak:
+    """A run of so many minutes, and what was seen in it."""
+
+    def __init__(self, lab: Lab, minutes: float, seed: int) -> None:
+        """Take the hosts; nothing runs yet."""
+        self.lab = lab
+        self.seconds = minutes * 60
+        self.deeds: list[tuple[Deed, float]] = []
+        self.wrong: list[str] = []
+        self.memory: list[tuple[float, int, int, int]] = []
+        """Of the supervisor while it is left alone: seconds, resident KiB, open files, workflows so far."""
+        self._seeds = itertools.count(seed)
+        self._begun = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._begun
+
+    @property
+    def is_sparing(self) -> bool:
+        """Whether the supervisor is left alone as yet."""
+        return self.age_s < self.seconds * 2 / 3
+
+    def run(self) -> None:
+        """Run gangs until the time is over, then look for what is left."""
+        go = self.lab.cli.folder / "anchor-go"
+        self.lab.submit(go, ANCHOR)
+        done = threading.Event()
+        with ThreadPoolExecutor(AT_ONCE + 1) as workers:
+            watching = workers.submit(self._watch, done)
+            gangs = [workers.submit(self._work) for _ in range(AT_ONCE)]
+            for gang in gangs:
+                gang.result()
+            done.set()
+            watching.result()
+        go.touch()
+        self.lab.cli.run("workflow", "query", "anchor-1")
+        try:
+            self.lab.await_nothing_left()
+        except TimeoutError:
+            self.wrong += [f"left: {pid} {command[:200]}" for pid, command in self.lab.cli.processes()]
+        self.wrong += [f"held: {lease}" for lease in held_leases(self.lab)]
+
+    def _work(self) -> None:
+        while self.age_s < self.seconds:
+            deed = draw_deed(next(self._seeds), most_tasks=4, ends=GANG_ENDS, harmless=SPARING if self.is_sparing else HARMLESS)
+            begun = time.monotonic()
+            try:
+                self.wrong += [f"{deed}: {words}" for words in Gang(self.lab, deed).run()]
+            except (AssertionError, TimeoutError) as error:
+                self.wrong.append(f"{deed}: {error}")
+            self.deeds.append((deed, time.monotonic() - begun))
+            print(f"{self.age_s:6.0f} s  {len(self.deeds)} workflows, {len(self.wrong)} wrong", end="\r", file=sys.stderr)
+
+    def _watch(self, done: threading.Event) -> None:
+        while not done.wait(SAMPLE_S):
+            pid = self.lab.cli.supervisor()
+            if pid is not None and self.is_sparing:
+                try:
+                    status = Path(f"/proc/{pid}/status").read_text()
+                    files = len(os.listdir(f"/proc/{pid}/fd"))
+                except OSError:
+                    continue
+                kib = int(status.partition("VmRSS:")[2].split()[0])
+                self.memory.append((self.age_s, kib, files, len(self.deeds)))
+
+    def report(self, machine: str) -> str:
+        """Return a page of Markdown."""
+        ends = Counter(deed.end for deed, _ in self.deeds)
+        faults = Counter(fault for deed, _ in self.deeds for fault, _ in deed.faults)
+        times = [seconds for _, seconds in self.deeds]
+        quarter = max(1, len(self.memory) // 4)
+        when = f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%d}, {self.seconds / 60:g} minutes{machine and f', {machine}'}"
+        tasks = sum(deed.tasks for deed, _ in self.deeds)
+        lines = [
+            "# A soak",
+            "",
+            PURPOSE,
+            "",
+            f"* {when}.",
+            f"* {len(self.deeds)} workflows with {tasks} tasks, {AT_ONCE} at a time, on {HOSTS} hosts behind OpenSSH.",
+            f"* From `submit` to the end: {statistics.median(times):.1f} s in the median, {max(times):.1f} s at most.",
+            f"* Leaked, hung, or told wrongly: {len(self.wrong)}.",
+            "",
+            "| ended by | workflows |",
+            "|---|--:|",
+            *(f"| {end} | {count} |" for end, count in sorted(ends.items())),
+            "",
+            "| on the way | times |",
+            "|---|--:|",
+            *(f"| {fault} | {count} |" for fault, count in sorted(faults.items())),
+            "",
+            "The supervisor, while it was left alone; medians of each quarter of that time:",
+            "",
+            "| after | workflows so far | resident memory | open files |",
+            "|--:|--:|--:|--:|",
+        ]
+        for at in range(0, quarter * 4, quarter):
+            part = self.memory[at : at + quarter]
+            if part:
+                kib, files = (statistics.median(one[column] for one in part) for column in (1, 2))
+                lines.append(f"| {part[-1][0]:.0f} s | {part[-1][3]} | {kib / 1024:.1f} MiB | {files:.0f} |")
+        lines += ["", *(f"* {words[:1000]}" for words in self.wrong)]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    """Run it and write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=1, help="of the first workflow; the others count on")
+    parser.add_argument("--report", type=Path, help="where the report goes; standard output when not given")
+    parser.add_argument("--machine", default="", help="what it runs on, in words for the report")
+    given = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        key = make_key(folder / "key" / "id")
+        servers = {
+            f"gpu{number}": stack.enter_context(
+                Sshd(folder / f"sshd{number}", f"127.0.1.{number}", alias=f"gpu{number}", user_key=key)
+            )
+            for number in range(1, HOSTS + 1)
+        }
+        (folder / "lab").mkdir()
+        lab = Lab(Cli(folder / "lab"), servers)
+        lab.configure(connect_timeout="2s", node_lost_after="60s")
+        soak = Soak(lab, given.minutes, given.seed)
+        soak.run()
+        wait_until(lambda: not any(server.connections() for server in servers.values()), 60, "no connection is left")
+    report = soak.report(given.machine)
+    if given.report:
+        given.report.write_text(report)
+    else:
+        print(report, end="")
+    return 1 if soak.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
