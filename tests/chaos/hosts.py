@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import Cause, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
+from distflow.testing.netns import NetnsHost
 from distflow.testing.waiting import wait_until
 from scenarios.lab import Lab
 
@@ -100,13 +101,14 @@ def draw_deed(seed: int, *, most_tasks: int = 3, ends: Sequence[str] = ENDS, har
 class Gang:
     """One gang and what is done to it; of several at a time, each has a folder of its own."""
 
-    def __init__(self, lab: Lab, deed: Deed) -> None:
-        """Take the hosts; nothing is submitted yet."""
+    def __init__(self, lab: Lab, deed: Deed, links: Mapping[str, NetnsHost] | None = None) -> None:
+        """Take the hosts; nothing is submitted yet. With ``links``, hosts are cut off where they would be frozen."""
         self.lab = lab
+        self._links = links or {}
         self.deed = deed
         self.folder = lab.cli.folder / f"deed-{deed.seed}"
         self.folder.mkdir()
-        self._frozen: set[str] = set()
+        self._away: set[str] = set()
         self._waiting: subprocess.Popen[str] | None = None
         self._name = ""
 
@@ -126,8 +128,7 @@ class Gang:
             self._end()
             self._await(self._is_over, f"{self._name} is over")
         finally:
-            for name in self._frozen:
-                self.lab.servers[name].thaw()
+            self._bring_back()
             self._leave_command_line()
         return list(self._wrong())
 
@@ -159,11 +160,10 @@ class Gang:
         elif fault == "command line":
             self._leave_command_line()
         elif fault == "freeze":
-            # Thawed after what comes next; the others do not wait for it.
-            self.lab.servers[name].freeze()
-            self._frozen.add(name)
+            # Until after what comes next.
+            self._take_away(name)
         else:
-            self._thaw()
+            self._bring_back()
             with _ONE_AT_A_TIME:
                 self.lab.servers[name].restart()
 
@@ -171,11 +171,10 @@ class Gang:
         deed, task = self.deed, self._task(0)
         node = task.node or ""
         if deed.end == "lost":
-            self._thaw()
-            self.lab.servers[node].freeze()
-            self._frozen.add(node)
+            self._bring_back()
+            self._take_away(node)
             self._await(lambda: self._task(0).reason is Reason.NODE_LOST, "the host is given up")
-            self._thaw()
+            self._bring_back()
             return
         state = json.loads((self.node_folder(task) / "runner.json").read_text().rstrip("\0 "))
         if deed.end == "complete":
@@ -193,14 +192,25 @@ class Gang:
                 self.lab.servers[node].start()
         else:
             _kill([int(state["command" if deed.end == "rank" else deed.end]["pid"])])
-        self._thaw()
+        self._bring_back()
         if deed.again:
             self._await(lambda: self._all_run(1), "its second attempt runs")
             (self.folder / "go").touch()
 
-    def _thaw(self) -> None:
-        while self._frozen:
-            self.lab.servers[self._frozen.pop()].thaw()
+    def _take_away(self, name: str) -> None:
+        self._away.add(name)
+        if name in self._links:
+            self._links[name].cut()
+        else:
+            self.lab.servers[name].freeze()
+
+    def _bring_back(self) -> None:
+        while self._away:
+            name = self._away.pop()
+            if name in self._links:
+                self._links[name].heal()
+            else:
+                self.lab.servers[name].thaw()
 
     def _leave_command_line(self) -> None:
         process, self._waiting = self._waiting, None

@@ -1,0 +1,27 @@
+"""The page on reliability names tests, and they exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+PAGE = TESTS.parent / "docs" / "reliability.md"
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE.read_text())
+    assert len(named) > 30
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not (TESTS / path).exists() or not re.search(rf"^def {name}\(", (TESTS / path).read_text(), re.MULTILINE)
+    ]
+    assert not missing
+
+
+def test_every_row_of_the_page_names_a_test() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "shown by" not in line]
+    assert len(rows) > 25
+    bare = [row for row in rows if "::test_" not in row.rpartition(" | ")[2]]
+    assert not bare
