@@ -181,6 +181,21 @@ def test_a_life_is_told_in_order_with_all_of_its_output(bench: Bench) -> None:
     assert kinds.index(Prepared) < kinds.index(Started) < kinds.index(Ended) < kinds.index(LogComplete)
 
 
+@pytest.mark.parametrize("bench", [_machines], indirect=True, ids=["local"])
+def test_an_attempt_that_has_told_everything_is_not_asked_for_any_more(bench: Bench) -> None:
+    backend = bench.backend
+    assert isinstance(backend, MachinesBackend)
+    key = bench.begin("echo out")
+    bench.await_one(LogComplete, key=key)
+    connection = backend._connections["local"]
+    wait_until(lambda: not (connection._watched or connection._tailed or connection._drained), 10)
+    # Who asks again is told again.
+    bench.seen.clear()
+    backend.watch([key])
+    assert bench.await_one(Ended, key=key).end["exit_code"] == 0
+    bench.await_one(LogComplete, key=key)
+
+
 def test_the_times_of_a_node_come_with_its_clock(late_bench: Bench) -> None:
     bench = late_bench
     before = SystemClock().now()

@@ -49,6 +49,7 @@ _BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _REFUSED_BACKOFF_S = (10.0, 30.0, 120.0, 300.0)
 """After a refused login: a person must change something first, and many machines lock out who tries too often."""
 _LOG_FILES = ("output.log", "output.idx")
+_END = "exit.json"
 
 
 class Connection:
@@ -215,6 +216,7 @@ class Connection:
         elif phase == "ended":
             self._tail(key)
             self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {}), clock=clock))
+            self._has_told(key, _END)
 
     # The connection itself.
 
@@ -335,11 +337,22 @@ class Connection:
             if place is None:
                 return
             key, file = place
-            drained = self._drained.setdefault(key.name, set())
-            drained.add(file)
-            complete = drained == set(_LOG_FILES)
-        if complete:
+        if self._has_told(key, file) >= set(_LOG_FILES):
             self._sink(LogComplete(at=now(), key=key))
+
+    def _has_told(self, key: AttemptKey, what: str) -> set[str]:
+        """Return what an attempt has told to its end on this connection; one that has nothing left to tell is forgotten.
+
+        Nobody else would do it, and every ``hello`` names all that are watched.
+        """
+        with self._lock:
+            told = self._drained.setdefault(key.name, set())
+            told.add(what)
+            if told >= {_END, *_LOG_FILES}:
+                del self._drained[key.name]
+                self._watched.pop(key.name, None)
+                self._tailed.discard(key.name)
+            return told
 
 
 def _words(error: DistflowError) -> str:
