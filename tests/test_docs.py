@@ -56,6 +56,7 @@ REASONS = {
     "needs a git repository",
     "needs a container engine",
     "needs a crash",
+    "needs a second machine",
     "needs a gang that hangs",
 }
 COLUMNS, LINES = 110, 40
