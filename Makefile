@@ -26,7 +26,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@sh scripts/install_sshd.sh
 	@sh scripts/install_engines.sh
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

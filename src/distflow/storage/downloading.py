@@ -71,15 +71,24 @@ def download(
         target.mkdir(parents=True, exist_ok=True)
         places = _places(target, wanted)
 
+    fetches = {one.name: _Fetch(store, url, one.entry, places[one.name], patience, gauge) for one in wanted}
+
     def fetch(one: Wanted) -> bool:
         path = places[one.name]
         if resume and path.is_file() and not path.is_symlink() and is_equal(path, one.entry):
             gauge.add(one.entry.size)
             return True
-        _Fetch(store, url, one.entry, path, patience, gauge).run()
+        fetches[one.name].run()
         return False
 
-    were_there = for_all(wanted, fetch, at_once, patience)
+    try:
+        were_there = for_all(wanted, fetch, at_once, patience)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError):
+            # A disk that is full is full for everybody else, too.
+            for one in fetches.values():
+                one.drop()
+        raise
     return Moved(files=len(wanted), size=sum(one.entry.size for one in wanted), skipped=sum(were_there))
 
 
@@ -119,10 +128,14 @@ class _Fetch:
             with local_errors(self._path):
                 self._patience.keep_trying(self._try, lambda: self._here)
         except (StorageError, Halted) as error:
-            # A disk that is full is full for everybody else, too; and without a mark, the rest may be of another content.
+            # Without a mark, the rest may be of another content.
             if isinstance(error.__cause__, OSError) or not self._entry.mark:
-                self._part.unlink(missing_ok=True)
+                self.drop()
             raise
+
+    def drop(self) -> None:
+        """Leave nothing of what is half here."""
+        self._part.unlink(missing_ok=True)
 
     def _try(self) -> None:
         # Without a mark, nobody knows whether the rest belongs to what is here.
