@@ -29,7 +29,8 @@ from distflow.testing.waiting import wait_until
 RUNS = 5
 LOST_AFTER_S = 10
 WATCHED_S = 60.0
-RANKS = 4
+PORT = 29511
+"""In a network that nobody else is in."""
 MARK = "rank-of-failure-benchmark"
 
 TRAIN = f"""
@@ -94,9 +95,9 @@ def until_gone(script: Path, begin: float, limit_s: float, among: set[int] | Non
 
 
 @contextmanager
-def torchrun(lab: Lab, script: Path, master: str, interface: str = "lo") -> Iterator[None]:
+def torchrun(lab: Lab, script: Path, master: str, port: int, interface: str = "lo") -> Iterator[None]:
     """The training, as torchrun starts it on two hosts."""
-    words = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --master-addr {master} --master-port {free_port(master)}"
+    words = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --master-addr {master} --master-port {port}"
     start = f"GLOO_SOCKET_IFNAME={interface} {sys.executable} {words} {{rank}} {script}"
     commands = [f"exec {lab.ssh} {name} '{start.format(rank=f'--node-rank {rank}')}'" for rank, name in enumerate(lab.names)]
     null = subprocess.DEVNULL
@@ -140,7 +141,7 @@ def kill(folder: Path) -> bool:
     with Lab(2) as lab:
         master = lab.servers[lab.names[0]].address
         contestants: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-            "torchrun": lambda: torchrun(lab, script, master),
+            "torchrun": lambda: torchrun(lab, script, master, free_port(master)),
             "distflow": lambda: distflow(lab, script),
             "distflow, its supervisor killed": lambda: distflow(lab, script, supervised=False),
         }
@@ -186,7 +187,7 @@ def cut(folder: Path) -> bool:
         assert isinstance(lab, CutLab)
         near, far = lab.hosts.values()
         contestants: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-            "torchrun": lambda: torchrun(lab, script, near.address, "eth0"),
+            "torchrun": lambda: torchrun(lab, script, near.address, PORT, "eth0"),
             "distflow": lambda: distflow(lab, script),
         }
         for name, start in contestants.items():
