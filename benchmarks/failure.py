@@ -22,6 +22,8 @@ from pathlib import Path
 
 from lab import Lab, show
 
+from distflow.state.directory import StateDirectory
+from distflow.supervisor.process import is_running
 from distflow.testing.netns import NetnsHost, Network, missing_netns
 from distflow.testing.sshd import free_port, make_key
 from distflow.testing.waiting import wait_until
@@ -94,6 +96,13 @@ def until_gone(script: Path, begin: float, limit_s: float, among: set[int] | Non
     return limit_s
 
 
+def end_supervisor(lab: Lab) -> None:
+    """Kill the supervisor, where one is at work."""
+    directory = StateDirectory(Path(lab.environment["DISTFLOW_STATE"]))
+    if is_running(directory):
+        os.kill(int(directory.lock.read_text()), signal.SIGKILL)
+
+
 @contextmanager
 def torchrun(lab: Lab, script: Path, master: str, port: int, interface: str = "lo") -> Iterator[None]:
     """The training, as torchrun starts it on two hosts."""
@@ -127,7 +136,7 @@ def distflow(lab: Lab, script: Path, *, supervised: bool = True) -> Iterator[Non
         wait_until(lambda: sorted(rank for rank in ranks(script).values() if rank >= 0) == [0, 1, 2, 3], 120, "4 ranks train")
         time.sleep(1.0)  # noqa: TID251  the first all-reduce has begun
         if not supervised:
-            os.kill(int((Path(lab.environment["DISTFLOW_STATE"]) / "supervisor.lock").read_text()), signal.SIGKILL)
+            end_supervisor(lab)
         yield
     finally:
         command = [*run, "cancel", workflow, "--force", "--wait", "60"]
@@ -174,7 +183,8 @@ class CutLab(Lab):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take everything down."""
+        """Take everything down, the supervisor too: it would stay for a node that it has lost."""
+        end_supervisor(self)
         self._stack.close()
 
 

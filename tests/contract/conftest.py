@@ -17,7 +17,7 @@ import pytest
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.link import AgentLink, Event
 from distflow.backends.machines.staging import Blob, send_blobs
-from distflow.errors import NodeUnreachable
+from distflow.errors import AgentError, NodeUnreachable
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Transport
@@ -171,6 +171,17 @@ def node(transport: Transport, tmp_path: Path) -> Iterator[NodeUnderTest]:
     made = NodeUnderTest(transport, tmp_path)
     yield made
     made.close()
+
+
+def cleaned(link: AgentLink, workflow: str) -> bool:
+    """Whether a workflow could be cleaned away: a pair lives some instants longer than its end is told."""
+    try:
+        link.request("clean", workflow=workflow, keep_output=False)
+    except AgentError as error:
+        if error.kind != "conflict":
+            raise
+        return False
+    return True
 
 
 def processes_with(marker: str) -> list[int]:

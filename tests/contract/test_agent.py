@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.conftest import launch_of, processes_with
+from contract.conftest import cleaned, launch_of, processes_with
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
@@ -61,16 +61,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def cleaned(link: AgentLink, workflow: str) -> bool:
-    try:
-        link.request("clean", workflow=workflow, keep_output=False)
-    except AgentError as error:
-        if error.kind != "conflict":
-            raise
-        return False
-    return True
 
 
 # -- getting there

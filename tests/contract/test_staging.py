@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.conftest import launch_of
+from contract.conftest import cleaned, launch_of
 from distflow.backends.machines.bootstrap import open_service
 from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
@@ -23,7 +23,6 @@ from distflow.testing.waiting import wait_until
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
     from distflow.backends.machines.bootstrap import Opened
-    from distflow.backends.machines.link import AgentLink
 
 
 def blob_of(path: Path, data: bytes) -> Blob:
@@ -204,17 +203,6 @@ def test_a_large_and_a_small_file_are_placed(node: NodeUnderTest) -> None:
     assert (node.directory(attempt) / "work/small.bin").read_bytes() == b"\0\1\2"
 
 
-def _cleaned(node: NodeUnderTest, link: AgentLink) -> bool:
-    """Whether the workflow could be cleaned away: a pair lives some instants longer than its end is told."""
-    try:
-        link.request("clean", workflow=node.workflow, keep_output=False)
-    except AgentError as error:
-        if error.kind != "conflict":
-            raise
-        return False
-    return True
-
-
 def test_what_a_task_does_to_its_file_is_its_own_affair(node: NodeUnderTest) -> None:
     link = node.connect()
     data = os.urandom(1_000_000)
@@ -231,7 +219,7 @@ def test_what_a_task_does_to_its_file_is_its_own_affair(node: NodeUnderTest) -> 
     assert run("printf x >> d") == data + b"x"
     assert link.request("stage", blobs=asked)["missing"] == []
     assert run("true") == data
-    wait_until(lambda: _cleaned(node, link), 20, "the pairs have gone")
+    wait_until(lambda: cleaned(link, node.workflow), 20, "the pairs have gone")
     # This one has the blob's own file. It writes to it: the blob is no longer what it was, and is sent again.
     assert run("printf x >> d") == data + b"x"
     assert link.request("stage", blobs=asked)["missing"] == [name]

@@ -81,7 +81,7 @@ def _link(group: GroupPlan, task: str, binding: Binding) -> GangLink | None:
         others=tuple(one.task for one in group.launches if one.task != task) if is_hub else (group.master,),
         address=None if is_hub else binding.tasks[group.master].address,
         port=None if is_hub else binding.link_port,
-        counts=launch.lead or not group.ignore_nonlead_status,
+        counts=group.counts(task),
         success=launch.exit_actions.complete,
         failure=launch.exit_actions.failures,
     )

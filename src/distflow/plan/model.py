@@ -181,6 +181,10 @@ class GroupPlan:
         """Name of the task whose node hosts the rendezvous: the master of the world, else the lead."""
         return self.world.master if self.world else self.lead.task
 
+    def counts(self, task: str) -> bool:
+        """Return whether the failure of a task is one of the group."""
+        return not self.ignore_nonlead_status or self.launch(task).lead
+
     def launch(self, task: str) -> Launch:
         """Return the entry of one task."""
         return next(launch for launch in self.launches if launch.task == task)

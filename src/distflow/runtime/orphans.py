@@ -11,7 +11,7 @@ from distflow.runtime import attempts, placing, processes, records, secretfiles
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.wire import Json
 
-__all__ = ["end_adopted", "is_pair_alive", "settle"]
+__all__ = ["end_adopted", "is_pair_alive", "is_watched", "settle"]
 
 
 def is_pair_alive(state: Json) -> bool:
@@ -20,6 +20,12 @@ def is_pair_alive(state: Json) -> bool:
         return False
     pair = [state.get("runner") or {}, state.get("keeper") or {}]
     return any(processes.is_same(int(one.get("pid", 0)), int(one.get("start", 0))) for one in pair)
+
+
+def is_watched(directory: str) -> bool:
+    """Whether one of the attempt's pair lives, also when the end is on record already: it is then about to leave."""
+    state = records.read_state(directory)
+    return (state is not None and is_pair_alive(state)) or attempts.is_reachable(directory)
 
 
 def settle(root: str, attempt: str) -> Json:

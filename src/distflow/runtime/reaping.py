@@ -114,7 +114,7 @@ class _Scene:
                 state = records.read_state(directory)
                 if state is None or (state.get("boot_id") != self._boot and state.get("host") != os.uname().nodename):
                     continue
-                if records.read_end(directory) is None and not _is_alive(directory):
+                if records.read_end(directory) is None and not orphans.is_watched(directory):
                     found.append(name)
         return found
 
@@ -162,7 +162,7 @@ class _Scene:
         directory = processes.variable_of(process.pid, "DISTFLOW_ATTEMPT_DIR") or here
         if not directory.endswith("/" + name):
             directory = here
-        if _is_alive(directory):
+        if orphans.is_watched(directory):
             return None
         root = directory[: -len(name) - 1]
         if os.path.realpath(root) != self._root:
@@ -178,7 +178,7 @@ class _Scene:
             if process.start < start or (leader is not None and leader.start != start):
                 continue  # the command's id was given away again, and its session with it
             directory = attempts.directory_of(self._root, name)
-            if not os.path.isdir(directory) or _is_alive(directory):
+            if not os.path.isdir(directory) or orphans.is_watched(directory):
                 continue
             end = records.read_end(directory)
             # An id that is free can be given away; it was not while the command, and what it had started by then, lived.
@@ -196,11 +196,11 @@ class _Scene:
                     here = attempts.directory_of(self._root, box["attempt"])
                 except OpError:
                     continue
-                if _is_alive(here):
+                if orphans.is_watched(here):
                     continue
                 is_ours = os.path.realpath(box["cwd"]) == os.path.join(here, "work")
                 where = os.path.dirname(box["cwd"])
-                if not is_ours and _is_alive(where):
+                if not is_ours and orphans.is_watched(where):
                     continue
                 why = _why(here) if is_ours else "of another root, {}".format(where)
                 shown = {
@@ -209,12 +209,6 @@ class _Scene:
                 }  # fmt: skip
                 found[box["id"]] = (shown, {"program": program, "name": box["name"], "env": env})
         return [found[one] for one in sorted(found)]
-
-
-def _is_alive(directory: str) -> bool:
-    """Whether one of the pair lives, also when the end is on record already: it is then about to leave."""
-    state = records.read_state(directory)
-    return (state is not None and orphans.is_pair_alive(state)) or attempts.is_reachable(directory)
 
 
 def _is_guarded(process: Process) -> bool:

@@ -37,9 +37,9 @@ def uninstall(root: str, request: Json) -> Json:
 
 def _lives(directory: str) -> bool:
     """Whether somebody watches the attempt, here or, in a root that machines share, perhaps on another one."""
-    state = records.read_state(directory)
-    if attempts.is_reachable(directory) or (state is not None and orphans.is_pair_alive(state)):
+    if orphans.is_watched(directory):
         return True
+    state = records.read_state(directory)
     return state is not None and state.get("host") not in (None, os.uname().nodename) and records.read_end(directory) is None
 
 

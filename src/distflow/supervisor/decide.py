@@ -141,7 +141,8 @@ class _Step(Step):
         refused = [
             task
             for task in group.tasks
-            if (task.reason in _REFUSALS or task.state is State.FAILED) and (task.started_at is None or self._counts(task))
+            if (task.reason in _REFUSALS or task.state is State.FAILED)
+            and (task.started_at is None or self.plan.counts(task.name))
         ]
         if refused:
             self._stop(Reason.PEER_FAILED, f"{refused[0].name}: {refused[0].message}")
@@ -176,10 +177,6 @@ class _Step(Step):
             elif ready or not self.plan.starts_as_one:
                 self._command("start", task)
 
-    def _counts(self, task: TaskRecord) -> bool:
-        """Whether the failure of a task that was started is one of the group."""
-        return task.lead or not self.plan.ignore_nonlead_status
-
     def _withdraw(self) -> None:
         """Give back what is left of a lost lease, then queue again."""
         held = [task for task in self.group.tasks if task.state is State.INITIALIZING]
@@ -200,7 +197,7 @@ class _Step(Step):
             if task.state is State.INITIALIZING:
                 # Without a barrier, or a supervisor that was killed between two starts.
                 self._command("start" if task.prepared else "prepare", task)
-        failed = [task for task in group.tasks if task.state is State.FAILED and self._counts(task)]
+        failed = [task for task in group.tasks if task.state is State.FAILED and self.plan.counts(task.name)]
         if failed:
             first = min(failed, key=lambda task: task.ended_at or self.now)
             if all(task.state.is_final for task in group.tasks):
@@ -313,7 +310,7 @@ class _Step(Step):
                 self._say(saving)
             return
         group = self.group
-        cause = first_cause([task for task in group.tasks if self._counts(task)], self._lines())
+        cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], self._lines())
         if cause is None and group.stop_reason is Reason.PEER_FAILED:
             # A task whose end would not count, had it ever been started.
             cause = first_cause(group.tasks, self._lines())
