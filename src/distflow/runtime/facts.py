@@ -71,19 +71,10 @@ def nvidia_smi() -> Optional[str]:
 
 def _gpus() -> List[str]:
     smi = nvidia_smi()
-    if smi is not None:
-        import subprocess
-
-        try:
-            null = subprocess.DEVNULL
-            done = subprocess.run(
-                [smi, "-L"], stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=_NVIDIA_SMI_S, check=False
-            )
-            if done.returncode == 0:
-                text = done.stdout.decode("utf-8", "replace")
-                return [match.group(1).strip() for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", text, re.MULTILINE)]
-        except (OSError, subprocess.TimeoutExpired):
-            pass  # a hanging driver: its device files still say how many there are
+    text = processes.said_by([smi, "-L"], _NVIDIA_SMI_S) if smi is not None else None
+    if text is not None:
+        return [match.group(1).strip() for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", text, re.MULTILINE)]
+    # Without it, or with a hanging driver, the device files still say how many there are.
     return ["unknown"] * len([path for path in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", path)])
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from typing import Dict, List, Optional
+from typing import Dict, List
 
 from distflow.runtime.facts import nvidia_smi, user_name
-from distflow.runtime.processes import mark_of
+from distflow.runtime.processes import mark_of, said_by
 
 __all__ = ["GpuUser", "find"]
 
@@ -44,16 +43,6 @@ def _words(pid: str, name: str, memory: str) -> str:
 
 
 def _ask(smi: str, query: str) -> List[List[str]]:
-    null = subprocess.DEVNULL
-    done: Optional[subprocess.CompletedProcess[bytes]] = None
-    try:
-        done = subprocess.run(
-            [smi, query, "--format=csv,noheader,nounits"], stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=_TOOL_S,
-            check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        pass  # a hanging driver: leases still keep distflow's own workflows apart
-    if done is None or done.returncode != 0:
-        return []
-    lines = done.stdout.decode("utf-8", "replace").split("\n")
+    # A hanging driver says nothing: leases still keep distflow's own workflows apart.
+    lines = (said_by([smi, query, "--format=csv,noheader,nounits"], _TOOL_S) or "").split("\n")
     return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]

@@ -29,6 +29,7 @@ __all__ = [
     "reap",
     "rename_self",
     "reset_signals",
+    "said_by",
     "started_at",
     "variable_of",
 ]
@@ -112,6 +113,18 @@ def find_program(name: str, path: str) -> Optional[str]:
         if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
             return candidate
     return None
+
+
+def said_by(argv: List[str], timeout_s: float) -> Optional[str]:
+    """What a program prints; None when it is not there, fails, or takes too long."""
+    import subprocess
+
+    null = subprocess.DEVNULL
+    try:
+        done = subprocess.run(argv, stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None
 
 
 def boot_id() -> str:
