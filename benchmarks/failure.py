@@ -96,6 +96,17 @@ def until_gone(script: Path, begin: float, limit_s: float, among: set[int] | Non
     return limit_s
 
 
+def pairs(folder: Path) -> list[int]:
+    """Runners and keepers of the hosts below a folder."""
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            is_ours = name.isdigit() and os.fsencode(folder) in Path("/proc", name, "cmdline").read_bytes()
+            if is_ours and Path("/proc", name, "comm").read_text().startswith(("df-runner", "df-keeper")):
+                found.append(int(name))
+    return found
+
+
 def end_supervisor(lab: Lab) -> None:
     """Kill the supervisor, where one is at work."""
     directory = StateDirectory(Path(lab.environment["DISTFLOW_STATE"]))
@@ -183,7 +194,8 @@ class CutLab(Lab):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take everything down, the supervisor too: it would stay for a node that it has lost."""
+        """Take everything down, once the supervisor has stopped what ran on the node that was away."""
+        wait_until(lambda: not pairs(self.folder), 60, "nothing runs on the hosts")
         end_supervisor(self)
         self._stack.close()
 
