@@ -161,6 +161,8 @@ def test_a_stalled_agent_is_noticed_and_never_blocks_a_sender(node: NodeUnderTes
         assert all(isinstance(answer, NodeUnreachable) for answer in answers)
         with pytest.raises(NodeUnreachable):
             link.request("ping")
+        # However late somebody asks: a submitter that slept for an hour must not count its own sleep against the node.
+        wait_until(lambda: link.silent_s == pytest.approx(4 * 0.15), 5, "as long as noticing it takes")
     finally:
         os.kill(agent, signal.SIGCONT)
     link.close()
@@ -602,6 +604,20 @@ def test_a_port_in_use_is_refused_and_never_replaced(node: NodeUnderTest) -> Non
         "port": port,
         "link_port": None,
     }
+
+
+def test_who_keeps_the_list_of_promises_locked_freezes_no_agent(node: NodeUnderTest) -> None:
+    node.lease_dir.mkdir()
+    gate = os.open(node.lease_dir / "claims.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(gate, fcntl.LOCK_EX)
+    lease: dict[str, Any] = {"gpus": 0, "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    lease |= {"wanted": {"cpus": [1, 2]}}
+    link = node.connect()
+    try:
+        assert "claims.lock" in str(refused(link, "busy", "lease", attempt=node.attempt(), **lease))
+    finally:
+        os.close(gate)
+    link.request("lease", attempt=node.attempt(), **lease)
 
 
 def test_traps_in_the_lease_directory_harm_nobody(node: NodeUnderTest, tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ class NodeDown(Observation):
     pool: str
     node: str
     error: str
+    since: float | None = None
+    """When it was heard last; ``None``: it has not answered since it was said to be down, or never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

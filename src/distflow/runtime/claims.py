@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from typing import Dict, List, Tuple
 
 from distflow.runtime.leasefiles import lock, open_lock
@@ -23,6 +24,9 @@ Wanted = Dict[str, Tuple[int, int]]
 
 _NAME = re.compile(r"claim-[0-9]+-[0-9]+\.lock")
 _MOST = 10_000
+_GATE_TRIES = 50
+_GATE_PAUSE_S = 0.005
+"""The list is locked for a millisecond at a time; who keeps it for longer must not freeze an agent, which has one thread."""
 _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 
 
@@ -33,7 +37,7 @@ def take(directory: int, wanted: Wanted, holder: Json) -> List[int]:
         return []
     gate = open_lock(directory, "claims.lock")
     try:
-        fcntl.flock(gate, fcntl.LOCK_EX)
+        _enter(gate)
         others = _held(directory)
         for name, (want, have) in sorted(asked.items()):
             used = sum(_number(one.get(name)) for one in others)
@@ -43,6 +47,16 @@ def take(directory: int, wanted: Wanted, holder: Json) -> List[int]:
         return [_own(directory, dict(holder, **{name: want for name, (want, _) in asked.items()}))]
     finally:
         os.close(gate)
+
+
+def _enter(gate: int) -> None:
+    """Lock the list of promises. Raises ``busy`` when somebody sits on it."""
+    for _ in range(_GATE_TRIES):
+        try:
+            return fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_GATE_PAUSE_S)  # noqa: TID251  flock knows no time limit
+    raise OpError("busy", "another process of this machine keeps claims.lock of the lease directory (lslocks names it)")
 
 
 def _held(directory: int) -> List[Json]:

@@ -36,8 +36,9 @@ from distflow.plan.model import Binding, Plan
 from distflow.state.record import Event, GroupRecord, OutOfReach, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
+from distflow.supervisor.world import NodeView
 
-__all__ = ["absorb", "absorb_node", "end_unstarted", "stop_unstarted"]
+__all__ = ["absorb", "absorb_node", "absorb_view", "end_unstarted", "stop_unstarted"]
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """Waits between tries for nodes that refused."""
@@ -78,6 +79,22 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
     return after, []
 
 
+def absorb_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
+    """Return a node's view after it was lost or found: lost since it was heard last, not since that was noticed."""
+    if isinstance(seen, NodeDown):
+        return replace(view, up=False, since=seen.since or seen.at if view.up else view.since, error=seen.error)
+    node = view.node
+    return replace(
+        view,
+        up=True,
+        since=seen.at,
+        error="",
+        gpus=node.gpus if node.gpus is not None else seen.gpus,
+        cpus=node.cpus if node.cpus is not None else seen.cpus,
+        memory=node.memory if node.memory is not None else seen.memory,
+    )
+
+
 def absorb_node(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after one of the pool's nodes was lost or found, and the events that tell of it.
 
@@ -94,7 +111,8 @@ def absorb_node(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[Workfl
             if isinstance(seen, NodeDown):
                 if task.state.is_final:
                     continue
-                away = OutOfReach(since=task.out_of_reach.since if task.out_of_reach else seen.at, error=seen.error)
+                since = task.out_of_reach.since if task.out_of_reach else seen.since or seen.at
+                away = OutOfReach(since=since, error=seen.error)
             if task.out_of_reach != away:
                 is_news = True
                 after = after.with_group(after.group(group.name).with_task(replace(task, out_of_reach=away)))

@@ -39,7 +39,7 @@ from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import remove_secrets
 from distflow.state.store import Store
 from distflow.storage.credentials import CredentialsFor, ambient
-from distflow.supervisor.absorb import absorb, absorb_node, end_unstarted
+from distflow.supervisor.absorb import absorb, absorb_node, absorb_view, end_unstarted
 from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wanted
 from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, is_stored, place_of, store_errand
 from distflow.supervisor.clock import Clock
@@ -194,25 +194,15 @@ class Supervisor:
     def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
         place = (seen.pool, seen.node)
         view = self._nodes[place]
+        self._nodes[place] = absorb_view(view, seen)
         if isinstance(seen, NodeDown):
             words = f"{seen.node}: out of reach: {seen.error}"
             is_news = view.up or view.error != seen.error
-            self._nodes[place] = replace(view, up=False, since=seen.at if view.up else view.since, error=seen.error)
             for identity, command in list(self._in_flight.items()):
                 if command.pool == seen.pool and command.node == seen.node:
                     del self._in_flight[identity]
         else:
             words, is_news = f"{seen.node}: reachable again", not view.up and bool(view.error)
-            node = view.node
-            self._nodes[place] = replace(
-                view,
-                up=True,
-                since=seen.at,
-                error="",
-                gpus=node.gpus if node.gpus is not None else seen.gpus,
-                cpus=node.cpus if node.cpus is not None else seen.cpus,
-                memory=node.memory if node.memory is not None else seen.memory,
-            )
         if is_news:
             self._log(words)
         for uuid, workflow in self._workflows.items():

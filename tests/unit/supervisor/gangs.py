@@ -26,7 +26,7 @@ from distflow.plan.model import BoundLaunch, GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
 from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeouts
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.absorb import absorb, absorb_node
+from distflow.supervisor.absorb import absorb, absorb_node, absorb_view
 from distflow.supervisor.carrying import DataSeen, absorb_data, place_data
 from distflow.supervisor.checkpointing import is_checkpoint, place_of
 from distflow.supervisor.decide import decide
@@ -219,11 +219,8 @@ class Driver:
         while self.seen:
             seen = self.seen.pop(0)
             if isinstance(seen, NodeUp | NodeDown):
-                view = self.nodes[seen.pool, seen.node]
-                up = isinstance(seen, NodeUp)
-                since = seen.at if view.up != up else view.since
-                self.nodes[seen.pool, seen.node] = replace(view, up=up, since=since, error="" if up else "cut")
-                if not up:
+                self.nodes[seen.pool, seen.node] = absorb_view(self.nodes[seen.pool, seen.node], seen)
+                if isinstance(seen, NodeDown):
                     self.in_flight = {i: c for i, c in self.in_flight.items() if c.node != seen.node}
                 for uuid, one in self.workflows.items():
                     record, events = absorb_node(one.record, seen)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from distflow.backends.base import AttemptKey, Ended, Leased, NodeDown, NodeUp, Prepared, Staging, Started
 from distflow.lifecycle.states import State
 from distflow.state.record import Transfer
-from distflow.supervisor.absorb import absorb, absorb_node
+from distflow.supervisor.absorb import absorb, absorb_node, absorb_view
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, workflow
 
@@ -85,6 +85,20 @@ def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> 
     assert found == record
     assert [event.text for event in events] == ["n1: reachable again"]
     assert absorb_node(found, NodeUp(at=11.0, pool=pool, node="n1")) == (found, [])
+
+
+def test_a_node_is_out_of_reach_since_it_was_heard_last() -> None:
+    driver = _running()
+    record = driver.record()
+    down = NodeDown(at=20.0, pool=record.pool_key, node="n1", error="silent", since=5.0)
+    away = absorb_node(record, down)[0].groups[0].task("t0").out_of_reach
+    assert away is not None
+    assert away.since == 5.0
+    view = absorb_view(replace(driver.nodes["lab", "n1"], up=True, since=1.0), down)
+    assert (view.up, view.since) == (False, 5.0)
+    # Only the first word counts: a try to connect that fails later was not heard either.
+    assert absorb_view(view, replace(down, at=30.0, since=None)).since == 5.0
+    assert absorb_view(view, NodeUp(at=31.0, pool=record.pool_key, node="n1")).since == 31.0
 
 
 def test_a_lost_node_is_no_news_for_others() -> None:

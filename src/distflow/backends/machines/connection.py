@@ -225,6 +225,7 @@ class Connection:
         while not self._closing.is_set():
             self._broken.clear()
             pauses: tuple[float, ...] = _BACKOFF_S
+            heard_at = None
             try:
                 link = connect(
                     self._transport,
@@ -238,6 +239,7 @@ class Connection:
                 self._greet(link)
                 tries = 0
                 self._broken.wait()
+                heard_at = now() - link.silent_s
             except DistflowError as error:
                 self._error = _words(error)
                 pauses = _REFUSED_BACKOFF_S if isinstance(error, AuthenticationRefused) else _BACKOFF_S
@@ -248,7 +250,7 @@ class Connection:
                 self._drained.clear()
             if self._closing.is_set():
                 return
-            self._sink(NodeDown(at=now(), pool=self._pool.name, node=self.node.name, error=self._error))
+            self._sink(NodeDown(at=now(), pool=self._pool.name, node=self.node.name, error=self._error, since=heard_at))
             self._closing.wait(pauses[min(tries, len(pauses) - 1)])
             tries += 1
 

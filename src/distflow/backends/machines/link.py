@@ -113,6 +113,14 @@ class AgentLink:
         return not self._has_ended.is_set() and not self._is_closing
 
     @property
+    def silent_s(self) -> float:
+        """For how long the node has said nothing, as far as we listened.
+
+        At most as long as noticing a silence takes: this process may have been asleep, and then the silence was its own.
+        """
+        return min(time.monotonic() - self._heard_at, (_SILENT_PINGS + 1) * self._ping_s)
+
+    @property
     def clock(self) -> Clock | None:
         """How far the node's clock is from ours, as the pings of this connection tell; ``None`` before the first answer."""
         return self._clock.clock
