@@ -1,4 +1,4 @@
-"""Outputs that nodes bring to stores themselves: what goes and what does not, what cannot; over every transport."""
+"""Data that nodes move themselves, to stores and from them: what goes and what does not, what cannot; over every transport."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distflow.backends.machines.direct import deliver_there
+from distflow.backends.machines.direct import bring_there, deliver_there
 from distflow.documents.urls import parse_url
 from distflow.errors import StorageError
+from distflow.storage.arrival import Arrival
 from distflow.storage.delivery import Delivered, Delivery, NotDirect
 from distflow.storage.failures import Halted
 from distflow.storage.identity import identity_of
@@ -157,12 +158,73 @@ def test_while_it_goes_its_secret_is_nowhere_and_it_ends_when_nobody_waits(
     wait_until(lambda: not at_work(node), 20, "the node's end ends")
 
 
+@pytest.fixture
+def bring(node: NodeUnderTest, output: Path, s3: S3Server) -> Callable[..., dict[str, bytes]]:
+    """Have the node fetch an input of the attempt; return what is in its directory then."""
+
+    def act(arrival: Arrival, place: str = "input/0", *, environ: dict[str, str] | None = None) -> dict[str, bytes]:
+        identity = identity_of(parse_url(arrival.url), None, s3.environment | (environ or {}))
+        assert identity is not None
+        attempt = output.parent.relative_to(node.root).as_posix()
+        bring_there(
+            node.transport, str(node.root), sys.executable, attempt, arrival, place, identity, environment={}, timeout_s=20,
+            progress=lambda *_: None,
+        )  # fmt: skip
+        top = output.parent / place
+        return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+
+    return act
+
+
+def test_an_input_comes_to_its_place_and_nothing_else_stays_there(
+    bring: Callable[..., dict[str, bytes]], output: Path, s3: S3Server
+) -> None:
+    bucket = s3.bucket("b")
+    (bucket / "in" / "m").mkdir(parents=True)
+    (bucket / "in" / "m" / "a.pt").write_bytes(b"weights")
+    (bucket / "in" / "log").write_bytes(b"x")
+    assert bring(Arrival(url="s3://b/in")) == {"m/a.pt": b"weights", "log": b"x"}
+    assert bring(Arrival(url="s3://b/in", regex="m/"), "input/1") == {"m/a.pt": b"weights"}
+    # Again: what is gone from the store meanwhile does not stay; and a regex without a match is an empty directory.
+    (bucket / "in" / "log").unlink()
+    assert bring(Arrival(url="s3://b/in")) == {"m/a.pt": b"weights"}
+    assert bring(Arrival(url="s3://b/in", regex="none"), "input/2") == {}
+    assert (output.parent / "input" / "2").is_dir()
+
+
+def test_an_input_from_a_dataset_is_that_version(
+    bring: Callable[..., dict[str, bytes]], deliver: Deliver, output: Path
+) -> None:
+    for number in (b"1", b"2"):
+        (output / "a").write_bytes(number)
+        deliver(Delivery(url="s3://b/sets", dataset="m", mark=f"012345678{number.decode()}"))
+    assert bring(Arrival(url="s3://b/sets", dataset="m:1")) == {"m/a": b"1"}
+    assert bring(Arrival(url="s3://b/sets", dataset="m:2"), "input/1") == {"m/a": b"2"}
+
+
+def test_an_input_that_cannot_be_had_says_why(
+    bring: Callable[..., dict[str, bytes]], output: Path, s3: S3Server, tmp_path: Path
+) -> None:
+    with pytest.raises(StorageError, match="there is nothing at s3://b/in"):
+        bring(Arrival(url="s3://b/in"))
+    (s3.bucket("b") / "in").write_bytes(b"x")
+    with pytest.raises(NotDirect, match="refused") as caught:
+        bring(Arrival(url="s3://b/in"), environ={"AWS_SECRET_ACCESS_KEY": f"{CANARY}-wrong"})
+    assert CANARY not in str(caught.value)
+    with pytest.raises(StorageError, match=r"\.\."):
+        bring(Arrival(url="s3://b/in"), "../elsewhere")
+    (output.parent / "trap").symlink_to(tmp_path)
+    with pytest.raises(StorageError, match="trap"):
+        bring(Arrival(url="s3://b/in"), "trap/0")
+    assert not (tmp_path / "0").exists()
+
+
 def at_work(node: NodeUnderTest) -> list[str]:
     """Processes that deliver from the node's root."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and (entry / "comm").read_text() == "df-deliver\n":
+            if entry.name.isdigit() and (entry / "comm").read_text() == "df-data\n":
                 found += [entry.name] if os.fsencode(str(node.root)) in (entry / "cmdline").read_bytes() else []
         except OSError:
             continue

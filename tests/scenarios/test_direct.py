@@ -1,8 +1,9 @@
-"""Outputs that go from their nodes to a store: nothing of them passes here, unless a node cannot; faults meanwhile."""
+"""Data that nodes move themselves: nothing of it passes here, unless a node cannot; faults meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from distflow.testing.s3 import S3Server
 from distflow.testing.waiting import wait_until
@@ -42,6 +44,32 @@ workflow:
     outputs: [{url: "URL"}]
 """
 
+HOLD = """
+workflow:
+  name: hold
+  resources: {default: {cpu: 64}}
+  tasks:
+  - name: holds
+    command: [sh, -c, 'while ! test -e GO; do sleep 0.1; done']
+"""
+TAKES = """
+workflow:
+  name: takes
+  groups:
+  - name: g
+    tasks:
+    - name: one
+      lead: true
+      ranks: {size: 1}
+      inputs: [{url: "s3://b/in", regex: 'm/'}, {dataset: {name: words}}]
+      command: [sh, -c, 'cd {{input:0}} && wc -c < m/a.pt; cat {{input:1}}/words/w']
+    - name: two
+      ranks: {size: 1}
+      inputs: [{url: "s3://b/in"}]
+      command: [sh, -c, 'ls {{input:0}}']
+"""
+PLAIN = TAKES.replace(", {dataset: {name: words}}", "").replace("; cat {{input:1}}/words/w", "")
+
 
 def _bare_python(folder: Path) -> str:
     """Return a python that has nothing but itself."""
@@ -55,7 +83,7 @@ def _packed(cli: Cli) -> list[Path]:
 
 
 def _deliverers(cli: Cli) -> list[int]:
-    return [pid for pid, _ in cli.processes() if _name(pid) == "df-deliver"]
+    return [pid for pid, _ in cli.processes() if _name(pid) == "df-data"]
 
 
 def _name(pid: int) -> str:
@@ -217,4 +245,91 @@ def test_a_cancel_does_not_wait_for_it(cli: Cli, s3: S3Server) -> None:
     assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
     assert cli.query(ident)["status"] == "FAILED_CANCELED"
     wait_until(lambda: pid not in _deliverers(cli), 30)
+    s3.thaw()
+
+
+def _fill(cli: Cli, s3: S3Server, size: int = LARGE) -> None:
+    """Put something large below a URL, and a dataset beside it."""
+    config = Path(cli.environment["DISTFLOW_CONFIG"])
+    config.write_text(json.dumps({**yaml.safe_load(config.read_text()), "datasets": "s3://b/sets"}))
+    bucket = s3.bucket("b")
+    (bucket / "in" / "m").mkdir(parents=True)
+    (bucket / "in" / "m" / "a.pt").write_bytes(os.urandom(size))
+    (bucket / "in" / "log").write_bytes(b"x")
+    (cli.folder / "w").write_text("hello\n")
+    assert cli.run("dataset", "upload", "words", str(cli.folder / "w")).code == 0
+
+
+def _archives(cli: Cli) -> list[Path]:
+    """Blobs of this machine that are large: what passes through it is one."""
+    return [path for path in (cli.state / "blobs").glob("*") if path.stat().st_size >= LARGE]
+
+
+@pytest.mark.parametrize("where", ["local", pytest.param("lab", marks=pytest.mark.ssh)])
+def test_inputs_come_to_their_nodes_directly(where: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest) -> None:
+    if where == "lab":
+        request.getfixturevalue("lab")
+    _fill(cli, s3)
+    done = cli.run("workflow", "submit", cli.spec(TAKES), "--wait")
+    assert done.code == 0, done.err
+    assert {f"[one] {LARGE}", "[one] hello", "[two] log", "[two] m"} == set(cli.logs("takes-1").splitlines())
+    events = _events(cli, "takes-1")
+    assert "[one] its input is fetched by its node: s3://b/in: 1 file, 2.9 MiB" in events
+    assert "[one] its input is fetched by its node: dataset words:1: 1 file, 6 B" in events
+    assert "[two] its input is fetched by its node: s3://b/in: 2 files, 2.9 MiB" in events
+    assert "through this machine" not in events
+
+
+@pytest.mark.ssh
+def test_an_input_of_a_node_without_a_driver_comes_through_here(lab: Lab, s3: S3Server, tmp_path: Path) -> None:
+    cli, python = lab.cli, _bare_python(tmp_path)
+    lab.configure(names=("gpu1", "gpu2"), nodes={"gpu2": {"python": python}})
+    _fill(cli, s3)
+    done = cli.run("workflow", "submit", cli.spec(TAKES), "--wait")
+    assert done.code == 0, done.err
+    assert {f"[one] {LARGE}", "[one] hello", "[two] log", "[two] m"} == set(cli.logs("takes-1").splitlines())
+    events = _events(cli, "takes-1")
+    assert f"through this machine: gpu2: {python} has no s3fs (to make it direct: {python} -m pip install s3fs)" in events
+
+
+def test_an_input_that_is_not_there_ends_the_group_before_it_is_queued(cli: Cli, s3: S3Server) -> None:
+    s3.bucket("b")
+    ident = cli.submit(cli.spec(PLAIN))
+    body = cli.await_status(ident, "FAILED")
+    assert (body["reason"], body["groups"][0]["reason"]) == ("DATA", "DATA")
+    assert "an input cannot be fetched: there is nothing at s3://b/in" in body["groups"][0]["message"]
+
+
+def test_a_node_whose_disk_has_no_room_for_an_input_says_so(cli: Cli, s3: S3Server) -> None:
+    _fill(cli, s3, 5 * LARGE)
+    cli.root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * LARGE}", "tmpfs", str(cli.root)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        ident = cli.submit(cli.spec(PLAIN))
+        body = cli.await_status(ident, "FAILED")
+        assert (body["reason"], body["groups"][0]["reason"]) == ("DATA", "DATA")
+        assert "No space left on device" in body["groups"][0]["message"]
+        wait_until(lambda: cli.supervisor() is None, 30)
+    finally:
+        subprocess.run(["umount", "-l", str(cli.root)], check=True)
+
+
+def test_a_fetch_that_is_killed_is_asked_for_again_and_a_cancel_ends_it(cli: Cli, s3: S3Server) -> None:
+    _fill(cli, s3)
+    go = cli.folder / "GO"
+    holding = cli.submit(cli.spec(HOLD.replace("GO", str(go)), "hold.yaml"))
+    ident = cli.submit(cli.spec(PLAIN.replace("  groups:", "  resources: {default: {cpu: 32}}\n  groups:")))
+    # It is looked up before the store stands still, and fetched after.
+    wait_until(lambda: _events(cli, ident).count("is fetched by its node") == 2, 60)
+    s3.freeze()
+    go.touch()
+    cli.await_status(holding, "COMPLETED")
+    wait_until(lambda: len(_deliverers(cli)) == 2, 60)
+    first = set(_deliverers(cli))
+    os.kill(min(first), signal.SIGKILL)
+    wait_until(lambda: len(set(_deliverers(cli)) - first) == 1, 60)
+    assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
+    wait_until(lambda: not _deliverers(cli), 30)
     s3.thaw()

@@ -193,7 +193,7 @@ def deliverers() -> list[str]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and (entry / "comm").read_text() == "df-deliver\n":
+            if entry.name.isdigit() and (entry / "comm").read_text() == "df-data\n":
                 found.append(entry.name)
         except OSError:
             continue

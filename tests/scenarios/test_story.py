@@ -110,7 +110,7 @@ def test_prepare_train_with_a_failure_and_evaluate(lab: Lab, cli: Cli, s3: S3Ser
         "training: RESCHEDULED: worker: exit code 75; attempt 2 of at most 11",
         "[master retry-1] its checkpoint is at s3://b/story-1/master",
         "training: COMPLETED",
-        "[evaluate] its input is here: s3://b/story-1/master",
+        "[evaluate] its input is fetched by its node: s3://b/story-1/master",
         "workflow story-1: COMPLETED",
     ]
     places = [events.find(words) for words in told]

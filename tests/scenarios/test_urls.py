@@ -79,15 +79,15 @@ def test_inputs_are_fetched_and_outputs_written(cli: Cli, s3: S3Server) -> None:
         "data/a.txt", "data/sub/b.pt", "runs/round-1/both.txt", "runs/round-1/logs/l", "logs/logs/l",
     }  # fmt: skip
     events = cli.run("workflow", "events", "round-1").out
-    assert "[one] its input is here: s3://b/data: 1 file, 2 B" in events
+    assert "[one] its input is fetched by its node: s3://b/data: 1 file, 2 B" in events
     assert "[one] its output is at s3://b/runs/round-1/: 2 files, 6 B" in events
     assert events.index("its output is at s3://b/logs") < events.index("gang: COMPLETED")
     shown = cli.run("workflow", "query", "round-1").out
     assert "Outputs were written to:\n  one  s3://b/" in shown
-    # Nothing is left of what passed through.
+    # Nothing has passed through here.
     wait_until(lambda: cli.supervisor() is None, 30)
     assert list((cli.state / "blobs").iterdir()) == []
-    assert list((cli.state / "transfers").iterdir()) == []
+    assert not (cli.state / "transfers").exists()
     told = json.loads(cli.run("workflow", "submit", cli.spec(ROUND), "--dry-run", "-t", "json").out)
     first = told["groups"][0]["tasks"][0]
     assert [one["url"] for one in (*first["inputs"], *first["outputs"])] == [
@@ -181,7 +181,7 @@ def test_a_supervisor_that_is_killed_while_data_moves_loses_nothing(cli: Cli, s3
     _fill(bucket)
     s3.freeze()
     ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out", waits=True))
-    wait_until(lambda: "fetches its inputs: s3://b/data/a.txt" in _message(cli, ident), 60)
+    wait_until(lambda: "looks up its inputs: s3://b/data/a.txt" in _message(cli, ident), 60)
     _kill_supervisor(cli)
     s3.thaw()
     cli.await_running(ident)
@@ -194,7 +194,7 @@ def test_a_supervisor_that_is_killed_while_data_moves_loses_nothing(cli: Cli, s3
     cli.await_status(ident, "COMPLETED")
     assert (bucket / "out" / "a.txt").read_text() == "A\n"
     events = cli.run("workflow", "events", ident).out
-    assert events.count("its input is here") == 1
+    assert events.count("its input is fetched by its node") == 1
     assert events.count("its output is at") == 1
 
 
@@ -209,7 +209,7 @@ def test_a_cancel_does_not_wait_for_data(cli: Cli, s3: S3Server) -> None:
     s3.bucket("b")
     s3.freeze()
     ident = cli.submit(_simple(cli, "s3://b/data", "s3://b/out"))
-    wait_until(lambda: "fetches its inputs" in _message(cli, ident), 60)
+    wait_until(lambda: "looks up its inputs" in _message(cli, ident), 60)
     assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
     assert cli.query(ident)["status"] == "FAILED_CANCELED"
     s3.thaw()
@@ -220,7 +220,7 @@ def test_what_was_canceled_keeps_nobody_waiting(cli: Cli, s3: S3Server) -> None:
     s3.stop()
     tasks = "".join(f"  - {{name: t{number}, command: ['true'], inputs: [{{url: s3://b/x}}]}}\n" for number in range(4))
     many = cli.submit(cli.spec(f"workflow:\n  name: many\n  tasks:\n{tasks}", "many.yaml"))
-    wait_until(lambda: all("fetches" in one["message"] for one in cli.query(many)["groups"]), 60)
+    wait_until(lambda: all("looks up" in one["message"] for one in cli.query(many)["groups"]), 60)
     (cli.folder / "a.txt").write_text("A\n")
     one = cli.submit(_simple(cli, f"file://{cli.folder}/a.txt", f"file://{cli.folder}/out"))
     wait_until(lambda: "fetches" in _message(cli, one), 60)

@@ -37,6 +37,7 @@ __all__ = [
     "LogSink",
     "NodeDown",
     "NodeUp",
+    "NotBrought",
     "Observation",
     "PrepareFailed",
     "Prepared",
@@ -177,6 +178,17 @@ class PrepareFailed(_OfAttempt):
     message: str
     is_image: bool = False
     """It was the container image that could not be had."""
+    is_data: bool = False
+    """It was an input that could not be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotBrought(_OfAttempt):
+    """Its node cannot fetch an input by itself; nothing else is wrong with the attempt."""
+
+    op: str
+    """Which input: ``Bring.op``."""
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

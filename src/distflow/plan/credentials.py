@@ -10,6 +10,7 @@ from distflow.plan.model import Launch, PlannedCredential
 from distflow.plan.tokens import place_of
 from distflow.shell import Secret
 from distflow.spec.model import CredentialUse
+from distflow.storage.identity import Identity
 
 __all__ = ["GivenSecrets", "given_secrets", "login_name", "planned_credentials", "registry_of", "stored_name"]
 
@@ -25,6 +26,8 @@ class GivenSecrets:
     """The registry of its image, and who we are to it, as docker's and podman's own files put that (base64)."""
     token: Secret | None = None
     """By which the tasks of its gang know one another."""
+    stores: Mapping[str, Identity] = field(default_factory=lambda: MappingProxyType({}))
+    """Who we are to the stores of what its node fetches, by ``Bring.op``; one that is not here must be relayed."""
 
 
 def stored_name(credential: str, key: str) -> str:

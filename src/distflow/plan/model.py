@@ -31,6 +31,7 @@ __all__ = [
     "PLACEHOLDER",
     "Binding",
     "BoundLaunch",
+    "Bring",
     "Container",
     "GangLink",
     "GroupPlan",
@@ -222,6 +223,21 @@ class GangLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bring:
+    """An input that a task's node fetches from its URL by itself."""
+
+    op: str
+    """As the group knows it: ``fetch/<n>``."""
+    path: str
+    """The directory of the attempt's that it comes into."""
+    url: str
+    """With everything filled in."""
+    regex: str = ""
+    dataset: str = ""
+    """With its version; empty: the URL itself is meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLaunch:
     """One task, complete but for the attempt's directory, which its node fills in."""
 
@@ -230,6 +246,7 @@ class BoundLaunch:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     files: tuple[PlannedFile, ...] = ()
+    brings: tuple[Bring, ...] = ()
     setup: str | None = None
     container: Container | None = None
     """``None``: it runs on the node's own python."""

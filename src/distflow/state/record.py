@@ -108,6 +108,10 @@ class Carried:
     """Bytes of the files."""
     error: str = ""
     """Why it was not done."""
+    is_direct: bool = False
+    """Of an input: it was only looked up; every node fetches it for itself."""
+    dataset: str = ""
+    """Of such an input: with the version that was the latest then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

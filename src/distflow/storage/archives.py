@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from distflow.documents.urls import StorageUrl
 from distflow.errors import StorageError
 from distflow.runtime.unpacking import unpack
 from distflow.runtime.wire import OpError
-from distflow.storage.base import Progress, Store, nothing_told
-from distflow.storage.downloading import Moved, download
+from distflow.storage.downloading import Moved
 from distflow.storage.failures import local_errors
 from distflow.storage.trying import Patience
-from distflow.storage.uploading import sources
 
-__all__ = ["Archive", "fetch_archive", "make_archive", "unpacked"]
+__all__ = ["Archive", "make_archive", "unpacked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,40 +37,14 @@ class Archive:
     """What it was made of."""
 
 
-def fetch_archive(
-    store: Store,
-    url: StorageUrl,
-    blobs: Path,
-    scratch: Path,
-    *,
-    regex: str = "",
-    patience: Patience | None = None,
-    told: Progress = nothing_told,
-) -> Archive:
-    """Fetch what a URL means into a blob; see ``make_archive``. Raises ``StorageError``, and ``Halted``."""
-    patience = patience or Patience()
-
-    def fetch(files: Path, resume: bool) -> Moved:
-        return download(store, url, files, regex=regex, resume=resume, patience=patience, told=told)
-
-    return make_archive(fetch, blobs, scratch, patience)
-
-
-def make_archive(fetch: Callable[[Path, bool], Moved], blobs: Path, scratch: Path, patience: Patience) -> Archive:
-    """Make a blob of what ``fetch`` brings into a directory; it is told whether what is there may stay.
+def make_archive(fetch: Callable[[Path], Moved], blobs: Path, scratch: Path, patience: Patience) -> Archive:
+    """Make a blob of what ``fetch`` brings into a directory.
 
     ``scratch`` is of this transfer alone: what it left there before is gone on with. Raises ``StorageError``, and ``Halted``
     when ``patience`` was called off.
     """
     files, part = scratch / "files", scratch / "archive"
-    with local_errors(files):
-        files.mkdir(parents=True, exist_ok=True)
-    moved = fetch(files, True)
-    if len(sources([files], contents=True)) > moved.files:
-        # Left by an earlier try, and gone from the store since.
-        shutil.rmtree(files)
-        files.mkdir()
-        moved = fetch(files, False)
+    moved = fetch(files)
     with local_errors(part):
         try:
             digest, size = _pack(files, part, patience)

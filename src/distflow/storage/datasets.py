@@ -73,6 +73,11 @@ class Manifest:
         """Bytes of all files."""
         return sum(one.size for one in self.files)
 
+    def matching(self, regex: str) -> tuple[File, ...]:
+        """Return the files of which ``regex`` matches the path, from its start; empty: all of them."""
+        pattern = compile_regex(regex)
+        return tuple(one for one in self.files if pattern is None or pattern.match(one.path))
+
 
 class Datasets:
     """The datasets below one URL."""
@@ -138,8 +143,7 @@ class Datasets:
         self, manifest: Manifest, target: Path, *, regex: str = "", resume: bool = False, told: Progress = nothing_told
     ) -> Moved:
         """Fetch a version into ``target``; every file is held against its SHA-256. Raises ``StorageError``."""
-        pattern = compile_regex(regex)
-        wanted = {one.path: one for one in manifest.files if pattern is None or pattern.match(one.path)}
+        wanted = {one.path: one for one in manifest.matching(regex)}
         if not wanted:
             return Moved()
         source = self._base.below(f"{_DATA}/{manifest.name}/{manifest.number}")

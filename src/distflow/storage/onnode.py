@@ -1,4 +1,4 @@
-"""The node's end of a delivery: what a task wrote goes to its store from where it lies.
+"""The node's end of data: what a task wrote goes to its store from where it lies, what it takes comes to where it runs.
 
 A service as those of ``runtime`` are, out of an archive of its own (``backends.machines.bundles``), run by the node's python.
 That may be too old for anything but what this module imports at first, or lack the driver: then it says so, and the submitter
@@ -19,7 +19,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.runtime import processes
+from distflow.runtime import attempts, processes
+from distflow.runtime.inside import inside
 from distflow.runtime.packing import check_output
 from distflow.runtime.wire import OpError, encode
 
@@ -34,8 +35,8 @@ _TOLD_EVERY_S = 1.0
 
 
 def serve(root: str, _umask: int) -> None:
-    """Deliver the output of one attempt."""
-    processes.rename_self("df-deliver")
+    """Deliver the output of one attempt, or bring one of its inputs."""
+    processes.rename_self("df-data")
     processes.hide_memory()
     request = json.loads(sys.stdin.buffer.readline(_LONGEST))
     telling = _Telling(os.dup(1))
@@ -62,7 +63,7 @@ def _outcome(root: str, request: dict[str, Any], telling: _Telling) -> dict[str,
         return mask(": ".join(str(text).split("\n")), identity.secrets)
 
     try:
-        return _deliver(root, request, identity, telling)
+        return _move(root, request, identity, telling)
     except OpError as error:
         return {"error": error.as_json()}
     except (StorageUnreachable, StorageRefused) as error:
@@ -74,24 +75,39 @@ def _outcome(root: str, request: dict[str, Any], telling: _Telling) -> dict[str,
         return {"relay": masked(repr(error))}
 
 
-def _deliver(root: str, request: dict[str, Any], identity: Identity, telling: _Telling) -> dict[str, Any]:
+def _move(root: str, request: dict[str, Any], identity: Identity, telling: _Telling) -> dict[str, Any]:
     from distflow.documents.urls import parse_url  # noqa: PLC0415
-    from distflow.storage.delivery import Delivery, deliver  # noqa: PLC0415
     from distflow.storage.objects import open_objects  # noqa: PLC0415
     from distflow.storage.options import package_of  # noqa: PLC0415
     from distflow.storage.trying import Patience  # noqa: PLC0415
 
-    output = check_output(root, str(request["attempt"]))
-    delivery = Delivery(**request["delivery"])
-    url = parse_url(delivery.url, writes=True)
+    comes = "arrival" in request
+    here = _place(root, request) if comes else check_output(root, str(request["attempt"]))
+    url = parse_url((request["arrival"] if comes else request["delivery"])["url"], writes=not comes)
     lacking = _lacking("fsspec", package_of(url))
     if lacking:
         return {"relay": f"{sys.executable} has no {lacking} (to make it direct: {sys.executable} -m pip install {lacking})"}
     os.environ.update(request["environment"])  # the way out of its network, such as HTTPS_PROXY
     _become(identity)
-    store = open_objects(url, identity.credentials)
-    done = deliver(store, delivery, Path(output), patience=Patience(pauses_s=request["pauses_s"]), told=telling.told)
+    store, patience = open_objects(url, identity.credentials), Patience(pauses_s=request["pauses_s"])
+    if comes:
+        from distflow.storage.arrival import Arrival, arrive  # noqa: PLC0415
+
+        arrival = Arrival(**request["arrival"])
+        moved = arrive(store, arrival, Path(here), patience=patience, told=telling.told)
+        return {"files": moved.files, "size": moved.size, "words": arrival.words}
+    from distflow.storage.delivery import Delivery, deliver  # noqa: PLC0415
+
+    done = deliver(store, Delivery(**request["delivery"]), Path(here), patience=patience, told=telling.told)
     return {"files": done.files, "size": done.size, "words": done.words}
+
+
+def _place(root: str, request: dict[str, Any]) -> str:
+    """Return where an input comes to, in the directory of an attempt that is there."""
+    directory = attempts.directory_of(root, str(request["attempt"]))
+    if not os.path.isdir(directory):
+        raise OpError("not_found", f"{directory} is not there any more")
+    return inside(directory, str(request["place"]))
 
 
 def _lacking(*packages: str) -> str:

@@ -20,6 +20,7 @@ from distflow.backends.base import (
     LogComplete,
     NodeDown,
     NodeUp,
+    NotBrought,
     Observation,
     Prepared,
     PrepareFailed,
@@ -34,6 +35,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, Plan
 from distflow.state.record import Event, GroupRecord, OutOfReach, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
+from distflow.supervisor.carrying import absorb_not_brought
 from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 from distflow.supervisor.world import NodeView
@@ -62,6 +64,8 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
     task = group.find(key.task, key.attempt)
     if task is None or task.node != key.node:
         return record, []
+    if isinstance(seen, NotBrought):
+        return absorb_not_brought(record, seen)
     if isinstance(seen, Collected | CollectFailed) and is_checkpoint(seen.op):
         taken, told = absorb_checkpoint(record, group, task, seen)
         return record.with_group(taken), told
@@ -190,7 +194,7 @@ def _prepare_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> 
     if task.state is not State.INITIALIZING or not isinstance(seen, PrepareFailed):
         return task, ""
     # The attempt's pair still waits on the node: its end is seen when it is stopped.
-    reason = Reason.IMAGE_PULL if seen.is_image else Reason.START_ERROR
+    reason = Reason.IMAGE_PULL if seen.is_image else Reason.DATA if seen.is_data else Reason.START_ERROR
     return replace(task, reason=reason, message=seen.message), f"{task.name}: cannot start: {seen.message}"
 
 
@@ -226,7 +230,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
         # Nothing has run, so nothing has failed: the gang gives back what it has and queues again.
         return replace(task, reason=Reason.START_TIMEOUT, prepared=False), f"{task.name}: its lease was lost"
-    if task.reason in (Reason.START_ERROR, Reason.IMAGE_PULL):
+    if task.reason in (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA):
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
         ended = conclude(task, group, end)

@@ -1,20 +1,21 @@
 """Data between URLs and gangs: what is fetched before a group is queued, what is written after its tasks completed. Pure.
 
-An input passes through this machine: it becomes an archive in the blob store, as an output of a task is one, and is sent to
-the nodes like that. An output is written by its node, where the URL means the same there; of one that cannot, that is noted
-(``relay/<n>``), and the output is collected from it first. What is to be done is said as commands, which are repeated until
-the record holds their outcome; ``mover`` does them.
+Nodes fetch and write by themselves what means the same to them: an input is only looked up before its group is queued, then
+every task's node fetches it while it is prepared. Where that cannot be, it is noted (``relay/fetch/<n>``, ``relay/write/<n>``),
+and the data passes through this machine: an input becomes an archive in the blob store, as an output of a task is one, and is
+sent to the nodes like that; an output is collected from its node first. What is to be done is said as commands, which are
+repeated until the record holds their outcome; ``mover`` does them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from distflow.backends.base import AttemptKey, Observation
+from distflow.backends.base import AttemptKey, NotBrought, Observation
 from distflow.documents.quantities import bytes_text
 from distflow.documents.urls import parse_url
 from distflow.lifecycle.states import Reason, State
-from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedFile
+from distflow.plan.model import BoundLaunch, Bring, GroupPlan, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import DataSpec
 from distflow.state.record import Carried, Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
@@ -26,6 +27,7 @@ __all__ = [
     "DataSeen",
     "Errand",
     "absorb_data",
+    "absorb_not_brought",
     "carry_in",
     "carry_out",
     "errand_of",
@@ -73,6 +75,8 @@ class Errand:
     """Of those below the URL, with a version or without; empty: the URL itself is meant."""
     path: str = ""
     """Of an output into a dataset: what of it."""
+    may_stay: bool = False
+    """Of an input: nodes can fetch it for themselves, as far as is known."""
 
     @property
     def words(self) -> str:
@@ -98,8 +102,9 @@ class Carriage:
 
 def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
     """Return what a group that waits for no other one any more still needs from URLs."""
-    errands = [(task, _errand(op, one, record)) for op, task, one in _fetches(plan)]
-    return _carriage(record, group, errands, "fetches its inputs: ", "an input cannot be fetched")
+    errands = [(task, _fetch(op, one, record, group)) for op, task, one in _fetches(plan)]
+    doing = "looks up its inputs: " if all(errand.may_stay for _, errand in errands) else "fetches its inputs: "
+    return _carriage(record, group, errands, doing, "an input cannot be fetched")
 
 
 def carry_out(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
@@ -116,8 +121,8 @@ def relayed(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> froz
 
 
 def relayed_op(op: str) -> str:
-    """Return what notes of a ``write/<n>`` that its node cannot do it."""
-    return op.replace(_WRITE, _RELAY)
+    """Return what notes of a ``fetch/<n>`` or ``write/<n>`` that a node cannot do it."""
+    return f"{_RELAY}/{op}"
 
 
 def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
@@ -130,25 +135,29 @@ def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
     ]
 
 
-def place_data(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) -> BoundLaunch:
-    """Return the launch with its inputs from URLs as archives to unpack; its group was queued when all of them were here."""
-    ops = {_content(one): (op, task) for op, task, one in _fetches(plan)}
-    done = {(one.op, one.task): one for one in group.carried}
-    files = []
+def place_data(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> BoundLaunch:
+    """Return the launch with its inputs from URLs: archives to unpack, and what its node fetches itself.
+
+    All of them were here, or looked up, before it was prepared.
+    """
+    ops = {_content(one): op for op, _, one in _fetches(plan)}
+    done = {one.op: one for one in group.carried}
+    files, brings = [], []
     for one in plan.launch(launch.task).url_inputs:
-        found = done[ops[_content(one)]]
-        shown = f"what is at {found.url}"
-        files.append(
-            PlannedFile(
-                path=input_place(one.position), shown=shown, blob=found.digest, size=found.size, mode=0o700, is_tar=True
-            )
-        )
-    return replace(launch, files=(*launch.files, *files))
+        found, path = done[ops[_content(one)]], input_place(one.position)
+        if found.is_direct:
+            url = _filled(one, record)
+            brings.append(Bring(op=found.op, path=path, url=url, regex=one.regex, dataset=found.dataset))
+        else:
+            shown = f"what is at {found.url}"
+            files.append(PlannedFile(path=path, shown=shown, blob=found.digest, size=found.size, mode=0o700, is_tar=True))
+    return replace(launch, files=(*launch.files, *files), brings=tuple(brings))
 
 
 def kept(group: GroupRecord) -> tuple[Carried, ...]:
-    """Return what the next attempt of a group need not do again: what was fetched."""
-    return tuple(one for one in group.carried if one.op.startswith(_FETCH) and not one.error)
+    """Return what the next attempt of a group need not do again: what was fetched or looked up, and what nodes cannot fetch."""
+    fetched = (one for one in group.carried if one.op.startswith(_FETCH) and not one.error)
+    return (*fetched, *(one for one in group.carried if one.op.startswith(relayed_op(_FETCH))))
 
 
 def errand_of(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | None:
@@ -157,7 +166,7 @@ def errand_of(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | 
     group = plan.group(command.group)
     if kind == _FETCH:
         one = next(one for op, _, one in _fetches(group) if op == command.op)
-        return _errand(command.op, one, record)
+        return _fetch(command.op, one, record, record.group(command.group))
     if kind == _WRITE:
         one = next(one for one in group.launch(command.task).url_outputs if one.position == int(number))
         seen = record.group(command.group)
@@ -189,7 +198,10 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
     what = f"{done.files:,} file{'' if done.files == 1 else 's'}, {bytes_text(done.content)}"
     words = f"its input is here: {done.url}: {what}" if is_input else f"its output is at {done.url}: {what}"
     if done.op.startswith(_RELAY):
-        words = f"its output goes to {done.url} through this machine: {done.error}"
+        where = f"its input comes from {done.url}" if is_input else f"its output goes to {done.url}"
+        words = f"{where} through this machine: {done.error}"
+    elif done.is_direct:
+        words = f"its input is fetched by its node: {done.url}: {what}"
     elif done.error:
         words = f"{'its input' if is_input else 'its output'}: {done.error}"
     elif not done.files and is_input:
@@ -203,9 +215,38 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
     return record.with_group(after), [event]
 
 
+def absorb_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:
+    """Return the workflow's record after a node could not fetch an input: it is to be fetched here, for all of them."""
+    group = record.group(seen.key.group)
+    found = next((one for one in group.carried if one.op == seen.op and one.is_direct), None)
+    if found is None or seen.key.attempt != group.attempt or group.state.is_final:
+        return record, []  # another node could not either
+    left = tuple(one for one in group.carried if one is not found)
+    note = Carried(op=relayed_op(seen.op), task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why)
+    event = Event(
+        at=seen.at, kind="state", text=f"{seen.key.task}: its input comes from {found.url} through this machine: {seen.why}",
+        workflow=record.uuid, group=group.name, task=seen.key.task, attempt=seen.key.attempt,
+    )  # fmt: skip
+    return record.with_group(replace(group, carried=(*left, note))), [event]
+
+
 def _errand(op: str, one: DataSpec, record: WorkflowRecord) -> Errand:
-    url = one.url.replace("{{workflow_id}}", record.id)
-    return Errand(op=op, url=url, regex=one.regex, dataset=one.dataset, path=one.path)
+    return Errand(op=op, url=_filled(one, record), regex=one.regex, dataset=one.dataset, path=one.path)
+
+
+def _fetch(op: str, one: DataSpec, record: WorkflowRecord, group: GroupRecord) -> Errand:
+    errand = _errand(op, one, record)
+    noted = {done.op for done in group.carried}
+    return replace(errand, may_stay=_means_the_same(errand.url) and relayed_op(op) not in noted)
+
+
+def _filled(one: DataSpec, record: WorkflowRecord) -> str:
+    return one.url.replace("{{workflow_id}}", record.id)
+
+
+def _means_the_same(url: str) -> bool:
+    """Whether nodes may do it: what needs no driver is of this machine, or is reached as it is from here."""
+    return bool(package_of(parse_url(url)))
 
 
 def _writes(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> list[tuple[str, Errand]]:
@@ -221,8 +262,7 @@ def _write(one: DataSpec, record: WorkflowRecord, group: GroupRecord, task: Task
     errand = _errand(f"{_WRITE}/{one.position}", one, record)
     source = key_of(record, group, task)
     is_relayed = (relayed_op(errand.op), task.name) in {(done.op, done.task) for done in group.carried}
-    # What needs no driver is of this machine, or is reached as it is from here: folders, and hosts by SSH.
-    if source is not None and not is_relayed and package_of(parse_url(errand.url)):
+    if source is not None and not is_relayed and _means_the_same(errand.url):
         return replace(errand, source=source)
     return replace(errand, digest=task.saved.digest if task.saved is not None else "")
 

@@ -1,8 +1,8 @@
 """``decide(world, now) → decision``: the whole policy of gangs, in one pure function over frozen records.
 
-For each group the state says what may happen next; the functions below are in the order of a group's life. Commands are
-repeated at every decision until their answer was absorbed (the loop leaves out those under way), so nothing is lost with a
-connection, a node or a supervisor: what is asked again answers what already is.
+For each group the state says what may happen next; the functions, those of ``starting`` first, are in the order of its life.
+Commands are repeated at every decision until their answer was absorbed (the loop leaves out those under way), so nothing is
+lost with a connection, a node or a supervisor: what is asked again answers what already is.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State
-from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
-from distflow.state.record import Cause, Event, GroupRecord, Stray, TaskRecord
-from distflow.supervisor.absorb import end_unstarted, stop_unstarted
-from distflow.supervisor.carrying import Carriage, carry_in
+from distflow.state.record import Cause, Event, GroupRecord, Stray
+from distflow.supervisor.absorb import stop_unstarted
 from distflow.supervisor.checkpointing import CANCELED_S, due
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
 from distflow.supervisor.rolling import roll_up
-from distflow.supervisor.step import Step
+from distflow.supervisor.starting import Starting
+from distflow.supervisor.step import seconds_text
 from distflow.supervisor.verdict import by_exit_actions, first_cause
 from distflow.supervisor.world import Decision, Workflow, World
 
@@ -30,8 +29,6 @@ LOG_DRAIN_S = 5.0
 
 _HANGS = "may hang"
 _HANG_LOOK_S = 10.0
-
-_REFUSALS = (Reason.START_ERROR, Reason.IMAGE_PULL)
 
 
 def decide(world: World, now: float) -> Decision:
@@ -65,7 +62,7 @@ def decide(world: World, now: float) -> Decision:
     return decision
 
 
-class _Step(Step):
+class _Step(Starting):
     """One group's step: what follows from where it is."""
 
     def run(self) -> GroupRecord:
@@ -88,29 +85,7 @@ class _Step(Step):
             self._stopping()
         return self.group
 
-    # WAITING: until every group upstream has completed, and its data is here.
-
-    def _waiting(self) -> None:
-        states = {group.name: group.state for group in self.record.groups}
-        broken = broken_upstream(self.plan.upstream, states)
-        if broken is not None:
-            message = f"{broken}, which it depends on, did not complete: {self.record.group(broken).status}"
-            self._end_unstarted(State.FAILED, Reason.UPSTREAM, message)
-            return
-        awaited = still_awaited(self.plan.upstream, states)
-        data = Carriage() if awaited else carry_in(self.plan, self.record, self.group)
-        self._carry(data.commands)
-        if data.failed is not None:
-            self._end_unstarted(State.FAILED, data.failed.reason, f"{data.failed.task}: {data.failed.message}")
-            return
-        message = waits_for(awaited) if awaited else data.message
-        if message:
-            self._say(message)
-            return
-        self.group = replace(self.group, tasks=tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks))
-        self._become(State.SCHEDULING, scheduling_at=self.now, message="")
-
-    # Cancellation and timeouts.
+    # Cancellation.
 
     def _cancel(self) -> None:
         words = self.record.cancel.message if self.record.cancel else ""
@@ -120,74 +95,6 @@ class _Step(Step):
                 self._end_unstarted(State.CANCELED, Reason.CANCELED, message)
         elif self.group.state in (State.INITIALIZING, State.RUNNING):
             self._stop(Reason.CANCELED, message)
-
-    def _scheduling(self) -> None:
-        limit, since = self.plan.timeouts.queue_s, self.group.scheduling_at
-        if limit is None or since is None:
-            return
-        if ("lease", self.record.uuid, self.group.name, "", self.group.attempt) in self.world.in_flight:
-            return
-        if self.now >= since + limit:
-            waited = f"waited {_seconds(limit)} for nodes (queue_timeout)"
-            message = f"{waited}; last: {self.group.message}" if self.group.message else waited
-            self._end_unstarted(State.FAILED, Reason.QUEUE_TIMEOUT, message)
-        else:
-            self.decision.wake(since + limit)
-
-    # INITIALIZING: prepare everywhere, then start everywhere.
-
-    def _initializing(self) -> None:
-        group = self.group
-        refused = [
-            task
-            for task in group.tasks
-            if (task.reason in _REFUSALS or task.state is State.FAILED)
-            and (task.started_at is None or self.plan.counts(task.name))
-        ]
-        if refused:
-            self._stop(Reason.PEER_FAILED, f"{refused[0].name}: {refused[0].message}")
-            return
-        given_back = [task for task in group.tasks if task.state is State.SCHEDULING or task.reason is Reason.START_TIMEOUT]
-        started = [task for task in group.tasks if task.state is State.RUNNING or task.state.is_final]
-        if given_back and not started:
-            self._withdraw()
-            return
-        if given_back:
-            self._stop(Reason.START_TIMEOUT, f"{given_back[0].name} lost its lease while others were starting")
-            return
-        if len(started) == len(group.tasks):
-            self._become(State.RUNNING, running_at=min(task.started_at or self.now for task in started))
-            return
-        barrier_s = self.pool.start_barrier_s if self.pool else 120.0
-        moved_at = [task.transfer.at for task in group.tasks if task.transfer is not None]
-        deadline = max([group.initializing_at or self.now, *moved_at]) + barrier_s
-        if self.now >= deadline and group.withdrawing is False:
-            late = ", ".join(_late(task) for task in group.tasks if not task.prepared or task.out_of_reach) or "its nodes"
-            self._stop(Reason.START_TIMEOUT, f"not ready within {_seconds(barrier_s)}: {late}")
-            return
-        self.decision.wake(deadline)
-        # One that cannot be told to start keeps the others from it: they would only wait for it, and hold their GPUs.
-        waiting = [task for task in group.tasks if task.state is State.INITIALIZING]
-        ready = all(task.prepared and not self._unreachable(task) for task in waiting)
-        for task in group.tasks:
-            if task.state is not State.INITIALIZING:
-                continue
-            if not task.prepared:
-                self._command("prepare", task)
-            elif ready or not self.plan.starts_as_one:
-                self._command("start", task)
-
-    def _withdraw(self) -> None:
-        """Give back what is left of a lost lease, then queue again."""
-        held = [task for task in self.group.tasks if task.state is State.INITIALIZING]
-        if held:
-            self.group = replace(self.group, withdrawing=True)
-            for task in held:
-                self._command("release", task)
-            return
-        tasks = tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks)
-        self.group = replace(self.group, tasks=tasks, binding=None, withdrawing=False, initializing_at=None)
-        self._become(State.SCHEDULING, message="its lease was lost before the start; queued again", not_before=self.now + 1.0)
 
     # RUNNING: one fails, all stop; the lead decides the end.
 
@@ -218,7 +125,7 @@ class _Step(Step):
         limit = plan.timeouts.exec_s
         if limit is not None and group.running_at is not None:
             if self.now >= group.running_at + limit:
-                self._stop(Reason.EXEC_TIMEOUT, f"ran longer than {_seconds(limit)} (exec_timeout)")
+                self._stop(Reason.EXEC_TIMEOUT, f"ran longer than {seconds_text(limit)} (exec_timeout)")
             else:
                 self.decision.wake(group.running_at + limit)
 
@@ -235,7 +142,7 @@ class _Step(Step):
                 self.group = replace(self.group, message="")
                 self._tell(f"{self.group.name}: prints again")
             return
-        words = f"{_HANGS}: no task has printed anything for {_seconds(limit)} (hang_timeout)"
+        words = f"{_HANGS}: no task has printed anything for {seconds_text(limit)} (hang_timeout)"
         self._say(f"{words}; where its processes are: distflow workflow stacks {self.record.id}")
         self.decision.wake(self.now + _HANG_LOOK_S)
 
@@ -276,7 +183,7 @@ class _Step(Step):
             if self.now < deadline:
                 self.decision.wake(deadline)
                 continue
-            gone = f"{task.node} has been out of reach for {_seconds(self.now - view.since)}: {view.error}"
+            gone = f"{task.node} has been out of reach for {seconds_text(self.now - view.since)}: {view.error}"
             lost = replace(
                 task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True,
                 stray=Stray.OUT_OF_REACH,
@@ -374,15 +281,3 @@ class _Step(Step):
             self.group = again
             self._tell(f"{again.name}: RESCHEDULED: {cause.task}: {cause.message}; {again.message}")
         return again is not None
-
-    def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
-        self.group = end_unstarted(self.group, state, reason, message, self.now)
-        self._tell(f"{self.group.name}: {self.group.status}: {message}")
-
-
-def _late(task: TaskRecord) -> str:
-    return f"{task.name} on {task.node}" + (", which is out of reach" if task.out_of_reach else "")
-
-
-def _seconds(value: float) -> str:
-    return f"{value:g} s" if value < 120 or value % 60 else f"{value / 60:g} min"

@@ -23,9 +23,9 @@ from distflow.supervisor.clock import Clock
 from distflow.supervisor.world import Command
 
 if TYPE_CHECKING:
-    from distflow.documents.urls import StorageUrl
     from distflow.storage.base import Store
     from distflow.storage.delivery import Delivery
+    from distflow.storage.identity import Identity
     from distflow.storage.trying import Patience
 
 __all__ = ["Mover"]
@@ -118,34 +118,40 @@ class Mover:
         store = open_store(url, self._credentials_for)
         try:
             if not errand.digest:
-                return self._fetch(command, errand, store, url, patience, told)
+                return self._fetch(command, errand, store, patience, told)
             with unpacked(self._blobs / errand.digest, self._scratch_of(command)) as top:
                 done = deliver(store, self._delivery(command, errand), top, patience=patience, told=told)
             return told.outcome(files=done.files, content=done.size, url=done.words)
         finally:
             store.close()
 
-    def _fetch(
-        self, command: Command, errand: Errand, store: Store, url: StorageUrl, patience: Patience, told: _Told
-    ) -> Carried:
-        from distflow.documents.names import parse_dataset  # noqa: PLC0415
-        from distflow.storage.archives import fetch_archive, make_archive  # noqa: PLC0415
-        from distflow.storage.datasets import Datasets  # noqa: PLC0415
+    def _fetch(self, command: Command, errand: Errand, store: Store, patience: Patience, told: _Told) -> Carried:
+        from distflow.storage.archives import make_archive  # noqa: PLC0415
+        from distflow.storage.arrival import Arrival, arrive, look_up, pinned  # noqa: PLC0415
 
-        scratch, words = self._scratch_of(command), ""
-        if errand.dataset:
-            name, number = parse_dataset(errand.dataset)
-            datasets = Datasets(store, url, patience)
-            manifest = datasets.manifest(name, number)
-            words = f"dataset {name}:{manifest.number}"
-            found = make_archive(
-                lambda files, resume: datasets.fetch(manifest, files / name, regex=errand.regex, resume=resume, told=told),
-                self._blobs, scratch, patience,
+        wanted = pinned(store, Arrival(url=errand.url, regex=errand.regex, dataset=errand.dataset), patience)
+        if errand.may_stay:
+            if self.identity(errand.url) is None:
+                return told.outcome(relayed=_OURS_ALONE)
+            there = look_up(store, wanted, patience)
+            return told.outcome(
+                url=wanted.words, files=there.files, content=there.size, is_direct=True, dataset=wanted.dataset
             )  # fmt: skip
-        else:
-            found = fetch_archive(store, url, self._blobs, scratch, regex=errand.regex, patience=patience, told=told)
-        moved = found.moved
-        return told.outcome(digest=found.digest, size=found.size, files=moved.files, content=moved.size, url=words)
+        found = make_archive(
+            lambda files: arrive(store, wanted, files, patience=patience, told=told),
+            self._blobs, self._scratch_of(command), patience,
+        )  # fmt: skip
+        return told.outcome(
+            digest=found.digest, size=found.size, files=found.moved.files, content=found.moved.size, url=wanted.words
+        )
+
+    def identity(self, url: str) -> Identity | None:
+        """Return who we are to the store of a URL; ``None``: nobody that a node could be."""
+        from distflow.documents.urls import parse_url  # noqa: PLC0415
+        from distflow.storage.identity import identity_of  # noqa: PLC0415
+
+        parsed = parse_url(url)
+        return identity_of(parsed, self._credentials_for(parsed.profile), os.environ)
 
     def _deliver(
         self, command: Command, errand: Errand, source: AttemptKey, backend: Backend | None, halt: threading.Event, told: _Told
@@ -153,12 +159,9 @@ class Mover:
         """Have a node write what it holds; when it cannot, the outcome is that, and what to do about it."""
         if backend is None:
             raise AssertionError("what a node is to write is asked of its backend")
-        from distflow.documents.urls import parse_url  # noqa: PLC0415
         from distflow.storage.delivery import NotDirect  # noqa: PLC0415
-        from distflow.storage.identity import identity_of  # noqa: PLC0415
 
-        url = parse_url(errand.url, writes=True)
-        identity = identity_of(url, self._credentials_for(url.profile), os.environ)
+        identity = self.identity(errand.url)
         if identity is None:
             return told.outcome(relayed=_OURS_ALONE)
         try:
@@ -205,10 +208,10 @@ class _Told:
 
     def outcome(
         self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = "",
-        relayed: str = "",
+        relayed: str = "", is_direct: bool = False, dataset: str = "",
     ) -> Carried:  # fmt: skip
         return Carried(
             op=relayed_op(self._command.op) if relayed else self._command.op, task=self._command.task, at=self._clock.now(),
             url=url or self._errand.words, regex=self._errand.regex, digest=digest, size=size, files=files, content=content,
-            error=relayed or error,
+            error=relayed or error, is_direct=is_direct, dataset=dataset,
         )  # fmt: skip

@@ -28,7 +28,7 @@ def launch_of(workflow: Workflow, command: Command, nodes: Mapping[str, Node]) -
         return None
     launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes, command.attempt)
     launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
-    return place_checkpoints(place_data(launch, plan, group), plan, group)
+    return place_checkpoints(place_data(launch, plan, workflow.record, group), plan, group)
 
 
 def secrets_of(workflow: Workflow, command: Command, folder: Path) -> GivenSecrets:

@@ -11,7 +11,7 @@ from distflow.pools.model import Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
 
-__all__ = ["Step"]
+__all__ = ["Step", "seconds_text"]
 
 
 class Step:
@@ -82,3 +82,8 @@ class Step:
         return {
             task.name: self.world.lines.get((self.record.uuid, self.group.name, task.name), ()) for task in self.group.tasks
         }
+
+
+def seconds_text(value: float) -> str:
+    """Return a time as people say it: `90 s`, `5 min`."""
+    return f"{value:g} s" if value < 120 or value % 60 else f"{value / 60:g} min"

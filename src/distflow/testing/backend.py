@@ -24,6 +24,7 @@ from distflow.backends.base import (
     LogSink,
     NodeDown,
     NodeUp,
+    NotBrought,
     Observation,
     Prepared,
     PrepareFailed,
@@ -144,8 +145,8 @@ class FakeBackend:
     def prepare(
         self,
         key: AttemptKey,
-        launch: BoundLaunch,  # noqa: ARG002  nothing runs here
-        secrets: GivenSecrets,  # noqa: ARG002
+        launch: BoundLaunch,
+        secrets: GivenSecrets,
         stop_grace_s: float,  # noqa: ARG002
         memo: str = "",  # noqa: ARG002
     ) -> None:
@@ -159,6 +160,8 @@ class FakeBackend:
         attempt.behaviour = self._behaviour(key)
         if attempt.behaviour.refuses:
             self._say(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behaviour.refuses), key)
+        elif relayed := [one.op for one in launch.brings if one.op not in secrets.stores]:
+            self._say(NotBrought(at=self._clock.now(), key=key, op=relayed[0], why="no credentials for it"), key)
         elif attempt.phase == "leased":
             attempt.phase = "prepared"
             self._tell(Prepared, key)

@@ -26,6 +26,7 @@ from distflow.plan.model import BoundLaunch, GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
 from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeouts
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.storage.identity import Identity
 from distflow.supervisor.absorb import absorb, absorb_node, absorb_view
 from distflow.supervisor.carrying import DataSeen, absorb_data, place_data
 from distflow.supervisor.checkpointing import is_checkpoint, place_of
@@ -132,6 +133,8 @@ class Driver:
         self.workflows = {one.record.uuid: one for one in workflows}
         self.launches: dict[str, BoundLaunch] = {}
         self.printed_at: dict[tuple[str, str, str], float] = {}
+        self.bare_nodes: set[str] = set()
+        """Nodes that can fetch nothing by themselves."""
         self.carrying: list[Command] = []
         """Data that was to be carried, in the order of the commands."""
         self.restart()
@@ -268,9 +271,10 @@ class Driver:
             nodes = {each.name: each for each in self.pool.nodes}
             launches = bind(one.plan.group(command.group), binding, workflow_id=one.record.id, nodes=nodes)
             launch = place_inputs(launches[command.task], one.plan.group(command.group).launch(command.task).inputs, one.record)
-            launch = place_data(launch, one.plan.group(command.group), one.record.group(command.group))
+            launch = place_data(launch, one.plan.group(command.group), one.record, one.record.group(command.group))
             self.launches[command.key.name] = launch
-            self.backend.prepare(command.key, launch, GivenSecrets(), 30.0)
+            stores = {} if command.node in self.bare_nodes else {one.op: Identity(environment={}) for one in launch.brings}
+            self.backend.prepare(command.key, launch, GivenSecrets(stores=stores), 30.0)
         elif command.op == "start":
             self.backend.start(command.key)
         elif command.op == "stop":

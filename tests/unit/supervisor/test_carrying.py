@@ -7,6 +7,7 @@ import pytest
 from distflow.backends.base import AttemptKey
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.plan.model import Bring
 from distflow.spec.model import DataSpec, Retry
 from distflow.state.record import CancelRequest, Carried
 from distflow.supervisor.carrying import DataSeen, errand_of, is_wanted
@@ -57,7 +58,7 @@ def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> 
     # What two tasks want is fetched once.
     assert errands(driver) == [("fetch/0", "t0", "s3://b/in", "", ""), ("fetch/1", "t0", "s3://b/w-u1", "a", "")]
     assert driver.group().state is State.WAITING
-    assert driver.group().message == "fetches its inputs: s3://b/in, s3://b/w-u1"
+    assert driver.group().message == "looks up its inputs: s3://b/in, s3://b/w-u1"
     say(driver, driver.carrying[1], digest="d1", size=10, files=1, content=5)
     assert driver.group().state is State.WAITING
     say(driver, driver.carrying[0], digest="d0", size=20, files=2, content=3000)
@@ -72,18 +73,94 @@ def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> 
         ]
     assert archives(driver.record()) == {"d0", "d1"}
     told = [event.text for event in driver.events]
-    assert told[0] == "train: fetches its inputs: s3://b/in, s3://b/w-u1"
+    assert told[0] == "train: looks up its inputs: s3://b/in, s3://b/w-u1"
     assert "t0: its input is here: s3://b/in: 2 files, 2.9 KiB" in told
 
 
 def test_datasets_are_told_apart_though_they_lie_at_one_url() -> None:
     sets = tuple(DataSpec(position=number, url="s3://b/sets", dataset=name) for number, name in enumerate(("a", "b:2", "a")))
     driver = driver_of(url_inputs=sets)
-    assert driver.group().message == "fetches its inputs: dataset a, dataset b:2"
+    assert driver.group().message == "looks up its inputs: dataset a, dataset b:2"
     for command, digest in zip(list(driver.carrying), ("d0", "d1"), strict=True):
         say(driver, command, digest=digest)
     driver.run()
     assert [one.blob for one in driver.launches["u1/train/t0/0"].files] == ["d0", "d1", "d0"]
+
+
+def test_what_nodes_can_fetch_is_looked_up_once_and_brought_by_each() -> None:
+    sets = (DataSpec(position=0, url="s3://b/{{workflow_id}}", regex="a"), DataSpec(position=1, url="s3://b/sets", dataset="m"))
+    driver = driver_of(2, url_inputs=sets)
+    say(driver, driver.carrying[0], is_direct=True, files=2, content=3000)
+    say(driver, driver.carrying[1], is_direct=True, dataset="m:7", files=1)
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/1"]
+    for task in ("t0", "t1"):
+        launch = driver.launches[f"u1/train/{task}/0"]
+        assert launch.files == ()
+        assert launch.brings == (
+            Bring(op="fetch/0", path="input/0", url="s3://b/w-u1", regex="a"),
+            Bring(op="fetch/1", path="input/1", url="s3://b/sets", dataset="m:7"),
+        )
+    told = [event.text for event in driver.events]
+    assert "t0: its input is fetched by its node: s3://b/w-u1: 2 files, 2.9 KiB" in told
+
+
+def may_stay(driver: Driver) -> list[bool]:
+    """Of what was asked for, in its order: whether nodes may fetch it."""
+    one = driver.workflows["u1"]
+    return [errand.may_stay for command in driver.carrying if (errand := errand_of(one.plan, one.record, command)) is not None]
+
+
+def test_what_one_node_cannot_fetch_comes_through_here() -> None:
+    driver = driver_of(2, HANG, url_inputs=IN[:1])
+    driver.bare_nodes = {"n1", "n2"}
+    assert may_stay(driver) == [True]
+    say(driver, driver.carrying[0], is_direct=True, files=1)
+    # Its lease is kept meanwhile, however long it takes, and nothing is prepared before it is here.
+    assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/0"]
+    assert may_stay(driver)[-1] is False
+    assert driver.group().state is State.INITIALIZING
+    driver.restart()
+    driver.settle()
+    assert may_stay(driver)[-1] is False
+    say(driver, driver.carrying[-1], digest="d0", size=20, files=1)
+    assert driver.group().state is State.RUNNING
+    assert [one.blob for one in driver.launches["u1/train/t1/0"].files] == ["d0"]
+    told = [event.text for event in driver.events]
+    assert (
+        len([text for text in told if text.endswith("comes from s3://b/in through this machine: no credentials for it")]) == 1
+    )
+
+
+def test_a_relay_takes_as_long_as_it_takes_and_the_next_attempt_has_it() -> None:
+    actions = ExitActions(reschedule=((3, 3),))
+    driver = driver_of(1, Behaviour(seconds=1, exit_code=3), url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
+    driver.bare_nodes = {"n1"}
+    say(driver, driver.carrying[0], is_direct=True, files=1)
+    assert driver.group().state is State.INITIALIZING
+    for done in range(9):
+        driver.clock.advance(driver.pool.start_barrier_s / 3)
+        relay = driver.carrying[1]
+        driver.seen.append(DataSeen(at=driver.clock.now(), key=relay.key, op=relay.op, url="s3://b/in", done=done, total=9))
+        driver.settle()
+        assert driver.group().state is State.INITIALIZING
+    say(driver, driver.carrying[1], digest="d0", size=20, files=1)
+    driver.run()
+    assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/0"]
+    assert [one.blob for one in driver.launches["u1/train/t0/1"].files] == ["d0"]
+
+
+def test_what_cannot_be_relayed_either_fails_the_group() -> None:
+    driver = driver_of(2, HANG, url_inputs=IN[:1])
+    driver.bare_nodes = {"n2"}
+    say(driver, driver.carrying[0], is_direct=True, files=1)
+    say(driver, driver.carrying[1], error="s3://b/in: refused")
+    driver.run()
+    group = driver.group()
+    assert (group.state, group.reason) == (State.FAILED, Reason.DATA)
+    assert driver.backend.starts == []
+    assert "an input cannot be fetched: s3://b/in: refused" in group.message
 
 
 def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
@@ -129,7 +206,7 @@ def test_a_group_completes_when_its_output_is_written() -> None:
 def test_what_its_node_cannot_write_is_written_from_here() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
-    say(driver, driver.carrying[0], as_op="relay/0", error="n1: it has no s3fs")
+    say(driver, driver.carrying[0], as_op="relay/write/0", error="n1: it has no s3fs")
     assert driver.backend.collected == ["u1/train/t0/0"]
     saved = driver.group().tasks[0].saved
     assert saved is not None

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distflow.backends.base import (
     AttemptKey,
-    Leased,
-    LeaseRefused,
     LeaseRequest,
     LogSink,
+    NotBrought,
     PrepareFailed,
     Released,
     Sink,
@@ -31,15 +29,17 @@ from distflow.backends.base import (
 from distflow.backends.machines.collecting import Collector
 from distflow.backends.machines.connection import Connection, now
 from distflow.backends.machines.delivering import Deliverer
+from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.pace import Pace
 from distflow.backends.machines.staging import Blob
-from distflow.errors import AgentError, DistflowError, NodeUnreachable
+from distflow.errors import AgentError, DistflowError, NodeUnreachable, StorageError
 from distflow.plan.credentials import GivenSecrets
-from distflow.plan.model import Binding, BoundLaunch, Container, PlannedFile, TaskBinding
+from distflow.plan.model import BoundLaunch, Container, PlannedFile
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret, revealed
+from distflow.storage.arrival import Arrival
 from distflow.storage.base import Progress
-from distflow.storage.delivery import Delivered, Delivery
+from distflow.storage.delivery import Delivered, Delivery, NotDirect
 from distflow.storage.identity import Identity
 from distflow.transports.base import Transport
 from distflow.transports.destination import SshDestination
@@ -54,8 +54,6 @@ _INLINE = 64 << 10
 _PLACING_S = 3600.0
 """For unpacking and copying what was staged; a node that is gone is noticed by its silence, long before."""
 _TELL_S = 5.0
-_WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable"})
-"""Kinds of refusal that pass by themselves."""
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> MachinesBackend:
@@ -94,7 +92,7 @@ class MachinesBackend:
 
     def lease(self, request: LeaseRequest) -> None:
         """Ask every node for its part; when one refuses, give the others back."""
-        _GangLease(request, self._connections, self._sink).begin()
+        GangLease(request, self._connections, self._sink).begin()
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Stage what is large, then write the launch record; in a thread, because that may take minutes."""
@@ -168,6 +166,7 @@ class MachinesBackend:
     def _prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str) -> None:
         connection = self._connections[key.node]
         try:
+            self._bring(connection, key, launch, secrets)
             self._stage(connection, key, launch)
             if launch.container is not None:
                 self._pull(connection, key, launch, launch.container, secrets.login)
@@ -195,6 +194,10 @@ class MachinesBackend:
             return  # it is being stopped: that is told by its end
         except NodeUnreachable:
             self._sink(Unanswered(at=now(), key=key, op="prepare"))
+        except _Relay as relay:
+            self._sink(NotBrought(at=now(), key=key, op=relay.op, why=relay.why))
+        except StorageError as error:
+            self._sink(PrepareFailed(at=now(), key=key, message=f"an input cannot be fetched: {error}", is_data=True))
         except AgentError as error:
             self._prepare_refused(key, error)
         except (DistflowError, OSError) as error:
@@ -207,6 +210,32 @@ class MachinesBackend:
             return None
         return asdict(launch.gang) | {"token": secrets.token.reveal(), "grace_s": self._pool.peer_failed_grace_s}
 
+    def _bring(self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets) -> None:
+        """Have the node fetch the inputs that it can fetch by itself."""
+        told = self._telling(key)
+        for one in launch.brings:
+            identity = secrets.stores.get(one.op)
+            if identity is None:
+                raise _Relay(one.op, "no node may be told the credentials any more")
+            arrival = Arrival(url=one.url, regex=one.regex, dataset=one.dataset)
+            try:
+                connection.bring(key, arrival, one.path, identity, told)
+            except NotDirect as why:
+                raise _Relay(one.op, str(why)) from None
+
+    def _telling(self, key: AttemptKey) -> Callable[[int, int], None]:
+        """Return what takes how many bytes are there, and of how many; it ends the transfer of what nobody wants any more."""
+        pace = Pace()
+
+        def told(done: int, total: int) -> None:
+            if key in self._unwanted:
+                raise _Unwanted
+            rate = pace.due(done)
+            if rate is not None:
+                self._sink(Staging(at=now(), key=key, sent=done, total=total, bytes_per_s=rate))
+
+        return told
+
     def _stage(self, connection: Connection, key: AttemptKey, launch: BoundLaunch) -> None:
         blobs = {
             file.blob: Blob(digest=file.blob, path=self._blobs / file.blob, size=file.size)
@@ -214,16 +243,7 @@ class MachinesBackend:
             if file.blob is not None and file.size > _INLINE
         }
         if blobs:
-            pace = Pace()
-
-            def told(sent: int, total: int) -> None:
-                if key in self._unwanted:
-                    raise _Unwanted
-                rate = pace.due(sent)
-                if rate is not None:
-                    self._sink(Staging(at=now(), key=key, sent=sent, total=total, bytes_per_s=rate))
-
-            connection.stage(list(blobs.values()), told)
+            connection.stage(list(blobs.values()), self._telling(key))
 
     def _pull(
         self,
@@ -269,93 +289,12 @@ class _Unwanted(Exception):
     """The attempt whose files are on their way is being stopped."""
 
 
-class _GangLease:
-    """One gang's lease under way: all answers are awaited, then it is granted or undone."""
+class _Relay(Exception):
+    """A node cannot fetch an input."""
 
-    def __init__(self, request: LeaseRequest, connections: Mapping[str, Connection], sink: Sink) -> None:
-        self._request = request
-        self._connections = connections
-        self._sink = sink
-        self._lock = threading.Lock()
-        self._answers: dict[str, Mapping[str, Any] | DistflowError] = {}
-
-    def begin(self) -> None:
-        """Ask every node."""
-        request = self._request
-        for task, node in request.nodes.items():
-            self._connections[node].send(
-                "lease",
-                partial(self._answered, task),
-                attempt=self._request.key(task).name,
-                gpus=request.gpus.get(task, 0),
-                gpu_ids=self._connections[node].gpu_ids,
-                wanted=_wanted(request, task, self._connections[node].node),
-                share_gpus=self._connections[node].node.share_gpus,
-                lease_dir=self._connections[node].node.lease_dir,
-                port=request.port if task == request.master else None,
-                link=task == request.master and len(request.nodes) > 1,
-                start_timeout_s=request.start_timeout_s,
-            )
-
-    def _answered(self, task: str, answer: Mapping[str, Any] | DistflowError) -> None:
-        with self._lock:
-            self._answers[task] = answer
-            if len(self._answers) < len(self._request.nodes):
-                return
-        refusals = {task: answer for task, answer in self._answers.items() if isinstance(answer, DistflowError)}
-        if refusals:
-            self._undo(refusals)
-        else:
-            self._grant()
-
-    def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
-        for task in self._request.nodes:
-            if task not in refusals:
-                key = self._request.key(task)
-                self._connections[key.node].send("release", lambda _: None, attempt=key.name)
-        task, first = next(iter(refusals.items()))
-        kind = first.kind if isinstance(first, AgentError) else "unreachable"
-        self._sink(
-            LeaseRefused(
-                at=now(),
-                workflow=self._request.workflow,
-                group=self._request.group,
-                attempt=self._request.attempt,
-                message=first.message,
-                is_final=kind not in _WORTH_ANOTHER_TRY,
-            )
-        )
-
-    def _grant(self) -> None:
-        tasks: dict[str, TaskBinding] = {}
-        port: int | None = None
-        link_port: int | None = None
-        for task, node in self._request.nodes.items():
-            answer = self._answers[task]
-            connection = self._connections[node]
-            connection.watch(self._request.key(task))
-            if isinstance(answer, Mapping):
-                address, interface = connection.address()
-                tasks[task] = TaskBinding(
-                    node=node, address=address, interface=interface, gpu_ids=tuple(answer.get("gpu_ids") or ())
-                )
-                if task == self._request.master:
-                    port, link_port = answer.get("port"), answer.get("link_port")
-        self._sink(
-            Leased(
-                at=now(),
-                workflow=self._request.workflow,
-                group=self._request.group,
-                attempt=self._request.attempt,
-                binding=Binding(tasks=tasks, port=port, link_port=link_port),
-            )
-        )
-
-
-def _wanted(request: LeaseRequest, task: str, node: Node) -> dict[str, tuple[int, int]]:
-    """Return what is asked for of what the configuration promises; what it does not name is not counted."""
-    there = {"cpus": (request.cpus.get(task, 0), node.cpus), "memory": (request.memory.get(task, 0), node.memory)}
-    return {name: (want, have) for name, (want, have) in there.items() if have is not None and want}
+    def __init__(self, op: str, why: str) -> None:
+        super().__init__(op, why)
+        self.op, self.why = op, why
 
 
 def transport_of(pool: Pool, node: Node) -> Transport:

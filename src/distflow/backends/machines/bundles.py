@@ -18,9 +18,9 @@ __all__ = ["RUNTIME", "STORAGE", "Bundle"]
 
 _STORAGE: Final = (
     "documents/__init__", "documents/names", "documents/urls", "documents/words", "errors", "shell", "storage/__init__",
-    "storage/base", "storage/credentials", "storage/datasets", "storage/delivery", "storage/downloading", "storage/failures",
-    "storage/identity", "storage/objects", "storage/onnode", "storage/options", "storage/selecting", "storage/sums",
-    "storage/tending", "storage/trying", "storage/uploading",
+    "storage/arrival", "storage/base", "storage/credentials", "storage/datasets", "storage/delivery",
+    "storage/downloading", "storage/failures", "storage/identity", "storage/objects", "storage/onnode",
+    "storage/options", "storage/selecting", "storage/sums", "storage/tending", "storage/trying", "storage/uploading",
 )  # fmt: skip
 """What ``storage.onnode`` imports, and that imports; a test runs it from nothing else."""
 

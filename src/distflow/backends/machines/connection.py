@@ -29,13 +29,14 @@ from distflow.backends.base import (
 from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.clocks import now
-from distflow.backends.machines.direct import deliver_there
+from distflow.backends.machines.direct import bring_there, deliver_there
 from distflow.backends.machines.fetching import Fetched, fetch_output
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node, Pool
+from distflow.storage.arrival import Arrival
 from distflow.storage.base import Progress
 from distflow.storage.delivery import Delivered, Delivery
 from distflow.storage.identity import Identity
@@ -171,6 +172,13 @@ class Connection:
         """Have the node bring the output of an attempt to its store. Raises as ``deliver_there`` does."""
         return deliver_there(
             self._transport, self.node.root, self.node.python, key.name, delivery, identity,
+            environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
+        )  # fmt: skip
+
+    def bring(self, key: AttemptKey, arrival: Arrival, place: str, identity: Identity, progress: Progress) -> None:
+        """Have the node fetch an input into a directory of the attempt. Raises as ``bring_there`` does."""
+        bring_there(
+            self._transport, self.node.root, self.node.python, key.name, arrival, place, identity,
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
 

@@ -1,0 +1,108 @@
+"""Leasing for a whole gang: every node is asked for its part, and what was given is given back when one of them refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from distflow.backends.base import Leased, LeaseRefused, LeaseRequest, Sink
+from distflow.backends.machines.connection import Connection, now
+from distflow.errors import AgentError, DistflowError
+from distflow.plan.model import Binding, TaskBinding
+from distflow.pools.model import Node
+
+__all__ = ["GangLease"]
+
+_WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable"})
+"""Kinds of refusal that pass by themselves."""
+
+
+class GangLease:
+    """One gang's lease under way: all answers are awaited, then it is granted or undone."""
+
+    def __init__(self, request: LeaseRequest, connections: Mapping[str, Connection], sink: Sink) -> None:
+        self._request = request
+        self._connections = connections
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._answers: dict[str, Mapping[str, Any] | DistflowError] = {}
+
+    def begin(self) -> None:
+        """Ask every node."""
+        request = self._request
+        for task, node in request.nodes.items():
+            self._connections[node].send(
+                "lease",
+                partial(self._answered, task),
+                attempt=self._request.key(task).name,
+                gpus=request.gpus.get(task, 0),
+                gpu_ids=self._connections[node].gpu_ids,
+                wanted=_wanted(request, task, self._connections[node].node),
+                share_gpus=self._connections[node].node.share_gpus,
+                lease_dir=self._connections[node].node.lease_dir,
+                port=request.port if task == request.master else None,
+                link=task == request.master and len(request.nodes) > 1,
+                start_timeout_s=request.start_timeout_s,
+            )
+
+    def _answered(self, task: str, answer: Mapping[str, Any] | DistflowError) -> None:
+        with self._lock:
+            self._answers[task] = answer
+            if len(self._answers) < len(self._request.nodes):
+                return
+        refusals = {task: answer for task, answer in self._answers.items() if isinstance(answer, DistflowError)}
+        if refusals:
+            self._undo(refusals)
+        else:
+            self._grant()
+
+    def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
+        for task in self._request.nodes:
+            if task not in refusals:
+                key = self._request.key(task)
+                self._connections[key.node].send("release", lambda _: None, attempt=key.name)
+        task, first = next(iter(refusals.items()))
+        kind = first.kind if isinstance(first, AgentError) else "unreachable"
+        self._sink(
+            LeaseRefused(
+                at=now(),
+                workflow=self._request.workflow,
+                group=self._request.group,
+                attempt=self._request.attempt,
+                message=first.message,
+                is_final=kind not in _WORTH_ANOTHER_TRY,
+            )
+        )
+
+    def _grant(self) -> None:
+        tasks: dict[str, TaskBinding] = {}
+        port: int | None = None
+        link_port: int | None = None
+        for task, node in self._request.nodes.items():
+            answer = self._answers[task]
+            connection = self._connections[node]
+            connection.watch(self._request.key(task))
+            if isinstance(answer, Mapping):
+                address, interface = connection.address()
+                tasks[task] = TaskBinding(
+                    node=node, address=address, interface=interface, gpu_ids=tuple(answer.get("gpu_ids") or ())
+                )
+                if task == self._request.master:
+                    port, link_port = answer.get("port"), answer.get("link_port")
+        self._sink(
+            Leased(
+                at=now(),
+                workflow=self._request.workflow,
+                group=self._request.group,
+                attempt=self._request.attempt,
+                binding=Binding(tasks=tasks, port=port, link_port=link_port),
+            )
+        )
+
+
+def _wanted(request: LeaseRequest, task: str, node: Node) -> dict[str, tuple[int, int]]:
+    """Return what is asked for of what the configuration promises; what it does not name is not counted."""
+    there = {"cpus": (request.cpus.get(task, 0), node.cpus), "memory": (request.memory.get(task, 0), node.memory)}
+    return {name: (want, have) for name, (want, have) in there.items() if have is not None and want}
