@@ -288,3 +288,23 @@ def test_nodes_that_do_not_reach_each_other_are_named(cli: Cli, tmp_path_factory
         assert words["gpu1"].startswith(f"gpu3 cannot reach it at {made['gpu1'].address}: no answer within 5 s")
         assert "set the node's `address`" in errors(answer)[1]["hint"]
         assert answer["verdict"] == "a gang cannot run on all 3 nodes: gpu1, gpu3 do not all reach each other"
+
+
+@pytest.mark.timeout(240)
+def test_torch_sums_over_the_nodes_and_says_how_fast(hosts: Hosts) -> None:
+    answer = hosts.check("--all-reduce", "--node", "gpu1", "--node", "gpu2", code=0)
+    found = answer["all_reduce"]
+    assert (found["nodes"], found["skipped"], found["failed"]) == (["gpu1", "gpu2"], None, None)
+    assert [one["bytes"] for one in found["sizes"]] == [1 << 10, 1 << 20, 1 << 24]
+    assert all(one["bus_bandwidth"] == pytest.approx(one["bytes"] / one["seconds"]) for one in found["sizes"])
+    alone = hosts.check("--all-reduce", "--node", "gpu1", code=0)
+    assert alone["all_reduce"]["skipped"] == "it takes two nodes that answer"
+
+
+@pytest.mark.timeout(240)
+def test_a_sum_that_fails_names_the_node_that_failed_first(hosts: Hosts) -> None:
+    hosts.configure("gpu1", "gpu2", gpu2=", environment: {GLOO_DEVICE_TRANSPORT: nonsense}")
+    answer = hosts.check("--all-reduce", code=3)
+    assert answer["all_reduce"]["failed"]["node"] == "gpu2"
+    assert errors(answer)[0]["about"] == "all-reduce"
+    assert answer["verdict"] == "a gang cannot run on both nodes: an all-reduce between them failed"

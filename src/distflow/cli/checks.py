@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from distflow.backends.machines.allreduce import AllReduce
 from distflow.backends.machines.checking import Checked
-from distflow.backends.machines.findings import Finding, Grade
+from distflow.backends.machines.finding import Finding, Grade
 from distflow.backends.machines.measured import Measured, Pair
 from distflow.backends.machines.reachability import Verdict
 from distflow.cli.tables import Paint, plain, table
+from distflow.documents.quantities import bytes_text
 from distflow.pools.model import Pool
 
 __all__ = ["check_json", "check_text", "findings_text"]
@@ -21,6 +23,8 @@ def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
     rows = [_row(measured, _state(measured, verdict), paint) for measured in checked.nodes]
     parts = [table(_HEADER, rows), *(_finding_text(finding, paint) for finding in verdict.findings)]
     sentence = verdict.text if verdict.can_run else paint.bad(verdict.text)
+    if checked.all_reduce is not None:
+        parts.append(_all_reduce_text(checked.all_reduce))
     return "\n".join([*parts, f"{sentence}\n"])
 
 
@@ -38,6 +42,7 @@ def check_json(pool: Pool, checked: Checked, verdict: Verdict) -> dict[str, Any]
         "verdict": verdict.text,
         "nodes": [_node_json(measured, _state(measured, verdict)) for measured in checked.nodes],
         "pairs": [_pair_json(pair) for pair in checked.pairs],
+        "all_reduce": _all_reduce_json(checked.all_reduce) if checked.all_reduce is not None else None,
         "findings": [
             {
                 "grade": finding.grade.value,
@@ -47,6 +52,27 @@ def check_json(pool: Pool, checked: Checked, verdict: Verdict) -> dict[str, Any]
                 "hint": finding.hint,
             }
             for finding in verdict.findings
+        ],
+    }
+
+
+def _all_reduce_text(found: AllReduce) -> str:
+    if found.skipped:
+        return f"no all-reduce was made: {plain(found.skipped)}"
+    if found.failed is not None:
+        return f"all-reduce over {len(found.nodes)} nodes: failed"
+    times = ", ".join(f"{bytes_text(size)} in {seconds * 1000:.2f} ms" for size, seconds in found.times)
+    return f"all-reduce over {len(found.nodes)} nodes (gloo): {times}; bus bandwidth {found.best / 1e6:,.0f} MB/s"
+
+
+def _all_reduce_json(found: AllReduce) -> dict[str, Any]:
+    return {
+        "nodes": list(found.nodes),
+        "skipped": found.skipped or None,
+        "failed": {"node": found.failed[0], "message": found.failed[1]} if found.failed else None,
+        "sizes": [
+            {"bytes": size, "seconds": seconds, "bus_bandwidth": found.bus_bandwidth(size, seconds)}
+            for size, seconds in found.times
         ],
     }
 
@@ -112,15 +138,32 @@ def _node_json(measured: Measured, state: str) -> dict[str, Any]:
         "memory": facts.get("memory"),
         "clock_offset_s": clock.offset_s if clock else None,
         "clock_uncertainty_s": clock.uncertainty_s if clock else None,
+        "free_memory": (probe.get("memory") or {}).get("available_bytes"),
+        "shm": probe.get("shm"),
+        "limits": probe.get("limits"),
+        "xids": probe.get("xids") or [],
         "root": probe.get("root"),
         "lease_dir": probe.get("leases"),
         "python": {"version": torch.python, "executable": torch.executable} if torch and torch.python else None,
-        "torch": {"version": torch.version, "cuda": torch.cuda, "is_available": torch.is_available, "devices": torch.devices}
+        "torch": {
+            "version": torch.version,
+            "cuda": torch.cuda,
+            "is_available": torch.is_available,
+            "devices": torch.devices,
+            "nccl": torch.nccl,
+        }
         if torch and torch.version
         else None,
         "gpus_configured": node.gpus,
         "gpus": [
-            {"index": gpu.index, "name": gpu.name, "driver": gpu.driver, "memory_mib": gpu.memory_mib, "used_mib": gpu.used_mib}
+            {
+                "index": gpu.index,
+                "name": gpu.name,
+                "driver": gpu.driver,
+                "memory_mib": gpu.memory_mib,
+                "used_mib": gpu.used_mib,
+                "ecc_errors": gpu.ecc_errors,
+            }
             for gpu in measured.gpus or ()
         ],
         "gpu_processes": [

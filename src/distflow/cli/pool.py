@@ -60,11 +60,14 @@ def list_pools(
 
 
 @app.command(
-    epilog="Examples: distflow pool check  ·  distflow pool check --hostfile hosts.txt  ·  distflow pool check -n gpu1"
+    epilog="Examples: distflow pool check  ·  distflow pool check --hostfile hosts.txt  ·  distflow pool check --all-reduce"
 )
 def check(
     pool: Annotated[str | None, typer.Option("--pool", "-p", help="This pool; else the default one.")] = None,
     node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only this node; may be repeated.")] = None,
+    all_reduce: Annotated[
+        bool, typer.Option("--all-reduce", help="Sum over all nodes with torch, and show the bandwidth (some 10 s more).")
+    ] = False,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
@@ -83,10 +86,10 @@ def check(
 
     bottom = Bottom(sys.stderr)
     try:
-        checked = check_pool(chosen, nodes, lambda text: bottom.show(f"checking: {text} …"))
+        checked = check_pool(chosen, nodes, lambda text: bottom.show(f"checking: {text} …"), with_all_reduce=all_reduce)
     finally:
         bottom.clear()
-    found = verdict(checked.nodes, checked.pairs)
+    found = verdict(checked.nodes, checked.pairs, checked.all_reduce)
     if format_type is Format.JSON:
         print(json.dumps(check_json(chosen, checked, found), indent=2))
     else:

@@ -16,7 +16,7 @@ from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
-__all__ = ["Kill", "Line", "ask", "judge", "kills", "named_pids", "parse"]
+__all__ = ["Kill", "Line", "ask", "judge", "kills", "named_pids", "parse", "xids"]
 
 _READ_ALL, _SIZE = 3, 10
 _MOST_BYTES = 4 * 1024 * 1024
@@ -82,6 +82,15 @@ def ask(
         return judge(seen, pids, is_likely)
     except Exception:  # whatever an unusual kernel says: the end of the attempt is told all the same
         return None
+
+
+def xids() -> List[str]:
+    """The last errors of GPUs since the boot; none where nobody may ask."""
+    try:
+        found = [line.text[:_LONGEST_LINE] for line in parse(_syslog() or _journal()) if _XID.search(line.text)]
+        return found[-_MOST_LINES:]
+    except Exception:  # as above
+        return []
 
 
 def parse(text: str) -> List[Line]:

@@ -16,6 +16,7 @@ import time
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 from distflow.runtime import command, leases, processes
+from distflow.runtime.conditions import conditions
 from distflow.runtime.facts import user_name
 from distflow.runtime.wire import Json, OpError
 
@@ -24,7 +25,7 @@ __all__ = ["probe", "run"]
 _TOOL_S = 30.0  # without persistence mode, nvidia-smi wakes every GPU first
 _LONGEST_S = 600.0
 _MOST_OUTPUT = 16384
-_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used"
+_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
 _APP_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 _LOGIND = ("KillUserProcesses", "KillExcludeUsers", "KillOnlyUsers")
 
@@ -43,6 +44,7 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
             "gpu_apps": apps,
             "gpu_owners": _owners((apps or {}).get("stdout", "")),
             "logind": _logind(),
+            **conditions(),
         }
 
     return work

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distflow.backends.machines.allreduce import AllReduce, all_reduce
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.bearings import path_prepend, training_address
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.clocks import ClockWatch
-from distflow.backends.machines.findings import few
+from distflow.backends.machines.finding import few
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.measured import PYTHON_PROBE, Measured, Pair, parse_python, python_trouble
 from distflow.backends.machines.nvidia import parse_apps, parse_gpus
@@ -49,6 +50,8 @@ class Checked:
     """In the order of the pool."""
     pairs: tuple[Pair, ...]
     """Every node to every other one, of those that answered."""
+    all_reduce: AllReduce | None = None
+    """``None`` when it was not asked for."""
 
 
 class _Session:
@@ -68,7 +71,9 @@ class _Session:
         self.transport.close()
 
 
-def check_pool(pool: Pool, nodes: Sequence[Node], progress: Progress = lambda _: None) -> Checked:
+def check_pool(
+    pool: Pool, nodes: Sequence[Node], progress: Progress = lambda _: None, *, with_all_reduce: bool = False
+) -> Checked:
     """Measure these nodes of a pool. Never raises for what a node does or does not."""
     sessions = {node.name: _Session(pool, node) for node in nodes}
     waiting = _Waiting(sessions, progress)
@@ -76,6 +81,7 @@ def check_pool(pool: Pool, nodes: Sequence[Node], progress: Progress = lambda _:
         _each(list(sessions.values()), lambda one: _ask(pool, one), lambda one: waiting.done(one.node.name))
         asked = [session for session in sessions.values() if session.link is not None]
         pairs: list[Pair] = []
+        found: AllReduce | None = None
         if asked:
             progress("finding out who reaches whom")
             _each(asked, _listen)
@@ -83,10 +89,21 @@ def check_pool(pool: Pool, nodes: Sequence[Node], progress: Progress = lambda _:
             results: dict[str, list[Pair]] = {}
             _each(asked, lambda one: results.update({one.node.name: _reach(one, listening)}))
             pairs = [pair for session in asked for pair in results.get(session.node.name, [])]
+        if with_all_reduce:
+            progress("summing over all nodes")
+            found = _all_reduce(asked, pairs)
     finally:
         for session in sessions.values():
             session.close()
-    return Checked(nodes=tuple(session.measured for session in sessions.values()), pairs=tuple(pairs))
+    measured = tuple(session.measured for session in sessions.values())
+    return Checked(nodes=measured, pairs=tuple(pairs), all_reduce=found)
+
+
+def _all_reduce(sessions: Sequence[_Session], pairs: Sequence[Pair]) -> AllReduce:
+    if any(pair.kind != "ok" for pair in pairs):
+        names = tuple(one.node.name for one in sessions)
+        return AllReduce(nodes=names, skipped="the nodes do not all reach each other")
+    return all_reduce([(one.measured, one.link) for one in sessions if one.link is not None])
 
 
 class _Waiting:

@@ -7,47 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
+from distflow.backends.machines import conditions
+from distflow.backends.machines.finding import Finding, Grade, amount, count, error, few, note, warning
 from distflow.backends.machines.measured import Measured
 from distflow.errors import BootstrapFailed, NodeError
 
-__all__ = ["Finding", "Grade", "few", "folded", "judge_node", "judge_nodes"]
+__all__ = ["folded", "judge_node", "judge_nodes"]
 
 _CLOCK_S = 1.0
 _LEAST_FREE = 1 << 30
 _LEAST_FREE_PART = 0.05
-_FEW = 5
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "afs")
-
-
-class Grade(str, Enum):
-    """How bad a finding is; in the order in which they are told."""
-
-    ERROR = "error"
-    WARNING = "warning"
-    NOTE = "note"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One finding about nodes."""
-
-    grade: Grade
-    about: str
-    """One word for programs: ``ssh``, ``python``, ``root``, ``disk``, ``leases``, ``clock``, ``gpus``, ``torch``, ``address``,
-    ``name``, ``login`` or ``reach``."""
-    nodes: tuple[str, ...]
-    message: str
-    hint: str = ""
-    """What to do; may be empty for a note."""
-
-    def as_text(self) -> str:
-        """Return the finding as lines."""
-        lines = [f"{self.grade.value}: {', '.join(self.nodes)}: {self.message}"]
-        lines += [f"    {line}" for line in self.hint.splitlines()]
-        return "\n".join(lines)
 
 
 def judge_node(measured: Measured) -> Iterator[Finding]:
@@ -66,7 +38,11 @@ def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
     pythons = {one.node.name: ".".join(one.torch.python.split(".")[:2]) for one in nodes if one.torch and one.torch.python}
     yield from _unlike("python", "Python", pythons)
     yield from _unlike("torch", "torch", {one.node.name: one.torch.version for one in nodes if one.torch and one.torch.version})
+    cudas = {one.node.name: one.torch.cuda for one in nodes if one.torch and one.torch.cuda}
+    yield from _unlike("torch", "the CUDA of torch", cudas)
+    yield from _unlike("torch", "NCCL", {one.node.name: one.torch.nccl for one in nodes if one.torch and one.torch.nccl})
     yield from _missing_torch(nodes)
+    yield from _unlike("gpus", "the GPU model", {one.node.name: one.gpus[0].name for one in nodes if one.gpus})
     drivers = {one.node.name: one.gpus[0].driver for one in nodes if one.gpus}
     yield from _unlike("gpus", "the NVIDIA driver", drivers, Grade.NOTE)
 
@@ -99,9 +75,9 @@ def _root(measured: Measured) -> Iterator[Finding]:
         return
     if root["error"]:
         hint = "make it writable, or set another `root`"
-        yield _error("root", names, f"nothing can be written to its root {root['path']}: {root['error']}", hint)
+        yield error("root", names, f"nothing can be written to its root {root['path']}: {root['error']}", hint)
     if root["is_noexec"]:
-        yield _warning(
+        yield warning(
             "root",
             names,
             f"its root {root['path']} lies on a file system without execution (noexec)",
@@ -109,12 +85,12 @@ def _root(measured: Measured) -> Iterator[Finding]:
         )
     if _is_network(root["file_system"]):
         message = f"its root {root['path']} lies on a network file system ({root['file_system']})"
-        yield _note("root", names, message, "starting and logging are quicker on a local disk: set `root`")
+        yield note("root", names, message, "starting and logging are quicker on a local disk: set `root`")
     free, total = root["free_bytes"], root["total_bytes"]
     if free < _LEAST_FREE or free < total * _LEAST_FREE_PART:
-        message = f"only {_amount(free)} of {_amount(total)} are free at its root {root['path']}"
+        message = f"only {amount(free)} of {amount(total)} are free at its root {root['path']}"
         hint = "free space there (`distflow node clean --older-than 1d` removes what distflow left), or set another `root`"
-        yield _warning("disk", names, message, hint)
+        yield warning("disk", names, message, hint)
 
 
 def _leases(measured: Measured) -> Iterator[Finding]:
@@ -123,9 +99,9 @@ def _leases(measured: Measured) -> Iterator[Finding]:
         return
     if leases["error"]:
         hint = "remove what is in its way, or set another `lease_dir`, the same one for all users of the machine"
-        yield _error("leases", names, leases["error"], hint)
+        yield error("leases", names, leases["error"], hint)
     elif _is_network(leases["file_system"]):
-        yield _warning(
+        yield warning(
             "leases",
             names,
             f"its lease directory {leases['path']} lies on a network file system ({leases['file_system']}), "
@@ -138,20 +114,20 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
     names, wanted = [measured.node.name], measured.node.gpus
     if measured.gpu_error:
         hint = "until `nvidia-smi` works there, its GPUs cannot be used: a reboot or the driver's log (`dmesg`) may tell"
-        yield _warning("gpus", names, f"nvidia-smi fails: {measured.gpu_error}", hint)
+        yield warning("gpus", names, f"nvidia-smi fails: {measured.gpu_error}", hint)
     elif measured.gpus is None:
         if wanted and wanted > int(measured.facts.get("gpus") or 0):
-            message = f"{_count(wanted, 'GPU')} configured, and there is no nvidia-smi to find them with"
-            yield _warning("gpus", names, message, "set `gpus: 0` where there are none; or install the NVIDIA driver")
+            message = f"{count(wanted, 'GPU')} configured, and there is no nvidia-smi to find them with"
+            yield warning("gpus", names, message, "set `gpus: 0` where there are none; or install the NVIDIA driver")
     elif wanted is not None and wanted > len(measured.gpus):
         message = (
-            f"{_count(wanted, 'GPU')} configured, and there {'is' if len(measured.gpus) == 1 else 'are'} {len(measured.gpus)}"
+            f"{count(wanted, 'GPU')} configured, and there {'is' if len(measured.gpus) == 1 else 'are'} {len(measured.gpus)}"
         )
-        yield _error(
+        yield error(
             "gpus", names, message, "correct `gpus` (or the slots of the hostfile); a GPU that is lost shows in `dmesg`"
         )
     elif wanted is not None and wanted < len(measured.gpus):
-        yield _note("gpus", names, f"{_count(wanted, 'GPU')} of its {len(measured.gpus)} may be used", "")
+        yield note("gpus", names, f"{count(wanted, 'GPU')} of its {len(measured.gpus)} may be used", "")
     yield from _gpu_users(measured)
 
 
@@ -171,11 +147,9 @@ def _gpu_users(measured: Measured) -> Iterator[Finding]:
     if others:
         message = "processes that distflow did not start are on its GPUs"
         hint = "\n".join([*others, "they are not leased meanwhile: end them, or set `share_gpus: true`"])
-        yield _warning("gpus", [measured.node.name], message, hint)
+        yield warning("gpus", [measured.node.name], message, hint)
     if ours:
-        yield _note(
-            "gpus", [measured.node.name], f"{_count(ours, 'process', 'processes')} of distflow workflows on its GPUs", ""
-        )
+        yield note("gpus", [measured.node.name], f"{count(ours, 'process', 'processes')} of distflow workflows on its GPUs", "")
 
 
 def _torch(measured: Measured) -> Iterator[Finding]:
@@ -184,9 +158,9 @@ def _torch(measured: Measured) -> Iterator[Finding]:
         return
     if not torch.python:
         message = f"its python {measured.node.python} does not start as tasks would start it: {torch.error}"
-        yield _warning("python", names, message, "look at `python`, `setup` and `environment` of the node")
+        yield warning("python", names, message, "look at `python`, `setup` and `environment` of the node")
     elif torch.error:
-        yield _warning(
+        yield warning(
             "torch", names, f"torch cannot be imported: {torch.error}", f"try it there: {torch.executable} -c 'import torch'"
         )
     elif torch.version is None:
@@ -194,18 +168,16 @@ def _torch(measured: Measured) -> Iterator[Finding]:
     elif measured.gpus and not torch.is_available:
         built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
         hint = "install a torch that fits the driver" + (f" ({measured.gpus[0].driver})" if measured.gpus[0].driver else "")
-        yield _warning("torch", names, f"torch {torch.version} ({built}) sees none of its GPUs", hint)
+        yield warning("torch", names, f"torch {torch.version} ({built}) sees none of its GPUs", hint)
     elif measured.gpus and torch.devices < len(measured.gpus):
         message = f"torch sees {torch.devices} of its {len(measured.gpus)} GPUs"
-        yield _warning(
-            "torch", names, message, "is CUDA_VISIBLE_DEVICES set in `environment`, in `setup` or in a login script?"
-        )
+        yield warning("torch", names, message, "is CUDA_VISIBLE_DEVICES set in `environment`, in `setup` or in a login script?")
 
 
 def _address(measured: Measured) -> Iterator[Finding]:
     names = [measured.node.name]
     if measured.listen_error:
-        yield _error("address", names, measured.listen_error, "set `address` to one of its own addresses")
+        yield error("address", names, measured.listen_error, "set `address` to one of its own addresses")
     elif not measured.is_address_own:
         others = [
             f"{item['address']} ({item['interface']})"
@@ -213,14 +185,14 @@ def _address(measured: Measured) -> Iterator[Finding]:
             if not str(item["address"]).startswith(("127.", "fe80:")) and item["address"] != "::1"
         ]
         hint = f"set `address` to the one that the other nodes reach: {', '.join(others) or 'it has none but loopback'}"
-        yield _warning("address", names, f"its training address {measured.address} is not on any of its interfaces", hint)
+        yield warning("address", names, f"its training address {measured.address} is not on any of its interfaces", hint)
 
 
 def _name(measured: Measured) -> Iterator[Finding]:
     said = measured.probe.get("names") or {}
     addresses = said.get("addresses") or []
     if addresses and all(re.match(r"127\.|::1$", address) for address in addresses) and measured.node.host != "localhost":
-        yield _note(
+        yield note(
             "name",
             [measured.node.name],
             f"its own name {said['hostname']} means {', '.join(addresses)} there",
@@ -234,7 +206,7 @@ def _login(measured: Measured) -> Iterator[Finding]:
     excluded, only = (re.findall(r'"([^"]*)"', text) for text in properties[1:3])
     user = str(measured.facts.get("user", ""))
     if said.get("in_session") and properties[0] == "b true" and user not in excluded and (not only or user in only):
-        yield _warning(
+        yield warning(
             "login",
             [measured.node.name],
             "systemd ends every process of a login with it (KillUserProcesses=yes): tasks die when the connection does",
@@ -243,7 +215,9 @@ def _login(measured: Measured) -> Iterator[Finding]:
         )
 
 
-_RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (_root, _leases, _gpus, _torch, _address, _name, _login)
+_RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
+    _root, _leases, *conditions.RULES, _gpus, _torch, _address, _name, _login,
+)  # fmt: skip
 
 
 # -- nodes beside each other
@@ -255,12 +229,12 @@ def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
     values = [clock.offset_s for clock in wrong.values()]
     if len(wrong) > 1 and len(wrong) == len(offsets) and max(values) - min(values) <= _CLOCK_S:
         message = f"their clocks agree, and are {_off(values[0])} this machine's"
-        yield _warning("clock", list(wrong), message, "set this machine's clock by NTP: `timedatectl set-ntp true`")
+        yield warning("clock", list(wrong), message, "set this machine's clock by NTP: `timedatectl set-ntp true`")
         return
     for name, clock in wrong.items():
         message = f"its clock is {_off(clock.offset_s)} this machine's"
         hint = "times of logs and events will be out of order; set it by NTP: `timedatectl set-ntp true`"
-        yield _warning("clock", [name], message, hint)
+        yield warning("clock", [name], message, hint)
 
 
 def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
@@ -271,7 +245,7 @@ def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
     for names in boots.values():
         if len(names) > 1:
             hint = "give each machine once; containers of one are well as long as each has GPUs of its own"
-            yield _note("name", names, "they are one and the same machine, or containers of it", hint)
+            yield note("name", names, "they are one and the same machine, or containers of it", hint)
 
 
 def _missing_torch(nodes: Sequence[Measured]) -> Iterator[Finding]:
@@ -281,9 +255,9 @@ def _missing_torch(nodes: Sequence[Measured]) -> Iterator[Finding]:
         message = f"torch is not installed for {one.torch.executable}" if one.torch else ""
         if having:
             hint = "install the same torch on all, or set `python` to the one that has it"
-            yield _warning("torch", [one.node.name], f"{message}, and is on {few(having)}", hint)
+            yield warning("torch", [one.node.name], f"{message}, and is on {few(having)}", hint)
         else:
-            yield _note("torch", [one.node.name], message, "")
+            yield note("torch", [one.node.name], message, "")
 
 
 def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:
@@ -300,35 +274,9 @@ def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grad
 # -- words
 
 
-def few(names: Sequence[str]) -> str:
-    """Return names as a list that does not grow over a line."""
-    more = len(names) - _FEW
-    return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
-
-
 def _off(seconds: float) -> str:
     return f"{abs(seconds):.1f} s {'before' if seconds > 0 else 'behind'}"
 
 
-def _count(number: int, word: str, words: str = "") -> str:
-    return f"{number} {word if number == 1 else words or word + 's'}"
-
-
-def _amount(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
-
-
 def _is_network(file_system: str) -> bool:
     return file_system.startswith(_NETWORK_FILE_SYSTEMS)
-
-
-def _error(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
-    return Finding(grade=Grade.ERROR, about=about, nodes=tuple(nodes), message=message, hint=hint)
-
-
-def _warning(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
-    return Finding(grade=Grade.WARNING, about=about, nodes=tuple(nodes), message=message, hint=hint)
-
-
-def _note(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
-    return Finding(grade=Grade.NOTE, about=about, nodes=tuple(nodes), message=message, hint=hint)

@@ -27,6 +27,8 @@ try:
     said["cuda"] = torch.version.cuda or getattr(torch.version, "hip", None)
     said["is_available"] = torch.cuda.is_available()
     said["devices"] = torch.cuda.device_count()
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        said["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 except ModuleNotFoundError as error:
     if error.name != "torch":
         said["error"] = repr(error)
@@ -51,6 +53,8 @@ class Torch:
     is_available: bool = False
     """Whether torch can use a GPU there."""
     devices: int = 0
+    nccl: str | None = None
+    """The version of NCCL; ``None`` where torch has none that it can use."""
     error: str = ""
 
 
@@ -113,6 +117,7 @@ def parse_python(said: Mapping[str, Any]) -> Torch:
         cuda=found.get("cuda"),
         is_available=bool(found.get("is_available")),
         devices=int(found.get("devices") or 0),
+        nccl=found.get("nccl"),
         error=str(found.get("error") or ""),
     )
 

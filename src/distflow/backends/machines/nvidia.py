@@ -17,6 +17,8 @@ class Gpu:
     driver: str
     memory_mib: int | None
     used_mib: int | None
+    ecc_errors: int | None = None
+    """In its memory, not corrected, since the driver was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +32,24 @@ class GpuApp:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs of ``--query-gpu=index,uuid,name,driver_version,memory.total,memory.used``.
+    """Return the GPUs of what ``runtime.probing`` queries.
 
+    Of each, index, uuid, name, driver_version, memory.total, memory.used and ecc.errors.uncorrected.volatile.total.
     Lines that are something else (a warning, a GPU that is lost) are left out.
     """
     found = []
-    for fields in _rows(text, 6):
+    for fields in _rows(text, 7):
         index = _number(fields[0])
         if index is not None and fields[1].startswith(("GPU-", "MIG-")):
             found.append(
                 Gpu(
                     index=index,
                     uuid=fields[1],
-                    name=", ".join(fields[2:-3]),
-                    driver=fields[-3],
-                    memory_mib=_number(fields[-2]),
-                    used_mib=_number(fields[-1]),
+                    name=", ".join(fields[2:-4]),
+                    driver=fields[-4],
+                    memory_mib=_number(fields[-3]),
+                    used_mib=_number(fields[-2]),
+                    ecc_errors=_number(fields[-1]),
                 )
             )
     return tuple(found)

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from distflow.backends.machines.findings import Finding, Grade, few, folded, judge_node, judge_nodes
+from distflow.backends.machines.allreduce import AllReduce, judge_all_reduce
+from distflow.backends.machines.finding import Finding, Grade, few
+from distflow.backends.machines.findings import folded, judge_node, judge_nodes
 from distflow.backends.machines.measured import Measured, Pair
 
 __all__ = ["Verdict", "judge_pairs", "verdict"]
@@ -49,10 +51,11 @@ class Verdict:
     """Errors first."""
 
 
-def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Verdict:
-    """Return all findings about nodes and pairs, and what they come to."""
+def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce | None = None) -> Verdict:
+    """Return all findings about nodes, pairs and their all-reduce, and what they come to."""
     alone = [finding for measured in nodes for finding in judge_node(measured)]
-    findings = folded([*alone, *judge_pairs(nodes, pairs), *judge_nodes(nodes)])
+    together = list(judge_all_reduce(summed)) if summed is not None else []
+    findings = folded([*alone, *judge_pairs(nodes, pairs), *together, *judge_nodes(nodes)])
     errors = [finding for finding in findings if finding.grade is Grade.ERROR]
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
     if not errors:
@@ -62,6 +65,8 @@ def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Verdict:
     cut = list(dict.fromkeys(name for pair in pairs if pair.kind != "ok" for name in (pair.source, pair.target)))
     if cut:
         why.append(f"{few(cut)} do not all reach each other")
+    if any(finding.grade is Grade.ERROR for finding in together):
+        why.append("an all-reduce between them failed")
     all_of_them = "both nodes" if len(nodes) == 2 else f"all {count}"
     what = f"a gang cannot run on {all_of_them}" if len(nodes) > 1 else "nothing can run on this node"
     return Verdict(can_run=False, text=f"{what}: {', and '.join(why)}", findings=findings)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import pytest
 
-from distflow.backends.machines.findings import Finding, Grade, folded, judge_node, judge_nodes
+from distflow.backends.machines.allreduce import AllReduce
+from distflow.backends.machines.finding import Finding, Grade
+from distflow.backends.machines.findings import folded, judge_node, judge_nodes
 from distflow.backends.machines.measured import (
     PYTHON_PROBE,
     Measured,
@@ -385,3 +387,57 @@ def test_everything_that_is_measured_is_json() -> None:
     text = check_text(checked, found, Paint())
     assert "2 × H100, 80 GiB" in text
     assert "\x1b" not in text, "what a node says cannot write on a terminal"
+
+
+@pytest.mark.parametrize(
+    ("changes", "about", "words"),
+    [
+        (
+            {"memory": {"available_bytes": GIB // 2, "total_bytes": 64 * GIB}},
+            "memory",
+            "only 0.5 GiB of its 64.0 GiB",
+        ),
+        ({"shm": {"free_bytes": 1 << 26, "total_bytes": 1 << 26}}, "shm", "only 0.1 GiB of 0.1 GiB are free in /dev/shm"),
+        ({"limits": {"nofile": 256, "nproc": None, "memlock": None}}, "limits", "may open 256 files only"),
+        ({"limits": {"nofile": 1024, "nproc": 100, "memlock": None}}, "limits", "may have 100 processes and threads only"),
+        ({"limits": {"memlock": 1 << 26}, "has_rdma": True}, "limits", "may lock 0.1 GiB of memory only"),
+        ({"xids": ["NVRM: Xid (PCI:0000:3b:00): 79"]}, "gpus", "1 GPU error in its kernel's log, the last: NVRM: Xid"),
+    ],
+)
+def test_what_training_would_stumble_over_is_a_warning(changes: dict[str, Any], about: str, words: str) -> None:
+    found = the_one(node(probe=probe() | changes))
+    assert (found.grade, found.about) == (Grade.WARNING, about)
+    assert words in found.message
+    assert found.hint
+
+
+def test_conditions_that_are_well_are_silent() -> None:
+    well = {
+        "memory": {"available_bytes": 60 * GIB, "total_bytes": 64 * GIB},
+        "shm": {"free_bytes": 2 * GIB, "total_bytes": 2 * GIB},
+        "limits": {"nofile": 1024, "nproc": 4096, "memlock": 1 << 26}, "has_rdma": False, "xids": [],
+    }  # fmt: skip
+    assert not alone(node(probe=probe() | well))
+    unknown = {"memory": None, "shm": None, "limits": None, "xids": None}
+    assert not alone(node(probe=probe() | unknown))
+
+
+def test_a_gpu_with_memory_errors_is_named() -> None:
+    torch = Torch(python="3.12.3", executable="/v/python", version="2.6.0", cuda="12.4", is_available=True, devices=2)
+    found = the_one(replace(node(torch=torch), gpus=(gpu(0), replace(gpu(1), ecc_errors=2))))
+    assert found.message.endswith("since its driver was loaded: GPU 1: 2")
+
+
+def test_an_all_reduce_that_fails_keeps_a_gang_from_running_and_a_slow_one_is_told() -> None:
+    nodes = [node("gpu1"), node("gpu2")]
+    names = ("gpu1", "gpu2")
+    fast = AllReduce(nodes=names, times=((1 << 20, 0.001),))
+    assert fast.best == pytest.approx((1 << 20) / 0.001), "of two nodes, each link carries all of it once"
+    assert verdict(nodes, tries(2), fast).can_run
+    assert verdict(nodes, tries(2), fast).findings == ()
+    slow = verdict(nodes, tries(2), AllReduce(nodes=names, times=((1 << 20, 1.0),)))
+    assert slow.can_run
+    assert slow.findings[0].message == "an all-reduce moves 1.0 MB/s only"
+    failed = verdict(nodes, tries(2), AllReduce(nodes=names, failed=("gpu2", "RuntimeError: Connection refused")))
+    assert not failed.can_run
+    assert failed.text == "a gang cannot run on both nodes: an all-reduce between them failed"

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from distflow.backends.machines.nvidia import Gpu, GpuApp, parse_apps, parse_gpus
 
-# nvidia-smi --query-gpu=index,uuid,name,driver_version,memory.total,memory.used --format=csv,noheader,nounits
-EIGHT = "".join(f"{i}, GPU-5c1d2e3f-000{i}, NVIDIA H100 80GB HBM3, 550.54.15, 81559, {4 + i}\n" for i in range(8))
+# nvidia-smi --query-gpu=index,uuid,name,driver_version,memory.total,memory.used,
+#   ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits
+EIGHT = "".join(f"{i}, GPU-5c1d2e3f-000{i}, NVIDIA H100 80GB HBM3, 550.54.15, 81559, {4 + i}, 0\n" for i in range(8))
 
 
 def test_every_gpu_is_a_line() -> None:
     gpus = parse_gpus(EIGHT)
     assert len(gpus) == 8
     assert gpus[7] == Gpu(
-        index=7, uuid="GPU-5c1d2e3f-0007", name="NVIDIA H100 80GB HBM3", driver="550.54.15", memory_mib=81559, used_mib=11
+        index=7,
+        uuid="GPU-5c1d2e3f-0007",
+        name="NVIDIA H100 80GB HBM3",
+        driver="550.54.15",
+        memory_mib=81559,
+        used_mib=11,
+        ecc_errors=0,
     )
 
 
 def test_what_a_gpu_does_not_know_is_not_known() -> None:
-    (gpu,) = parse_gpus("0, GPU-1, NVIDIA GB10, 580.82, [N/A], [Not Supported]\n")
+    (gpu,) = parse_gpus("0, GPU-1, NVIDIA GB10, 580.82, [N/A], [Not Supported], [N/A]\n")
     assert (gpu.name, gpu.driver, gpu.memory_mib, gpu.used_mib) == ("NVIDIA GB10", "580.82", None, None)
 
 
@@ -25,7 +32,7 @@ def test_lines_that_are_something_else_are_no_gpus() -> None:
     text = (
         "WARNING: infoROM is corrupted at gpu 0000:3B:00.0\n"
         + EIGHT
-        + "No devices were found\n\n8, [Unknown Error], a, b, 1, 2\n"
+        + "No devices were found\n\n8, [Unknown Error], a, b, 1, 2, 3\n"
     )
     assert len(parse_gpus(text)) == 8
     assert parse_gpus("") == ()
