@@ -61,6 +61,27 @@ def test_tasks_and_what_they_hold_are_listed(cli: Cli) -> None:
         ["first-1/one", "first-1/two", "second-1/one"],
     )
     assert json.loads(cli.run("resource", "list", "--platform", "h100", "-t", "json").out) == {"resources": []}
+
+    # The node itself says who holds what, also to somebody who has another record.
+    live = cli.run("resource", "list", "--live")
+    assert live.code == 0, live.err
+    held = sorted(line.split() for line in live.out.splitlines()[-3:])
+    assert [(line[0], line[1], line[-1]) for line in held] == [
+        ("local", "GPU", "first-1/one"), ("local", "GPU", "first-1/two"), ("local", "GPU", "second-1/one"),
+    ]  # fmt: skip
+    assert all(line[3:7] == ["2", "CPUs,", "1.5", "GiB"] for line in held)
+    (node,) = json.loads(cli.run("resource", "list", "--live", "-t", "json").out)["resources"]
+    assert sorted(gpu for one in node["holders"] for gpu in one["gpus"]) == [0, 1, 2]
+    assert {one["workflow_id"] for one in node["holders"]} == {"first-1", "second-1"}
+    assert (node["foreign"], node["error"]) == ([], None)
+    mine, cli.environment["DISTFLOW_STATE"] = cli.environment["DISTFLOW_STATE"], str(cli.folder / "other")
+    (node,) = json.loads(cli.run("resource", "list", "--live", "-t", "json").out)["resources"]
+    assert {one["workflow_id"] for one in node["holders"]} == {None}
+    assert node["usage_fields"]["gpu"] == 0
+    cli.environment["DISTFLOW_STATE"] = mine
+    (pool,) = json.loads(cli.run("pool", "list", "-t", "json").out)["pools"]
+    assert pool["nodes"][0]["usage_fields"] == {"cpu": 6, "memory": 3 * 1536 * 2**20, "gpu": 3}
+    assert cli.run("pool", "list", "--mode", "free").out.splitlines()[-1].split()[4:6] == ["0", "58"]
     go.touch()
     for one in (first, second):
         cli.await_status(one, "COMPLETED")

@@ -12,7 +12,9 @@ import typer
 
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, HostfileOption
+from distflow.cli.reading import reading_directory
 from distflow.cli.tables import Paint, table
+from distflow.cli.usage import Held, Mode, Usage, amount_cells, held_by_tasks
 from distflow.documents.words import did_you_mean
 from distflow.errors import NodeError, NotFound
 from distflow.pools.choose import choose_pool, with_hosts
@@ -33,30 +35,29 @@ def _pool() -> None:
 )
 def list_pools(
     pool: Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated.")] = None,
+    mode: Annotated[Mode, typer.Option("--mode", "-m", help="used/total, or what is free.")] = Mode.USED,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
-    """List the pools of the configuration and their nodes."""
+    """List the pools of the configuration and their nodes, with what they have and what this user's workflows use of it.
+
+    No node is asked; `distflow resource list --live` does, and says who holds what.
+    """
     configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile))
     if pool:
         configuration = replace(configuration, pools={name: choose_pool(configuration, given=name) for name in pool})
+    with wiring.open_store(reading_directory()) as store:
+        held = held_by_tasks(store)
     if format_type is Format.JSON:
-        print(json.dumps(_as_json(configuration), indent=2))
+        print(json.dumps(_as_json(configuration, held), indent=2))
         return
-    rows = [
-        (
-            one.name + (" (default)" if one.name == configuration.default_pool else ""),
-            one.backend,
-            node.name,
-            _count(node.gpus),
-            _count(node.cpus),
-            "-" if node.memory is None else f"{node.memory / 2**30:.0f} GiB",
-            node.platform or "-",
-        )
-        for one in configuration.pools.values()
-        for node in one.nodes
-    ]
-    print(table(("Pool", "Backend", "Node", "GPUs", "CPUs", "Memory", "Platform"), rows), end="")
+    rows = []
+    for one in configuration.pools.values():
+        for node in one.nodes:
+            cpus, memory, gpus = amount_cells(_usage(one, node, held).amounts, mode)
+            default = " (default)" if one.name == configuration.default_pool else ""
+            rows.append((f"{one.name}{default}", one.backend, node.name, gpus, cpus, memory, node.platform or "-"))
+    print(table(("Pool", "Backend", "Node", "GPUs", "CPUs", "Memory [Gi]", "Platform"), rows), end="")
 
 
 @app.command(
@@ -107,22 +108,23 @@ def _only(pool: Pool, names: Sequence[str]) -> tuple[Node, ...]:
     return tuple(node for node in pool.nodes if not names or node.name in names)
 
 
-def _count(value: int | None) -> str:
-    return "-" if value is None else str(value)
+def _usage(pool: Pool, node: Node, held: Held) -> Usage:
+    return Usage(pool=pool, node=node, held=held.get((pool.name, node.name), ()))
 
 
-def _as_json(configuration: Configuration) -> dict[str, object]:
+def _as_json(configuration: Configuration, held: Held) -> dict[str, object]:
     return {
         "file": configuration.file,
         "default_pool": configuration.default_pool,
         "pools": [
-            {"name": pool.name, "backend": pool.backend, "nodes": [_node_json(node) for node in pool.nodes]}
+            {"name": pool.name, "backend": pool.backend, "nodes": [_node_json(_usage(pool, node, held)) for node in pool.nodes]}
             for pool in configuration.pools.values()
         ],
     }
 
 
-def _node_json(node: Node) -> dict[str, object]:
+def _node_json(usage: Usage) -> dict[str, object]:
+    node, (cpu, memory, gpu) = usage.node, (used for used, _ in usage.amounts)
     return {
         "name": node.name,
         "host": node.host,
@@ -136,4 +138,5 @@ def _node_json(node: Node) -> dict[str, object]:
         "memory": node.memory,
         "platform": node.platform,
         "labels": dict(node.labels),
+        "usage_fields": {"cpu": cpu, "memory": memory, "gpu": gpu},
     }

@@ -38,6 +38,7 @@ class Upkeep:
             "reap": self._reap,
             "recall": self._recall,
             "uninstall": self._uninstall,
+            "holders": self._holders,
         }
         op = ops.get(str(request.get("op")))
         if op is None:
@@ -89,6 +90,11 @@ class Upkeep:
         from distflow.runtime import uninstalling
 
         self._loop.job(lambda: uninstalling.uninstall(self._root, request), done)
+
+    def _holders(self, request: Json, done: _Done) -> None:
+        from distflow.runtime import holders
+
+        self._loop.job(lambda: holders.look(str(request["lease_dir"])), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))

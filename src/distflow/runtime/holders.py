@@ -1,0 +1,97 @@
+"""Who holds what of this node: leases of all users of distflow, and processes on its GPUs that it did not start."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from typing import Dict, List, Optional, Tuple
+
+from distflow.runtime import gpuusers
+from distflow.runtime.leasefiles import open_directory
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["look"]
+
+_NAME = re.compile(r"(gpu|port|claim)-([0-9]+)(?:-[0-9]+)?\.lock")
+_LONGEST = 4096
+_MOST = 10_000
+
+
+def look(lease_dir: str) -> Json:
+    """``holders``, one for each attempt, and ``foreign``: who else computes on a GPU. Nothing is held or changed.
+
+    Looking at a lock takes it for an instant, as shared: a lease that is asked for just then is refused and asked for again.
+    """
+    found: Dict[Tuple[str, str], Json] = {}
+    for kind, number, said in _locked(lease_dir):
+        holder = found.setdefault((str(said.get("user")), str(said.get("attempt"))), _holder(said))
+        if kind == "claim":
+            for name in ("cpus", "memory"):
+                holder[name] += _amount(said.get(name))
+        else:
+            holder["gpus" if kind == "gpu" else "ports"].append(number)
+    for holder in found.values():
+        holder["gpus"].sort()
+        holder["ports"].sort()
+    held = {gpu for holder in found.values() for gpu in holder["gpus"]}
+    foreign = [user for user in gpuusers.find() if user["gpu"] not in held]
+    return {"holders": [found[key] for key in sorted(found)], "foreign": foreign}
+
+
+def _holder(said: Json) -> Json:
+    pid = said.get("pid")
+    return {
+        "user": str(said.get("user") or "")[:100],
+        "attempt": str(said.get("attempt") or "")[:500],
+        "pid": pid if isinstance(pid, int) else None,
+        "gpus": [],
+        "ports": [],
+        "cpus": 0,
+        "memory": 0,
+    }
+
+
+def _locked(lease_dir: str) -> List[Tuple[str, int, Json]]:
+    """Locks that somebody holds, and what is written in them; that is other people's, and may say anything."""
+    if not os.path.isdir(os.path.expanduser(lease_dir)):
+        return []
+    found = []
+    try:
+        directory = open_directory(lease_dir)
+    except OpError:
+        return []
+    try:
+        for name in sorted(os.listdir(directory))[:_MOST]:
+            match = _NAME.fullmatch(name)
+            said = _said(directory, name) if match else None
+            if match and said is not None:
+                found.append((match.group(1), int(match.group(2)), said))
+    finally:
+        os.close(directory)
+    return found
+
+
+def _said(directory: int, name: str) -> Optional[Json]:
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        try:
+            said = json.loads(os.pread(fd, _LONGEST, 0).decode())
+        except (OSError, ValueError):
+            said = None
+        return said if isinstance(said, dict) else {}
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _amount(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
