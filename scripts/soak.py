@@ -173,7 +173,7 @@ def main() -> int:
         }
         (folder / "lab").mkdir()
         lab = Lab(Cli(folder / "lab"), servers)
-        lab.configure(connect_timeout="2s", node_lost_after="60s")
+        lab.configure(connect_timeout="2s", node_lost_after="60s", start_barrier="30s")
         soak = Soak(lab, given.minutes, given.seed)
         soak.run()
         wait_until(lambda: not any(server.connections() for server in servers.values()), 60, "no connection is left")

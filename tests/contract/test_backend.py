@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ from distflow.backends.base import (
     Unanswered,
 )
 from distflow.backends.machines.backend import MachinesBackend
+from distflow.backends.machines.link import AgentLink
 from distflow.errors import NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
@@ -379,6 +381,37 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path) -> None:
                 pipe.flush()
     assert not [one for one in bench.seen if isinstance(one, Prepared)]
     bench.backend.close()
+
+
+def test_a_lease_whose_answer_was_lost_is_given_back_when_the_node_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = _machines(tmp_path)
+    take = AgentLink._take
+
+    def deaf(link: AgentLink, message: dict[str, Any]) -> None:
+        if "gpu_ids" not in message:
+            take(link, message)
+
+    monkeypatch.setattr(AgentLink, "_take", deaf)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    bench.backend.lease(bench.request("t"))
+    record = tmp_path / "node" / bench.key("t").name / "runner.json"
+    wait_until(record.exists, 20)
+    (agent,) = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_agent(pid, tmp_path)]
+    os.kill(agent, signal.SIGKILL)
+    assert not bench.await_one(LeaseRefused).is_final
+    wait_until(lambda: not record.exists(), 20, "nobody holds it any more")
+    bench.backend.close()
+
+
+def _is_agent(pid: int, folder: Path) -> bool:
+    try:
+        name, words = Path(f"/proc/{pid}/comm").read_text(), Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return name == "df-agent\n" and os.fsencode(folder) in words
 
 
 def test_a_released_attempt_may_be_leased_and_sent_its_files_again(tmp_path: Path) -> None:

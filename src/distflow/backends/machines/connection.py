@@ -72,6 +72,8 @@ class Connection:
         self._streams: dict[int, tuple[AttemptKey, str]] = {}
         self._tailed: set[str] = set()
         self._drained: dict[str, set[str]] = {}
+        self._unwanted: set[AttemptKey] = set()
+        """Leases that are to be given back as soon as the node answers."""
         self._next_stream = 0
         self._closing = threading.Event()
         self._broken = threading.Event()
@@ -105,6 +107,24 @@ class Connection:
         with self._lock:
             self._watched.pop(key.name, None)
             self._tailed.discard(key.name)
+
+    def give_back(self, key: AttemptKey) -> None:
+        """Release the lease of an attempt that nobody will take up; of a node that does not answer, when it is back.
+
+        Unless it is watched by then: it was asked for again.
+        """
+        self._give_back(self._link, key)
+
+    def _give_back(self, link: AgentLink | None, key: AttemptKey) -> None:
+        def answered(answer: Mapping[str, Any] | DistflowError) -> None:
+            if isinstance(answer, NodeUnreachable):
+                with self._lock:
+                    self._unwanted.add(key)
+
+        if link is None:
+            answered(NodeUnreachable(self.node.name, self._error))
+        else:
+            link.send("release", answered, attempt=key.name)
 
     def send(self, op: str, answered: Answered, **fields: Any) -> None:
         """Ask the agent; ``answered`` is called once, from another thread or at once when there is no connection."""
@@ -265,6 +285,10 @@ class Connection:
     def _greet(self, link: AgentLink) -> None:
         with self._lock:
             keys = list(self._watched.values())
+            unwanted = {key for key in self._unwanted if key.name not in self._watched}
+            self._unwanted.clear()
+        for key in unwanted:  # before anybody knows that it is up, and asks for the same again
+            self._give_back(link, key)
         answer = link.request("hello", watch=[key.name for key in keys])
         facts = answer["facts"]
         self._facts = facts

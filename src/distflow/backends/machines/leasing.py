@@ -60,9 +60,10 @@ class GangLease:
 
     def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
         for task in self._request.nodes:
-            if task not in refusals:
+            if task not in refusals or not isinstance(refusals[task], AgentError):
+                # One that did not answer may have leased all the same.
                 key = self._request.key(task)
-                self._connections[key.node].send("release", lambda _: None, attempt=key.name)
+                self._connections[key.node].give_back(key)
         task, first = next(iter(refusals.items()))
         kind = first.kind if isinstance(first, AgentError) else "unreachable"
         self._sink(
