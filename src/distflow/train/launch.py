@@ -1,0 +1,71 @@
+"""Start the ranks of one machine: ``python -m distflow.train.launch --offset 8 --size 8 --world_size 16 train.py …``.
+
+Every machine of a world runs this, with its own offset. Under distflow the flags can be left out: a task's variables say
+the same. The exit code is that of the rank that failed first (128 + the signal's number when a signal ended it), 143 when
+the ranks were asked to stop, 2 when the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distflow.train.starting import LayoutError, read_share, run_command
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ranks that the command line describes; return the exit code. Raises ``SystemExit`` (2) when it is wrong."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not args.module and not Path(args.target).is_file():
+        parser.error(f"{args.target}: no such script; give the path of a Python file, or -m and the name of a module")
+    try:
+        share = read_share(
+            os.environ, offset=args.offset, size=args.size, world_size=args.world_size, master_addr=args.master_addr,
+            master_port=args.master_port, max_restarts=args.max_restarts, stop_grace_s=args.stop_grace,
+            failure_grace_s=args.failure_grace, numa=args.numa,
+        )  # fmt: skip
+    except LayoutError as error:
+        parser.error(str(error))
+    return run_command(share, "module" if args.module else "script", args.target, args.arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distflow.train.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--offset", type=int, help="first global rank of this machine (default: DISTFLOW_RANK_OFFSET, else 0)")
+    add("--size", type=int, help="number of ranks on this machine (default: DISTFLOW_RANK_SIZE, else 1)")
+    add(
+        "--world_size",
+        "--world-size",
+        type=int,
+        help="number of ranks on all machines (default: DISTFLOW_WORLD_SIZE, else all are here)",
+    )
+    add("--master-addr", "--master_addr", help="address of the machine with rank 0 (default: MASTER_ADDR, else this machine)")
+    add("--master-port", "--master_port", type=int, help="port of rank 0's store (default: MASTER_PORT, else a free one)")
+    add(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=0,
+        help="start all ranks anew so often after a failure (one machine only)",
+    )
+    add("--stop-grace", type=float, default=30.0, metavar="S", help="seconds that ranks have after SIGTERM (default: 30)")
+    add("--failure-grace", type=float, default=5.0, metavar="S", help="the same, when another rank failed (default: 5)")
+    add("--numa", action="store_true", help="bind each rank to the CPUs of its GPU's NUMA node, where the machine says which")
+    add("-m", "--module", action="store_true", help="the target is the name of a module, as in python -m")
+    add("target", help="script, or module with -m")
+    add("arguments", nargs=argparse.REMAINDER, help="for the script")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What runs first in the process of one rank: ``python -m distflow.train.rank``, for the launcher only.
+
+It ends with the launcher, keeps to its CPUs, runs the script as ``python`` would, and leaves an exception of the script in
+the error file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+
+from distflow.train.affinity import parse_cpus
+from distflow.train.errorfile import write_exception
+
+__all__ = ["CPUS", "PARENT", "RecordedFailure", "end_with_parent", "keep_to_cpus", "run_script"]
+
+PARENT = "DISTFLOW_LAUNCHER_PID"
+"""The launcher's process."""
+CPUS = "DISTFLOW_CPUS"
+"""The CPUs of this rank, as ``0-3,8``; unset: all that the launcher has."""
+_PR_SET_PDEATHSIG = 1
+
+
+class RecordedFailure(AbstractContextManager[None]):
+    """Leaves an exception in the error file, and lets it go on. ``SystemExit`` is an end, not a failure."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write the error file, if this is a failure."""
+        if isinstance(error, Exception):
+            write_exception(error, rank=int(os.environ["RANK"]))
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the launcher dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(os.environ[PARENT]):  # it died before that
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_to_cpus() -> None:
+    """Run on the CPUs that the launcher chose for this rank, as far as they may be used."""
+    wanted = parse_cpus(os.environ.get(CPUS, "")) & os.sched_getaffinity(0)
+    if wanted:
+        os.sched_setaffinity(0, wanted)
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """Run a script as ``python path arguments`` does."""
+    sys.argv = [path, *arguments]
+    sys.path[0] = str(Path(path).resolve().parent)
+    runpy.run_path(path, run_name="__main__")
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _main() -> None:
+    end_with_parent()
+    keep_to_cpus()
+    kind, target, *arguments = sys.argv[1:]
+    run: Callable[[str, list[str]], None] = {"script": run_script, "module": _run_module}[kind]
+    with RecordedFailure():
+        run(target, arguments)
+
+
+if __name__ == "__main__":
+    _main()

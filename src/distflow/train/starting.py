@@ -1,0 +1,295 @@
+"""Start one process per rank of this machine, from a script's command line or from a function; never imports torch.
+
+Each process gets the whole environment that torchrun gives to its workers, so that ``env://`` and anything written for
+torchrun works. ``TORCHELASTIC_USE_AGENT_STORE`` is never ``True``: rank 0 itself hosts the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distflow.train import rank as rank_process
+from distflow.train.affinity import cpus_near_gpu, threads_per_rank
+from distflow.train.errorfile import VARIABLE, write_failure
+from distflow.train.processes import Outcome, RankProcess, supervise
+
+__all__ = ["LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
+
+_LOCAL = "127.0.0.1"
+
+
+class LayoutError(ValueError):
+    """The ranks of this machine make no sense; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """This machine's share of the world, and how its processes are treated."""
+
+    offset: int
+    """First global rank."""
+    size: int
+    """How many ranks."""
+    world_size: int
+    master_addr: str
+    master_port: int
+    """0: a free port, another one for each attempt."""
+    max_restarts: int = 0
+    stop_grace_s: float = 30.0
+    """Time between SIGTERM and SIGKILL for ranks that are asked to stop."""
+    failure_grace_s: float = 5.0
+    """The same, when another rank has failed."""
+    numa: bool = False
+    """Bind each rank to the CPUs beside its GPU."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether this machine has all ranks."""
+        return self.size == self.world_size
+
+
+def read_share(
+    environment: Mapping[str, str],
+    *,
+    offset: int | None = None,
+    size: int | None = None,
+    world_size: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    max_restarts: int = 0,
+    stop_grace_s: float = 30.0,
+    failure_grace_s: float = 5.0,
+    numa: bool = False,
+) -> Share:
+    """Put together what was given and what distflow's variables say. Raises ``LayoutError``, which names flag and remedy."""
+    first = _number(environment, "DISTFLOW_RANK_OFFSET", offset, 0)
+    count = _number(environment, "DISTFLOW_RANK_SIZE", size, 1)
+    world = _number(environment, "DISTFLOW_WORLD_SIZE", world_size, first + count)
+    if count < 1:
+        raise LayoutError(f"--size {count}: a machine has at least one rank; give --size 1 or more")
+    if first < 0:
+        raise LayoutError(f"--offset {first}: ranks are counted from 0; give --offset 0 or more")
+    if first + count > world:
+        raise LayoutError(
+            f"--offset {first} --size {count} --world_size {world}: ranks {first} to {first + count - 1} do not fit a world of "
+            f"{world}; give --world_size {first + count} or more, or a smaller --size"
+        )
+    if max_restarts < 0:
+        raise LayoutError(f"--max-restarts {max_restarts}: give 0 or more")
+    if max_restarts and count != world:
+        raise LayoutError(
+            "--max-restarts: one machine cannot restart a world of several; let distflow try the group again "
+            "(exitActions in the spec)"
+        )
+    address = master_addr or environment.get("MASTER_ADDR")
+    port = _number(environment, "MASTER_PORT", master_port, 0)
+    if not 0 <= port < 65536:
+        raise LayoutError(f"--master-port {port}: give a port from 1 to 65535")
+    if count != world:
+        if not address:
+            raise LayoutError("--master-addr is missing: give the address of the machine that has rank 0, or set MASTER_ADDR")
+        if not port:
+            raise LayoutError("--master-port is missing: give a port that is free on the master, the same on every machine")
+    return Share(
+        offset=first, size=count, world_size=world, master_addr=address or _LOCAL, master_port=port, max_restarts=max_restarts,
+        stop_grace_s=stop_grace_s, failure_grace_s=failure_grace_s, numa=numa,
+    )  # fmt: skip
+
+
+def _number(environment: Mapping[str, str], variable: str, given: int | None, default: int) -> int:
+    if given is not None:
+        return given
+    text = environment.get(variable) or str(default)
+    try:
+        return int(text)
+    except ValueError:
+        raise LayoutError(f"{variable}={text}: not a number; correct or unset it") from None
+
+
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Tell whether this process is one rank already: this launcher or torchrun started it."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} <= environment.keys()
+
+
+def run_command(share: Share, kind: str, target: str, arguments: Sequence[str]) -> int:
+    """Run a script (``kind`` is ``script``) or a module (``module``) in every rank; return the exit code."""
+
+    def start(environment: Mapping[str, str]) -> _Started:
+        command = [sys.executable, "-u", "-m", rank_process.__name__, kind, target, *arguments]
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        return process.pid, process.poll
+
+    return _run(share, start)
+
+
+def launch(
+    function: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    *,
+    size: int | None = None,
+    offset: int | None = None,
+    world_size: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    max_restarts: int = 0,
+    stop_grace_s: float = 30.0,
+    numa: bool = False,
+) -> None:
+    """Call ``function(*args)`` in one new process per rank of this machine, and wait for all.
+
+    What is not given comes from distflow's variables, else it is one rank. In a process that is a rank already the function
+    is simply called, so that a script works under any launcher. ``function`` must be importable (no lambda), as
+    ``multiprocessing`` wants it. Call it in the main thread, under ``if __name__ == "__main__":``.
+
+    Raises ``SystemExit`` with the first failure's exit code, or 143 when the ranks were asked to stop; ``LayoutError``.
+    """
+    if is_rank(os.environ):
+        function(*args)
+        return
+    share = read_share(
+        os.environ, offset=offset, size=size, world_size=world_size, master_addr=master_addr, master_port=master_port,
+        max_restarts=max_restarts, stop_grace_s=stop_grace_s, numa=numa,
+    )  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+
+    def start(environment: Mapping[str, str]) -> _Started:
+        # Not daemonic: a rank may have children of its own, such as a loader's workers.
+        process = context.Process(target=_call, args=(function, args))
+        before = dict(os.environ)
+        os.environ.clear()
+        os.environ.update(environment)  # libraries read it while the function is being imported
+        try:
+            process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        pid = process.pid
+        if pid is None:
+            raise RuntimeError("multiprocessing started no process")
+        return pid, lambda: process.exitcode
+
+    code = _run(share, start)
+    if code:
+        raise SystemExit(code)
+
+
+def _call(function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Be one rank. Top level, so that it can be pickled."""
+    os.setsid()
+    rank_process.end_with_parent()
+    rank_process.keep_to_cpus()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with rank_process.RecordedFailure():
+        function(*args)
+
+
+_Started = tuple[int, Callable[[], "int | None"]]
+_Start = Callable[[Mapping[str, str]], _Started]
+
+
+def _run(share: Share, start: _Start) -> int:
+    """Run the ranks until they complete, are stopped, or have failed more often than allowed."""
+    attempt = 0
+    while True:
+        outcome = _attempt(share, start, attempt)
+        if outcome.first is None or attempt == share.max_restarts:
+            return outcome.exit_code
+        attempt += 1
+        _say(f"restart {attempt} of {share.max_restarts}")
+
+
+def _attempt(share: Share, start: _Start, attempt: int) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="distflow-ranks-") as folder, _port(share, attempt) as port:
+        ranks: list[RankProcess] = []
+        for local_rank in range(share.size):
+            rank = share.offset + local_rank
+            error_file = Path(folder) / f"error-{rank}.json"
+            environment = {**os.environ, **_environment(share, local_rank, attempt, port), VARIABLE: str(error_file)}
+            pid, poll = start(environment)
+            ranks.append(RankProcess(rank=rank, pid=pid, poll=poll, error_file=error_file))
+        outcome = supervise(ranks, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
+        _report(outcome)
+    return outcome
+
+
+def _environment(share: Share, local_rank: int, attempt: int, port: int) -> dict[str, str]:
+    """Return what torchrun gives to a worker, and what our own process of a rank reads."""
+    rank, world_size = str(share.offset + local_rank), str(share.world_size)
+    node_rank = os.environ.get("NODE_RANK") or str(share.offset // share.size)
+    nodes = os.environ.get("NNODES") or str(-(-share.world_size // share.size))
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": str(share.size),
+        "GROUP_RANK": node_rank,
+        "GROUP_WORLD_SIZE": nodes,
+        "NODE_RANK": node_rank,
+        "ROLE_RANK": rank,
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": share.master_addr,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(share.max_restarts),
+        "TORCHELASTIC_RUN_ID": os.environ.get("DISTFLOW_WORKFLOW_ID") or "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(share.size)),
+        rank_process.PARENT: str(os.getpid()),
+    }
+    cpus = cpus_near_gpu(local_rank, os.environ) if share.numa else None
+    if cpus:
+        environment[rank_process.CPUS] = ",".join(map(str, sorted(cpus)))
+    return environment
+
+
+@contextlib.contextmanager
+def _port(share: Share, attempt: int) -> Iterator[int]:
+    """Give the port for an attempt, and keep a chosen one: a socket that never listens leaves it free for torch alone.
+
+    A restart never uses the port again: sockets of the attempt before may still hold it.
+    """
+    if share.master_port and attempt == 0:
+        yield share.master_port
+        return
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
+
+
+def _report(outcome: Outcome) -> None:
+    """Say which rank failed first, on standard error and in the launcher's own error file."""
+    end = outcome.first
+    if end is None:
+        return
+    message = end.failure.message if end.failure else f"rank {end.rank} ended with {end.how}"
+    callstack = end.failure.callstack if end.failure else ""
+    _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {message}")
+    if callstack:
+        sys.stderr.write(callstack)
+        sys.stderr.flush()
+    path = os.environ.get(VARIABLE)
+    if path:
+        more: dict[str, Any] = {"rank": end.rank, "pid": end.pid}
+        if end.code < 0:
+            more["signal"] = end.how
+        write_failure(Path(path), message, callstack, more)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"distflow.train.launch: {text}\n")
+    sys.stderr.flush()

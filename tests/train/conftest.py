@@ -1,0 +1,102 @@
+"""Commands of distflow.train in real processes, which leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+
+DEADLINE_S = 120.0
+"""For one run, on a machine that is busy with other things."""
+SOURCES = Path(__file__).resolve().parents[2] / "src"
+
+
+class Run:
+    """A started command, in a session of its own; what it prints goes to files."""
+
+    def __init__(self, folder: Path, command: list[str], environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.error_file = folder / "error.json"
+        folder.mkdir(exist_ok=True)
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+        known = {**inherited, "PYTHONPATH": str(SOURCES), "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment}
+        with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=known, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The JSON lines printed so far."""
+        lines = self.stdout.splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        content = json.loads(self.error_file.read_text())
+        assert isinstance(content, dict)
+        return content
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def wait_for_records(self, count: int) -> list[dict[str, Any]]:
+        """Wait until so many JSON lines are there, and fail if the command ends before."""
+        wait_until(lambda: len(self.records) >= count or self.process.poll() is not None, DEADLINE_S, "lines")
+        assert len(self.records) >= count, self.stderr
+        return self.records
+
+
+class Start(Protocol):
+    """Starts the launcher on a script with these flags, or a plain command; more environment variables by name."""
+
+    def __call__(self, script: str, *flags: str, arguments: tuple[str, ...] = (), plain: bool = False, **env: str) -> Run: ...
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def start_one(script: str, *flags: str, arguments: tuple[str, ...] = (), plain: bool = False, **env: str) -> Run:
+        folder = tmp_path / f"run-{len(runs)}"
+        folder.mkdir()
+        (folder / "script.py").write_text(textwrap.dedent(script))
+        launcher = [] if plain else ["-m", "distflow.train.launch", *flags]
+        runs.append(Run(folder, [sys.executable, *launcher, "script.py", *arguments], env))
+        return runs[-1]
+
+    yield start_one
+    for run in runs:
+        run.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.wait(DEADLINE_S)
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,237 @@
+"""The launcher with real processes. None of them imports torch: what they do is what ranks do to their launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+from distflow.train.launch import main
+from distflow.train.starting import LayoutError, read_share
+from train.conftest import DEADLINE_S, Start, is_alive
+
+HELLO = """
+    import json, os, sys
+    print(json.dumps({"argv": sys.argv, "path": sys.path[0], "ppid": os.getppid(), "env": dict(os.environ)}), flush=True)
+"""
+WAIT = """
+    import json, os, signal, subprocess, sys
+    child = subprocess.Popen(["sleep", "600"])
+    print(json.dumps({"rank": int(os.environ["RANK"]), "pid": os.getpid(), "child": child.pid}), flush=True)
+    signal.pause()
+"""
+
+
+def test_each_rank_has_torchruns_environment(start: Start) -> None:
+    run = start(
+        HELLO, "--offset", "2", "--size", "2", "--world_size", "6", "--master-addr", "10.0.0.1", "--master-port", "29123",
+        arguments=("--epochs", "3", "-m"),
+    )  # fmt: skip
+    assert run.wait() == 0, run.stderr
+    first, second = sorted(run.records, key=lambda record: record["env"]["RANK"])
+    assert first["argv"] == ["script.py", "--epochs", "3", "-m"]
+    assert first["path"] == str(run.folder)
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    expected = {
+        "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3",
+        "NODE_RANK": "1", "ROLE_RANK": "2", "ROLE_NAME": "default", "ROLE_WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29123", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": threads,
+    }  # fmt: skip
+    assert {name: first["env"][name] for name in expected} == expected
+    assert (second["env"]["RANK"], second["env"]["LOCAL_RANK"]) == ("3", "1")
+    assert first["env"]["TORCHELASTIC_ERROR_FILE"] != second["env"]["TORCHELASTIC_ERROR_FILE"]
+    assert first["ppid"] == run.process.pid
+
+
+def test_flags_come_from_distflows_variables_and_threads_stay_as_set(start: Start) -> None:
+    run = start(
+        HELLO, DISTFLOW_RANK_OFFSET="8", DISTFLOW_RANK_SIZE="1", DISTFLOW_WORLD_SIZE="16", MASTER_ADDR="10.0.0.1",
+        MASTER_PORT="29500", NODE_RANK="3", NNODES="5", OMP_NUM_THREADS="7", DISTFLOW_WORKFLOW_ID="x-1",
+    )  # fmt: skip
+    assert run.wait() == 0, run.stderr
+    environment = run.records[0]["env"]
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["GROUP_RANK"]) == ("8", "16", "3")
+    assert (environment["GROUP_WORLD_SIZE"], environment["OMP_NUM_THREADS"]) == ("5", "7")
+    assert environment["TORCHELASTIC_RUN_ID"] == "x-1"
+
+
+def test_a_module_is_run_with_its_arguments(start: Start) -> None:
+    run = start("", "-m", "platform", arguments=())
+    assert run.wait() == 0, run.stderr
+    assert run.stdout.startswith("Linux")
+
+
+def test_the_first_failure_is_named_and_not_the_one_that_then_lost_its_peer(start: Start) -> None:
+    """Rank 0 reports a lost peer and ends at once; rank 1, the cause, takes its time to end after its exception."""
+    run = start(
+        """
+        import atexit, os, pathlib, signal
+        raised = pathlib.Path("raised")
+        if os.environ["RANK"] == "1":
+            atexit.register(signal.pause)
+            raised.touch()
+            raise ValueError("shapes differ")
+        while not raised.exists():
+            os.sched_yield()
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+        """,
+        "--size", "2",
+    )  # fmt: skip
+    assert run.wait() == 1
+    assert run.error["rank"] == 1
+    assert run.error["message"]["message"] == "ValueError: shapes differ"
+    assert 'raise ValueError("shapes differ")' in run.error["message"]["extraInfo"]["py_callstack"]
+    assert "distflow.train.launch: rank 1 failed first" in run.stderr
+    assert run.stderr.rstrip().endswith("ValueError: shapes differ")
+
+
+def test_a_failing_rank_stops_the_others_with_their_children(start: Start) -> None:
+    """A sibling that ignores SIGTERM, and its child, are killed when their grace is over."""
+    run = start(
+        """
+        import json, os, pathlib, signal, subprocess, sys
+        if os.environ["RANK"] == "1":
+            while not pathlib.Path("ready").exists():
+                os.sched_yield()
+            sys.exit(7)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "600"])
+        print(json.dumps({"pid": os.getpid(), "child": child.pid}), flush=True)
+        pathlib.Path("ready").touch()
+        signal.pause()
+        """,
+        "--size", "2", "--failure-grace", "0.2",
+    )  # fmt: skip
+    assert run.wait() == 7
+    assert run.error["message"]["message"] == "rank 1 ended with exit code 7"
+    record = run.records[0]
+    wait_until(lambda: not is_alive(record["pid"]) and not is_alive(record["child"]), 10, "end of the sibling")
+
+
+def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
+    run = start(WAIT, "--size", "2")
+    pids = {record["rank"]: record["pid"] for record in run.wait_for_records(2)}
+    os.kill(pids[1], signal.SIGKILL)
+    assert run.wait() == 128 + signal.SIGKILL
+    assert (run.error["rank"], run.error["pid"], run.error["signal"]) == (1, pids[1], "SIGKILL")
+    everyone = [record[key] for record in run.records for key in ("pid", "child")]
+    wait_until(lambda: not any(map(is_alive, everyone)), 10, "end of all")
+
+
+def test_a_killed_launcher_leaves_no_rank(start: Start) -> None:
+    run = start(WAIT, "--size", "2")
+    records = run.wait_for_records(2)
+    run.process.kill()
+    wait_until(lambda: not any(is_alive(record["pid"]) for record in records), 10, "end of all ranks")
+    for record in records:
+        os.kill(record["child"], signal.SIGKILL)  # of another process than ours: only the test ends it
+
+
+def test_a_request_to_stop_is_passed_on_and_ranks_get_time(start: Start) -> None:
+    script = """
+        import json, os, pathlib, signal, sys, threading
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        print(json.dumps({"pid": os.getpid()}), flush=True)
+        stop.wait()
+        pathlib.Path("checkpoint-" + os.environ["RANK"]).touch()
+        sys.exit(143)
+    """
+    run = start(script, "--size", "2")
+    run.wait_for_records(2)
+    run.process.terminate()
+    assert run.wait() == 143
+    assert sorted(path.name for path in run.folder.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
+    assert not run.error_file.exists(), "to be stopped is no failure"
+
+    one = start(script, "--size", "2")
+    os.kill(one.wait_for_records(2)[0]["pid"], signal.SIGTERM)
+    assert one.wait() == 143, "a rank that was asked to stop takes the others with it"
+    assert sorted(path.name for path in one.folder.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
+
+
+def test_a_restart_has_a_new_port(start: Start) -> None:
+    run = start(
+        """
+        import json, os, sys
+        print(json.dumps({name: os.environ[name] for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")}), flush=True)
+        sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "2")
+        """,
+        "--max-restarts", "3", "--master-port", "29123",
+    )  # fmt: skip
+    assert run.wait() == 0, run.stderr
+    assert [record["TORCHELASTIC_RESTART_COUNT"] for record in run.records] == ["0", "1", "2"]
+    ports = [record["MASTER_PORT"] for record in run.records]
+    assert ports[0] == "29123"
+    assert len(set(ports)) == 3
+    assert "restart 2 of 3" in run.stderr
+
+
+def test_a_function_is_launched_from_a_script(start: Start) -> None:
+    """The same script also works when it is a rank already."""
+    script = """
+        import json, os, sys
+        from distflow.train import launch
+
+        def train(word):
+            print(json.dumps({"rank": os.environ["RANK"], "word": word, "torch": "torch" in sys.modules}), flush=True)
+            if word == "bad":
+                raise ValueError("bad word")
+
+        if __name__ == "__main__":
+            launch(train, (sys.argv[1],))
+            assert "RANK" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    """
+    run = start(script, arguments=("good",), plain=True, DISTFLOW_RANK_SIZE="2")
+    assert run.wait() == 0, run.stderr
+    assert sorted((record["rank"], record["word"]) for record in run.records) == [("0", "good"), ("1", "good")]
+    nested = start(script, "--size", "2", arguments=("good",))
+    assert nested.wait() == 0, nested.stderr
+    assert len(nested.records) == 2
+    bad = start(script, arguments=("bad",), plain=True)
+    assert bad.wait() == 1
+    assert bad.error["message"]["message"] == "ValueError: bad word"
+    assert 'raise ValueError("bad word")' in bad.error["message"]["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--size", "0", "x.py"], "--size 0: a machine has at least one rank; give --size 1 or more"),
+        (["--offset", "-1", "x.py"], "--offset -1: ranks are counted from 0"),
+        (["--offset", "8", "--size", "8", "--world_size", "12", "x.py"], "ranks 8 to 15 do not fit a world of 12"),
+        (["--world_size", "2", "x.py"], "--master-addr is missing"),
+        (["--world_size", "2", "--master-addr", "a", "x.py"], "--master-port is missing"),
+        (["--world_size", "2", "--max-restarts", "1", "x.py"], "--max-restarts: one machine cannot restart"),
+        (["--master-port", "70000", "x.py"], "--master-port 70000: give a port from 1 to 65535"),
+        (["missing.py"], "missing.py: no such script"),
+        (["--sise", "2", "x.py"], "--sise"),
+    ],
+)
+def test_a_wrong_command_line_names_flag_and_remedy(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    with pytest.raises(SystemExit) as stopped:
+        main(flags)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_variable_that_is_no_number_is_named() -> None:
+    with pytest.raises(LayoutError, match="DISTFLOW_RANK_SIZE=eight: not a number"):
+        read_share({"DISTFLOW_RANK_SIZE": "eight"})
+
+
+def test_the_launcher_imports_no_torch() -> None:
+    code = "import sys, distflow.train.launch, distflow.train; print({'torch', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,65 @@
+"""Where a rank runs: read from a tree that looks like /sys and /proc of a machine with two GPUs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.train.affinity import cpus_near_gpu, parse_cpus, threads_per_rank
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    for address, node, uuid in (("0000:17:00.0", "0", "GPU-aaaa-1"), ("0000:ca:00.0", "1", "GPU-bbbb-2")):
+        driver = tmp_path / "proc/driver/nvidia/gpus" / address
+        driver.mkdir(parents=True)
+        (driver / "information").write_text(f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\n")
+        device = tmp_path / "sys/bus/pci/devices" / address
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    for node, cpus in (("node0", "0-3,8"), ("node1", "4-7")):
+        folder = tmp_path / "sys/devices/system/node" / node
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "cpus"),
+    [
+        (None, 0, {0, 1, 2, 3, 8}),
+        (None, 1, {4, 5, 6, 7}),
+        (None, 2, None),
+        ("1,0", 0, {4, 5, 6, 7}),
+        ("1", 1, None),
+        ("5", 0, None),
+        ("GPU-bbbb", 0, {4, 5, 6, 7}),
+        ("", 0, None),
+    ],
+)
+def test_a_rank_is_bound_to_the_node_of_the_gpu_it_sees(
+    machine: Path, visible: str | None, local_rank: int, cpus: set[int] | None
+) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert cpus_near_gpu(local_rank, environment, machine) == cpus
+
+
+def test_a_machine_that_does_not_say_binds_nothing(machine: Path, tmp_path: Path) -> None:
+    (machine / "sys/bus/pci/devices/0000:17:00.0/numa_node").write_text("-1\n")
+    assert cpus_near_gpu(0, {}, machine) is None
+    assert cpus_near_gpu(0, {}, tmp_path / "elsewhere") is None
+
+
+def test_cpu_lists_are_the_kernels() -> None:
+    assert parse_cpus("0-2,7\n") == {0, 1, 2, 7}
+    assert parse_cpus("") == set()
+    with pytest.raises(ValueError, match="x"):
+        parse_cpus("x")
+
+
+def test_ranks_share_the_cpus_that_may_be_used() -> None:
+    cpus = len(os.sched_getaffinity(0))
+    assert threads_per_rank(1) == cpus
+    assert threads_per_rank(cpus * 2) == 1
