@@ -10,7 +10,30 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "STOPPED": "stopping",
+    "BatchSizes": "data",
+    "DynamicBatcher": "batching",
+    "EpochSampler": "loader",
+    "GradientGuard": "safeguards",
+    "Loader": "loader",
+    "MemoryGuard": "safeguards",
+    "NonFiniteGradients": "safeguards",
+    "OutOfMemory": "safeguards",
+    "Pace": "metrics",
+    "StepTimer": "metrics",
+    "World": "world",
+    "WorldError": "world",
+    "balanced_split": "data",
+    "batch_sizes": "data",
+    "beat": "heartbeat",
+    "equal_batches": "batching",
+    "finish": "world",
+    "init": "world",
+    "join": "data",
     "launch": "starting",
+    "listen_for_stop": "stopping",
+    "report": "metrics",
+    "stop_requested": "stopping",
 }
 """Public name -> the module of this package that defines it."""
 

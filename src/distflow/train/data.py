@@ -1,0 +1,106 @@
+"""Arithmetic of data parallelism: who gets how many samples, and what a batch size means."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable
+
+__all__ = ["BatchSizes", "balanced_split", "batch_sizes", "join"]
+
+_TUTORIAL_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """The sizes of one optimizer step, in samples: ``per_rank * world_size * accumulation == total``."""
+
+    per_rank: int
+    """What one rank's loader gives at a time."""
+    total: int
+    """What the gradients of one optimizer step are averaged over."""
+    world_size: int
+    accumulation: int
+    """How many batches each rank takes before the optimizer steps."""
+
+
+def balanced_split(n: int, parts: int) -> list[int]:
+    """Split ``n`` things into ``parts`` sizes that differ by one at most, larger ones first: 11 over 4 is 3, 3, 3, 2.
+
+    Raises ``ValueError`` for fewer than one part or a negative ``n``.
+    """
+    if parts < 1:
+        raise ValueError(f"cannot split over {parts} parts: give 1 or more")
+    if n < 0:
+        raise ValueError(f"cannot split {n} things: give 0 or more")
+    share, rest = divmod(n, parts)
+    return [share + 1] * rest + [share] * (parts - rest)
+
+
+def batch_sizes(
+    *,
+    global_batch_size: int | None = None,
+    per_rank_batch_size: int | None = None,
+    world_size: int | None = None,
+    accumulation: int = 1,
+) -> BatchSizes:
+    """Work out the one batch size from the other; give both to have them checked.
+
+    ``world_size``: default that of the process group, else 1. A loader takes the per-rank size. Warns when that looks as if it
+    had been multiplied by the world size already (``32 * world_size`` in each rank is ``32 * world_size ** 2`` per step).
+    Raises ``ValueError``.
+    """
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    for name, value in (
+        ("global_batch_size", global_batch_size), ("per_rank_batch_size", per_rank_batch_size), ("world_size", world_size),
+        ("accumulation", accumulation),
+    ):  # fmt: skip
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: give 1 or more")
+    times = world_size * accumulation
+    if per_rank_batch_size is None:
+        if global_batch_size is None:
+            raise ValueError("give global_batch_size or per_rank_batch_size")
+        if global_batch_size % times:
+            near = max(1, round(global_batch_size / times)) * times
+            raise ValueError(
+                f"global_batch_size={global_batch_size} does not divide evenly over {world_size} ranks with accumulation "
+                f"{accumulation}: give a multiple of {times}, such as {near}"
+            )
+        per_rank_batch_size = global_batch_size // times
+    elif global_batch_size not in (None, per_rank_batch_size * times):
+        raise ValueError(
+            f"global_batch_size={global_batch_size} is not per_rank_batch_size={per_rank_batch_size} x {world_size} ranks x "
+            f"accumulation {accumulation} = {per_rank_batch_size * times}: leave one of them out"
+        )
+    elif global_batch_size is None and world_size > 1 and per_rank_batch_size == _TUTORIAL_BATCH * world_size:
+        warnings.warn(
+            f"per_rank_batch_size={per_rank_batch_size} is {_TUTORIAL_BATCH} x {world_size} ranks: each rank takes that many, "
+            f"so a step has {per_rank_batch_size * times} samples; if {per_rank_batch_size} in all were meant, give "
+            f"global_batch_size={per_rank_batch_size}; if not, give both to say so",
+            stacklevel=2,
+        )
+    return BatchSizes(
+        per_rank=per_rank_batch_size, total=per_rank_batch_size * times, world_size=world_size, accumulation=accumulation
+    )
+
+
+def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Let ranks have different numbers of batches: those that are done first keep up the others' reductions.
+
+    ``parts``: models in ``DistributedDataParallel``, ``ZeroRedundancyOptimizer``, anything that torch's ``Join`` takes.
+    Raises ``TypeError`` for others: a sharded model needs every rank in every forward pass, so give its loader
+    ``uneven="pad"``.
+    """
+    for part in parts:
+        if not isinstance(part, Joinable):
+            raise TypeError(
+                f"join() cannot handle {type(part).__name__}: it takes models in DistributedDataParallel; for others use a "
+                'Loader with uneven="pad", which gives every rank the same number of batches'
+            )
+    return Join(list(parts), enable=enable)

@@ -1,0 +1,155 @@
+"""A loader that knows where it is: epochs, shares of the ranks, and exact resumption in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+__all__ = ["EpochSampler", "Loader", "Uneven"]
+
+Uneven = Literal["pad", "keep", "drop"]
+"""What happens when the samples do not divide evenly over the ranks: ``pad``: the first samples of the epoch come again, so
+that all have as many; ``keep``: some ranks have one sample less (use ``join``); ``drop``: the last few are left out."""
+
+
+class EpochSampler(Sampler[int]):
+    """Gives this rank its samples of an epoch, in an order that depends on seed and epoch only.
+
+    The order is one for the whole world, dealt out in turn: so an epoch can be continued after its first ``position``
+    samples by any number of ranks.
+    """
+
+    def __init__(
+        self, length: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad", rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:  # fmt: skip
+        """``rank`` and ``world_size``: default those of the process group, else 0 of 1."""
+        if length < 1:
+            raise ValueError("the dataset is empty: give one with at least one sample")
+        if uneven not in ("pad", "keep", "drop"):
+            raise ValueError(f'uneven={uneven!r}: give "pad", "keep" or "drop"')
+        together = dist.is_initialized()
+        self.length, self.shuffle, self.seed, self.uneven = length, shuffle, seed, uneven
+        self.rank = rank if rank is not None else dist.get_rank() if together else 0
+        self.world_size = world_size if world_size is not None else dist.get_world_size() if together else 1
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} is no rank of a world of {self.world_size}")
+        self.epoch = 0
+        self.position = 0
+        """How many samples of the epoch all ranks together are past."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices of this rank that are left in the epoch."""
+        return iter(self._left()[self.rank :: self.world_size])
+
+    def __len__(self) -> int:
+        """How many indices this rank has left in the epoch."""
+        return len(range(self.rank, self.left, self.world_size))
+
+    @property
+    def left(self) -> int:
+        """How many samples all ranks together have left in the epoch, with padding or without what is dropped."""
+        rest = self.length - self.position
+        if self.uneven == "pad":
+            return -(-rest // self.world_size) * self.world_size
+        return rest // self.world_size * self.world_size if self.uneven == "drop" else rest
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; the one that is under way already goes on."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def advance(self, samples: int) -> None:
+        """Say that every rank has taken ``samples`` more, the last ones what was left."""
+        self.position = min(self.length, self.position + samples * self.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is; the same on every rank."""
+        return {
+            "epoch": self.epoch, "position": self.position, "length": self.length, "seed": self.seed, "shuffle": self.shuffle,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another sampler was. Raises ``ValueError`` when its samples are not these, in this order."""
+        for name in ("length", "seed", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise ValueError(f"the state is of a sampler with {name}={state[name]}, this one has {getattr(self, name)}")
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def _left(self) -> list[int]:
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed * 1_000_003 + self.epoch)
+            order: list[int] = torch.randperm(self.length, generator=generator).tolist()
+        else:
+            order = list(range(self.length))
+        rest = order[self.position :]
+        # Fewer ranks than padding asks for: the epoch's first samples come again and again.
+        while rest and len(rest) < self.left:
+            rest += order[: self.left - len(rest)]
+        return rest[: self.left]
+
+
+class Loader:
+    """Batches of this rank's samples: ``for batch in loader`` is what is left of an epoch; then the next one begins.
+
+    A batch counts as taken when it is handed out, whatever the loader's workers have fetched ahead: a state that is saved
+    after a training step continues with the batch after it, also on another number of ranks.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad",
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """``batch_size`` is per rank. ``options`` go to torch's ``DataLoader``: ``num_workers``, ``collate_fn``, and so on.
+
+        Raises ``ValueError``; ``TypeError`` for a dataset without a length.
+        """
+        refused = {"sampler", "batch_sampler", "drop_last"} & options.keys()
+        if refused:
+            raise ValueError(f'{", ".join(sorted(refused))}: the loader decides that; see shuffle= and uneven="drop"')
+        if not hasattr(dataset, "__len__"):
+            raise TypeError("the dataset has no length: a stream cannot be resumed by position")
+        self.sampler = EpochSampler(len(dataset), shuffle=shuffle, seed=seed, uneven=uneven)
+        self.batch_size = batch_size
+        # Loader workers get their seeds from a generator of their own: drawing one must not disturb the training's.
+        self._generator = torch.Generator()
+        self._batches: DataLoader[Any] = DataLoader(
+            dataset, batch_size=batch_size, sampler=self.sampler, generator=self._generator, **options
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, counted from 0."""
+        return self.sampler.epoch
+
+    def __len__(self) -> int:
+        """How many batches this rank has left in the epoch."""
+        return (len(self.sampler) + self.batch_size - 1) // self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches that are left in the epoch, then begin the next."""
+        sampler = self.sampler
+        epoch, begin, done = sampler.epoch, sampler.position, 0
+        self._generator.manual_seed(hash((sampler.seed, epoch, begin, sampler.rank)))
+        total = len(self)
+        for batch in self._batches:
+            done += 1
+            sampler.position = min(sampler.length, begin + done * self.batch_size * sampler.world_size)
+            if done == total:
+                sampler.set_epoch(epoch + 1)
+            yield batch
+        if not done:
+            sampler.set_epoch(epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is; the same on every rank."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another loader was. Raises ``ValueError`` when its samples are not these, in this order."""
+        self.sampler.load_state_dict(state)

@@ -1,0 +1,173 @@
+"""What a training run says of itself: one JSON object on one line of standard output, and the pace of its ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from distflow.train.votes import home_device
+
+__all__ = ["Pace", "StepTimer", "report"]
+
+Scalar = str | int | float | bool | None
+"""What a metric may be."""
+
+
+def report(*, step: int, **values: object) -> None:
+    """Print one line such as ``{"step": 3, "loss": 0.5, "rank": 0}``, in one write: lines of ranks do not mix.
+
+    Values are scalars; tensors and numpy numbers of one element are taken for their value. What JSON cannot say (NaN,
+    infinities) is printed as a string. ``rank`` is added. Raises ``TypeError`` for anything else, naming it.
+    """
+    record: dict[str, Scalar] = {"step": int(step)}
+    for name, value in values.items():
+        record[name] = _scalar(name, value)
+    record.setdefault("rank", dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0))
+    sys.stdout.flush()
+    data = f"{json.dumps(record)}\n".encode()
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # standard output was replaced by something without a descriptor
+        sys.stdout.write(data.decode())
+        return
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _scalar(name: str, value: object) -> Scalar:
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "shape", ()) in ((), (1,)):
+        value = item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise TypeError(f"{name} is a {type(value).__name__}: a metric is a number, a text, or a tensor of one element")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast the ranks were, over the steps since the last look."""
+
+    steps: int
+    step_s: tuple[float, ...]
+    """Mean time of one step in seconds, by rank, without the time for waiting if the loop told of it."""
+    samples_per_s: float
+    """Of all ranks together, by the slowest."""
+    memory_bytes: tuple[int, ...]
+    """Peak by rank: of the GPU, else of the process."""
+
+    @property
+    def imbalance(self) -> float:
+        """Return the slowest rank's time over the mean: 1.0 is balanced."""
+        mean = sum(self.step_s) / len(self.step_s)
+        return max(self.step_s) / mean if mean else 1.0
+
+    def stragglers(self, factor: float = 1.2) -> tuple[int, ...]:
+        """Return the ranks that took more than ``factor`` times the median, slowest first."""
+        ordered = sorted(self.step_s)
+        median = ordered[(len(ordered) - 1) // 2]
+        slow = [rank for rank, seconds in enumerate(self.step_s) if seconds > factor * median]
+        return tuple(sorted(slow, key=lambda rank: -self.step_s[rank]))
+
+    @property
+    def values(self) -> Mapping[str, Scalar]:
+        """Return it as metrics for ``report``."""
+        slow = self.stragglers()
+        return {
+            "step_s": round(max(self.step_s), 6),
+            "samples_per_s": round(self.samples_per_s, 3),
+            "imbalance": round(self.imbalance, 3),
+            "stragglers": ",".join(map(str, slow)),
+            "max_memory_bytes": max(self.memory_bytes),
+        }
+
+
+class StepTimer:
+    """Measures the steps of every rank, and lets rank 0 report them every ``every`` steps.
+
+    Wrap the rank's own work in ``with timer.work():``; what is outside it, above all the reductions that wait for the slowest
+    rank, does not count as that rank's time. Then call ``timer.step(samples)``, on all ranks: every ``every``-th call is a
+    collective.
+    """
+
+    def __init__(self, every: int = 50) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: give 1 or more")
+        self._every = every
+        self._steps = 0
+        self._begin = time.perf_counter()
+        self._work_s: float | None = None
+        self._entered = 0.0
+        self._samples = 0
+        self._total = 0
+
+    def work(self) -> StepTimer:
+        """Return the context for this rank's own work in a step."""
+        return self
+
+    def __enter__(self) -> None:
+        """Begin to count."""
+        _synchronize()
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        """Stop counting."""
+        _synchronize()
+        self._work_s = (self._work_s or 0.0) + time.perf_counter() - self._entered
+
+    def step(self, samples: int = 0) -> Pace | None:
+        """Say that a step with ``samples`` of this rank is done. Every ``every`` steps return the pace; rank 0 prints it."""
+        self._steps += 1
+        self._total += 1
+        self._samples += samples
+        if self._steps < self._every:
+            return None
+        elapsed = time.perf_counter() - self._begin
+        mine = elapsed if self._work_s is None else self._work_s
+        figures = torch.tensor([mine / self._steps, elapsed, self._samples, _peak_memory()], dtype=torch.float64)
+        rows = _gather(figures)
+        pace = Pace(
+            steps=self._steps,
+            step_s=tuple(row[0] for row in rows),
+            samples_per_s=sum(row[2] for row in rows) / max(row[1] for row in rows),
+            memory_bytes=tuple(int(row[3]) for row in rows),
+        )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            report(step=self._total, **pace.values)
+        self._steps = self._samples = 0
+        self._work_s = None
+        self._begin = time.perf_counter()
+        return pace
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def _gather(figures: torch.Tensor) -> list[list[float]]:
+    """Return the figures of every rank, in their order."""
+    if not dist.is_initialized():
+        return [figures.tolist()]
+    mine = figures.to(home_device())
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
+
+
+def _peak_memory() -> int:
+    """Return the most memory that this rank had, in bytes."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_allocated()
+    import resource  # noqa: PLC0415 (not on every system that torch runs on)
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,217 @@
+"""Joining the world of all ranks, and leaving it: ``world = init()`` at the start of a training script.
+
+The ranks meet as torch's ``env://`` has it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), but tell each other first that they
+are there: a rank that is missing, there twice, or of another opinion about the size is then named, where torch alone waits
+and reports a key of its store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    set_debug_level_from_env,
+)
+
+__all__ = ["World", "WorldError", "finish", "init", "is_debug", "world"]
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DEBUG = {
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""What ``DISTFLOW_DEBUG=1`` sets unless it is set: checked collectives, and a record of the last of them."""
+
+
+class WorldError(RuntimeError):
+    """The world could not be joined; the message says which ranks are to blame, as far as that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process's place among all ranks."""
+
+    rank: int
+    size: int
+    """Number of ranks on all machines."""
+    local_rank: int
+    """Number of this process on its machine."""
+    local_size: int
+    device: torch.device
+    """The GPU of this rank, or the CPU."""
+    backend: str
+    """As ``torch.distributed`` names it: ``gloo``, or ``cpu:gloo,cuda:nccl``."""
+
+
+_joined: World | None = None
+
+
+def init(backend: str = "auto", timeout: float | timedelta | None = None, *, start_timeout: float | timedelta = 600.0) -> World:
+    """Join the world, choose this rank's device, and return its place; called again, return the same.
+
+    ``backend``: ``auto`` is ``cpu:gloo,cuda:nccl`` where there is CUDA, else ``gloo``. ``timeout`` (seconds) bounds each
+    collective; ``None`` is torch's default. ``start_timeout`` (seconds) bounds the wait for the other ranks. Without any of
+    torch's variables this process is a world of one. The group is left when the process ends well.
+
+    SIGUSR1 then prints the stack of every thread. With ``DISTFLOW_DEBUG=1`` collectives are checked against each other.
+
+    Raises ``WorldError``.
+    """
+    global _joined  # noqa: PLW0603 (a process is in one world)
+    if _joined is not None:
+        return _joined
+    if dist.is_initialized():
+        raise WorldError("the process group was made already: call distflow.train.init() in place of init_process_group()")
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    if is_debug():
+        for name, value in _DEBUG.items():
+            os.environ.setdefault(name, value)
+        set_debug_level_from_env()
+    place = _place(os.environ, backend)
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    dist.init_process_group(
+        place.backend,
+        store=_meet(os.environ, place, _delta(start_timeout)),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=None if timeout is None else _delta(timeout),
+        device_id=place.device if place.device.type == "cuda" else None,
+    )
+    if is_debug():
+        group = None if place.backend == "gloo" else dist.new_group(backend="gloo")
+        dist.monitored_barrier(group, timeout=_delta(start_timeout), wait_all_ranks=True)
+    atexit.register(_finish_at_exit)
+    _joined = place
+    return place
+
+
+def world() -> World:
+    """Return this process's place. Raises ``WorldError`` before ``init``."""
+    if _joined is None:
+        raise WorldError("not in a world yet: call distflow.train.init() first")
+    return _joined
+
+
+def finish() -> None:
+    """Leave the world; ``init`` may join another one. Does nothing when there is none."""
+    global _joined  # noqa: PLW0603
+    _joined = None
+    atexit.unregister(_finish_at_exit)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_debug() -> bool:
+    """Tell whether ``DISTFLOW_DEBUG`` asks for checks that cost time."""
+    return os.environ.get("DISTFLOW_DEBUG", "") not in ("", "0")
+
+
+def _finish_at_exit() -> None:
+    """Leave in good order, but not after an exception: peers may be in a collective that never ends then."""
+    if getattr(sys, "last_value", None) is None:
+        finish()
+
+
+def _delta(value: float | timedelta) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=value)
+
+
+def _place(environment: Mapping[str, str], backend: str) -> World:
+    """Read this process's place from torch's variables."""
+    found = [name for name in _VARIABLES if environment.get(name)]
+    if "RANK" in found and len(found) < len(_VARIABLES):
+        missing = ", ".join(name for name in _VARIABLES if name not in found)
+        raise WorldError(f"RANK is set, but not {missing}: start the script with python -m distflow.train.launch, or torchrun")
+    if "RANK" not in found and int(environment.get("WORLD_SIZE") or environment.get("DISTFLOW_WORLD_SIZE") or 1) > 1:
+        raise WorldError(
+            "this process is to be part of a world, but RANK is not set: start the script with "
+            "python -m distflow.train.launch, or torchrun"
+        )
+    rank, size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
+    if not 0 <= rank < size:
+        raise WorldError(f"RANK={rank} is no rank of a world of {size}: ranks are counted from 0")
+    local_rank = int(environment.get("LOCAL_RANK") or 0)
+    has_cuda = torch.cuda.is_available()
+    if backend == "auto":
+        backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
+    device = torch.device("cpu")
+    if has_cuda and "nccl" in backend:
+        if local_rank >= torch.cuda.device_count():
+            raise WorldError(
+                f"rank {rank} wants GPU {local_rank}, but this machine shows {torch.cuda.device_count()}: give --size "
+                f"{torch.cuda.device_count()} or less here, or look at CUDA_VISIBLE_DEVICES"
+            )
+        device = torch.device("cuda", local_rank)
+    local_size = int(environment.get("LOCAL_WORLD_SIZE") or 1)
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device, backend=backend)
+
+
+def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> Store:
+    """Return the store at which all ranks have said that they are there."""
+    if "RANK" not in environment:
+        return HashStore()
+    deadline = time.monotonic() + timeout.total_seconds()
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    # torchrun's agent may host the store; else rank 0 does.
+    hosts = place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        tcp = TCPStore(address, port, place.size, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        why = str(error).splitlines()[0]
+        if hosts:
+            raise WorldError(f"rank 0 cannot listen on port {port}: {why}; give another MASTER_PORT") from error
+        raise WorldError(
+            f"rank {place.rank} does not reach the master at {address}:{port}: {why}; does rank 0 run there, and is "
+            "MASTER_ADDR an address of its machine that this one reaches?"
+        ) from error
+    try:
+        return _gather(tcp, environment, place, timeout, deadline)
+    except dist.DistNetworkError as error:
+        why = str(error).splitlines()[0]
+        raise WorldError(f"rank {place.rank} lost the store of rank 0 before all ranks were there: {why}") from error
+
+
+def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: timedelta, deadline: float) -> Store:
+    """Say at the store that this rank is there, and wait for the others until ``deadline`` (of the monotonic clock)."""
+    # A store that outlives an attempt must not show it the ranks of the one before.
+    store = PrefixStore(f"distflow/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    said = store.compare_set("size", "", str(place.size)).decode()
+    if said != str(place.size):
+        raise WorldError(
+            f"rank {place.rank} was told of {place.size} ranks, another one of {said}: WORLD_SIZE must be the same"
+        )
+    if store.add(f"rank/{place.rank}", 1) > 1:
+        raise WorldError(
+            f"rank {place.rank} is there twice: two machines have the same offset, or a process of before still runs"
+        )
+    if store.add("arrived", 1) == place.size:
+        store.set("all", "1")
+    try:
+        store.wait(["all"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+    except dist.DistStoreError:
+        missing = [rank for rank in range(place.size) if not store.check([f"rank/{rank}"])]
+        raise WorldError(f"{_ranks(missing)} did not come within {timeout.total_seconds():g} s") from None
+    return store
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return ``rank 3`` or ``ranks 3, 5 and 2 others``."""
+    shown = ", ".join(map(str, ranks[:16]))
+    more = f" and {len(ranks) - 16} others" if len(ranks) > 16 else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"

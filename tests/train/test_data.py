@@ -1,0 +1,197 @@
+"""Splits, batch sizes, samplers and batchers, in one process: each rank's share is a value."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distflow.train
+from distflow.train import DynamicBatcher, EpochSampler, Loader, balanced_split, batch_sizes, equal_batches, join
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+
+def test_every_public_name_is_there() -> None:
+    assert {"Loader", "init", "launch"} <= {*dir(distflow.train)}
+    for name in distflow.train._MODULES:
+        assert getattr(distflow.train, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        distflow.train.nothing  # noqa: B018
+
+
+def test_a_split_is_balanced() -> None:
+    assert balanced_split(11, 4) == [3, 3, 3, 2]
+    assert balanced_split(1023, 8) == [128] * 7 + [127]
+    assert balanced_split(2, 4) == [1, 1, 0, 0]
+    for n, parts in ((1, 0), (-1, 2)):
+        with pytest.raises(ValueError, match="cannot split"):
+            balanced_split(n, parts)
+
+
+def test_batch_sizes_are_named_apart() -> None:
+    sizes = batch_sizes(global_batch_size=256, world_size=8, accumulation=2)
+    assert (sizes.per_rank, sizes.total, sizes.world_size, sizes.accumulation) == (16, 256, 8, 2)
+    assert batch_sizes(per_rank_batch_size=16, world_size=8).total == 128
+    assert batch_sizes(per_rank_batch_size=64).total == 64, "a world of one"
+
+
+def test_a_batch_size_that_was_multiplied_already_is_noticed() -> None:
+    with pytest.warns(UserWarning, match=r"256 is 32 x 8 ranks.*2048 samples.*global_batch_size=256"):
+        batch_sizes(per_rank_batch_size=256, world_size=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch_sizes(per_rank_batch_size=256, global_batch_size=2048, world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"global_batch_size": 100, "world_size": 8}, "multiple of 8, such as 96"),
+        ({"global_batch_size": 64, "per_rank_batch_size": 16, "world_size": 8}, "= 128: leave one of them out"),
+        ({"world_size": 8}, "give global_batch_size or per_rank_batch_size"),
+        ({"per_rank_batch_size": 0}, "per_rank_batch_size=0: give 1 or more"),
+    ],
+)
+def test_wrong_batch_sizes_are_explained(given: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        batch_sizes(**given)
+
+
+def samplers(world_size: int, length: int = 11, **options: Any) -> list[EpochSampler]:
+    return [EpochSampler(length, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+def test_no_sample_is_lost_and_padding_is_the_default() -> None:
+    padded = [list(sampler) for sampler in samplers(4)]
+    assert [len(share) for share in padded] == [3, 3, 3, 3]
+    assert {index for share in padded for index in share} == set(range(11))
+    kept = [list(sampler) for sampler in samplers(4, uneven="keep")]
+    assert [len(share) for share in kept] == balanced_split(11, 4)
+    assert sorted(index for share in kept for index in share) == list(range(11))
+    dropped = [list(sampler) for sampler in samplers(4, uneven="drop")]
+    assert [len(share) for share in dropped] == [2, 2, 2, 2]
+    assert [len(list(sampler)) for sampler in samplers(5, 2)] == [1] * 5, "fewer samples than ranks"
+    assert all(len(list(sampler)) == len(sampler) for sampler in samplers(3, uneven="keep"))
+
+
+def test_the_order_changes_with_the_epoch_and_not_with_the_world() -> None:
+    (one,) = samplers(1)
+    first = list(one)
+    one.set_epoch(1)
+    assert list(one) != first
+    assert sorted(one) == sorted(first)
+    two = samplers(2, uneven="keep")
+    assert [index for pair in zip(*two, strict=False) for index in pair] == first[:10]
+    assert list(EpochSampler(5, shuffle=False)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_epoch_goes_on_at_the_next_sample_on_any_number_of_ranks(world_size: int) -> None:
+    (whole,) = samplers(1)
+    before = samplers(2)
+    begun = [list(sampler)[:2] for sampler in before]
+    before[0].advance(2)
+    after = samplers(world_size, uneven="keep")
+    for sampler in after:
+        sampler.load_state_dict(before[0].state_dict())
+    rest = [list(sampler) for sampler in after]
+    assert sorted(chain(*begun, *rest)) == list(range(11))
+    assert [share[0] for share in rest] == list(whole)[4 : 4 + world_size]
+
+
+def test_the_state_of_other_samples_is_refused() -> None:
+    state = EpochSampler(11, seed=1).state_dict()
+    for other in (EpochSampler(12, seed=1), EpochSampler(11, seed=2), EpochSampler(11, seed=1, shuffle=False)):
+        with pytest.raises(ValueError, match="the state is of a sampler with"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_is_resumed_after_the_batch_that_was_taken(workers: int) -> None:
+    """Workers fetch ahead; what counts is what was handed out."""
+
+    def batches(loader: Loader) -> Iterator[tuple[int, list[int]]]:
+        for _ in range(3):
+            epoch = loader.epoch
+            for batch in loader:
+                yield epoch, batch.tolist()
+
+    def make() -> Loader:
+        return Loader(torch.arange(10), 3, seed=4, num_workers=workers)
+
+    whole = list(batches(make()))
+    assert [epoch for epoch, _ in whole] == [0] * 4 + [1] * 4 + [2] * 4
+    assert sorted(chain(*(batch for epoch, batch in whole if epoch == 1))) == list(range(10))
+    for taken in (2, 4, 5) if not workers else (2,):
+        one, other = make(), make()
+        source = batches(one)
+        for _ in range(taken):
+            next(source)
+        other.load_state_dict(one.state_dict())
+        assert len(other) == 4 - taken % 4
+        assert list(batches(other))[: 12 - taken] == whole[taken:]
+
+
+def test_a_loader_leaves_the_random_numbers_of_the_training_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(Loader(torch.arange(10), 3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loader_refuses_what_it_decides_itself() -> None:
+    with pytest.raises(ValueError, match="drop_last, sampler: the loader decides that"):
+        Loader([1, 2], 1, sampler=[0], drop_last=True)
+    with pytest.raises(ValueError, match="the dataset is empty"):
+        Loader([], 1)
+    with pytest.raises(ValueError, match="uneven='join': give \"pad\""):
+        Loader([1], 1, uneven="join")
+    with pytest.raises(TypeError, match="no length"):
+        Loader(iter([1]), 1)
+
+
+def test_join_says_what_it_takes() -> None:
+    with pytest.raises(TypeError, match=r"Linear.*uneven=\"pad\""):
+        join(nn.Linear(1, 1))
+
+
+def test_a_batcher_fills_batches_by_count() -> None:
+    batcher: DynamicBatcher[str] = DynamicBatcher(max_samples=2)
+    assert batcher.add("a") is None
+    assert batcher.add("b") == ["a", "b"]
+    assert batcher.add("c") is None
+    assert batcher.flush() == ["c"]
+    assert batcher.flush() is None
+
+
+def test_a_batcher_counts_tokens_as_they_are_padded() -> None:
+    batcher: DynamicBatcher[str] = DynamicBatcher(max_tokens=12)
+    samples = ["aaaa", "bb", "cccccc", "d", "ee", "ffff", "gggggggggggg"]
+    batches = batcher.batches(samples)
+    assert batches == [["aaaa", "bb"], ["cccccc", "d"], ["ee", "ffff"], ["gggggggggggg"]]
+    assert all(len(batch) * max(map(len, batch)) <= 12 for batch in batches)
+
+
+def test_both_limits_hold() -> None:
+    batcher: DynamicBatcher[str] = DynamicBatcher(max_samples=1, max_tokens=4)
+    assert batcher.batches(["aaa", "bbb", "c"]) == [["aaa"], ["bbb"], ["c"]]
+    batches = DynamicBatcher[str](max_samples=3, max_tokens=4).batches(["a", "bbbb", "c", "d", "e", "f"])
+    assert batches == [["a"], ["bbbb"], ["c", "d", "e"], ["f"]]
+
+
+def test_wrong_batches_are_explained() -> None:
+    with pytest.raises(ValueError, match="give max_samples, max_tokens, or both"):
+        DynamicBatcher()
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        DynamicBatcher(max_tokens=0)
+    with pytest.raises(ValueError, match="5 tokens does not fit max_tokens=4"):
+        DynamicBatcher[str](max_tokens=4).add("aaaaa")
+    with pytest.raises(ValueError, match="a batch is empty"):
+        equal_batches([[1], []])
+    assert equal_batches([[1, 2], [3]]) == [[1, 2], [3]], "a world of one"

@@ -1,0 +1,252 @@
+"""Joining a world, and what its ranks decide together: real processes, gloo on 127.0.0.1."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+from distflow.train.world import WorldError, _meet, _place
+from train.conftest import DEADLINE_S, Start
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+TOGETHER = """
+    import os, threading, torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from distflow import train
+    from distflow.train.world import world
+
+    place = train.init(timeout=60)
+    assert train.init() is place is world()
+    assert (place.rank, place.size, place.backend) == (int(os.environ["RANK"]), 2, "gloo")
+    assert str(place.device) == "cpu"
+    rank = place.rank
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    # Out of memory on rank 1 in step 1: no rank takes that step.
+    guard, steps = train.MemoryGuard(), []
+    for step in range(3):
+        with guard:
+            loss = model(torch.full((2, 4), float(rank + step))).sum()
+            if (rank, step) == (1, 1):
+                raise torch.OutOfMemoryError("injected")
+        if guard.skipped:
+            optimizer.zero_grad()
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(step)
+    weights = [torch.empty(4) for _ in range(2)]
+    dist.all_gather(weights, model.module.weight.detach().flatten())
+    train.report(step=0, what="memory", steps=str(steps), same=torch.equal(*weights), count=guard.count, mine=guard.mine)
+
+    # Another error goes through at once, without a word to the others.
+    try:
+        with guard:
+            raise KeyError("mine")
+    except KeyError:
+        train.report(step=0, what="other")
+
+    # A gradient that is not a number on one rank only.
+    gradients = train.GradientGuard(limit=1)
+    parameter = nn.Parameter(torch.zeros(2))
+    answers = []
+    for bad in (False, True, False, True):
+        parameter.grad = torch.tensor([1.0, float("inf") if bad and rank == 1 else 1.0])
+        answers.append(gradients.finite([parameter]))
+    try:
+        gradients.finite([parameter])
+        raised = ""
+    except train.NonFiniteGradients as error:
+        raised = str(error)
+    train.report(step=0, what="gradients", answers=str(answers), count=gradients.count, raised=raised)
+
+    # Three steps against five.
+    with train.join(model):
+        for _ in range(3 + 2 * rank):
+            model(torch.ones(1, 4)).sum().backward()
+    train.report(step=0, what="join")
+
+    # As many batches on every rank, and no sample lost.
+    mine = [[1, 2, 3, 4], [5]] if rank == 0 else [[1], [2], [3], [4]]
+    train.report(step=0, what="batches", value=str(train.equal_batches(mine)))
+
+    # Rank 1 is slow in its own work.
+    timer = train.StepTimer(every=2)
+    for step in range(2):
+        with timer.work():
+            threading.Event().wait(0.2 if rank == 1 else 0)
+        pace = timer.step(samples=8)
+    assert pace.stragglers() == (1,), pace
+    assert pace.imbalance > 1.5, pace
+    assert len(pace.memory_bytes) == 2 and min(pace.memory_bytes) > 1e7
+
+    train.report(step=1, what="last", loss=torch.tensor(0.5), worst=float("nan"))
+"""
+
+
+def test_ranks_decide_together(start: Start) -> None:
+    run = start(TOGETHER, "--size", "2")
+    assert run.wait() == 0, run.stderr
+    by_rank = [{record.get("what"): record for record in run.records if record["rank"] == rank} for rank in (0, 1)]
+    for rank, records in enumerate(by_rank):
+        memory = records["memory"]
+        assert (memory["steps"], memory["same"], memory["count"], memory["mine"]) == ("[0, 2]", True, 1, rank)
+        assert "other" in records
+        assert records["gradients"]["answers"] == "[True, False, True, False]"
+        assert records["gradients"]["count"] == 3
+        assert "gradients were not finite in 2 steps in a row" in records["gradients"]["raised"]
+        assert "join" in records
+        assert (records["last"]["loss"], records["last"]["worst"]) == (0.5, "nan")
+    assert by_rank[0]["batches"]["value"] == "[[1], [2], [3, 4], [5]]"
+    assert by_rank[1]["batches"]["value"] == "[[1], [2], [3], [4]]"
+    (pace,) = (record for record in run.records if "imbalance" in record)
+    assert (pace["rank"], pace["step"], pace["stragglers"]) == (0, 2, "1")
+    assert "Warning" not in run.stderr
+
+
+def test_a_request_to_one_rank_stops_all_after_the_same_step(start: Start) -> None:
+    run = start(
+        """
+        import os, sys
+        from distflow import train
+        train.init()
+        train.listen_for_stop()
+        step = 0
+        while True:
+            step += 1
+            if train.stop_requested():
+                train.report(step=step, what="checkpoint")
+                sys.exit(train.STOPPED)
+            if step == 1:
+                train.report(step=step, pid=os.getpid())
+        """,
+        "--size", "2",
+    )  # fmt: skip
+    pids = {record["rank"]: record["pid"] for record in run.wait_for_records(2)}
+    os.kill(pids[1], signal.SIGUSR1)
+    wait_until(lambda: "most recent call first" in run.stderr, DEADLINE_S, "the stacks of rank 1")
+    os.kill(pids[1], signal.SIGTERM)
+    assert run.wait() == 143, run.stderr
+    ends = [record for record in run.records if record.get("what") == "checkpoint"]
+    assert sorted(record["rank"] for record in ends) == [0, 1]
+    assert len({record["step"] for record in ends}) == 1
+    assert not run.error_file.exists()
+
+
+def test_debug_mode_names_both_sides_of_a_mismatch(start: Start) -> None:
+    run = start(
+        """
+        import torch, torch.distributed as dist
+        from torch._C._distributed_c10d import _dump_fr_trace_json
+        from distflow import train
+        place = train.init(timeout=30)
+        dist.all_reduce(torch.ones(2))
+        train.report(step=0, recorded="all_reduce" in _dump_fr_trace_json().decode())
+        dist.all_reduce(torch.ones(2 + place.rank))
+        """,
+        "--size", "2", DISTFLOW_DEBUG="1",
+    )  # fmt: skip
+    assert run.wait() == 1
+    message = run.error["message"]["message"]
+    assert "Detected mismatch between collectives on ranks" in message
+    assert "Rank 0 " in message
+    assert "Rank 1 " in message
+    assert [record["recorded"] for record in run.records] == [True, True]
+
+
+def test_a_process_alone_is_a_world_of_one(start: Start) -> None:
+    run = start(
+        """
+        import torch, torch.distributed as dist
+        from distflow import train
+        from distflow.train.world import WorldError, world
+        try:
+            world()
+        except WorldError as error:
+            print(error)
+        place = train.init()
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert not train.stop_requested()
+        train.report(step=0, size=place.size, value=one)
+        train.finish()
+        assert not dist.is_initialized()
+        """,
+        plain=True,
+    )  # fmt: skip
+    assert run.wait() == 0, run.stderr
+    assert run.stdout.startswith("not in a world yet: call distflow.train.init() first\n")
+    assert run.records == [{"step": 0, "size": 1, "value": 1.0, "rank": 0}]
+    assert run.stderr == ""
+
+
+# -- meeting: threads of this process stand for ranks ---------------------------------------------------------------------
+
+
+def meet(ranks: list[tuple[int, int]], timeout_s: float) -> list[str]:
+    """Let ranks (number, world size) meet; return what each of them was told, empty when all is well."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+
+    def one(rank: int, size: int) -> str:
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        try:
+            stores.append(_meet(environment, _place(environment, "gloo"), timedelta(seconds=timeout_s)))
+        except WorldError as error:
+            return str(error)
+        return ""
+
+    stores: list[object] = []
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(lambda place: one(*place), ranks))
+
+
+def test_all_ranks_meet() -> None:
+    assert meet([(0, 3), (1, 3), (2, 3)], 30) == ["", "", ""]
+
+
+def test_missing_ranks_are_named() -> None:
+    """By rank 0 at least: with it goes the store that another one would ask."""
+    assert meet([(0, 4), (2, 4)], 1)[0] == "ranks 1, 3 did not come within 1 s"
+
+
+def test_a_rank_that_is_there_twice_is_named() -> None:
+    said = meet([(0, 3), (1, 3), (1, 3)], 2)
+    assert sum(text.startswith("rank 1 is there twice") for text in said) == 1
+
+
+def test_ranks_of_another_world_are_named() -> None:
+    said = meet([(0, 3), (1, 2)], 1)
+    assert any("WORLD_SIZE must be the same" in text for text in said)
+
+
+def test_a_master_that_is_not_there_is_named() -> None:
+    (said,) = meet([(1, 2)], 1)
+    assert said.startswith("rank 1 does not reach the master at 127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "1"}, "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"DISTFLOW_WORLD_SIZE": "8"}, "RANK is not set: start the script with"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is no rank of a world of 2"),
+    ],
+)
+def test_an_environment_that_makes_no_world_is_explained(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(WorldError, match=said):
+        _place(environment, "auto")
