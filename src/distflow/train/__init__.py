@@ -12,6 +12,8 @@ from typing import Any
 _MODULES = {
     "STOPPED": "stopping",
     "BatchSizes": "data",
+    "CheckpointError": "checkpoint",
+    "Checkpoints": "checkpoint",
     "DynamicBatcher": "batching",
     "EpochSampler": "loader",
     "GradientGuard": "safeguards",

@@ -29,11 +29,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RecordedFailure(AbstractContextManager[None]):
-    """Leaves an exception in the error file, and lets it go on. ``SystemExit`` is an end, not a failure."""
+    """Leaves an exception in the error file, and lets it go on. Being ended (``SystemExit``, Ctrl-C) is no failure."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write the error file, if this is a failure."""
-        if isinstance(error, Exception):
+        if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
             write_exception(error, rank=int(os.environ["RANK"]))
 
 

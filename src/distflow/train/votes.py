@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_ranks", "any_rank", "home_device"]
+__all__ = ["all_ranks", "any_rank", "from_all", "from_first", "home_device"]
+
+_Value = TypeVar("_Value")
 
 
 def home_device() -> torch.device:
@@ -31,3 +35,17 @@ def _vote(answer: bool, operation: dist.ReduceOp.RedOpType, group: dist.ProcessG
     ballot = torch.tensor([int(answer)], dtype=torch.int32, device=home_device())
     dist.all_reduce(ballot, operation, group=group)
     return bool(ballot.item())
+
+
+def from_first(value: _Value, group: dist.ProcessGroup | None = None) -> _Value:
+    """Return rank 0's value on every rank. Collective; the value must be picklable."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group, device=None if group is None else torch.device("cpu"))
+    return box[0]
+
+
+def from_all(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
+    """Return the value of every rank, in their order. Collective; the values must be picklable."""
+    values: list[_Value] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

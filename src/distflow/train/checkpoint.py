@@ -1,0 +1,275 @@
+"""Checkpoints that are whole or not there: ``Checkpoints(directory)``, written and read by all ranks together.
+
+Tensors go through ``torch.distributed.checkpoint``, which writes each rank's part and loads it on any number of ranks, under
+any strategy. Around it: a directory that gets its name when everything is on the disk, a manifest with sizes and checksums,
+and one choice for all ranks. A group of its own carries the talk about it: saving does not mix with the training's
+reductions.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import async_save as save_tensors_later
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from distflow.train import manifest as files
+from distflow.train.randomness import random_state, set_random_state
+from distflow.train.votes import from_all, from_first
+
+__all__ = ["CheckpointError", "Checkpoints", "Stateful"]
+
+_Result = TypeVar("_Result")
+_EXTRA = "extra.pt"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message names ranks and files. Raised on all ranks alike."""
+
+
+class Stateful(Protocol):
+    """Anything whose state is a dictionary: a ``Loader``, a learning rate scheduler, a gradient scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers, texts, tensors, and lists and dictionaries of them."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Take over a state."""
+
+
+class Checkpoints:
+    """The checkpoints of one training run, in one directory that all ranks share. Every method is a collective."""
+
+    def __init__(self, directory: str | Path | None = None, *, keep_last: int = 3) -> None:
+        """``directory``: default ``DISTFLOW_CHECKPOINT``. ``keep_last``: how many of them are kept.
+
+        Warns when other ranks do not see the directory that rank 0 sees: saving to it will fail. Raises ``ValueError``, and
+        ``CheckpointError`` when the directory cannot be made.
+        """
+        if not dist.is_initialized():
+            raise CheckpointError("not in a world yet: call distflow.train.init() first")
+        name = directory or os.environ.get("DISTFLOW_CHECKPOINT")
+        if not name:
+            raise ValueError("give a directory, or set DISTFLOW_CHECKPOINT")
+        if keep_last < 1:
+            raise ValueError(f"keep_last={keep_last}: give 1 or more")
+        self.directory = Path(name)
+        self._keep_last = keep_last
+        self._group = dist.new_group(backend="gloo")
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._probe()
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> None:
+        """Write a checkpoint; when this returns, it is whole and on the disk.
+
+        ``others``, by name: rank 0's state of each is saved. The state of random numbers is saved of every rank. A step that
+        is there already is replaced. Raises ``CheckpointError``; the checkpoints of before are then still there.
+        """
+        folder = self._begin(step, others)
+        state = _state_of(model, optimizer)
+        self._together(lambda: save_tensors(state, storage_writer=FileSystemWriter(folder), process_group=self._group))
+        self._finish(step)
+
+    def async_save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful
+    ) -> None:
+        """Take a copy of the state, and write it while the training goes on; an earlier one is waited for.
+
+        It is whole after ``wait()``, the next call of any method here, or the end of the process. What goes wrong
+        meanwhile is raised there.
+        """
+        folder = self._begin(step, others)
+        state = _state_of(model, optimizer)
+        writing = save_tensors_later(state, storage_writer=FileSystemWriter(folder), process_group=self._group)
+
+        def write() -> None:
+            self._together(writing.result)  # type: ignore[union-attr]
+            self._finish(step)
+
+        self._pending = self._thread.submit(write)
+
+    def wait(self) -> None:
+        """Wait until an asynchronous save is whole. Raises ``CheckpointError`` when it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def load_latest(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> int | None:
+        """Load the newest checkpoint that is whole, and return its step; ``None`` when there is none.
+
+        Broken ones are passed over with a warning. Random numbers go on where they were if as many ranks load it as saved it;
+        with another number of ranks they are left as they are. Raises ``CheckpointError`` for a whole checkpoint of another
+        model, or without one of ``others``.
+        """
+        self.wait()
+        for step in from_first(files.found_steps(self.directory) if self._rank == 0 else [], self._group):
+            folder = self.directory / f"step-{step}"
+            manifest = self._whole(folder)
+            if manifest is not None:
+                self._load(folder, manifest, model, optimizer, others)
+                return step
+        return None
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, step: int, others: Mapping[str, Stateful]) -> Path:
+        """Make the directory of a checkpoint, with everything in it but the tensors of model and optimizer."""
+        if step < 0:
+            raise ValueError(f"step={step}: steps are counted from 0")
+        self.wait()
+        folder = files.unfinished(self.directory, step)
+
+        def make() -> None:
+            if self._rank == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                files.clear_unfinished(self.directory)
+                folder.mkdir()
+
+        def write() -> None:
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder} is not there: the directory must be shared by all machines")
+            _write(random_state(), folder / _random_name(self._rank))
+            if self._rank == 0:
+                _write({name: other.state_dict() for name, other in others.items()}, folder / _EXTRA)
+
+        self._together(make)
+        self._together(write)
+        return folder
+
+    def _finish(self, step: int) -> None:
+        """Make a checkpoint whole whose tensors are written."""
+        folder = files.unfinished(self.directory, step)
+
+        def describe() -> dict[str, files.FileEntry]:
+            names = [path.name for path in folder.glob(f"__{self._rank}_*")]
+            names.append(_random_name(self._rank))
+            if self._rank == 0:
+                names += [".metadata", _EXTRA]
+            return files.describe(folder, names)
+
+        parts = from_all(self._together(describe), self._group)
+        entries = {name: entry for part in parts for name, entry in part.items()}
+
+        def publish() -> None:
+            if self._rank == 0:
+                files.publish(self.directory, files.Manifest(step=step, world_size=self._size, files=entries))
+                files.prune(self.directory, newest=step, keep=self._keep_last)
+
+        self._together(publish)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _whole(self, folder: Path) -> files.Manifest | None:
+        """Return the manifest of a checkpoint if it is whole: each rank looks at its share of the files."""
+        manifest, problems = None, []
+        if self._rank == 0:
+            try:
+                manifest = files.read_manifest(folder)
+            except (OSError, ValueError) as error:
+                problems = [str(error)]
+        manifest = from_first(manifest, self._group)
+        if manifest is not None:
+            problems = files.find_problems(folder, manifest, sorted(manifest.files)[self._rank :: self._size])
+        found = [problem for part in from_all(problems, self._group) for problem in part]
+        if not found:
+            return manifest
+        if self._rank == 0:
+            warnings.warn(f"{folder} is broken and passed over: {'; '.join(found[:3])}", stacklevel=3)
+        return None
+
+    def _load(
+        self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None,
+        others: Mapping[str, Stateful],
+    ) -> None:  # fmt: skip
+        state = _state_of(model, optimizer)
+
+        def load() -> None:
+            load_tensors(state, storage_reader=FileSystemReader(folder), process_group=self._group)
+            set_state_dict(model, optimizer or (), model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
+
+        def load_others() -> None:
+            extra = torch.load(folder / _EXTRA, map_location="cpu", weights_only=True)
+            missing = sorted(others.keys() - extra.keys())
+            if missing:
+                raise ValueError(f"{folder} has no state of {', '.join(missing)}; it has {', '.join(sorted(extra)) or 'none'}")
+            for name, other in others.items():
+                other.load_state_dict(extra[name])
+            if manifest.world_size == self._size:
+                set_random_state(torch.load(folder / _random_name(self._rank), map_location="cpu", weights_only=True))
+
+        self._together(load, f"{folder} does not fit this model and optimizer")
+        self._together(load_others)
+
+    # -- all ranks ----------------------------------------------------------------------------------------------------
+
+    def _together(self, work: Callable[[], _Result], what: str = "") -> _Result:
+        """Do something on every rank; when it fails on one, raise on all, and name that one."""
+        problem: str | None = None
+        cause: BaseException | None = None
+        result: _Result | None = None
+        try:
+            result = work()
+        except CheckpointException as error:  # torch's own, a BaseException: what failed on which rank
+            failed = [f"{type(one).__name__}: {one}" for one, _ in error.failures.values()]
+            cause, problem = error, "; ".join(dict.fromkeys(failed))
+        except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
+            cause, problem = error, f"{type(error).__name__}: {error}"
+        problems = from_all(problem, self._group)
+        by_text: dict[str, list[str]] = {}
+        for rank, text in enumerate(problems):
+            if text is not None:
+                by_text.setdefault(text, []).append(str(rank))
+        if by_text:
+            bad = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in list(by_text.items())[:3])
+            raise CheckpointError(f"{what}: {bad}" if what else bad) from cause
+        return result  # type: ignore[return-value]
+
+    def _probe(self) -> None:
+        """Find out whether all ranks see the same directory."""
+        token = self.directory / f".probe-{from_first(uuid.uuid4().hex, self._group)}"
+
+        def make() -> None:
+            if self._rank == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                token.touch()
+
+        self._together(make)
+        blind = [rank for rank, sees in enumerate(from_all(token.exists(), self._group)) if not sees]
+        if self._rank == 0:
+            token.unlink()
+            if blind:
+                warnings.warn(
+                    f"{self.directory} is not the same directory for ranks {', '.join(map(str, blind))} as for rank 0: put "
+                    "checkpoints on a file system that all machines share",
+                    stacklevel=3,
+                )
+
+
+def _random_name(rank: int) -> str:
+    return f"random-{rank:05d}.pt"
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the state of both, with names that no strategy changes."""
+    model_state, optimizer_state = get_state_dict(model, optimizer or ())
+    return {"model": model_state} if optimizer is None else {"model": model_state, "optimizer": optimizer_state}
+
+
+def _write(value: object, path: Path) -> None:
+    torch.save(value, path)
+    files.sync_file(path)

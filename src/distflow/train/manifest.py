@@ -1,0 +1,159 @@
+"""Directories of checkpoints: their names, their manifests, and whether they are whole. Knows no torch.
+
+``step-12`` is a checkpoint, ``step-12.tmp`` one that is being written or never was finished, ``step-12.old`` one that is being
+replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "MANIFEST",
+    "FileEntry",
+    "Manifest",
+    "clear_unfinished",
+    "describe",
+    "find_problems",
+    "found_steps",
+    "prune",
+    "publish",
+    "read_manifest",
+    "sync_file",
+    "unfinished",
+]
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d+)")
+_UNFINISHED = re.compile(r"step-\d+\.(?:tmp|old)")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """What a file of a checkpoint must be."""
+
+    size: int
+    """In bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a whole checkpoint holds."""
+
+    step: int
+    world_size: int
+    """Number of ranks that wrote it."""
+    files: Mapping[str, FileEntry]
+
+
+def unfinished(directory: Path, step: int) -> Path:
+    """Return where a checkpoint is written before it is whole."""
+    return directory / f"step-{step}.tmp"
+
+
+def found_steps(directory: Path) -> list[int]:
+    """Return the steps of the checkpoints in a directory, newest first, whether they are whole or not."""
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted((int(match[1]) for match in map(_NAME.fullmatch, names) if match), reverse=True)
+
+
+def clear_unfinished(directory: Path) -> None:
+    """Remove what earlier writers left behind."""
+    for path in directory.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def describe(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Return what the named files of a checkpoint are now."""
+    return {name: FileEntry(size=(folder / name).stat().st_size, sha256=_digest(folder / name)) for name in names}
+
+
+def publish(directory: Path, manifest: Manifest) -> Path:
+    """Make an unfinished checkpoint whole: write its manifest, and give it its name in one step. Return its place.
+
+    A checkpoint of the same step is replaced.
+    """
+    folder, place = unfinished(directory, manifest.step), directory / f"step-{manifest.step}"
+    record = {
+        "version": 1,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(manifest.files.items())},
+    }
+    (folder / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    sync_file(folder / MANIFEST)
+    sync_file(folder)
+    if place.exists():
+        old = directory / f"step-{manifest.step}.old"
+        place.rename(old)
+        folder.rename(place)
+        shutil.rmtree(old)
+    else:
+        folder.rename(place)
+    sync_file(directory)
+    return place
+
+
+def prune(directory: Path, *, newest: int, keep: int) -> None:
+    """Remove checkpoints older than ``newest``, but for the last ``keep`` with it. Newer ones are somebody else's."""
+    for step in [step for step in found_steps(directory) if step <= newest][keep:]:
+        shutil.rmtree(directory / f"step-{step}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint. Raises ``OSError``, or ``ValueError`` when it is not one."""
+    try:
+        record: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = {
+            name: FileEntry(size=int(entry["size"]), sha256=str(entry["sha256"])) for name, entry in record["files"].items()
+        }
+        return Manifest(step=int(record["step"]), world_size=int(record["world_size"]), files=files)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is not a manifest: {error!r}") from error
+
+
+def find_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
+    """Return what is wrong with the named files of a checkpoint."""
+    problems = []
+    for name in names:
+        wanted, path = manifest.files[name], folder / name
+        try:
+            size = path.stat().st_size
+            if size != wanted.size:
+                problems.append(f"{name} has {size} bytes, not {wanted.size}")
+            elif _digest(path) != wanted.sha256:
+                problems.append(f"{name} has other contents than were written")
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+    return problems
+
+
+def sync_file(path: Path) -> None:
+    """Have a file, or the names in a directory, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_CHUNK):
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,261 @@
+"""Checkpoints with real ranks, real files and a real SIGKILL; gloo on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from train.conftest import Start
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
+
+MODELS = """
+    import hashlib, json, os, signal, sys, warnings
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    from distflow import train
+
+    def build(kind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 2))
+        if kind == "ddp":
+            model = DistributedDataParallel(model)
+        elif kind == "fsdp":
+            fully_shard(model[0])
+            fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def digest(model, optimizer):
+        options = StateDictOptions(full_state_dict=True)
+        total = hashlib.sha256()
+
+        def add(name, value):
+            if isinstance(value, dict):
+                for key in sorted(value):
+                    add(f"{name}.{key}", value[key])
+            elif isinstance(value, torch.Tensor):
+                total.update(name.encode() + value.numpy().tobytes())
+
+        for part in get_state_dict(model, optimizer, options=options):
+            add("", part)
+        return total.hexdigest()
+"""
+TRAIN = (
+    MODELS
+    + """
+    place = train.init(timeout=60)
+    data = torch.utils.data.TensorDataset(torch.randn(30, 6, generator=torch.Generator().manual_seed(1)), torch.arange(30) % 2)
+    dies_at, name = int(sys.argv[1]), sys.argv[2]
+    kinds = ("ddp", "fsdp")
+    built = {kind: build(kind) for kind in kinds}
+    torch.manual_seed(100 + place.rank)
+    loader = train.Loader(data, batch_size=4, seed=3)
+    checkpoints = {kind: train.Checkpoints(f"{name}/{kind}", keep_last=2) for kind in kinds}
+    step = 0
+    for kind in reversed(kinds):
+        model, optimizer = built[kind]
+        step = checkpoints[kind].load_latest(model, optimizer, loader=loader) or 0
+    train.report(step=step, what="begin", attempt=os.environ["TORCHELASTIC_RESTART_COUNT"])
+    while loader.epoch < 3:
+        for samples, labels in loader:
+            for model, optimizer in built.values():
+                nn.functional.cross_entropy(model(samples), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            if step % 3 == 0:
+                for kind, (model, optimizer) in built.items():
+                    checkpoints[kind].save(step, model, optimizer, loader=loader)
+            if step == dies_at and place.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+    train.report(step=step, what="end", **{kind: digest(*built[kind]) for kind in kinds})
+"""
+)
+LOAD = (
+    MODELS
+    + """
+    train.init(timeout=60)
+    for kind in ("ddp", "fsdp"):
+        for source in ("ddp", "fsdp"):
+            model, optimizer = build(kind)
+            step = train.Checkpoints(f"{sys.argv[1]}/{source}").load_latest(model, optimizer)
+            train.report(step=step, kind=kind, source=source, digest=digest(model, optimizer))
+"""
+)
+
+
+def test_a_killed_rank_changes_nothing_in_the_end(start: Start, tmp_path: Path) -> None:
+    """Killed in the middle of an epoch, between two checkpoints; weights and optimizer equal bit for bit."""
+    killed = start(TRAIN, "--size", "2", "--max-restarts", "1", arguments=("8", str(tmp_path / "killed")))
+    assert killed.wait() == 0, killed.stderr
+    whole = start(TRAIN, "--size", "2", arguments=("0", str(tmp_path / "whole")))
+    assert whole.wait() == 0, whole.stderr
+
+    begins = {(record["attempt"], record["step"]) for record in killed.records if record["what"] == "begin"}
+    assert begins == {("0", 0), ("1", 6)}
+    ends = [record for run in (killed, whole) for record in run.records if record["what"] == "end"]
+    assert [record["step"] for record in ends] == [12] * 4
+    for kind in ("ddp", "fsdp"):
+        assert len({record[kind] for record in ends}) == 1
+        assert sorted(path.name for path in (tmp_path / "killed" / kind).iterdir()) == ["step-12", "step-9"]
+    assert "rank 1 failed first" in killed.stderr
+    assert "Warning" not in whole.stderr
+
+    # On another number of ranks, and under the other strategy.
+    saved = {record[kind] for record in ends for kind in ("ddp", "fsdp")}
+    for size in ("1", "4"):
+        run = start(LOAD, "--size", size, arguments=(str(tmp_path / "whole"),))
+        assert run.wait() == 0, run.stderr
+        loaded = {(record["source"], record["kind"]): record for record in run.records}
+        assert len(loaded) == 4
+        assert {record["step"] for record in loaded.values()} == {12}
+        assert {record["digest"] for record in loaded.values()} == saved
+        for source in ("ddp", "fsdp"):
+            assert {record["digest"] for place, record in loaded.items() if place[0] == source} == {ends[0][source]}
+
+
+ALONE = (
+    MODELS
+    + """
+    from pathlib import Path
+    train.init()
+    model, optimizer = build("none")
+    folder = Path(sys.argv[1])
+    checkpoints = train.Checkpoints(folder, keep_last=4)
+    assert checkpoints.load_latest(model, optimizer) is None
+    digests = {}
+
+    def step(number):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        digests[number] = digest(model, optimizer)
+
+    for number in range(1, 7):
+        step(number)
+        checkpoints.save(number, model, optimizer)
+    report = {"kept": sorted(path.name for path in folder.iterdir())}
+
+    # Newest to oldest: contents changed, cut short, without manifest, whole; and one that was never finished.
+    tensors = folder / "step-6" / "__0_0.distcp"
+    data = bytearray(tensors.read_bytes())
+    data[len(data) // 2] ^= 1
+    tensors.write_bytes(data)
+    os.truncate(folder / "step-5" / "extra.pt", 3)
+    (folder / "step-4" / "manifest.json").unlink()
+    (folder / "step-7.tmp").mkdir()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report["step"] = checkpoints.load_latest(model, optimizer)
+    report["warnings"] = [str(one.message) for one in caught if "broken" in str(one.message)]
+    report["right"] = digest(model, optimizer) == digests[3]
+    report["random"] = torch.rand(1).item() == torch.rand(1).item()
+
+    # The state of the moment of the call, whatever happens to the model while it is written.
+    torch.manual_seed(5)
+    step(6)
+    checkpoints.async_save(6, model, optimizer)
+    after = torch.rand(1)
+    step(7)
+    checkpoints.wait()
+    report["async"] = [checkpoints.load_latest(model, optimizer), digest(model, optimizer) == digests[6] != digests[7]]
+    report["random"] = torch.equal(torch.rand(1), after)
+    report["left"] = sorted(path.name for path in folder.iterdir())
+
+    errors = report["errors"] = []
+    for work in (
+        lambda: checkpoints.load_latest(model, optimizer, loader=train.Loader([1], 1)),
+        lambda: checkpoints.load_latest(nn.Linear(6, 17)),
+        lambda: train.Checkpoints(folder / "step-6" / "extra.pt"),
+        lambda: train.Checkpoints(),
+        lambda: train.Checkpoints(folder, keep_last=0),
+        lambda: checkpoints.save(-1, model),
+    ):
+        try:
+            work()
+        except (train.CheckpointError, ValueError) as error:
+            errors.append(str(error))
+    print(json.dumps(report))
+"""
+)
+
+
+def test_what_is_broken_is_passed_over(start: Start, tmp_path: Path) -> None:
+    run = start(ALONE, plain=True, arguments=(str(tmp_path / "checkpoints"),))
+    assert run.wait() == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert report["kept"] == ["step-3", "step-4", "step-5", "step-6"]
+    assert (report["step"], report["right"]) == (3, True)
+    changed, cut, missing = report["warnings"]
+    assert "step-6 is broken and passed over: __0_0.distcp has other contents than were written" in changed
+    assert "extra.pt has 3 bytes, not" in cut
+    assert "manifest.json" in missing
+    assert report["async"] == [6, True]
+    assert report["random"] is True
+    assert report["left"] == ["step-3", "step-4", "step-5", "step-6"], "the unfinished one is gone"
+    no_state, other_model, no_directory, none, keep, negative = report["errors"]
+    assert "has no state of loader; it has none" in no_state
+    assert "does not fit this model and optimizer" in other_model
+    assert "rank 0: " in no_directory
+    assert "set DISTFLOW_CHECKPOINT" in none
+    assert "keep_last=0" in keep
+    assert "step=-1" in negative
+
+
+TWO = (
+    MODELS
+    + """
+    place = train.init(timeout=60)
+    rank = place.rank
+    model, optimizer = build("ddp")
+    warnings.simplefilter("always")
+
+    # Reductions of the training go on while a checkpoint is written.
+    checkpoints = train.Checkpoints()
+    checkpoints.async_save(1, model, optimizer)
+    for _ in range(50):
+        dist.all_reduce(torch.ones(10))
+    checkpoints.async_save(2, model, optimizer)
+    checkpoints.wait()
+    train.report(step=checkpoints.load_latest(model, optimizer), what="async")
+
+    # What fails on one rank fails on all, and says where.
+    class Bad:
+        def state_dict(self):
+            raise OSError("no room")
+    try:
+        checkpoints.save(3, model, optimizer, bad=Bad())
+    except train.CheckpointError as error:
+        train.report(step=3, what="bad", error=str(error))
+
+    # Each rank with a disk of its own.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apart = train.Checkpoints(f"{sys.argv[1]}/apart-{rank}")
+    said = " ".join(str(one.message) for one in caught)
+    try:
+        apart.save(1, model, optimizer)
+    except train.CheckpointError as error:
+        train.report(step=1, what="apart", warned=said, error=str(error))
+    train.report(step=checkpoints.load_latest(model, optimizer), what="still")
+"""
+)
+
+
+def test_ranks_save_together_and_fail_together(start: Start, tmp_path: Path) -> None:
+    run = start(TWO, "--size", "2", arguments=(str(tmp_path),), DISTFLOW_CHECKPOINT=str(tmp_path / "shared"))
+    assert run.wait() == 0, run.stderr
+    records = {(record["what"], record["rank"]): record for record in run.records}
+    for rank in (0, 1):
+        assert records["async", rank]["step"] == 2
+        assert records["bad", rank]["error"] == "rank 0: OSError: no room"
+        assert records["apart", rank]["error"].startswith("rank 1: FileNotFoundError: ")
+        assert "must be shared by all machines" in records["apart", rank]["error"]
+        assert records["still", rank]["step"] == 2
+    assert "is not the same directory for ranks 1 as for rank 0" in records["apart", 0]["warned"]
+    assert sorted(path.name for path in (tmp_path / "shared").glob("step-[12]")) == ["step-1", "step-2"]

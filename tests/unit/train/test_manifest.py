@@ -1,0 +1,85 @@
+"""Directories of checkpoints, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.train.manifest import (
+    MANIFEST,
+    Manifest,
+    clear_unfinished,
+    describe,
+    find_problems,
+    found_steps,
+    prune,
+    publish,
+    read_manifest,
+    unfinished,
+)
+
+
+def write(directory: Path, step: int, text: str = "weights") -> Path:
+    folder = unfinished(directory, step)
+    folder.mkdir(parents=True)
+    (folder / "a.bin").write_text(text)
+    (folder / "b.bin").write_text("more")
+    return publish(directory, Manifest(step=step, world_size=2, files=describe(folder, ["a.bin", "b.bin"])))
+
+
+def test_a_checkpoint_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    place = write(tmp_path, 12)
+    assert place == tmp_path / "step-12"
+    manifest = read_manifest(place)
+    assert (manifest.step, manifest.world_size, sorted(manifest.files)) == (12, 2, ["a.bin", "b.bin"])
+    assert find_problems(place, manifest, ["a.bin", "b.bin"]) == []
+
+
+def test_the_same_step_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 1, "old")
+    place = write(tmp_path, 1, "new")
+    assert (place / "a.bin").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_steps_are_numbers_and_not_texts(tmp_path: Path) -> None:
+    for step in (9, 100, 10):
+        write(tmp_path, step)
+    (tmp_path / "step-11.tmp").mkdir()
+    (tmp_path / "step-x").mkdir()
+    assert found_steps(tmp_path) == [100, 10, 9]
+    clear_unfinished(tmp_path)
+    assert not (tmp_path / "step-11.tmp").exists()
+    assert found_steps(tmp_path / "nowhere") == []
+
+
+def test_only_older_ones_are_removed(tmp_path: Path) -> None:
+    """A newer one may be broken, and the run went on from an older one: what it has just written stays."""
+    for step in (1, 2, 3, 9):
+        write(tmp_path, step)
+    prune(tmp_path, newest=3, keep=2)
+    assert found_steps(tmp_path) == [9, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: path.write_text("wieghts"), "a.bin has other contents than were written"),
+        (lambda path: path.write_text(""), "a.bin has 0 bytes, not 7"),
+        (lambda path: path.unlink(), "a.bin: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, harm: object, said: str) -> None:
+    place = write(tmp_path, 1)
+    assert callable(harm)
+    harm(place / "a.bin")
+    assert find_problems(place, read_manifest(place), ["a.bin", "b.bin"]) == [said]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"step": 1, "world_size": 1, "files": {"a": 1}}), "\x00"])
+def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(ValueError, match=r"."):
+        read_manifest(tmp_path)
