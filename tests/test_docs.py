@@ -7,6 +7,7 @@ The language of the pages, all in fenced blocks:
   any lines. A command must exit with 0, unless the next one asks for ``$?``. Commands that only look (``query``, ``why``,
   ``list``, ``logs``, ``events``) are asked again until they say so.
 * ``yaml``: a spec, which ``distflow workflow validate`` accepts.
+* ``python``: a script when it has a name (``file``), run by the commands of its page; else a fragment, which compiles.
 * ``text`` and ``json``: not checked.
 
 A comment before a block says more: ``<!-- file: train.yaml -->`` puts it into the page's directory, where its commands run
@@ -46,7 +47,7 @@ from distflow.testing.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
-LANGUAGES = {"console", "yaml", "text", "json"}
+LANGUAGES = {"console", "yaml", "python", "text", "json"}
 REASONS = {
     "installs software",
     "trains with torch; tests/scenarios run this spec",
@@ -350,6 +351,9 @@ def test_specs_are_valid(
         shutil.copytree(ROOT / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     for block in all_blocks():
+        if block.page == page and block.note("file"):
+            (tmp_path / str(block.note("file"))).write_text(block.text)
+    for block in all_blocks():
         if block.page != page or block.language != "yaml" or block.note("fragment") is not None:
             continue
         yaml_text = block.text
@@ -379,6 +383,8 @@ def test_blocks_are_of_a_kind_that_is_looked_at() -> None:
             for shown in shown_in(block):
                 # Each command has a shell of its own.
                 assert not re.match(r"(cd|export|alias|source) ", shown.command), f"{block.place}: {shown.command}"
+        if block.language == "python":
+            compile(block.text, block.place, "exec")
         if block.language == "text":
             assert not block.text.startswith("$ "), f"{block.place}: a command that is not run"
 

@@ -192,6 +192,31 @@ def test_a_process_alone_is_a_world_of_one(start: Start) -> None:
     assert run.stderr == ""
 
 
+def test_the_threads_of_our_groups_have_ended_before_python_does(start: Start) -> None:
+    """One that lets go of a tensor later aborts the process, which had done all its work."""
+    run = start(
+        """
+        import atexit
+        from pathlib import Path
+
+        def count():
+            return sum(path.read_text() == "pt_gloo_runloop\\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+        atexit.register(lambda: print(count()))  # runs last
+        from distflow import train
+        train.init()
+        of_one_group = count() // 2
+        checkpoints = train.Checkpoints("checkpoints")
+        print(count() // of_one_group, of_one_group)
+        """,
+        plain=True,
+    )
+    assert run.wait() == 0, run.stderr
+    groups, of_one_group, left = map(int, run.stdout.split())
+    assert groups == 3
+    assert left <= of_one_group, "torch keeps its default group"
+
+
 # -- meeting: threads of this process stand for ranks ---------------------------------------------------------------------
 
 

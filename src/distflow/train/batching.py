@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from distflow.train.votes import home_device
+from distflow.train.votes import channel
 
 __all__ = ["DynamicBatcher", "equal_batches"]
 
@@ -76,7 +76,8 @@ def equal_batches(batches: list[list[_Sample]], *, group: dist.ProcessGroup | No
     """
     if any(not batch for batch in batches):
         raise ValueError("a batch is empty: leave it out")
-    counts = torch.tensor([len(batches), -sum(map(len, batches))], device=home_device())
+    group, device = channel(group)
+    counts = torch.tensor([len(batches), -sum(map(len, batches))], device=device)
     if dist.is_initialized():
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
     count, fewest = int(counts[0]), -int(counts[1])

@@ -8,6 +8,7 @@ reductions.
 
 from __future__ import annotations
 
+import atexit
 import os
 import uuid
 import warnings
@@ -68,11 +69,12 @@ class Checkpoints:
             raise ValueError(f"keep_last={keep_last}: give 1 or more")
         self.directory = Path(name)
         self._keep_last = keep_last
-        self._group = dist.new_group(backend="gloo")
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._probe()
+        atexit.register(self._leave)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> None:
         """Write a checkpoint; when this returns, it is whole and on the disk.
@@ -124,6 +126,13 @@ class Checkpoints:
                 self._load(folder, manifest, model, optimizer, others)
                 return step
         return None
+
+    def _leave(self) -> None:
+        """Finish what is being written, and let go of the group, whose threads must have ended before Python does."""
+        try:
+            self.wait()
+        finally:
+            self._group = None
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

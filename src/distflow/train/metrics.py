@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distflow.train.votes import home_device
+from distflow.train.votes import channel
 
 __all__ = ["Pace", "StepTimer", "report"]
 
@@ -158,9 +158,10 @@ def _gather(figures: torch.Tensor) -> list[list[float]]:
     """Return the figures of every rank, in their order."""
     if not dist.is_initialized():
         return [figures.tolist()]
-    mine = figures.to(home_device())
+    group, device = channel()
+    mine = figures.to(device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
+    dist.all_gather(rows, mine, group=group)
     return [row.tolist() for row in rows]
 
 

@@ -7,16 +7,22 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_ranks", "any_rank", "from_all", "from_first", "home_device"]
+from distflow.train.world import control_group
+
+__all__ = ["all_ranks", "any_rank", "channel", "from_all", "from_first"]
 
 _Value = TypeVar("_Value")
 
 
-def home_device() -> torch.device:
-    """Return the device on which small tensors travel: the CPU where the group can, else the current GPU."""
-    if dist.is_initialized() and "gloo" not in dist.get_backend_config():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
+    """Return the group that small tensors of all ranks travel on, and the device they must be on.
+
+    Without a ``group`` that is the control group of ``init``, or torch's default group when the world was made without it.
+    """
+    group = group or control_group()
+    if dist.is_initialized() and "gloo" not in dist.get_backend_config(group):
+        return group, torch.device("cuda", torch.cuda.current_device())
+    return group, torch.device("cpu")
 
 
 def any_rank(answer: bool, *, group: dist.ProcessGroup | None = None) -> bool:
@@ -32,7 +38,8 @@ def all_ranks(answer: bool, *, group: dist.ProcessGroup | None = None) -> bool:
 def _vote(answer: bool, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> bool:
     if not dist.is_initialized():
         return answer
-    ballot = torch.tensor([int(answer)], dtype=torch.int32, device=home_device())
+    group, device = channel(group)
+    ballot = torch.tensor([int(answer)], dtype=torch.int32, device=device)
     dist.all_reduce(ballot, operation, group=group)
     return bool(ballot.item())
 

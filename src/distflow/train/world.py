@@ -12,6 +12,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     set_debug_level_from_env,
 )
 
-__all__ = ["World", "WorldError", "finish", "init", "is_debug", "world"]
+__all__ = ["World", "WorldError", "control_group", "finish", "init", "is_debug", "world"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEBUG = {
@@ -59,6 +60,7 @@ class World:
 
 
 _joined: World | None = None
+_control: dist.ProcessGroup | None = None
 
 
 def init(backend: str = "auto", timeout: float | timedelta | None = None, *, start_timeout: float | timedelta = 600.0) -> World:
@@ -72,7 +74,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
 
     Raises ``WorldError``.
     """
-    global _joined  # noqa: PLW0603 (a process is in one world)
+    global _joined, _control  # noqa: PLW0603 (a process is in one world)
     if _joined is not None:
         return _joined
     if dist.is_initialized():
@@ -93,9 +95,9 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
         timeout=None if timeout is None else _delta(timeout),
         device_id=place.device if place.device.type == "cuda" else None,
     )
+    _control = dist.new_group(backend="gloo")
     if is_debug():
-        group = None if place.backend == "gloo" else dist.new_group(backend="gloo")
-        dist.monitored_barrier(group, timeout=_delta(start_timeout), wait_all_ranks=True)
+        dist.monitored_barrier(_control, timeout=_delta(start_timeout), wait_all_ranks=True)
     atexit.register(_finish_at_exit)
     _joined = place
     return place
@@ -108,10 +110,19 @@ def world() -> World:
     return _joined
 
 
+def control_group() -> dist.ProcessGroup | None:
+    """Return the gloo group on which ranks decide together, apart from the training's reductions; ``None`` before ``init``.
+
+    Nobody may keep it: a gloo thread that lets go of a tensor while Python is ending aborts the process, and only a group
+    that nobody holds has its threads joined before.
+    """
+    return _control
+
+
 def finish() -> None:
     """Leave the world; ``init`` may join another one. Does nothing when there is none."""
-    global _joined  # noqa: PLW0603
-    _joined = None
+    global _joined, _control  # noqa: PLW0603
+    _joined = _control = None
     atexit.unregister(_finish_at_exit)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -202,11 +213,14 @@ def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: t
         )
     if store.add("arrived", 1) == place.size:
         store.set("all", "1")
-    try:
-        store.wait(["all"], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    except dist.DistStoreError:
-        missing = [rank for rank in range(place.size) if not store.check([f"rank/{rank}"])]
-        raise WorldError(f"{_ranks(missing)} did not come within {timeout.total_seconds():g} s") from None
+    pause, pause_s = threading.Event(), 0.005
+    # Asked again and again: a wait of the store's own that runs out writes warnings of its own, with addresses only.
+    while not store.check(["all"]):
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(place.size) if not store.check([f"rank/{rank}"])]
+            raise WorldError(f"{_ranks(missing)} did not come within {timeout.total_seconds():g} s")
+        pause.wait(pause_s)
+        pause_s = min(2 * pause_s, 0.25)
     return store
 
 
