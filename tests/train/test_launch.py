@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from distflow.testing.waiting import wait_until
 from distflow.train.launch import main
-from distflow.train.starting import LayoutError, read_share
+from distflow.train.starting import LayoutError, launch, read_share
 from train.conftest import DEADLINE_S, Start, is_alive
 
 HELLO = """
@@ -211,6 +212,7 @@ def test_a_function_is_launched_from_a_script(start: Start) -> None:
         (["--world_size", "2", "--master-addr", "a", "x.py"], "--master-port is missing"),
         (["--world_size", "2", "--max-restarts", "1", "x.py"], "--max-restarts: one machine cannot restart"),
         (["--master-port", "70000", "x.py"], "--master-port 70000: give a port from 1 to 65535"),
+        (["--stop-grace", "-1", "x.py"], "--stop-grace -1: give 0 seconds or more"),
         (["missing.py"], "missing.py: no such script"),
         (["--sise", "2", "x.py"], "--sise"),
     ],
@@ -229,6 +231,13 @@ def test_a_wrong_command_line_names_flag_and_remedy(
 def test_a_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(LayoutError, match="DISTFLOW_RANK_SIZE=eight: not a number"):
         read_share({"DISTFLOW_RANK_SIZE": "eight"})
+
+
+def test_a_function_that_other_processes_cannot_find_is_refused() -> None:
+    with pytest.raises(TypeError, match="define the function at the top of a module"):
+        launch(lambda: None)
+    with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match="call it in the main thread"):
+        threads.submit(launch, print).result()
 
 
 def test_the_launcher_imports_no_torch() -> None:

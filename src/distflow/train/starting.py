@@ -14,8 +14,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,9 @@ def read_share(
             f"--offset {first} --size {count} --world_size {world}: ranks {first} to {first + count - 1} do not fit a world of "
             f"{world}; give --world_size {first + count} or more, or a smaller --size"
         )
+    for flag, seconds in (("--stop-grace", stop_grace_s), ("--failure-grace", failure_grace_s)):
+        if not seconds >= 0:
+            raise LayoutError(f"{flag} {seconds:g}: give 0 seconds or more")
     if max_restarts < 0:
         raise LayoutError(f"--max-restarts {max_restarts}: give 0 or more")
     if max_restarts and count != world:
@@ -152,7 +157,8 @@ def launch(
     is simply called, so that a script works under any launcher. ``function`` must be importable (no lambda), as
     ``multiprocessing`` wants it. Call it in the main thread, under ``if __name__ == "__main__":``.
 
-    Raises ``SystemExit`` with the first failure's exit code, or 143 when the ranks were asked to stop; ``LayoutError``.
+    Raises ``SystemExit`` with the first failure's exit code, or 143 when the ranks were asked to stop; ``LayoutError``;
+    ``TypeError`` for what cannot be pickled.
     """
     if is_rank(os.environ):
         function(*args)
@@ -161,6 +167,15 @@ def launch(
         os.environ, offset=offset, size=size, world_size=world_size, master_addr=master_addr, master_port=master_port,
         max_restarts=max_restarts, stop_grace_s=stop_grace_s, numa=numa,
     )  # fmt: skip
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("launch() waits for signals: call it in the main thread")
+    try:
+        ForkingPickler.dumps((function, args))
+    except Exception as error:
+        raise TypeError(
+            f"launch() cannot hand {function!r} and its arguments to other processes ({error}): define the function at the top "
+            "of a module, and give it plain values"
+        ) from error
     context = multiprocessing.get_context("spawn")
 
     def start(environment: Mapping[str, str]) -> _Started:

@@ -149,15 +149,15 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
     if "RANK" in found and len(found) < len(_VARIABLES):
         missing = ", ".join(name for name in _VARIABLES if name not in found)
         raise WorldError(f"RANK is set, but not {missing}: start the script with python -m distflow.train.launch, or torchrun")
-    if "RANK" not in found and int(environment.get("WORLD_SIZE") or environment.get("DISTFLOW_WORLD_SIZE") or 1) > 1:
+    if "RANK" not in found and max(_number(environment, "WORLD_SIZE", 1), _number(environment, "DISTFLOW_WORLD_SIZE", 1)) > 1:
         raise WorldError(
             "this process is to be part of a world, but RANK is not set: start the script with "
             "python -m distflow.train.launch, or torchrun"
         )
-    rank, size = int(environment.get("RANK") or 0), int(environment.get("WORLD_SIZE") or 1)
+    rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < size:
         raise WorldError(f"RANK={rank} is no rank of a world of {size}: ranks are counted from 0")
-    local_rank = int(environment.get("LOCAL_RANK") or 0)
+    local_rank = _number(environment, "LOCAL_RANK", 0)
     has_cuda = torch.cuda.is_available()
     if backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
@@ -169,8 +169,16 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
                 f"{torch.cuda.device_count()} or less here, or look at CUDA_VISIBLE_DEVICES"
             )
         device = torch.device("cuda", local_rank)
-    local_size = int(environment.get("LOCAL_WORLD_SIZE") or 1)
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", 1)
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device, backend=backend)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name) or str(default)
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"{name}={text}: not a number; correct or unset it") from None
 
 
 def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> Store:
@@ -178,7 +186,7 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
     if "RANK" not in environment:
         return HashStore()
     deadline = time.monotonic() + timeout.total_seconds()
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT", 0)
     # torchrun's agent may host the store; else rank 0 does.
     hosts = place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
