@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,15 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 def test_every_public_name_is_there() -> None:
     assert {"Loader", "init", "launch"} <= {*dir(distflow.train)}
+    tree = ast.parse(Path(distflow.train.__file__).read_text())
+    imported = {
+        name.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("distflow.train.")
+        for name in node.names
+    }
+    wanted = {name: f"distflow.train.{module}" for name, module in distflow.train._MODULES.items()}
+    assert imported == wanted, "what type checkers see is what is there"
     for name in distflow.train._MODULES:
         assert getattr(distflow.train, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -151,9 +162,9 @@ def test_a_loader_refuses_what_it_decides_itself() -> None:
     with pytest.raises(ValueError, match="the dataset is empty"):
         Loader([], 1)
     with pytest.raises(ValueError, match="uneven='join': give \"pad\""):
-        Loader([1], 1, uneven="join")
+        Loader([1], 1, uneven="join")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no length"):
-        Loader(iter([1]), 1)
+        Loader(iter([1]), 1)  # type: ignore[arg-type]
 
 
 def test_join_says_what_it_takes() -> None:

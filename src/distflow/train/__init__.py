@@ -7,7 +7,35 @@ they are used: importing this package costs nothing, and the launcher never impo
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # so that type checkers and editors know the names
+    from distflow.train.batching import DynamicBatcher as DynamicBatcher
+    from distflow.train.batching import equal_batches as equal_batches
+    from distflow.train.checkpoint import CheckpointError as CheckpointError
+    from distflow.train.checkpoint import Checkpoints as Checkpoints
+    from distflow.train.data import BatchSizes as BatchSizes
+    from distflow.train.data import balanced_split as balanced_split
+    from distflow.train.data import batch_sizes as batch_sizes
+    from distflow.train.data import join as join
+    from distflow.train.heartbeat import beat as beat
+    from distflow.train.loader import EpochSampler as EpochSampler
+    from distflow.train.loader import Loader as Loader
+    from distflow.train.metrics import Pace as Pace
+    from distflow.train.metrics import StepTimer as StepTimer
+    from distflow.train.metrics import report as report
+    from distflow.train.safeguards import GradientGuard as GradientGuard
+    from distflow.train.safeguards import MemoryGuard as MemoryGuard
+    from distflow.train.safeguards import NonFiniteGradients as NonFiniteGradients
+    from distflow.train.safeguards import OutOfMemory as OutOfMemory
+    from distflow.train.starting import launch as launch
+    from distflow.train.stopping import STOPPED as STOPPED
+    from distflow.train.stopping import listen_for_stop as listen_for_stop
+    from distflow.train.stopping import stop_requested as stop_requested
+    from distflow.train.world import World as World
+    from distflow.train.world import WorldError as WorldError
+    from distflow.train.world import finish as finish
+    from distflow.train.world import init as init
 
 _MODULES = {
     "STOPPED": "stopping",

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["EpochSampler", "Loader", "Uneven"]
+__all__ = ["EpochSampler", "Loader", "Samples", "Uneven"]
 
 Uneven = Literal["pad", "keep", "drop"]
 """What happens when the samples do not divide evenly over the ranks: ``pad``: the first samples of the epoch come again, so
 that all have as many; ``keep``: some ranks have one sample less (use ``join``); ``drop``: the last few are left out."""
+
+
+class Samples(Protocol):
+    """Anything that has samples by number: a list, a tensor, a ``Dataset`` with a length."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one of them."""
 
 
 class EpochSampler(Sampler[int]):
@@ -102,7 +112,7 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad",
+        self, dataset: Dataset[Any] | Samples, batch_size: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad",
         **options: Any,
     ) -> None:  # fmt: skip
         """``batch_size`` is per rank. ``options`` go to torch's ``DataLoader``: ``num_workers``, ``collate_fn``, and so on.
@@ -119,7 +129,7 @@ class Loader:
         # Loader workers get their seeds from a generator of their own: drawing one must not disturb the training's.
         self._generator = torch.Generator()
         self._batches: DataLoader[Any] = DataLoader(
-            dataset, batch_size=batch_size, sampler=self.sampler, generator=self._generator, **options
+            cast("Dataset[Any]", dataset), batch_size=batch_size, sampler=self.sampler, generator=self._generator, **options
         )
 
     @property
