@@ -224,6 +224,19 @@ TWO = (
     checkpoints.wait()
     train.report(step=checkpoints.load_latest(model, optimizer), what="async")
 
+    # Weights travel from one worker to another one, under another strategy.
+    def loss_of(model, batch):
+        return (model(batch) ** 2).mean()
+
+    one, other = (train.Worker(*build(kind), loss_of) for kind in ("fsdp", "ddp"))
+    losses = [one.train_step(torch.ones(4, 6)) for _ in range(5)]
+    sent = one.get_model_state()
+    before = other.get_model_state()
+    other.set_model_state(sent if rank == 0 else {})
+    received = other.get_model_state()
+    equal = [all(torch.equal(sent[name], state[name]) for name in sent) for state in (before, received)]
+    train.report(step=5, what="worker", names=str(sorted(received)), equal=str(equal), falls=losses[-1] < losses[0])
+
     # What fails on one rank fails on all, and says where.
     class Bad:
         def state_dict(self):
@@ -253,6 +266,9 @@ def test_ranks_save_together_and_fail_together(start: Start, tmp_path: Path) -> 
     records = {(record["what"], record["rank"]): record for record in run.records}
     for rank in (0, 1):
         assert records["async", rank]["step"] == 2
+        worker = records["worker", rank]
+        assert worker["names"] == "['0.bias', '0.weight', '2.bias', '2.weight']"
+        assert (worker["equal"], worker["falls"]) == ("[False, True]", True)
         assert records["bad", rank]["error"] == "rank 0: OSError: no room"
         assert records["apart", rank]["error"].startswith("rank 1: FileNotFoundError: ")
         assert "must be shared by all machines" in records["apart", rank]["error"]

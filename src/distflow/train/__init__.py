@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.stopping import STOPPED as STOPPED
     from distflow.train.stopping import listen_for_stop as listen_for_stop
     from distflow.train.stopping import stop_requested as stop_requested
+    from distflow.train.worker import Worker as Worker
     from distflow.train.world import World as World
     from distflow.train.world import WorldError as WorldError
     from distflow.train.world import finish as finish
@@ -52,6 +53,7 @@ _MODULES = {
     "Pace": "metrics",
     "StepTimer": "metrics",
     "World": "world",
+    "Worker": "worker",
     "WorldError": "world",
     "balanced_split": "data",
     "batch_sizes": "data",
