@@ -93,6 +93,21 @@ def test_the_first_failure_is_named_and_not_the_one_that_then_lost_its_peer(star
     assert run.stderr.rstrip().endswith("ValueError: shapes differ")
 
 
+def test_a_rank_that_hangs_on_its_way_out_has_failed(start: Start) -> None:
+    run = start(
+        """
+        import atexit, os, signal
+        if os.environ["RANK"] == "1":
+            atexit.register(signal.pause)
+            raise ValueError("shapes differ")
+        signal.pause()
+        """,
+        "--size", "2", "--failure-grace", "0.2",
+    )  # fmt: skip
+    assert run.wait() == 1
+    assert (run.error["rank"], run.error["message"]["message"]) == (1, "ValueError: shapes differ")
+
+
 def test_a_failing_rank_stops_the_others_with_their_children(start: Start) -> None:
     """A sibling that ignores SIGTERM, and its child, are killed when their grace is over."""
     run = start(

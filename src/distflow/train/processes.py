@@ -89,7 +89,8 @@ class Outcome:
 def supervise(ranks: Sequence[RankProcess], *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
     """Wait for the end of all ranks.
 
-    When one fails, the others get SIGTERM and, after ``failure_grace_s``, their process groups SIGKILL. SIGTERM, SIGINT,
+    When one fails, the others get SIGTERM and, after ``failure_grace_s``, their process groups SIGKILL. A rank fails when it
+    leaves an error file, even if it then hangs on its way out. SIGTERM, SIGINT,
     SIGHUP and SIGQUIT to this process are passed on, each rank as SIGTERM, and they have ``stop_grace_s`` to end; so have
     they when one of them ends with 143, which is how a rank says that it was asked to stop. Call it in the main thread.
     """
@@ -101,7 +102,7 @@ def supervise(ranks: Sequence[RankProcess], *, stop_grace_s: float, failure_grac
             if wake.signals and watch.asked is None:
                 watch.asked = wake.signals[0]
                 watch.stop(stop_grace_s)
-            elif watch.first_failure() is not None:
+            elif watch.first_failure() is not None or watch.has_raised():
                 watch.stop(failure_grace_s, sooner=True)
             elif any(end.is_stop for end in watch.ends):
                 watch.stop(stop_grace_s)
@@ -140,6 +141,10 @@ class _Watch:
                 )  # fmt: skip
                 self.ends.append(end)
 
+    def has_raised(self) -> bool:
+        """Tell whether a rank has left its error file, and still runs."""
+        return any(rank.error_file.exists() for rank in self.running)
+
     def stop(self, grace_s: float, *, sooner: bool = False) -> None:
         """Ask the rest to end, once; ``sooner`` may bring the end of their grace forward."""
         deadline = time.monotonic() + grace_s
@@ -147,7 +152,8 @@ class _Watch:
             self._deadline = deadline
             self._was_told = True
             for rank in self.running:
-                _send(os.kill, rank.pid, signal.SIGTERM)
+                if not rank.error_file.exists():  # it is on its way out, and may have something to flush
+                    _send(os.kill, rank.pid, signal.SIGTERM)
         elif sooner:
             self._deadline = min(self._deadline, deadline)
 
