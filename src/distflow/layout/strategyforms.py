@@ -1,0 +1,294 @@
+"""The forms in which people write a strategy, read into one draft: kind, mesh, options. Pure.
+
+Four forms, which may be mixed as long as they do not contradict each other:
+
+* our own: ``{kind: fsdp, sharding_strategy: SHARD_GRAD_OP}``
+* a mesh: ``mesh_shape: [[2, 2], ["fsdp", "tp"]]``, ``{shape, axis_names}`` (tunix writes both as text: ``"(2, 2)"``), and
+  ``mesh: {shape, names}``; also inside ``model:``
+* blocks of NeMo RL's guide: ``cluster:`` with ``fsdp_config:`` or ``pipeline_config:``, and ``training:``
+* what ``Strategy.normalised`` gives: ``{kind, mesh: {shape, names}, options: {…}}``
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distflow.documents.document import Path, path_text
+from distflow.documents.problems import Mark, Problem, Severity
+from distflow.documents.words import did_you_mean
+from distflow.layout.strategyoptions import MESH_SIZES, OPTIONS
+
+__all__ = ["AXES", "Draft", "Given", "read_forms"]
+
+AXES = {"dp": "dp", "data": "dp", "replicate": "dp", "fsdp": "fsdp", "shard": "fsdp", "tp": "tp", "pp": "pp"}
+"""Names of mesh axes as people write them, and what we call them."""
+
+_CLUSTER_KINDS = {"ray": "ddp", "ddp": "ddp", "fsdp": "fsdp", "tp": "tp", "pipeline": "pipeline"}
+_CLUSTER_KEYS = (
+    "name", "num_workers", "num_nodes", "num_gpus", "gpus_per_node", "resources_per_worker", "resources", "placement_group",
+    "timeout", "fsdp_config", "pipeline_config",
+)  # fmt: skip
+_TRAINING = {
+    "batch_size": "global_batch_size",
+    "global_batch_size": "global_batch_size",
+    "micro_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "sync_gradients_every": "sync_gradients_every",
+    "mixed_precision": "mixed_precision",
+}
+_PIPELINE = {
+    "stages": "stages",
+    "schedule": "schedule",
+    "micro_batch_size": "micro_batch_size",
+    "micro_batches": "micro_batches",
+    "gradient_accumulation_steps": "micro_batches",
+}
+_OWN = ("kind", "mesh", "mesh_shape", "shape", "axis_names", "options", "cluster", "training", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value, and the path of keys under which it was written."""
+
+    value: object
+    path: Path
+
+
+@dataclass(slots=True)
+class Draft:
+    """What was written, before it is known whether it fits together."""
+
+    path: Path
+    """The path of the block itself."""
+    locate: Callable[[Path], Mark]
+    """Gives the place of a path in the document."""
+    kind: Given | None = None
+    shape: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    mesh_path: Path = ()
+    """Where the mesh was written; empty without one."""
+    options: dict[str, Given] = field(default_factory=dict)
+    worlds: list[Given] = field(default_factory=list)
+    """Numbers of ranks that were claimed."""
+    sizes: Given | None = None
+    """Ranks of each task that were claimed (a list)."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, path: Path, message: str, hint: str = "", *, severity: Severity = Severity.ERROR) -> None:
+        """Report a finding at a path."""
+        where = self.locate(path)
+        self.problems.append(Problem(where=where, path=path_text(path), message=message, hint=hint, severity=severity))
+
+    def set_option(self, name: str, value: object, path: Path) -> None:
+        """Take an option; twice with different values is a problem."""
+        before = self.options.get(name)
+        if before is not None and before.value != value:
+            at = path_text(before.path)
+            self.add(
+                path, f"`{path[-1]}` is {value!r}, but `{at}` says {before.value!r} of the same", "keep one of the two lines"
+            )
+            return
+        self.options[name] = Given(value, path)
+
+    def set_kind(self, kind: object, path: Path) -> None:
+        """Take the kind; a second, different one is a problem."""
+        if self.kind is not None and self.kind.value != kind:
+            at = path_text(self.kind.path)
+            self.add(path, f"`{path[-1]}` means {kind}, but `{at}` means {self.kind.value}", "keep one of the two")
+            return
+        self.kind = Given(kind, path)
+
+
+def read_forms(block: Mapping[str, object], path: Path, locate: Callable[[Path], Mark]) -> Draft:
+    """Read a strategy block in any form. Unknown keys and values of wrong shape are among the draft's problems."""
+    draft = Draft(path, locate)
+    known = (*_OWN, *OPTIONS, *MESH_SIZES)
+    for key, value in block.items():
+        here = (*path, key)
+        if key == "kind":
+            draft.set_kind(value.lower() if isinstance(value, str) else value, here)
+        elif key in ("mesh", "mesh_shape"):
+            _mesh(draft, value, here)
+        elif key in OPTIONS or key in MESH_SIZES:
+            draft.set_option(key, value, here)
+        elif key not in known:
+            draft.add(here, f"`{key}` is no key of a strategy", did_you_mean(key, known, what="keys"))
+    if "shape" in block or "axis_names" in block:
+        _axes(draft, block.get("shape"), block.get("axis_names"), (*path, "shape" if "shape" in block else "axis_names"))
+    for name, read in (("options", _options), ("cluster", _cluster), ("model", _model), ("training", _training)):
+        if name in block and (inner := _mapping(draft, block[name], (*path, name))) is not None:
+            read(draft, inner, (*path, name))
+    return draft
+
+
+# -- meshes -----------------------------------------------------------------------------------------------------------
+
+_MESH_HINT = 'write mesh_shape: [[2, 2], ["fsdp", "tp"]]: the sizes, then as many names'
+
+
+def _mesh(draft: Draft, value: object, path: Path) -> None:
+    if isinstance(value, Mapping):
+        for key in value:
+            if key not in ("shape", "names", "axis_names"):
+                draft.add(
+                    (*path, key), f"`{key}` is no key of a mesh", did_you_mean(str(key), ["shape", "names", "axis_names"])
+                )
+        _axes(draft, value.get("shape"), value.get("names", value.get("axis_names")), path)
+        return
+    if isinstance(value, str):
+        groups = re.findall(r"[\[(]([^\[\]()]*)[\])]", value)
+        value = groups if len(groups) == 2 else value
+    if isinstance(value, list | tuple) and len(value) == 2 and not any(isinstance(part, int) for part in value):
+        _axes(draft, value[0], value[1], path)
+    else:
+        draft.add(path, f"{value!r} is no mesh", _MESH_HINT)
+
+
+def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
+    """Take sizes and names, as lists or as text such as ``"(2, 2)"`` and ``"('fsdp', 'tp')"``."""
+    sizes = [int(word) if word.isdigit() else word for word in _words(shape)]
+    words = _words(names)
+    if not sizes or not words or len(sizes) != len(words):
+        draft.add(path, f"a mesh needs as many names as sizes: {shape!r} and {names!r}", _MESH_HINT)
+        return
+    if bad := [size for size in sizes if not isinstance(size, int) or size < 1]:
+        draft.add(path, f"{bad[0]!r} is no size of a mesh axis", "sizes are whole numbers of at least 1")
+        return
+    for word in words:
+        if word not in AXES:
+            draft.add(path, f"`{word}` is no mesh axis that we know", did_you_mean(word, AXES, what="axes"))
+            return
+    axes = tuple(AXES[word] for word in words)
+    if len(set(axes)) < len(axes):
+        draft.add(path, f"a mesh axis stands twice: {', '.join(words)}", "give each axis once")
+        return
+    if draft.mesh_path:
+        draft.add(path, f"the mesh is also written at `{path_text(draft.mesh_path)}`", "keep one of the two")
+        return
+    draft.shape, draft.names, draft.mesh_path = tuple(size for size in sizes if isinstance(size, int)), axes, path
+
+
+def _words(value: object) -> list[str]:
+    """Return the words of a list, or of a list written as text; nothing for anything else."""
+    if isinstance(value, str):
+        value = [word for word in (part.strip(" \t'\"") for part in value.strip("[]() \t").split(",")) if word]
+    if not isinstance(value, Sequence):
+        return []
+    return [str(word) for word in value]
+
+
+# -- NeMo RL's and tunix's blocks -------------------------------------------------------------------------------------
+
+
+def _options(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+    for key, value in block.items():
+        _known_option(draft, key, value, (*path, key), [*OPTIONS, *MESH_SIZES])
+
+
+def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+    for key in block:
+        if key not in _CLUSTER_KEYS:
+            draft.add((*path, key), f"`{key}` is no key of `cluster`", did_you_mean(key, _CLUSTER_KEYS, what="keys"))
+    name = str(block.get("name", "ray"))
+    if name not in _CLUSTER_KINDS:
+        hint = did_you_mean(name, _CLUSTER_KINDS, what="names")
+        draft.add((*path, "name"), f"`{name}` is no cluster that we know", hint)
+    else:
+        draft.set_kind(_CLUSTER_KINDS[name], (*path, "name") if "name" in block else path)
+    _claims(draft, block, path)
+    for key, read in (("fsdp_config", _fsdp), ("pipeline_config", _pipeline)):
+        if key in block and (inner := _mapping(draft, block[key], (*path, key))) is not None:
+            read(draft, inner, (*path, key))
+    if "timeout" in block:
+        draft.set_option("timeout_s", block["timeout"], (*path, "timeout"))
+    if "placement_group" in block:
+        message = "`placement_group` does not change the strategy: where tasks run is said by their resources"
+        hint = "PACK: one task with all ranks; SPREAD: more tasks with fewer; distflow gives each task a node"
+        draft.add((*path, "placement_group"), message, hint, severity=Severity.WARNING)
+
+
+def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+    """Take what a cluster says of the number of ranks."""
+    counts: dict[str, int] = {}
+    for key in ("num_workers", "num_nodes", "num_gpus", "gpus_per_node"):
+        value = block.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            counts[key] = value
+        elif key in block:
+            draft.add((*path, key), f"`{key}` is {value!r}", "give a whole number of at least 1")
+    if "num_gpus" in counts:
+        draft.worlds.append(Given(counts["num_gpus"], (*path, "num_gpus")))
+    if "num_workers" in counts:
+        draft.worlds.append(Given(counts["num_workers"], (*path, "num_workers")))
+    if "gpus_per_node" in counts and "num_nodes" in counts:
+        draft.sizes = Given([counts["gpus_per_node"]] * counts["num_nodes"], (*path, "gpus_per_node"))
+    each = block.get("resources_per_worker")
+    gpus = each.get("GPU", 1) if isinstance(each, Mapping) else 1
+    if gpus != 1:
+        where = (*path, "resources_per_worker", "GPU")
+        message = f"each worker gets {gpus} GPUs, but a rank has exactly one: NCCL refuses ranks that share a GPU"
+        draft.add(where, message, "say GPU: 1, and num_workers as many as there are GPUs")
+    resources = block.get("resources")
+    if resources is not None:
+        sizes = [item.get("GPU") for item in resources if isinstance(item, Mapping)] if isinstance(resources, list) else []
+        if sizes and all(isinstance(size, int) and size >= 1 for size in sizes):
+            draft.sizes = Given(sizes, (*path, "resources"))
+        else:
+            draft.add((*path, "resources"), "`resources` is a list with the GPUs of each task", "write - {GPU: 1, CPU: 4}")
+
+
+def _fsdp(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+    known = [name for name, option in OPTIONS.items() if "fsdp" in option.kinds]
+    for key, value in block.items():
+        _known_option(draft, key, value, (*path, key), known)
+
+
+def _pipeline(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+    for key, value in block.items():
+        _known_option(draft, key, value, (*path, key), _PIPELINE, _PIPELINE.get(key, key))
+
+
+def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+    piped = draft.kind is not None and draft.kind.value == "pipeline"
+    replicated = draft.kind.value == "ddp" if draft.kind is not None else not draft.mesh_path
+    for key, value in block.items():
+        here = (*path, key)
+        if key == "profile_communication":
+            message = "`profile_communication` is not the strategy's: profiling is a call of the program"
+            hint = "use distflow.train.CommunicationMonitor around a step: it gives times, bytes and bandwidths"
+            draft.add(here, message, hint, severity=Severity.WARNING)
+            continue
+        name = _TRAINING.get(key, key)
+        if piped and key == "gradient_accumulation_steps":
+            name = "micro_batches"
+        if replicated and key == "mixed_precision":
+            # The guide's "use lower precision for communication".
+            name, value = "compression", {True: "bf16", False: "none"}.get(value, value) if isinstance(value, bool) else value  # noqa: PLW2901
+        _known_option(draft, key, value, here, _TRAINING, name)
+
+
+def _model(draft: Draft, block: Mapping[str, object], path: Path) -> None:
+    for key, value in block.items():
+        if key in ("mesh_shape", "mesh"):
+            _mesh(draft, value, (*path, key))
+        else:
+            message = f"`model.{key}` is your program's: a strategy reads only `mesh_shape` of it"
+            draft.add((*path, key), message, "pass it to your program by its arguments", severity=Severity.WARNING)
+
+
+def _known_option(
+    draft: Draft, key: str, value: object, path: Path, known: Sequence[str] | Mapping[str, str], name: str = ""
+) -> None:
+    if key in known:
+        draft.set_option(name or key, value, path)
+    else:
+        draft.add(path, f"`{key}` is no key of `{path[-2]}`", did_you_mean(str(key), known, what="keys"))
+
+
+def _mapping(draft: Draft, value: object, path: Path) -> Mapping[str, object] | None:
+    if isinstance(value, Mapping):
+        return value
+    draft.add(path, f"`{path[-1]}` is {value!r}", "write keys and values below it")
+    return None

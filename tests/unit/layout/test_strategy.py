@@ -1,0 +1,222 @@
+"""Strategy blocks: every form of the guides, every rule, and the way there and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distflow.documents.problems import Mark, Severity
+from distflow.layout.strategy import Strategy, parse_strategy
+from distflow.layout.strategyoptions import KINDS, OPTIONS
+
+PAGE = Path(__file__).parents[3] / "docs" / "strategies.md"
+ROW = re.compile(r"^\| `(\{.*\})` \| ([0-9 +]+) \| (.*) \|$", re.MULTILINE)
+
+
+def rows() -> list[tuple[str, tuple[int, ...], str]]:
+    """The table of forms in docs/strategies.md."""
+    return [(block, tuple(map(int, sizes.split("+"))), answer) for block, sizes, answer in ROW.findall(PAGE.read_text())]
+
+
+def said(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
+    """A block's meaning, as the table has it."""
+    strategy, problems = parse_strategy(block, sizes)
+    if strategy is None:
+        return f"problem: {problems[0].message}"
+    options = "".join(f" {name}={value}" for name, value in sorted(strategy.options.items()))
+    warning = f"; warning: {problems[0].message}" if problems else ""
+    return f"{strategy.kind} {list(strategy.shape)} {' '.join(strategy.names)}{options}{warning}"
+
+
+@pytest.mark.parametrize(("block", "sizes", "answer"), rows())
+def test_the_table_of_forms_is_true(block: str, sizes: tuple[int, ...], answer: str) -> None:
+    assert said(yaml.safe_load(block), sizes) == answer
+
+
+def test_the_table_is_found() -> None:
+    assert len(rows()) > 20
+
+
+@pytest.mark.parametrize(
+    ("block", "sizes", "answer"),
+    [
+        ("{}", (1,), "none [1] dp"),
+        ("{}", (2, 2), "ddp [4] dp"),
+        ("{kind: hybrid, tp_size: 2}", (4, 4), "hybrid [4, 2] fsdp tp"),
+        ("{kind: tp}", (4,), "tp [4] tp"),
+        ("{kind: pipeline}", (2, 2), "pipeline [4] pp"),
+        ("{kind: pipeline, stages: 2}", (2, 2), "pipeline [2, 2] pp dp"),
+        ("{stages: 2}", (2,), "pipeline [2] pp"),
+        ("{kind: fsdp, sharding_strategy: hybrid_shard}", (2, 2), "fsdp [2, 2] dp fsdp sharding_strategy=HYBRID_SHARD"),
+        ("{mesh_shape: [[2, 4], [replicate, shard]]}", (4, 4), "fsdp [2, 4] dp fsdp sharding_strategy=HYBRID_SHARD"),
+        ("{kind: FSDP, mixed_precision: false}", (2,), "fsdp [2] fsdp mixed_precision=none"),
+        ("{mesh_shape: [[4, 1], [tp, fsdp]]}", (4,), "tp [4] tp"),
+        ("{kind: hybrid, mesh_shape: [[1, 4], [fsdp, tp]]}", (4,), "hybrid [1, 4] fsdp tp"),
+        ("{kind: none}", (2,), "none [2] dp"),
+    ],
+)
+def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, ...], answer: str) -> None:
+    assert said(yaml.safe_load(block), sizes) == answer
+
+
+@pytest.mark.parametrize(
+    ("block", "sizes", "message", "hint"),
+    [
+        ("{knd: ddp}", (2,), "`knd` is no key of a strategy", "did you mean `kind`?"),
+        ("{kind: fdsp}", (2,), "`fdsp` is no kind of strategy", "did you mean `fsdp`?"),
+        ("{mesh_shape: [2, 2]}", (4,), "[2, 2] is no mesh", "mesh_shape: [[2, 2]"),
+        ("{mesh_shape: [[2, 2], [fsdp]]}", (4,), "a mesh needs as many names as sizes: [2, 2] and ['fsdp']", "[[2, 2]"),
+        ("{mesh_shape: [[0, 2], [fsdp, tp]]}", (4,), "0 is no size of a mesh axis", "at least 1"),
+        ("{mesh_shape: [[-1, 2], [fsdp, tp]]}", (4,), "'-1' is no size of a mesh axis", "at least 1"),
+        ("{mesh_shape: [[2, 2], [fsdp, tpp]]}", (4,), "`tpp` is no mesh axis that we know", "did you mean `tp`?"),
+        ("{mesh_shape: [[2, 2], [dp, data]]}", (4,), "a mesh axis stands twice: dp, data", "once"),
+        ("{mesh_shape: [[2, 2], [dp, tp]]}", (4,), "there is no strategy for a mesh of dp and tp", "fsdp and tp"),
+        ("{mesh_shape: [[2, 2], [tp, fsdp]]}", (4,), "`tp` is not the last axis of the mesh", "[[2, 2], [fsdp, tp]]"),
+        ("{mesh_shape: [[2, 4], [fsdp, tp]]}", (2, 2, 2, 2), "tp is 4, but a task has 2 ranks", "tp can be 1, 2"),
+        ("{mesh_shape: [[4, 4], [fsdp, tp]]}", (4, 4), "the mesh has 4 × 4 = 16 places", "[[2, 4], [fsdp, tp]]"),
+        ("{kind: tp}", (2, 2), "tp is 4, but a task has 2 ranks", "use the other ranks for fsdp"),
+        ("{kind: tp, tp_size: 2}", (4,), "`tp_size` is 2, but the group has 4 ranks", "kind: hybrid"),
+        ("{kind: hybrid}", (4,), "how many ranks does `tp` have?", "tp_size"),
+        ("{kind: hybrid, tp_size: 3}", (4,), "`tp_size` is 3, which does not divide the 4 ranks", "1, 2, 4"),
+        ("{kind: pipeline, stages: 3}", (4,), "`stages` is 3, which does not divide the 4 ranks", "1, 2, 4"),
+        (
+            "{kind: ddp, mesh_shape: [[4, 1], [fsdp, tp]]}",
+            (4,),
+            "a mesh of fsdp, tp means fsdp, but the kind is ddp",
+            "kind: fsdp",
+        ),
+        ("{kind: ddp, cluster: {name: fsdp}}", (4,), "`name` means fsdp, but `strategy.kind` means ddp", "keep one"),
+        ("{kind: fsdp, mesh_shape: [[2], [fsdp]], shape: [2], axis_names: [tp]}", (2,), "also written at", "keep one"),
+        ("{kind: ddp, cpu_offload: true}", (2,), "`cpu_offload` does not go with ddp", "kind: fsdp"),
+        ("{kind: ddp, mixed_precision: bf16}", (2,), "`mixed_precision` does not go with ddp", "compression: bf16"),
+        ("{kind: fsdp, compression: fp16}", (2,), "`compression` does not go with fsdp", "reduce_dtype"),
+        ("{kind: ddp, tp_size: 2}", (2,), "`tp_size` does not go with ddp", "no axis tp"),
+        ("{kind: ddp, bucket_cap_mb: 0}", (2,), "`bucket_cap_mb` is 0", "above 0"),
+        ("{kind: ddp, compression: zip}", (2,), "`compression` is 'zip'", "`powersgd`"),
+        ("{kind: ddp, static_graph: 1}", (2,), "`static_graph` is 1", "true or false"),
+        ("{kind: ddp, powersgd_rank: 2}", (2,), "`powersgd_rank` without PowerSGD", "compression: powersgd"),
+        ("{kind: ddp, compression: fp16, sync_gradients_every: 2}", (2,), "exclude each other", "keep one"),
+        ("{kind: fsdp, sharding_strategy: NO_SHARD, cpu_offload: true}", (2,), "`cpu_offload` needs shards", "FULL_SHARD"),
+        ("{kind: hybrid, tp_size: 2, sharding_strategy: NO_SHARD}", (4,), "NO_SHARD does not go with a mesh", "kind: tp"),
+        ("{kind: fsdp, shard_size: 2}", (4,), "`shard_size` without HYBRID_SHARD", "HYBRID_SHARD"),
+        ("{kind: fsdp, min_num_params: 100}", (2,), "`min_num_params` without wrapping by size", "size"),
+        (
+            "{kind: fsdp, auto_wrap_policy: size, transformer_layer_cls: Block}",
+            (2,),
+            "`transformer_layer_cls` with",
+            "transformer",
+        ),
+        (
+            "{kind: fsdp, mesh_shape: [[2, 2], [dp, fsdp]], sharding_strategy: FULL_SHARD}",
+            (4,),
+            "is HYBRID_SHARD",
+            "HYBRID_SHARD",
+        ),
+        ("{kind: pipeline, micro_batches: 2}", (4,), "1F1B keeps 4 stages busy only with at least 4 micro-batches", "gpipe"),
+        ("{kind: pipeline, gradient_accumulation_steps: 2}", (2,), "does not go with pipeline", "`micro_batches`"),
+        (
+            "{kind: ddp, global_batch_size: 30, gradient_accumulation_steps: 4}",
+            (4,),
+            "cannot be divided over 4 data ranks",
+            "16",
+        ),
+        ("{kind: ddp, global_batch_size: 64, micro_batch_size: 4}", (4,), "64 is not 4 × 4 data ranks", "say 16"),
+        ("{kind: tp, plan: {q: diagonal}}", (2,), "`plan` is {'q': 'diagonal'}", "`colwise` or `rowwise`"),
+        ("{cluster: 3}", (2,), "`cluster` is 3", "keys and values"),
+        ("{cluster: {nmae: ray}}", (2,), "`nmae` is no key of `cluster`", "did you mean `name`?"),
+        ("{cluster: {name: slurm}}", (2,), "`slurm` is no cluster that we know", "ray"),
+        ("{cluster: {name: [ray]}}", (2,), "is no cluster that we know", "ray"),
+        ("{cluster: {num_gpus: 4}}", (2,), "`num_gpus` is 4, but the group has 2 ranks", "4 ranks"),
+        ("{cluster: {num_gpus: x}}", (2,), "`num_gpus` is 'x'", "whole number"),
+        ("{cluster: {fsdp_config: {bucket_cap_mb: 2}}}", (2,), "`bucket_cap_mb` is no key of `fsdp_config`", "keys"),
+        ("{training: {batchsize: 3}}", (2,), "`batchsize` is no key of `training`", "did you mean `batch_size`?"),
+        ("{mesh: {shape: [2], nams: [dp]}}", (2,), "`nams` is no key of a mesh", "did you mean `names`?"),
+        ("{kind: fsdp, mesh_shape: [[2], [fsdp]], shard_size: 2}", (2,), "`shard_size` beside a mesh", "keep one"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_remedy(block: str, sizes: tuple[int, ...], message: str, hint: str) -> None:
+    strategy, problems = parse_strategy(yaml.safe_load(block), sizes)
+    assert strategy is None
+    assert any(message in problem.message and hint in problem.hint for problem in problems), problems
+
+
+def test_all_problems_are_reported_at_once_at_their_places() -> None:
+    block = {"kind": "ddpp", "bucket_cap_mb": -1, "mesh": {"shape": [2, 2], "names": ["fsdp"]}}
+    path = ("workflow", "groups", 0, "strategy")
+    _, problems = parse_strategy(block, (4,), path=path, locate=lambda path: Mark("a.yaml", len(path)))
+    assert [problem.path.removeprefix("workflow.groups[0].strategy.") for problem in problems] == [
+        "mesh",
+        "bucket_cap_mb",
+        "kind",
+    ]
+    assert {str(problem.where) for problem in problems} == {"a.yaml:5"}
+
+
+def test_a_warning_stands_beside_a_strategy() -> None:
+    strategy, problems = parse_strategy({"model": {"name": "llama"}}, (2,))
+    assert strategy is not None
+    assert [problem.severity for problem in problems] == [Severity.WARNING]
+
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "bucket_cap_mb": st.integers(1, 100),
+    "compression": st.sampled_from(["none", "fp16", "bf16", "powersgd"]),
+    "mixed_precision": st.sampled_from(["none", "bf16", "fp16"]),
+    "sharding_strategy": st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP"]),
+    "activation_checkpointing": st.booleans(),
+    "cpu_offload": st.booleans(),
+    "micro_batch_size": st.integers(1, 64),
+    "gradient_accumulation_steps": st.integers(1, 8),
+}
+
+
+@st.composite
+def strategies(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """A correct block and the sizes of the tasks."""
+    kind = draw(st.sampled_from(KINDS))
+    size, tasks = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 4))
+    if kind == "tp":
+        tasks = 1
+    names = [name for name in VALUES if kind in OPTIONS[name].kinds]
+    block = {name: draw(VALUES[name]) for name in draw(st.lists(st.sampled_from(names), unique=True))}
+    if kind == "hybrid":
+        block["tp_size"] = draw(st.sampled_from([number for number in (1, 2, 4, 8) if size % number == 0]))
+    if kind == "pipeline":
+        block["stages"] = size
+    return {"kind": kind, **block}, (size,) * tasks
+
+
+@given(strategies())
+def test_the_normal_form_means_the_same(given_block: tuple[dict[str, Any], tuple[int, ...]]) -> None:
+    block, sizes = given_block
+    strategy, problems = parse_strategy(block, sizes)
+    assert isinstance(strategy, Strategy), problems
+    assert strategy.world_size == sum(sizes)
+    again, found = parse_strategy(json.loads(json.dumps(strategy.normalised())), sizes)
+    assert again == strategy, found
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*OPTIONS, "kind", "mesh", "mesh_shape", "cluster", "training", "model", "options", "stages", "x"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(KINDS) | st.floats(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+            max_leaves=6,
+        ),
+    ),
+    st.lists(st.integers(1, 8), min_size=1, max_size=3),
+)
+def test_whatever_is_written_gets_an_answer(block: dict[str, Any], sizes: list[int]) -> None:
+    strategy, problems = parse_strategy(block, sizes)
+    assert (strategy is None) == any(problem.severity is Severity.ERROR for problem in problems)
+    if strategy is not None:
+        assert strategy.world_size == sum(sizes)
