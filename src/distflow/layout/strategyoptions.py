@@ -124,6 +124,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "state_dict_type": Option(kinds=_SHARDED, check=_choice("FULL_STATE_DICT", "SHARDED_STATE_DICT", lower=False)),
         "plan": Option(kinds=("tp", "hybrid"), check=_plan),
         "schedule": Option(kinds=("pipeline",), check=_choice("gpipe", "1f1b")),
+        "split_points": Option(kinds=("pipeline",), check=_names),
         "micro_batches": Option(
             kinds=("pipeline",), check=_count, instead="without stages, micro-batches are `gradient_accumulation_steps`"
         ),

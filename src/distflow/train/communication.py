@@ -1,0 +1,159 @@
+"""Sending fewer bytes, less often, at better times: what ranks do with their gradients.
+
+Everything here ends with the mean over the ranks, never with the sum, and leaves all ranks with equal values: a rank that
+rounds differently from the others drifts away from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from distflow.train.strategies.description import current_strategy
+
+__all__ = ["accumulate", "all_reduce_mean", "compress_gradients", "local_sgd"]
+
+_MIB = 2**20
+_passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""How many backward passes each model has made since its gradients were last reduced."""
+
+
+# -- fewer bytes ------------------------------------------------------------------------------------------------------
+
+
+def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 1, start_iteration: int = 10) -> None:
+    """Let DDP send its gradients compressed: ``fp16`` and ``bf16`` are half the bytes, ``powersgd`` a low-rank approximation.
+
+    ``rank`` is PowerSGD's; the first ``start_iteration`` steps (2 at the least) are sent as they are. Raises ``ValueError`` for
+    another word.
+    """
+    group = model.process_group
+    if how == "fp16":
+        model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif how == "bf16":
+        # torch's own hook refuses every backend but NCCL and XCCL.
+        own = dist.get_backend(group) not in ("nccl", "xccl")
+        model.register_comm_hook(group, _in_bfloat16 if own else default_hooks.bf16_compress_hook)
+    elif how == "powersgd":
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=max(start_iteration, 2))
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        raise ValueError(f"there is no compression {how!r}: fp16, bf16 or powersgd")
+
+
+def _in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # DDP passes these two by name.
+    gradients = bucket.buffer()
+    sent = gradients.to(torch.bfloat16).div_(state.size())
+    work = dist.all_reduce(sent, group=state, async_op=True)
+
+    def received(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        received_bytes: torch.Tensor = done.value()[0]
+        return gradients.copy_(received_bytes)
+
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
+    return future
+
+
+# -- less often -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
+    """Run one micro-batch's forward and backward pass; only every ``every``-th reduces gradients over the ranks.
+
+    Gives true in the pass that reduces: then step the optimiser and zero the gradients. Divide the loss by ``every`` yourself,
+    as without ranks. By default ``every`` is the strategy's ``gradient_accumulation_steps``::
+
+        for inputs, targets in micro_batches:
+            with accumulate(model, every=4) as is_last:
+                (loss_of(model(inputs), targets) / 4).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    steps = int(current_strategy().options.get("gradient_accumulation_steps", 1)) if every is None else every
+    if steps < 1:
+        raise ValueError(f"every is {steps}; at least 1 pass goes into a step")
+    done = _passes.get(model, 0) + 1
+    is_last = done >= steps
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
+        yield is_last
+    # An error above leaves the count: the pass can be repeated.
+    _passes[model] = 0 if is_last else done
+
+
+def local_sgd(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int | None = None, warmup_steps: int = 0
+) -> torch.optim.Optimizer:
+    """Return an optimiser that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
+
+    Between two averages no gradient is sent, after ``warmup_steps`` ordinary steps; ranks differ until the next average. By
+    default ``every`` is the strategy's ``sync_gradients_every``; with 1 the optimiser is returned as it is. The model must be
+    DDP's, without compression. Raises ``TypeError`` for another.
+    """
+    steps = int(current_strategy().options.get("sync_gradients_every", 1)) if every is None else every
+    if steps < 1:
+        raise ValueError(f"every is {steps}; at least 1 step lies between two averages")
+    if steps == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
+        return optimizer
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"local SGD needs replicas (kind: ddp); this model is a {type(model).__name__}")
+    state = PostLocalSGDState(
+        process_group=model.process_group, subgroup=None, start_localSGD_iter=warmup_steps, post_local_gradient_allreduce=False
+    )
+    model.register_comm_hook(state, post_localSGD_hook)
+    # The averager counts from 0 and averages at its first step after the warm-up; the k-th is meant.
+    averager = PeriodicModelAverager(period=steps, warmup_steps=warmup_steps + steps - 1, process_group=model.process_group)
+    return PostLocalSGDOptimizer(optim=optimizer, averager=averager)
+
+
+# -- at better times --------------------------------------------------------------------------------------------------
+
+
+def all_reduce_mean(tensors: Iterable[torch.Tensor], *, bucket_mb: float = 25.0, group: dist.ProcessGroup | None = None) -> int:
+    """Replace tensors (such as gradients of a plain module) by their mean over the ranks, and return the number of reductions.
+
+    Tensors of one dtype and device are sent together, in buckets of about ``bucket_mb`` MiB, and all buckets at the same time.
+    All ranks must call it with tensors of the same shapes in the same order.
+    """
+    buckets = _buckets(tensors, int(bucket_mb * _MIB))
+    world = dist.get_world_size(group)
+    flying: list[tuple[list[torch.Tensor], torch.Tensor, Any]] = []
+    for bucket in buckets:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        flying.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for bucket, flat, work in flying:
+        work.wait()
+        flat.div_(world)
+        for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.detach().copy_(mean.view_as(tensor))
+    return len(buckets)
+
+
+def _buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """Return the tensors in order, in groups of one dtype and device that hold about ``limit`` bytes, and at least one each."""
+    closed: list[list[torch.Tensor]] = []
+    open_ones: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        bucket = open_ones.setdefault(key, [])
+        bucket.append(tensor)
+        if sum(one.nbytes for one in bucket) >= limit:
+            closed.append(open_ones.pop(key))
+    return [*closed, *open_ones.values()]

@@ -1,0 +1,1 @@
+"""Programs to try strategies with."""

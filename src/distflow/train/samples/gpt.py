@@ -1,0 +1,180 @@
+"""A small GPT on bytes of text that trains under every strategy.
+
+Start it with ``torchrun --nproc-per-node 2 -m distflow.train.samples.gpt``. The strategy is that of the spec
+(``DISTFLOW_STRATEGY``), or ``--strategy``. The model is an ``nn.Sequential``, so that it can be cut into stages; its matrices
+have the names by which tensor parallelism knows them, and attention takes the number of heads from the tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from distflow.train.communication import accumulate
+from distflow.train.strategies.build import parallelize
+from distflow.train.strategies.description import current_strategy, make_strategy
+from distflow.train.strategies.stages import Pipeline
+
+__all__ = ["Block", "Gpt", "batch_of", "loss_of", "main", "read_text"]
+
+VOCABULARY = 256
+"""Tokens are bytes."""
+
+
+class Embedding(nn.Module):
+    """Bytes and their positions as vectors."""
+
+    def __init__(self, hidden: int, context: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, hidden)
+        self.position = nn.Embedding(context, hidden)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return vectors, shape (batch, time, hidden), for bytes of shape (batch, time)."""
+        embedded: torch.Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return embedded
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_size = heads, hidden // heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what each position takes from those before it; same shape."""
+        batch, time, _ = x.shape
+        query, key, value = (
+            # -1: with tensor parallelism a rank has only some of the heads.
+            project(x).view(batch, time, -1, self.head_size).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output: torch.Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, time, -1))
+        return output
+
+
+class Mlp(nn.Module):
+    """Two matrices and a nonlinearity, for each position by itself."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return vectors of the same shape."""
+        output: torch.Tensor = self.down_proj(functional.gelu(self.up_proj(x)))
+        return output
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention, self.mlp = Attention(hidden, heads), Mlp(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return vectors of the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        output: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return output
+
+
+class Gpt(nn.Sequential):
+    """Embedding, blocks and head; gives logits of shape (batch, time, 256) for bytes of shape (batch, time)."""
+
+    def __init__(self, *, layers: int = 4, hidden: int = 64, heads: int = 4, context: int = 64) -> None:
+        blocks = [(f"block{number}", Block(hidden, heads)) for number in range(layers)]
+        head = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False))
+        super().__init__(OrderedDict([("embedding", Embedding(hidden, context)), *blocks, ("head", head)]))
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of the next byte."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def read_text(paths: Sequence[str]) -> torch.Tensor:
+    """Return the bytes of text files, those in folders too, one after the other; by default of this package's own sources."""
+    files: list[Path] = []
+    for path in map(Path, paths or [str(Path(__file__).parents[1])]):
+        files += sorted(one for one in path.rglob("*") if one.suffix in (".md", ".py", ".txt")) if path.is_dir() else [path]
+    return torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8)
+
+
+def batch_of(text: torch.Tensor, *, size: int, context: int, step: int, shard: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    """Return inputs and targets of one share of a step's global batch, which is the same however many shares there are."""
+    draw = torch.Generator().manual_seed(step)
+    begins = torch.randint(len(text) - context - 1, (size,), generator=draw)
+    mine = begins.tensor_split(shard[1])[shard[0]]
+    rows = torch.stack([text[begin : begin + context + 1] for begin in mine.tolist()]).long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, and print one JSON line for each step on rank 0."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("text", nargs="*", help="files or folders to learn; by default the sources of distflow.train")
+    parser.add_argument("--strategy", help="ddp, fsdp, tp, hybrid, pipeline or none; by default the spec's")
+    parser.add_argument("--tp-size", type=int, help="ranks that share a tensor, with --strategy hybrid")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences of a step, over all ranks")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    for name, value in (("layers", 4), ("hidden", 64), ("heads", 4), ("context", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args(arguments)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if world > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        sizes = {} if options.tp_size is None else {"tp_size": options.tp_size}
+        strategy = make_strategy(options.strategy, world, sizes) if options.strategy else current_strategy()
+        torch.manual_seed(0)
+        model = Gpt(layers=options.layers, hidden=options.hidden, heads=options.heads, context=options.context)
+        model_ranks: nn.Module = parallelize(model, strategy, loss=loss_of)
+        optimizer = torch.optim.AdamW(model_ranks.parameters(), lr=3e-3)
+        text, device = read_text(options.text), next(model_ranks.parameters()).device
+        for step in range(options.steps):
+            shard = strategy.data_shard(rank)
+            inputs, targets = batch_of(text, size=options.batch_size, context=options.context, step=step, shard=shard)
+            loss = _backward(model_ranks, inputs.to(device), targets.to(device), options.accumulate)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                sys.stdout.write(json.dumps({"step": step, "loss": round(loss, 5), "rank": rank}) + "\n")
+                sys.stdout.flush()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, micro_batches: int) -> float:
+    if isinstance(model, Pipeline):
+        return float(model.step(inputs, targets))
+    total = 0.0
+    for some, wanted in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        with accumulate(model, every=micro_batches):
+            loss = loss_of(model(some), wanted) / micro_batches
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+if __name__ == "__main__":
+    main()

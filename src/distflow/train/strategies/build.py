@@ -1,0 +1,99 @@
+"""``parallelize``: a model made ready for a strategy, so that the training loop stays the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distflow.train.strategies.description import Strategy, current_strategy, make_strategy
+from distflow.train.strategies.layers import checkpoint_activations
+from distflow.train.strategies.replicas import replicate
+from distflow.train.strategies.shards import shard
+from distflow.train.strategies.stages import Loss, make_pipeline
+from distflow.train.strategies.tensors import split_tensors
+
+__all__ = ["make_mesh", "parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    strategy: Strategy | str | None = None,
+    *,
+    loss: Loss | None = None,
+    example: tuple[torch.Tensor, ...] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Return the model, trained by all ranks together as the strategy says.
+
+    ``strategy`` is a kind (``"fsdp"``), a ``Strategy``, or by default what ``DISTFLOW_STRATEGY`` says; ``options`` come on top
+    of its own. Every rank then starts from rank 0's parameters. Create the optimiser afterwards, from the parameters of what is
+    returned. A pipeline needs ``loss`` and is stepped (``model.step(inputs, targets)``); all others are called as before.
+
+    Raises ``ValueError`` when the model does not fit the strategy, or the strategy the number of ranks.
+    """
+    chosen = _strategy(strategy, options)
+    device = _device()
+    model = model.to(device)
+    if chosen.options.get("activation_checkpointing"):
+        checkpoint_activations(model, chosen.options)
+    if chosen.kind == "none" or (chosen.world_size == 1 and chosen.kind != "pipeline"):
+        return model
+    mesh = make_mesh(chosen)
+    if chosen.kind == "ddp" or chosen.options.get("sharding_strategy") == "NO_SHARD":
+        return replicate(model, device, chosen.options)
+    _start_alike(model)
+    if chosen.kind == "pipeline":
+        if loss is None:
+            raise ValueError("a pipeline computes the loss in its last stage: parallelize(model, loss=…)")
+        return make_pipeline(model, mesh, device, chosen.options, loss=loss, example=example)
+    if chosen.size("tp") > 1:
+        split_tensors(model, mesh["tp"], chosen.options.get("plan"))
+    if chosen.kind == "fsdp":
+        shard(model, mesh, chosen.options)
+    elif chosen.kind == "hybrid" and chosen.size("fsdp") > 1:
+        shard(model, mesh["fsdp"], chosen.options)
+    return model
+
+
+def make_mesh(strategy: Strategy) -> DeviceMesh:
+    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` when there is another number of ranks."""
+    if not dist.is_initialized():
+        raise ValueError("the ranks are not connected yet: call torch.distributed.init_process_group() before parallelize()")
+    if strategy.world_size != dist.get_world_size():
+        shape = " × ".join(map(str, strategy.shape))
+        raise ValueError(f"the strategy is for {shape} = {strategy.world_size} ranks, but there are {dist.get_world_size()}")
+    return init_device_mesh(_device().type, strategy.shape, mesh_dim_names=strategy.names)
+
+
+def _strategy(given: Strategy | str | None, options: Mapping[str, Any]) -> Strategy:
+    if isinstance(given, str):
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        return make_strategy(given, world, options)
+    strategy = current_strategy() if given is None else given
+    return replace(strategy, options=MappingProxyType({**strategy.options, **options}))
+
+
+def _device() -> torch.device:
+    """Return where this rank computes: its GPU when the ranks talk by NCCL, else the CPU."""
+    connected = dist.is_initialized()
+    if torch.cuda.is_available() and (not connected or "nccl" in str(dist.get_backend_config())):
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        # A launcher may show each process its own GPU only; then it is the current one.
+        return torch.device("cuda", local if local < torch.cuda.device_count() else torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _start_alike(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, as DDP does by itself."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                dist.broadcast(tensor.detach(), 0)

@@ -1,0 +1,116 @@
+"""Which strategy this process is part of: read from ``DISTFLOW_STRATEGY``, which distflow sets from the spec.
+
+The JSON has been checked before the process was started; without the variable, ranks replicate the model. Knows nothing of
+torch, so that a data loader can ask for its share before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["Strategy", "current_strategy", "data_shard", "make_strategy"]
+
+_DATA_AXES = ("dp", "fsdp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How the ranks train one model together."""
+
+    kind: str
+    """``ddp``, ``fsdp``, ``tp``, ``hybrid``, ``pipeline`` or ``none``."""
+    shape: tuple[int, ...]
+    """The sizes of the mesh, which ranks fill row by row."""
+    names: tuple[str, ...]
+    """Its axes: ``dp`` (replicas), ``fsdp`` (shards), ``tp`` (parts of tensors), ``pp`` (stages)."""
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """As docs/strategies.md lists them."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it is for."""
+        return prod(self.shape)
+
+    def size(self, axis: str) -> int:
+        """Return the size of an axis; 1 when the mesh has none of that name."""
+        return dict(zip(self.names, self.shape, strict=True)).get(axis, 1)
+
+    def data_shard(self, rank: int) -> tuple[int, int]:
+        """Return which share of the data a rank takes, and how many shares there are.
+
+        Ranks that share a tensor, and stages of one pipeline, take the same share.
+
+        >>> Strategy(kind="hybrid", shape=(2, 2), names=("fsdp", "tp")).data_shard(1)
+        (0, 2)
+        """
+        index, count, rest = 0, 1, rank
+        places: list[int] = []
+        for size in reversed(self.shape):
+            rest, place = divmod(rest, size)
+            places.append(place)
+        for name, size, place in zip(self.names, self.shape, reversed(places), strict=True):
+            if name in _DATA_AXES:
+                index, count = index * size + place, count * size
+        return index, count
+
+
+def current_strategy(environ: Mapping[str, str] = os.environ) -> Strategy:
+    """Return the strategy of this process. Raises ``ValueError`` when the variable holds something else."""
+    text = environ.get("DISTFLOW_STRATEGY", "")
+    world = int(environ.get("WORLD_SIZE", "1"))
+    if not text:
+        return make_strategy("ddp" if world > 1 else "none", world)
+    try:
+        value = json.loads(text)
+        mesh = value["mesh"]
+        return Strategy(
+            kind=str(value["kind"]),
+            shape=tuple(int(size) for size in mesh["shape"]),
+            names=tuple(str(name) for name in mesh["names"]),
+            options=MappingProxyType(dict(value.get("options") or {})),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        example = '{"kind": "ddp", "mesh": {"shape": [2], "names": ["dp"]}, "options": {}}'
+        raise ValueError(f"DISTFLOW_STRATEGY is {text!r}, not JSON such as {example}") from error
+
+
+def data_shard(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return this rank's share of the data and the number of shares: rank and num_replicas for a ``DistributedSampler``."""
+    return current_strategy(environ).data_shard(int(environ.get("RANK", "0")))
+
+
+def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = None) -> Strategy:
+    """Return the strategy of a kind over all ranks. ``tp_size``, ``shard_size`` and ``stages`` give the second axis its size.
+
+    Raises ``ValueError`` when the ranks cannot be divided so.
+    """
+    left = dict(options or {})
+    wanted = {name: left.pop(name, None) for name in ("tp_size", "shard_size", "stages")}
+
+    def over(inner: int, outer: str, axis: str) -> tuple[tuple[int, int], tuple[str, str]]:
+        if inner < 1 or world % inner:
+            raise ValueError(f"{kind}: {axis} of {inner} does not divide {world} ranks")
+        return (world // inner, inner), (outer, axis)
+
+    shape: Sequence[int] = (world,)
+    names: Sequence[str] = ("dp",)
+    if kind == "hybrid":
+        if wanted["tp_size"] is None:
+            raise ValueError("hybrid: say tp_size, the number of ranks that share a tensor")
+        shape, names = over(int(wanted["tp_size"]), "fsdp", "tp")
+    elif kind == "fsdp" and left.get("sharding_strategy") == "HYBRID_SHARD":
+        shape, names = over(int(wanted["shard_size"] or os.environ.get("LOCAL_WORLD_SIZE") or world), "dp", "fsdp")
+    elif kind == "pipeline":
+        (replicas, stages), _ = over(int(wanted["stages"] or world), "dp", "pp")
+        shape, names = ((stages, replicas), ("pp", "dp")) if replicas > 1 else ((stages,), ("pp",))
+    elif kind in ("fsdp", "tp"):
+        names = (kind,)
+    elif kind not in ("ddp", "none"):
+        raise ValueError(f"there is no strategy {kind!r}: ddp, fsdp, tp, hybrid, pipeline or none")
+    return Strategy(kind=kind, shape=tuple(shape), names=tuple(names), options=MappingProxyType(left))

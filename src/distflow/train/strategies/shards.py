@@ -1,0 +1,52 @@
+"""Sharded data parallelism: torch's FSDP2 (``fully_shard``), under the names of FSDP's sharding strategies.
+
+FULL_SHARD gathers a layer's parameters when they are needed and drops them again; SHARD_GRAD_OP keeps them from the forward
+to the backward pass; HYBRID_SHARD shards inside each row of a mesh and replicates over its columns. NO_SHARD is DDP
+(``replicas``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from distflow.train.strategies.layers import large_modules, repeated_layers
+
+__all__ = ["shard"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:
+    """Shard the model over a mesh, in place: one axis of shards, or replicas and shards (``dp``, ``fsdp``)."""
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_DTYPES.get(options.get("mixed_precision", "none")),
+            reduce_dtype=_DTYPES.get(options.get("reduce_dtype", "")),
+        ),
+    }
+    if options.get("sharding_strategy") == "SHARD_GRAD_OP":
+        settings["reshard_after_forward"] = False
+    if options.get("cpu_offload"):
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for part in _parts(model, options):
+        fully_shard(part, **settings)
+    fully_shard(model, **settings)
+    return model
+
+
+def _parts(model: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
+    """Return what is gathered by itself, inner before outer; what is left belongs to the model as a whole."""
+    policy = options.get("auto_wrap_policy", "transformer_layer")
+    if policy == "none":
+        return []
+    if policy == "size":
+        return large_modules(model, **({"least": options["min_num_params"]} if "min_num_params" in options else {}))
+    # Backwards: a class may be named together with one that is inside of it.
+    return repeated_layers(model, options.get("transformer_layer_cls", ()))[::-1]

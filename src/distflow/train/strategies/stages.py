@@ -1,0 +1,135 @@
+"""Pipelines: the model in stages on different ranks, through which micro-batches flow (GPipe or 1F1B)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, build_stage, pipeline
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Loss", "Pipeline", "balanced_parts", "make_pipeline"]
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From outputs and targets of a micro-batch to its mean loss."""
+
+
+class Pipeline(nn.Module):
+    """This rank's stage, and the schedule by which micro-batches flow through all stages.
+
+    Its parameters are those of the stage; their names are those of the whole model.
+    """
+
+    def __init__(self, part: nn.Module, schedule: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self.part = part
+        """The stage's module."""
+        self.is_first = dist.get_rank(group) == 0
+        """Whether inputs enter here."""
+        self.is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
+        """Whether the loss is computed here."""
+        self._schedule, self._group, self._device = schedule, group, device
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Run the forward and backward pass of a batch, and return its mean loss on every rank.
+
+        All stages are given the same batch; its first dimension is cut into the micro-batches. Gradients are the mean over
+        them.
+        """
+        losses: list[torch.Tensor] = []
+        given = (inputs,) if self.is_first else ()
+        self._schedule.step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
+        loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self._device)
+        dist.broadcast(loss, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
+        return loss
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        """Refuse: no rank has the whole model. Raises ``TypeError``."""
+        raise TypeError("a pipeline is not called but stepped: loss = model.step(inputs, targets), then optimizer.step()")
+
+
+def make_pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    options: Mapping[str, Any],
+    *,
+    loss: Loss,
+    example: tuple[torch.Tensor, ...] | None = None,
+) -> Pipeline:
+    """Return this rank's stage of the model over the mesh axes ``pp`` and, for replicas of stages, ``dp``.
+
+    An ``nn.Sequential`` is cut between its children, into parts of about equally many parameters or at ``split_points``. Any
+    other model is traced by torch from ``example`` (the inputs of one micro-batch) and cut before ``split_points``. Raises
+    ``ValueError``.
+    """
+    names = mesh.mesh_dim_names or ()
+    group, count = mesh["pp"].get_group(), mesh["pp"].size()
+    index, points = mesh.get_local_rank("pp"), list(options.get("split_points", ()))
+    if points and len(points) != count - 1:
+        raise ValueError(f"pipeline: {count} stages begin at {count - 1} split_points; here are {len(points)}")
+    if isinstance(model, nn.Sequential):
+        part: nn.Module = _children(model, count, points)[index].to(device)
+        stage: Any = PipelineStage(_replicated(part, mesh, names), index, count, device, group=group)
+    elif example is None or not points:
+        raise ValueError(
+            "pipeline: a model that is no nn.Sequential is traced: say split_points, the modules that begin a stage, and give "
+            "parallelize(…, example=(inputs of one micro-batch,))"
+        )
+    else:
+        pipe = pipeline(model, example, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
+        part = pipe.get_stage_module(index).to(device)
+        stage = build_stage(_replicated(part, mesh, names), index, pipe.info(), device, group)
+    schedule = ScheduleGPipe if options.get("schedule") == "gpipe" else Schedule1F1B
+    return Pipeline(part, schedule(stage, options.get("micro_batches", count), loss_fn=loss), group, device)
+
+
+def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
+    """Return ``count`` consecutive ranges over the weights, none empty, whose heaviest is as light as can be.
+
+    >>> balanced_parts([4, 1, 1, 1, 1], 2)
+    [range(0, 1), range(1, 5)]
+    """
+    if not 0 < count <= len(weights):
+        raise ValueError(f"pipeline: {len(weights)} layers cannot be cut into {count} stages")
+    size = len(weights)
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[end]: the heaviest part, and the cuts, of the layers before `end` in the parts made so far.
+    best: list[tuple[int, tuple[int, ...]]] = [(sums[end], (0,)) for end in range(size + 1)]
+    for part in range(1, count):
+        best = [
+            min(
+                ((max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut)) for cut in range(part, end)),
+                default=(sums[-1] + 1, ()),
+            )
+            for end in range(size + 1)
+        ]
+    return [range(first, last) for first, last in pairwise((*best[size][1], size))]
+
+
+def _children(model: nn.Sequential, count: int, points: Sequence[str]) -> list[nn.Sequential]:
+    children = list(model.named_children())
+    names = [name for name, _ in children]
+    if points:
+        if missing := [point for point in points if point not in names]:
+            raise ValueError(f"pipeline: the model has no child {missing[0]!r}; it has {', '.join(names)}")
+        cuts = [0, *sorted(names.index(point) for point in points), len(names)]
+        parts = [range(first, last) for first, last in pairwise(cuts)]
+    else:
+        parts = balanced_parts([sum(one.numel() for one in child.parameters()) for _, child in children], count)
+    return [nn.Sequential(OrderedDict(children[place] for place in part)) for part in parts]
+
+
+def _replicated(part: nn.Module, mesh: DeviceMesh, names: Sequence[str]) -> nn.Module:
+    """Let the replicas of a stage average their gradients; torch's stage does so after the last micro-batch."""
+    if "dp" not in names or mesh["dp"].size() == 1 or not any(one.requires_grad for one in part.parameters()):
+        return part
+    return DistributedDataParallel(part, process_group=mesh["dp"].get_group())

@@ -1,0 +1,85 @@
+"""Tensor parallelism: large matrices cut over the ranks of one node, by a plan or by the names that models commonly use.
+
+A pair of matrices is cut first by columns, then by rows, so that one all-reduce after the second is enough: query, key, value
+and output of attention; up, gate and down of an MLP. A module must take the number of heads from the tensor
+(``view(batch, time, -1, head_size)``), because each rank sees only its own heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+__all__ = ["COLWISE", "ROWWISE", "derive_plan", "split_tensors"]
+
+COLWISE = frozenset(
+    {
+        *("q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "q_lin", "k_lin", "v_lin"),
+        *("gate", "up", "gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc", "linear1", "lin1", "fc_in", "dense_h_to_4h"),
+    }
+)
+"""Names of matrices that are cut by columns: each rank computes some of the outputs."""
+ROWWISE = frozenset(
+    {
+        *("o", "out", "output", "proj", "o_proj", "out_proj", "wo", "out_lin"),
+        *("down", "down_proj", "w2", "fc2", "c_proj", "linear2", "lin2", "fc_out", "dense_4h_to_h"),
+    }
+)
+"""Names of matrices that are cut by rows: each rank takes some of the inputs, and the results are summed."""
+_HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_value_heads", "n_kv_heads", "heads")
+
+
+def derive_plan(model: nn.Module) -> dict[str, str]:
+    """Return a plan from the names of the model's linear layers; empty when no pair has a name that we know.
+
+    A matrix that holds query, key and value at once is left whole, and so is its partner: cutting it by columns would mix them.
+    """
+    plan: dict[str, str] = {}
+    for name, module in model.named_modules():
+        linear = [child for child, inner in module.named_children() if isinstance(inner, nn.Linear)]
+        columns = [child for child in linear if child in COLWISE]
+        rows = [child for child in linear if child in ROWWISE]
+        if columns and len(rows) == 1:
+            prefix = f"{name}." if name else ""
+            plan |= {f"{prefix}{child}": "colwise" for child in columns}
+            plan[f"{prefix}{rows[0]}"] = "rowwise"
+    return plan
+
+
+def split_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> nn.Module:
+    """Cut the model's matrices over a mesh of one axis, in place. Raises ``ValueError`` when they cannot be cut so."""
+    chosen = dict(plan) if plan else derive_plan(model)
+    if not chosen:
+        raise ValueError(
+            "tensor parallelism: no attention or MLP with names that we know (q_proj … o_proj, up_proj and down_proj, …); "
+            "say plan: {'blocks.*.attention.q': 'colwise', …}"
+        )
+    modules = dict(model.named_modules())
+    styles: dict[str, ParallelStyle] = {}
+    for pattern, style in chosen.items():
+        matching = [name for name in modules if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(f"tensor parallelism: the plan names {pattern!r}, but the model has no such module")
+        for name in matching:
+            _check(name, modules, style, mesh.size())
+            styles[name] = ColwiseParallel() if style == "colwise" else RowwiseParallel()
+    parallelize_module(model, mesh, styles)
+    return model
+
+
+def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) -> None:
+    module = modules[name]
+    if not isinstance(module, nn.Linear):
+        raise TypeError(f"tensor parallelism: {name} is a {type(module).__name__}; only linear layers can be cut")
+    what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
+    if features % ranks:
+        raise ValueError(f"tensor parallelism: {name} has {features} {what}, which {ranks} ranks cannot share equally")
+    parent = modules[name.rpartition(".")[0]]
+    for attribute in _HEADS:
+        heads = getattr(parent, attribute, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise ValueError(f"tensor parallelism: {name} has {heads} heads ({attribute}), which {ranks} ranks cannot share")
