@@ -14,14 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from distflow.train.hooks import in_bfloat16
 from distflow.train.strategies.description import current_strategy
 
 __all__ = ["accumulate", "all_reduce_mean", "compress_gradients", "local_sgd"]
@@ -46,26 +45,12 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
     elif how == "bf16":
         # torch's own hook refuses every backend but NCCL and XCCL.
         own = dist.get_backend(group) not in ("nccl", "xccl")
-        model.register_comm_hook(group, _in_bfloat16 if own else default_hooks.bf16_compress_hook)
+        model.register_comm_hook(group, in_bfloat16 if own else default_hooks.bf16_compress_hook)
     elif how == "powersgd":
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=max(start_iteration, 2))
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         raise ValueError(f"there is no compression {how!r}: fp16, bf16 or powersgd")
-
-
-def _in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # DDP passes these two by name.
-    gradients = bucket.buffer()
-    sent = gradients.to(torch.bfloat16).div_(state.size())
-    work = dist.all_reduce(sent, group=state, async_op=True)
-
-    def received(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        received_bytes: torch.Tensor = done.value()[0]
-        return gradients.copy_(received_bytes)
-
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
-    return future
 
 
 # -- less often -------------------------------------------------------------------------------------------------------
@@ -112,6 +97,9 @@ def local_sgd(
         raise ValueError(f"every is {steps}; at least 1 step lies between two averages")
     if steps == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         return optimizer
+    # torch compiles scripts when this is imported, and warns of its own way to do so.
+    from torch.distributed.optim import PostLocalSGDOptimizer  # noqa: PLC0415
+
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"local SGD needs replicas (kind: ddp); this model is a {type(model).__name__}")
     state = PostLocalSGDState(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Collective", "CommunicationMonitor", "bus_factor", "scaling_efficiency"]
@@ -203,7 +203,8 @@ def _ranks(arguments: Sequence[Any]) -> int:
                 continue
         if isinstance(value, str):
             try:
-                return int(_resolve_process_group(value).size())
+                group = distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined, arg-type]  # noqa: SLF001
+                return int(group.size())
             except (LookupError, RuntimeError, ValueError):  # another word: the operation's "sum"
                 continue
     return dist.get_world_size()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, build_stage, pipeline
-from torch.nn.parallel import DistributedDataParallel
+
+from distflow.train.communication import all_reduce_mean
 
 __all__ = ["Loss", "Pipeline", "balanced_parts", "make_pipeline"]
 
@@ -26,7 +27,14 @@ class Pipeline(nn.Module):
     Its parameters are those of the stage; their names are those of the whole model.
     """
 
-    def __init__(self, part: nn.Module, schedule: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        part: nn.Module,
+        schedule: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         self.part = part
         """The stage's module."""
@@ -34,7 +42,7 @@ class Pipeline(nn.Module):
         """Whether inputs enter here."""
         self.is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
         """Whether the loss is computed here."""
-        self._schedule, self._group, self._device = schedule, group, device
+        self._schedule, self._group, self._device, self._replicas = schedule, group, device, replicas
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward pass of a batch, and return its mean loss on every rank.
@@ -45,6 +53,8 @@ class Pipeline(nn.Module):
         losses: list[torch.Tensor] = []
         given = (inputs,) if self.is_first else ()
         self._schedule.step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
+        if self._replicas is not None:
+            all_reduce_mean([one.grad for one in self.part.parameters() if one.grad is not None], group=self._replicas)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self._device)
         dist.broadcast(loss, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
         return loss
@@ -76,7 +86,7 @@ def make_pipeline(
         raise ValueError(f"pipeline: {count} stages begin at {count - 1} split_points; here are {len(points)}")
     if isinstance(model, nn.Sequential):
         part: nn.Module = _children(model, count, points)[index].to(device)
-        stage: Any = PipelineStage(_replicated(part, mesh, names), index, count, device, group=group)
+        stage: Any = PipelineStage(part, index, count, device, group=group)
     elif example is None or not points:
         raise ValueError(
             "pipeline: a model that is no nn.Sequential is traced: say split_points, the modules that begin a stage, and give "
@@ -85,9 +95,10 @@ def make_pipeline(
     else:
         pipe = pipeline(model, example, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
         part = pipe.get_stage_module(index).to(device)
-        stage = build_stage(_replicated(part, mesh, names), index, pipe.info(), device, group)
+        stage = build_stage(part, index, pipe.info(), device, group)
     schedule = ScheduleGPipe if options.get("schedule") == "gpipe" else Schedule1F1B
-    return Pipeline(part, schedule(stage, options.get("micro_batches", count), loss_fn=loss), group, device)
+    replicas = mesh["dp"].get_group() if "dp" in names and mesh["dp"].size() > 1 else None
+    return Pipeline(part, schedule(stage, options.get("micro_batches", count), loss_fn=loss), group, device, replicas)
 
 
 def balanced_parts(weights: Sequence[int], count: int) -> list[range]:
@@ -126,10 +137,3 @@ def _children(model: nn.Sequential, count: int, points: Sequence[str]) -> list[n
     else:
         parts = balanced_parts([sum(one.numel() for one in child.parameters()) for _, child in children], count)
     return [nn.Sequential(OrderedDict(children[place] for place in part)) for part in parts]
-
-
-def _replicated(part: nn.Module, mesh: DeviceMesh, names: Sequence[str]) -> nn.Module:
-    """Let the replicas of a stage average their gradients; torch's stage does so after the last micro-batch."""
-    if "dp" not in names or mesh["dp"].size() == 1 or not any(one.requires_grad for one in part.parameters()):
-        return part
-    return DistributedDataParallel(part, process_group=mesh["dp"].get_group())

@@ -1,0 +1,377 @@
+"""What a rank does in the worlds of ``test_strategies``: each check trains a model, and says how far it is from one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from distflow.train import (
+    CommunicationMonitor,
+    accumulate,
+    all_reduce_mean,
+    compress_gradients,
+    full_state_dict,
+    local_sgd,
+    parallelize,
+)
+from distflow.train.samples.gpt import Gpt, loss_of
+from distflow.train.strategies.build import make_mesh
+from distflow.train.strategies.description import Strategy, make_strategy
+from distflow.train.strategies.stages import Pipeline
+
+STEPS, BATCH, TIME = 3, 8, 12
+Found = dict[str, Any]
+
+
+def new_model(seed: int = 0) -> Gpt:
+    torch.manual_seed(seed)
+    return Gpt(layers=4, hidden=32, heads=4, context=TIME)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(256, (BATCH, TIME + 1), generator=draw)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def reference() -> dict[str, torch.Tensor]:
+    """The parameters after single-process training on the whole batch."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that this rank knows, put together from their shards."""
+    inner = model.part if isinstance(model, Pipeline) else model
+    return {
+        name.removeprefix("module."): (one.full_tensor() if isinstance(one, DTensor) else one).detach()
+        for name, one in inner.named_parameters()
+    }
+
+
+def trained(strategy: Strategy, **more: Any) -> tuple[nn.Module, float]:
+    # Rank 0's parameters count, whatever the others begin with.
+    model = parallelize(new_model(seed=dist.get_rank()), strategy, loss=loss_of, **more)
+    optimizer = optimizer_of(model)
+    index, count = strategy.data_shard(dist.get_rank())
+    loss = torch.zeros(())
+    for step in range(STEPS):
+        inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
+        if isinstance(model, Pipeline):
+            loss = model.step(inputs, targets)
+        else:
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, loss.item()
+
+
+def compared(strategy: Strategy, **more: Any) -> Found:
+    model, loss = trained(strategy, **more)
+    wanted, start, got = reference(), dict(new_model().named_parameters()), whole(model)
+    inner = model.part if isinstance(model, Pipeline) else model
+    mine = sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in inner.parameters())
+    worst = torch.tensor(max((got[name] - wanted[name]).abs().max().item() for name in got))
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, (sorted(got), mine, loss))
+    return {
+        "difference": worst.item(),
+        "moved": max((start[name] - one).abs().max().item() for name, one in wanted.items()),
+        "complete": {name for one, _, _ in names for name in one} == set(wanted),
+        "shares": [share / sum(one.numel() for one in wanted.values()) for _, share, _ in names],
+        "losses": [one for _, _, one in names],
+    }
+
+
+def made(kind: str, **options: Any) -> Callable[[], Found]:
+    return lambda: compared(make_strategy(kind, dist.get_world_size(), options))
+
+
+class Plain(nn.Module):
+    """No nn.Sequential: pipelines trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.second(torch.tanh(self.first(x))))
+
+
+def traced_pipeline() -> Found:
+    x, y = torch.ones(4, 8), torch.zeros(4, 8)
+    options = {"split_points": ["second"], "micro_batches": 2}
+    model = parallelize(
+        Plain(), "pipeline", loss=nn.functional.mse_loss, example=(x[:2],), **options
+    )  # fmt: skip
+    assert isinstance(model, Pipeline)
+    loss = model.step(x, y)
+    alone = Plain()
+    nn.functional.mse_loss(alone(x), y).backward()
+    wanted = dict(alone.named_parameters())
+    gradients = {name: one.grad for name, one in model.part.named_parameters() if one.grad is not None}
+    return {
+        "difference": max((one - (wanted[name].grad or 0)).abs().max().item() if wanted[name].grad is None else
+                          (one - torch.as_tensor(wanted[name].grad)).abs().max().item() for name, one in gradients.items()),
+        "gradients": len(gradients),
+        "loss": abs(loss.item() - nn.functional.mse_loss(alone(x), y).item()),
+    }  # fmt: skip
+
+
+def mesh_groups() -> Found:
+    mesh = make_mesh(make_strategy("hybrid", 4, {"tp_size": 2}))
+    groups = {axis: sorted(dist.get_process_group_ranks(mesh[axis].get_group())) for axis in ("fsdp", "tp")}
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, groups)
+    return {axis: sorted({tuple(one[axis]) for one in everyone}) for axis in ("fsdp", "tp")}
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
+
+
+def rank_difference(model: nn.Module) -> float:
+    """How far the ranks' parameters are from each other."""
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, flat)
+    return max((one - flat).abs().max().item() for one in others)
+
+
+def compression() -> Found:
+    found: Found = {}
+    for how in ("none", "fp16", "bf16", "powersgd"):
+        model = parallelize(new_model(), "ddp", compression=how)
+        optimizer = optimizer_of(model)
+        inputs, targets = (one.tensor_split(2)[dist.get_rank()] for one in batch(0))
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # The second pass: DDP has made its final buckets.
+        monitor = CommunicationMonitor(timed=False)
+        with monitor.watch():
+            loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        sent = monitor.stats()["all_reduce"]["bytes"]
+        found[how] = {
+            "ranks": rank_difference(model), "bytes": sent, "parameters": nn.utils.parameters_to_vector(model.parameters())
+        }  # fmt: skip
+    plain = found["none"]["parameters"]
+    for one in found.values():
+        one["difference"] = (one.pop("parameters") - plain).abs().max().item()
+    return found
+
+
+def powersgd_sends_less() -> Found:
+    model = DistributedDataParallel(new_model())
+    compress_gradients(model, "powersgd", rank=1, start_iteration=2)
+    sent = []
+    for step in range(5):
+        inputs, targets = (one.tensor_split(2)[dist.get_rank()] for one in batch(step))
+        monitor = CommunicationMonitor(timed=False)
+        with monitor.watch():
+            loss_of(model(inputs), targets).backward()
+        sent.append(monitor.stats()["all_reduce"]["bytes"])
+    return {"sent": sent}
+
+
+def buckets() -> Found:
+    found = {}
+    for size in (1, 5, 25):
+        torch.manual_seed(0)
+        # Six layers of 1 MiB each.
+        model = parallelize(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6))), "ddp", bucket_cap_mb=size)
+        x = torch.ones(2, 512)
+        model(x).sum().backward()
+        monitor = CommunicationMonitor(timed=False)
+        with monitor.watch():
+            model(x).sum().backward()
+        found[str(size)] = monitor.stats()["all_reduce"]["count"]
+    return found
+
+
+def accumulation() -> Found:
+    found: Found = {}
+    for kind in ("ddp", "fsdp"):
+        model = parallelize(new_model(), kind)
+        optimizer = optimizer_of(model)
+        index = dist.get_rank()
+        counts = []
+        for step in range(STEPS):
+            inputs, targets = (one.tensor_split(2)[index] for one in batch(step))
+            monitor = CommunicationMonitor(timed=False)
+            passes = []
+            with monitor.watch():
+                for some, wanted in zip(inputs.split(1), targets.split(1), strict=True):
+                    with accumulate(model, every=4) as is_last:
+                        (loss_of(model(some), wanted) / 4).backward()
+                    passes.append(is_last)
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = monitor.stats()
+            counts.append(sum(int(stats.get(name, {"count": 0})["count"]) for name in ("all_reduce", "reduce_scatter")))
+        wanted_all, got = reference(), whole(model)
+        worst = max((got[name] - one).abs().max().item() for name, one in wanted_all.items())
+        found[kind] = {"counts": counts, "passes": passes, "difference": worst}
+    return found
+
+
+def drifting_apart() -> Found:
+    model = parallelize(new_model(), "ddp")
+    optimizer = local_sgd(model, optimizer_of(model), every=2)
+    differences = []
+    for step in range(4):
+        inputs, targets = (one.tensor_split(2)[dist.get_rank()] for one in batch(step))
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        differences.append(rank_difference(model))
+    return {"differences": differences}
+
+
+def means() -> Found:
+    rank = dist.get_rank()
+    tensors = [torch.full((2**18,), float(rank + number)) for number in range(6)]
+    tensors.append(torch.full((3,), rank, dtype=torch.float64))
+    number = all_reduce_mean(tensors, bucket_mb=2)
+    return {
+        "values": [one[0].item() for one in tensors],
+        "same": [bool((one == one[0]).all()) for one in tensors],
+        "number": number,
+    }
+
+
+def monitored() -> Found:
+    monitor = CommunicationMonitor()
+    monitor.measure_all_reduce(torch.ones(1000))
+    monitor.measure_all_reduce(torch.ones(3000))
+    with monitor.watch():
+        gathered = torch.empty(8)
+        dist.all_gather_into_tensor(gathered, torch.full((4,), float(dist.get_rank())))
+    return {"stats": dict(monitor.stats()), "gathered": gathered.tolist()}
+
+
+def whole_state() -> Found:
+    model, _ = trained(make_strategy("fsdp", 2))
+    state = full_state_dict(model)
+    wanted = reference()
+    found: Found = {"kept": len(state) if dist.get_rank() else -1}
+    if dist.get_rank() == 0:
+        assert set(wanted) == set(state)
+        found["difference"] = max((state[name] - one).abs().max().item() for name, one in wanted.items())
+    return found
+
+
+def refusals() -> Found:
+    """Each wrong request, and what is said; all fail before anything is sent."""
+    wrong: dict[str, Callable[[], object]] = {
+        "ranks": lambda: parallelize(new_model(), Strategy(kind="ddp", shape=(5,), names=("dp",))),
+        "loss": lambda: parallelize(new_model(), "pipeline"),
+        "trace": lambda: parallelize(Plain(), "pipeline", loss=loss_of),
+        "plan": lambda: parallelize(Plain(), "tp"),
+        "unknown plan": lambda: parallelize(Plain(), "tp", plan={"thrid": "colwise"}),
+        "heads": lambda: parallelize(Gpt(heads=1, hidden=32), "tp"),
+        "layers": lambda: parallelize(Plain(), "ddp", activation_checkpointing=True),
+        "class": lambda: parallelize(new_model(), "fsdp", transformer_layer_cls=["Blok"]),
+        "call": lambda: parallelize(new_model(), "pipeline", loss=loss_of)(torch.ones(1)),
+        "stages": lambda: parallelize(nn.Sequential(nn.Linear(2, 2)), "pipeline", loss=loss_of),
+        "kind": lambda: parallelize(new_model(), "zero"),
+        "local": lambda: local_sgd(new_model(), optimizer_of(new_model()), every=2),
+        "compression": lambda: parallelize(new_model(), "ddp", compression="zip"),
+    }
+    found = {}
+    for name, call in wrong.items():
+        try:
+            call()
+            found[name] = "nothing"
+        except (ValueError, TypeError) as error:
+            found[name] = str(error)
+    return found
+
+
+CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
+    2: {
+        "ddp": made("ddp"),
+        "ddp static graph": made("ddp", static_graph=True, gradient_as_bucket_view=False),
+        "ddp checkpointed": made("ddp", activation_checkpointing=True),
+        "fsdp": made("fsdp"),
+        "fsdp SHARD_GRAD_OP": made("fsdp", sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy="none"),
+        "fsdp NO_SHARD": made("fsdp", sharding_strategy="NO_SHARD"),
+        "fsdp by size": made("fsdp", auto_wrap_policy="size", min_num_params=5000),
+        "fsdp by class, checkpointed": made("fsdp", transformer_layer_cls=["Block"], activation_checkpointing=True),
+        "fsdp offloaded": made("fsdp", cpu_offload=True),
+        "fsdp bf16": made("fsdp", mixed_precision="bf16", reduce_dtype="fp32"),
+        "tp": made("tp"),
+        "tp by plan": made("tp", plan={"block*.mlp.up_proj": "colwise", "block*.mlp.down_proj": "rowwise"}),
+        "pipeline gpipe": made("pipeline", schedule="gpipe", micro_batches=4),
+        "pipeline 1f1b": made("pipeline", micro_batches=4),
+        "pipeline cut": made("pipeline", split_points=["block3"]),
+        "traced pipeline": traced_pipeline,
+        "compression": compression,
+        "powersgd": powersgd_sends_less,
+        "buckets": buckets,
+        "accumulation": accumulation,
+        "local sgd": drifting_apart,
+        "means": means,
+        "monitor": monitored,
+        "whole state": whole_state,
+        "refusals": refusals,
+    },
+    4: {
+        "ddp": made("ddp"),
+        "fsdp": made("fsdp"),
+        "fsdp HYBRID_SHARD": made("fsdp", sharding_strategy="HYBRID_SHARD", shard_size=2),
+        "tp": made("tp"),
+        "hybrid": made("hybrid", tp_size=2),
+        "hybrid checkpointed": made("hybrid", tp_size=2, activation_checkpointing=True),
+        "pipeline": made("pipeline", micro_batches=8),
+        "pipeline of replicas": made("pipeline", stages=2, micro_batches=2),
+        "mesh groups": mesh_groups,
+    },
+}
+
+
+def main() -> None:
+    """Run every check of this world's size; one that fails ends the world, because the others wait for it."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['MEETING']}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    results: Found = {}
+    for name, check in CHECKS[world].items():
+        try:
+            results[name] = check()
+        except Exception:  # noqa: BLE001  the others wait for this rank in the next check
+            traceback.print_exc()
+            print(f"rank {rank}: {name!r} failed", flush=True)
+            os._exit(1)
+    if rank == 0:
+        Path(os.environ["RESULTS"]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Every strategy on 2 and 4 gloo processes equals one process on the same global batch; and what it sends is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.worlds import run_world
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+TOLERANCE = 1e-6
+"""Of parameters after three steps: other orders of float32 sums; parameters have moved by more than a hundredth."""
+TRAINED = {
+    2: (
+        "ddp", "ddp static graph", "ddp checkpointed", "fsdp", "fsdp SHARD_GRAD_OP", "fsdp NO_SHARD", "fsdp by size",
+        "fsdp by class, checkpointed", "fsdp offloaded", "fsdp bf16", "tp", "tp by plan", "pipeline gpipe", "pipeline 1f1b",
+        "pipeline cut",
+    ),
+    4: ("ddp", "fsdp", "fsdp HYBRID_SHARD", "tp", "hybrid", "hybrid checkpointed", "pipeline", "pipeline of replicas"),
+}  # fmt: skip
+"""The checks that train: ranks → names."""
+WHOLE_SHARE = 1.0
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What each world found: ranks → check → result."""
+    script = Path(__file__).with_name("strategy_checks.py")
+    return {ranks: run_world(script, ranks, tmp_path_factory.mktemp(f"world{ranks}")) for ranks in TRAINED}
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in TRAINED.items() for name in names])
+def test_ranks_train_as_one_process_does(worlds: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    found = worlds[world][name]
+    assert found["complete"]
+    assert found["moved"] > 0.01
+    if "bf16" in name:
+        assert TOLERANCE < found["difference"] < 0.02
+    else:
+        assert found["difference"] < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "share"),
+    [
+        (2, "ddp", 1), (2, "fsdp", 1 / 2), (2, "fsdp SHARD_GRAD_OP", 1 / 2), (2, "fsdp NO_SHARD", 1),
+        (2, "fsdp by size", 1 / 2), (4, "ddp", 1), (4, "fsdp", 1 / 4), (4, "fsdp HYBRID_SHARD", 1 / 2),
+    ],
+)  # fmt: skip
+def test_each_rank_holds_its_share_of_the_parameters(
+    worlds: dict[int, dict[str, Any]], world: int, name: str, share: float
+) -> None:
+    assert worlds[world][name]["shares"] == [pytest.approx(share)] * world
+
+
+def test_parts_of_tensors_and_stages_are_spread(worlds: dict[int, dict[str, Any]]) -> None:
+    # What is not cut (embeddings, norms, the head) is on all ranks that share a tensor.
+    assert all(0.5 < share < 0.8 for share in worlds[2]["tp"]["shares"])
+    assert all(0.25 < share < 0.4 for share in worlds[4]["hybrid"]["shares"])
+    assert sum(worlds[4]["pipeline"]["shares"]) == pytest.approx(WHOLE_SHARE)
+    assert max(worlds[4]["pipeline"]["shares"]) < 0.5
+    assert sum(worlds[4]["pipeline of replicas"]["shares"]) == pytest.approx(2 * WHOLE_SHARE)
+
+
+def test_every_stage_knows_the_loss(worlds: dict[int, dict[str, Any]]) -> None:
+    for world, name in ((2, "pipeline gpipe"), (2, "pipeline 1f1b"), (4, "pipeline")):
+        losses = worlds[world][name]["losses"]
+        assert len(set(losses)) == 1
+        assert losses[0] > 1
+
+
+def test_a_traced_model_is_cut_too(worlds: dict[int, dict[str, Any]]) -> None:
+    found = worlds[2]["traced pipeline"]
+    assert found["gradients"] == 2
+    assert found["difference"] < TOLERANCE
+    assert found["loss"] < TOLERANCE
+
+
+def test_ranks_that_share_a_tensor_are_neighbours(worlds: dict[int, dict[str, Any]]) -> None:
+    assert worlds[4]["mesh groups"] == {"tp": [[0, 1], [2, 3]], "fsdp": [[0, 2], [1, 3]]}
+
+
+def test_compressed_gradients_are_half_the_bytes_and_equal_on_all_ranks(worlds: dict[int, dict[str, Any]]) -> None:
+    found = worlds[2]["compression"]
+    for how in ("fp16", "bf16"):
+        assert found[how]["bytes"] * 2 == found["none"]["bytes"]
+        assert 0 < found[how]["difference"] < 5e-4
+    assert [one["ranks"] for one in found.values()] == [0, 0, 0, 0]
+
+
+def test_powersgd_sends_less_once_it_begins(worlds: dict[int, dict[str, Any]]) -> None:
+    sent = worlds[2]["powersgd"]["sent"]
+    assert sent[0] == sent[1]
+    assert sent[4] * 4 < sent[0]
+
+
+def test_larger_buckets_make_fewer_reductions(worlds: dict[int, dict[str, Any]]) -> None:
+    assert worlds[2]["buckets"] == {"1": 6, "5": 2, "25": 1}
+
+
+def test_accumulated_gradients_are_reduced_once(worlds: dict[int, dict[str, Any]]) -> None:
+    found = worlds[2]["accumulation"]
+    for kind in ("ddp", "fsdp"):
+        assert found[kind]["passes"] == [False, False, False, True]
+        assert found[kind]["difference"] < TOLERANCE
+    assert found["ddp"]["counts"][1:] == [1, 1]
+    # One for each of four blocks, and one for the rest.
+    assert found["fsdp"]["counts"] == [5, 5, 5]
+
+
+def test_local_sgd_averages_at_every_second_step(worlds: dict[int, dict[str, Any]]) -> None:
+    first, second, third, fourth = worlds[2]["local sgd"]["differences"]
+    assert first > 1e-4
+    assert third > 1e-4
+    assert (second, fourth) == (0, 0)
+
+
+def test_gradients_of_plain_modules_are_averaged_in_buckets(worlds: dict[int, dict[str, Any]]) -> None:
+    found = worlds[2]["means"]
+    assert found["values"] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 0.5]
+    assert all(found["same"])
+    # Six of 1 MiB in pairs, and those of another type.
+    assert found["number"] == 4
+
+
+def test_the_monitor_counts_bytes_and_gives_bandwidths(worlds: dict[int, dict[str, Any]]) -> None:
+    found = worlds[2]["monitor"]
+    reduced, gathered = found["stats"]["all_reduce"], found["stats"]["all_gather"]
+    assert (reduced["count"], reduced["bytes"]) == (2, 16000)
+    assert reduced["min"] <= reduced["mean"] <= reduced["max"] <= reduced["total_time"]
+    assert reduced["bus_bandwidth"] == pytest.approx(reduced["algorithm_bandwidth"])  # 2(n-1)/n is 1 for two ranks
+    assert (gathered["count"], gathered["bytes"]) == (1, 32)
+    assert gathered["bus_bandwidth"] == pytest.approx(gathered["algorithm_bandwidth"] / 2)
+    assert found["gathered"] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_the_whole_state_is_put_together_on_rank_0(worlds: dict[int, dict[str, Any]]) -> None:
+    assert worlds[2]["whole state"]["difference"] < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ranks", "the strategy is for 5 = 5 ranks, but there are 2"),
+        ("loss", "parallelize(model, loss=…)"),
+        ("trace", "say split_points"),
+        ("plan", "no attention or MLP with names that we know"),
+        ("unknown plan", "the plan names 'thrid'"),
+        ("heads", "block0.attention.q_proj has 1 heads (num_heads), which 2 ranks cannot share"),
+        ("layers", "name their class in transformer_layer_cls"),
+        ("class", "the model has no layer of class Blok; it has Attention, Block"),
+        ("call", "loss = model.step(inputs, targets)"),
+        ("stages", "1 layers cannot be cut into 2 stages"),
+        ("kind", "there is no strategy 'zero'"),
+        ("local", "local SGD needs replicas"),
+        ("compression", "there is no compression 'zip'"),
+    ],
+)
+def test_what_cannot_be_done_is_said(worlds: dict[int, dict[str, Any]], name: str, message: str) -> None:
+    assert message in worlds[2]["refusals"][name]

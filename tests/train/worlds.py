@@ -1,0 +1,41 @@
+"""Worlds of real processes that talk gloo: started once, running many checks, because importing torch takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 150.0
+"""For a whole world, on a machine that is busy with other things."""
+
+
+def run_world(script: Path, ranks: int, folder: Path) -> dict[str, Any]:
+    """Run a script on so many ranks, and return the JSON object that rank 0 wrote to ``RESULTS``: check → what it found."""
+    results = folder / "results.json"
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "MEETING": str(folder / "meeting"),
+        "RESULTS": str(results),
+    }
+    processes = []
+    for rank in range(ranks):
+        with (folder / f"{rank}.log").open("wb") as log:
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen([sys.executable, str(script)], env=own, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(DEADLINE_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = "\n".join(f"-- rank {rank} --\n{(folder / f'{rank}.log').read_text()[-4000:]}" for rank in range(ranks))
+    assert not any(codes), f"{codes}\n{logs}"
+    found: dict[str, Any] = json.loads(results.read_text())
+    return found
