@@ -71,6 +71,7 @@ def _isort(name: str) -> tuple[int, str]:
         ["workflow", "--help"],
         ["pool", "--help"],
         ["data", "--help"],
+        ["train", "--help"],
         ["workflow", "list"],
         ["workflow", "query", "x-1"],
         ["workflow", "why", "x-1"],

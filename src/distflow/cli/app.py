@@ -45,6 +45,7 @@ class _Root(LazyGroup):
             "task": ("distflow.cli.task:app", "Look at tasks across workflows."),
             "pool": ("distflow.cli.pool:app", "Show the pools that workflows can run in, and check their nodes."),
             "resource": ("distflow.cli.resource:app", "Show what the nodes have, and what is in use of it."),
+            "train": ("distflow.cli.train:app", "Choose a training strategy, and measure how ranks communicate."),
             "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
             "dataset": ("distflow.cli.dataset:app", "Named, versioned collections of files."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),

@@ -1,0 +1,240 @@
+"""How much memory a rank needs to train a model under each strategy, and which strategy to take. Pure arithmetic.
+
+The estimate is the usual one, and its lines can be checked by hand: parameters, gradients and optimiser states are counted in
+bytes per parameter; activations of a transformer layer in bytes per token and hidden unit (34 s·b·h, or 2 s·b·h when they are
+computed again; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with attention that keeps
+no matrix of scores); a tenth of each GPU is left for CUDA, NCCL and fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from types import MappingProxyType
+
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Advice", "Choice", "Line", "Model", "advise", "guess_model", "parse_count"]
+
+PRECISIONS: Mapping[str, tuple[int, int, int]] = MappingProxyType({"fp32": (4, 4, 0), "bf16": (4, 4, 2)})
+"""Bytes per parameter: of the parameter itself, of its gradient, and of the copy in the precision of the arithmetic.
+
+``bf16`` is mixed precision: parameters and gradients are kept in fp32, as FSDP2 and autocast do.
+"""
+OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 8, "sgd-momentum": 4, "sgd": 0})
+"""Bytes per parameter of the optimiser's states."""
+_USABLE = 0.9
+_ACTIVATIONS, _RECOMPUTED = 34, 2
+_GIB = 2**30
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The size of a transformer."""
+
+    parameters: int
+    layers: int
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the arithmetic."""
+
+    what: str
+    formula: str
+    """With the numbers put in."""
+    bytes: int
+    """For each rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One strategy, and what a rank needs under it."""
+
+    kind: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    options: Mapping[str, str | bool | int]
+    lines: tuple[Line, ...]
+    fits: bool
+    why: str
+    """What speaks for it, or against it."""
+
+    @property
+    def bytes(self) -> int:
+        """The sum over the lines."""
+        return sum(line.bytes for line in self.lines)
+
+    def as_json(self) -> dict[str, object]:
+        """Return it as a JSON object."""
+        lines = [{"what": line.what, "formula": line.formula, "bytes": line.bytes} for line in self.lines]
+        mesh = {"shape": list(self.shape), "names": list(self.names)}
+        strategy = {"kind": self.kind, "mesh": mesh, "options": dict(self.options)}
+        return {"strategy": strategy, "fits": self.fits, "bytes": self.bytes, "lines": lines, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Which strategy to take."""
+
+    model: Model
+    usable: int
+    """Bytes of each GPU that may be planned with."""
+    choices: tuple[Choice, ...]
+    """From the simplest to the most involved one."""
+
+    @property
+    def chosen(self) -> Choice | None:
+        """The simplest that fits; ``None`` when none does."""
+        return next((choice for choice in self.choices if choice.fits), None)
+
+
+def guess_model(parameters: int, layers: int | None = None, hidden: int | None = None) -> Model:
+    """Return a model of this size; what is not known follows from 12·layers·hidden² parameters and hidden = 128·layers.
+
+    >>> guess_model(7_000_000_000)
+    Model(parameters=7000000000, layers=33, hidden=4224)
+    """
+    if layers is None and hidden is None:
+        layers = max(1, round((parameters / (12 * 128**2)) ** (1 / 3)))
+        hidden = 128 * layers
+    elif hidden is None and layers is not None:
+        hidden = max(128, ceil((parameters / (12 * layers)) ** 0.5 / 128) * 128)
+    elif layers is None and hidden is not None:
+        layers = max(1, round(parameters / (12 * hidden**2)))
+    return Model(parameters=parameters, layers=layers or 1, hidden=hidden or 128)
+
+
+def advise(
+    model: Model,
+    *,
+    gpus: int,
+    gpus_per_node: int,
+    gpu_memory: int,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    micro_batch: int = 1,
+    sequence: int = 2048,
+) -> Advice:
+    """Return every strategy that the GPUs allow, each with its arithmetic, from the simplest to the most involved.
+
+    ``gpu_memory`` is in bytes, ``micro_batch`` in sequences of a rank, ``sequence`` in tokens.
+    """
+    usable = int(gpu_memory * _USABLE)
+    sizes = _Sizes(model, precision, optimizer, micro_batch * sequence)
+    choices = tuple(_choices(sizes, usable, gpus, min(gpus_per_node, gpus)))
+    return Advice(model=model, usable=usable, choices=choices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    model: Model
+    precision: str
+    optimizer: str
+    tokens: int
+    """Of a micro-batch, on one rank."""
+
+    def lines(self, *, shards: int = 1, parts: int = 1, again: bool = False, offload: bool = False) -> tuple[Line, ...]:
+        """Return what a rank holds on its GPU when states are cut into shards × parts, and matrices into parts."""
+        parameter, gradient, copy = PRECISIONS[self.precision]
+        count, cut = self.model.parameters, shards * parts
+
+        def each(what: str, width: int) -> Line:
+            divided = f" / {cut}" if cut > 1 else ""
+            return Line(what=what, formula=f"{_count(count)} × {width} B{divided}", bytes=ceil(count * width / cut))
+
+        lines = []
+        if not offload:
+            states = OPTIMIZERS[self.optimizer]
+            lines = [each("parameters", parameter), each("gradients", gradient), each(f"{self.optimizer} states", states)]
+        layer = ceil(count / self.model.layers / parts)
+        if shards > 1:
+            # The layer that computes, the next, which is on its way, and gradients that are being reduced.
+            width = copy or parameter
+            lines.append(Line(what="gathered layers", formula=f"3 × {_count(layer)} × {width} B", bytes=3 * layer * width))
+        elif copy:
+            lines.append(each(f"{self.precision} copy", copy))
+        width = 1 if self.precision == "bf16" else 2
+        kept = (_RECOMPUTED if again else _ACTIVATIONS) * width
+        unit = self.tokens * self.model.hidden
+        formula = f"{self.model.layers} layers × {kept} B × {self.tokens} tokens × {self.model.hidden}"
+        total = self.model.layers * kept * unit
+        if again:
+            formula += f" + one layer × {_ACTIVATIONS * width} B"
+            total += _ACTIVATIONS * width * unit
+        if parts > 1:
+            formula = f"({formula}) / {parts}"
+        lines.append(Line(what="activations", formula=formula, bytes=ceil(total / parts)))
+        return tuple(lines)
+
+
+def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[Choice]:
+    def choice(
+        kind: str,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        why: str,
+        *,
+        shards: int = 1,
+        parts: int = 1,
+        again: bool = False,
+        offload: bool = False,
+    ) -> Choice:
+        lines = sizes.lines(shards=shards, parts=parts, again=again, offload=offload)
+        need = sum(line.bytes for line in lines)
+        options: dict[str, str | bool | int] = {"activation_checkpointing": True} if again else {}
+        if sizes.precision == "bf16" and kind in ("fsdp", "hybrid"):
+            options["mixed_precision"] = "bf16"
+        if offload:
+            options["cpu_offload"] = True
+        fits = need <= usable
+        if not fits:
+            why = f"needs {need / _GIB:.1f} GiB of {usable / _GIB:.1f} GiB"
+        return Choice(kind=kind, shape=shape, names=names, options=MappingProxyType(options), lines=lines, fits=fits, why=why)
+
+    if gpus == 1:
+        yield choice("none", (1,), ("dp",), "the model fits on the one GPU")
+    else:
+        for again in (False, True):
+            note = "; activations are computed again" if again else ""
+            yield choice("ddp", (gpus,), ("dp",), f"the simplest: every rank holds the whole model{note}", again=again)
+        for again in (False, True):
+            note = "; activations are computed again" if again else ""
+            why = f"each rank holds 1/{gpus} of the states{note}"
+            yield choice("fsdp", (gpus,), ("fsdp",), why, shards=gpus, again=again)
+    parts = 2
+    while parts <= per_node and per_node % parts == 0:
+        shards = gpus // parts
+        if gpus % parts == 0:
+            kind, shape, names = ("hybrid", (shards, parts), ("fsdp", "tp")) if shards > 1 else ("tp", (parts,), ("tp",))
+            why = f"tensors are cut over {parts} ranks of a node; activations are computed again"
+            yield choice(kind, shape, names, why, shards=shards, parts=parts, again=True)
+        parts *= 2
+    if gpus > 1:
+        states = sum(line.bytes for line in sizes.lines(shards=gpus)[:3])
+        why = f"slow: states are kept in the nodes' memory, {states / _GIB:.1f} GiB for each rank"
+        yield choice("fsdp", (gpus,), ("fsdp",), why, shards=gpus, again=True, offload=True)
+
+
+def parse_count(text: str) -> int:
+    """Return a number of parameters such as ``7b``, ``350M`` or ``1.3e9``. Raises ``ValueError``.
+
+    >>> parse_count("1.5b")
+    1500000000
+    """
+    number, unit = (text[:-1], text[-1].lower()) if text and text[-1].lower() in _COUNTS else (text, "")
+    try:
+        count = round(float(number) * _COUNTS[unit])
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ValueError(f"`{text}` is no number of parameters; write 7b, 350m or 1300000000")
+    return count
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.4g}{unit}"
+    return str(number)

@@ -1,0 +1,166 @@
+"""Measure how ranks communicate: ``python -m distflow.train.bench allreduce | scaling``.
+
+Starts its ranks on this machine, or takes part in a world that a launcher made (``RANK`` is set). Sizes are those of gradients;
+times are medians; the first rounds, which make connections, do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+
+from distflow.train.monitor import CommunicationMonitor, bus_factor, scaling_efficiency
+from distflow.train.samples.gpt import Gpt, batch_of, loss_of
+from distflow.train.strategies.build import parallelize
+
+__all__ = ["allreduce", "main", "scaling"]
+
+_SIZES = tuple(2**power for power in range(10, 27, 4))
+"""Bytes: 1 KiB to 64 MiB."""
+_WARM, _ROUNDS = 2, 7
+Row = dict[str, Any]
+
+
+def allreduce(sizes: Sequence[int] = _SIZES) -> list[Row]:
+    """Return for messages of each size in bytes the median seconds of an all-reduce, and bandwidths in bytes per second."""
+    device, ranks = _device(), dist.get_world_size()
+    rows = []
+    for size in sizes:
+        tensor = torch.ones(max(size // 4, 1), device=device)
+        monitor = CommunicationMonitor()
+        seconds = median([monitor.measure_all_reduce(tensor) for _ in range(_WARM + _ROUNDS)][_WARM:])
+        bandwidth = tensor.nbytes / seconds
+        rows.append(
+            {
+                "bytes": tensor.nbytes,
+                "seconds": seconds,
+                "algorithm_bandwidth": bandwidth,
+                "bus_bandwidth": bandwidth * bus_factor("all_reduce", ranks),
+            }
+        )
+    return rows
+
+
+def step_time(*, batch_size: int = 16) -> float:
+    """Return the median seconds of a training step of the small GPT under DDP, on a global batch that all ranks share."""
+    torch.manual_seed(0)
+    model: nn.Module = parallelize(Gpt(), "ddp" if dist.get_world_size() > 1 else "none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    device = next(model.parameters()).device
+    text = torch.arange(4096, dtype=torch.int64) % 256
+    times = []
+    for step in range(_WARM + _ROUNDS):
+        shard = (dist.get_rank(), dist.get_world_size())
+        inputs, targets = (one.to(device) for one in batch_of(text, size=batch_size, context=64, step=step, shard=shard))
+        dist.barrier()
+        begin = perf_counter()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        times.append(perf_counter() - begin)
+    return median(times[_WARM:])
+
+
+def scaling(ranks: int) -> list[Row]:
+    """Return seconds of a step and the efficiency (t1/n)/tn for 1, 2, 4 … ranks: the same global batch, so strong scaling."""
+    counts = sorted({*(2**power for power in range(ranks.bit_length()) if 2**power <= ranks), ranks})
+    times = {count: float(_start(count, step_time)) for count in counts}
+    efficiency = scaling_efficiency(times)
+    return [{"ranks": count, "seconds": times[count], "efficiency": efficiency[count]} for count in counts]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print a table or one JSON document."""
+    parser = argparse.ArgumentParser(prog="python -m distflow.train.bench", description="Measure how ranks communicate.")
+    parser.add_argument("what", choices=["allreduce", "scaling"])
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to start on this machine (default: 2)")
+    parser.add_argument("--format", choices=["text", "json"], default="text")
+    options = parser.parse_args(arguments)
+    if options.ranks < 1:
+        parser.error("--ranks is at least 1")
+    if "RANK" in os.environ:
+        if options.what == "scaling":
+            parser.error("scaling starts worlds of its own: run it outside of a launcher")
+        _connect("env://", None, None)
+        rows, ranks = allreduce(), dist.get_world_size()
+        is_first = dist.get_rank() == 0
+        dist.destroy_process_group()
+        if not is_first:
+            return
+    else:
+        ranks = options.ranks
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+        rows = scaling(ranks) if options.what == "scaling" else _start(ranks, allreduce)
+    backend = "nccl" if _device().type == "cuda" else "gloo"
+    if options.format == "json":
+        body = {"measured": options.what, "ranks": ranks, "backend": backend, "results": rows}
+        sys.stdout.write(json.dumps(body, indent=2) + "\n")
+    else:
+        sys.stdout.write(_table(rows, f"{options.what}, {ranks} ranks, {backend}"))
+
+
+# -- worlds -----------------------------------------------------------------------------------------------------------
+
+
+def _start(ranks: int, measure: Callable[[], Any]) -> Any:
+    """Run a measurement on new ranks of this machine, and return what rank 0 found."""
+    with tempfile.TemporaryDirectory(prefix="distflow-bench-") as folder:
+        multiprocessing.spawn(_rank, args=(ranks, folder, measure), nprocs=ranks)  # type: ignore[attr-defined]
+        return json.loads((Path(folder) / "found.json").read_text())
+
+
+def _rank(rank: int, ranks: int, folder: str, measure: Callable[[], Any]) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    # As torchrun does: ranks that all take every core hinder each other.
+    torch.set_num_threads(1)
+    _connect(f"file://{folder}/meeting", rank, ranks)
+    found = measure()
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _connect(meeting: str, rank: int | None, ranks: int | None) -> None:
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    place: Mapping[str, Any] = {} if rank is None else {"rank": rank, "world_size": ranks}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=meeting, **place)
+
+
+def _device() -> torch.device:
+    # All on GPUs or all on the CPU: NCCL refuses ranks that share a GPU.
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if enough else torch.device("cpu")
+
+
+def _table(rows: Sequence[Row], title: str) -> str:
+    shown = [
+        {
+            name: f"{value / 1e9:.3f} GB/s" if "bandwidth" in name else f"{value * 1e3:.3f} ms" if name == "seconds" else
+                  f"{value:.2f}" if name == "efficiency" else str(value)
+            for name, value in row.items()
+        }
+        for row in rows
+    ]  # fmt: skip
+    widths = {name: max(len(name), *(len(row[name]) for row in shown)) for name in shown[0]}
+    lines = [title, "  ".join(name.replace("_", " ").rjust(width) for name, width in widths.items())]
+    lines += ["  ".join(row[name].rjust(width) for name, width in widths.items()) for row in shown]
+    return "".join(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

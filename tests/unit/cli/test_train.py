@@ -1,0 +1,43 @@
+"""``distflow train``: advice as text and JSON, and wrong numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distflow.cli.app import run
+
+
+def test_advice_shows_the_strategy_and_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run(["train", "advise", "--params", "7b", "--layers", "32", "--hidden", "4096", "--gpus", "16", "--gpu-memory", "80Gi"])
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "strategy: {kind: fsdp, mixed_precision: bf16}" in printed
+    assert "adamw states     3.26 GiB   7B × 8 B / 16" in printed
+    assert "ddp                                 16    125.8 GiB  no" in printed
+
+
+def test_advice_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--params", "70b", "--gpus", "16", "--gpu-memory", "80Gi", "--format-type", "json"]
+    assert run(["train", "advise", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"]["strategy"]["mesh"] == {"shape": [8, 2], "names": ["fsdp", "tp"]}
+    assert found["chosen"]["bytes"] == sum(line["bytes"] for line in found["chosen"]["lines"]) <= found["usable_bytes"]
+    assert [choice["fits"] for choice in found["choices"]][:4] == [False] * 4
+
+
+def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "advise", "--params", "1t", "--gpus", "2", "--gpu-memory", "1Gi", "--precision", "fp32"]) == 0
+    assert "no strategy fits: use more GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("params", "memory", "message"),
+    [("7x", "80Gi", "`7x` is no number of parameters"), ("7b", "80Xi", "Xi"), ("7b", "lots", "lots")],
+)
+def test_wrong_numbers_are_told(params: str, memory: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "advise", "--params", params, "--gpus", "2", "--gpu-memory", memory]) == 2
+    assert message in capsys.readouterr().err
