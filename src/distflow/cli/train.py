@@ -17,7 +17,7 @@ from distflow.documents.quantities import parse_bytes
 from distflow.errors import InputError
 from distflow.layout.sizing import Advice, Choice, advise, guess_model, parse_count
 
-__all__ = ["app"]
+__all__ = ["Measurement", "Optimizer", "Precision", "app"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.batching import equal_batches as equal_batches
     from distflow.train.checkpoint import CheckpointError as CheckpointError
     from distflow.train.checkpoint import Checkpoints as Checkpoints
+    from distflow.train.communication import accumulate as accumulate
+    from distflow.train.communication import all_reduce_mean as all_reduce_mean
+    from distflow.train.communication import compress_gradients as compress_gradients
+    from distflow.train.communication import local_sgd as local_sgd
     from distflow.train.data import BatchSizes as BatchSizes
     from distflow.train.data import balanced_split as balanced_split
     from distflow.train.data import batch_sizes as batch_sizes
@@ -24,6 +28,8 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.metrics import Pace as Pace
     from distflow.train.metrics import StepTimer as StepTimer
     from distflow.train.metrics import report as report
+    from distflow.train.monitor import CommunicationMonitor as CommunicationMonitor
+    from distflow.train.monitor import scaling_efficiency as scaling_efficiency
     from distflow.train.safeguards import GradientGuard as GradientGuard
     from distflow.train.safeguards import MemoryGuard as MemoryGuard
     from distflow.train.safeguards import NonFiniteGradients as NonFiniteGradients
@@ -32,6 +38,10 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.stopping import STOPPED as STOPPED
     from distflow.train.stopping import listen_for_stop as listen_for_stop
     from distflow.train.stopping import stop_requested as stop_requested
+    from distflow.train.strategies.build import parallelize as parallelize
+    from distflow.train.strategies.description import current_strategy as current_strategy
+    from distflow.train.strategies.description import data_shard as data_shard
+    from distflow.train.strategies.states import full_state_dict as full_state_dict
     from distflow.train.worker import Worker as Worker
     from distflow.train.world import World as World
     from distflow.train.world import WorldError as WorldError

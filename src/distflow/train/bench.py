@@ -25,7 +25,7 @@ from distflow.train.monitor import CommunicationMonitor, bus_factor, scaling_eff
 from distflow.train.samples.gpt import Gpt, batch_of, loss_of
 from distflow.train.strategies.build import parallelize
 
-__all__ = ["allreduce", "main", "scaling"]
+__all__ = ["allreduce", "main", "scaling", "step_time"]
 
 _SIZES = tuple(2**power for power in range(10, 27, 4))
 """Bytes: 1 KiB to 64 MiB."""

@@ -25,7 +25,7 @@ from distflow.train.strategies.build import parallelize
 from distflow.train.strategies.description import current_strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
 
-__all__ = ["Block", "Gpt", "batch_of", "loss_of", "main", "read_text"]
+__all__ = ["Attention", "Block", "Embedding", "Gpt", "Mlp", "batch_of", "loss_of", "main", "read_text"]
 
 VOCABULARY = 256
 """Tokens are bytes."""

@@ -1,0 +1,85 @@
+"""What is found in a model: its layers, the matrices that can be cut, and parts of about equal size. One process."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from distflow.train.samples.gpt import Block, Gpt
+from distflow.train.strategies.layers import large_modules, repeated_layers
+from distflow.train.strategies.stages import balanced_parts
+from distflow.train.strategies.tensors import derive_plan
+
+pytestmark = pytest.mark.torch
+
+
+class Holder(nn.Module):
+    """A module with children of these names."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def test_repeated_layers_are_found_by_themselves() -> None:
+    model = Holder(embedding=nn.Embedding(4, 4), layers=nn.ModuleList([Block(8, 2) for _ in range(3)]), head=linear())
+    assert repeated_layers(model) == list(model.get_submodule("layers").children())
+    assert repeated_layers(nn.Sequential(linear(), linear())) == []
+
+
+def test_layers_are_found_by_class() -> None:
+    assert [type(layer).__name__ for layer in repeated_layers(Gpt(layers=2), ["Mlp"])] == ["Mlp", "Mlp"]
+
+
+def test_modules_are_wrapped_by_what_is_left_of_them() -> None:
+    inner = nn.Linear(10, 10, bias=False)
+    outer = Holder(inner=inner, small=nn.Linear(5, 10, bias=False))
+    model = Holder(outer=outer, head=nn.Linear(2, 2))
+    assert large_modules(model, 100) == [inner]
+    assert large_modules(model, 50) == [inner, outer.get_submodule("small")]
+    assert large_modules(model, 150) == [outer]
+
+
+@pytest.mark.parametrize(
+    ("children", "plan"),
+    [
+        (("q_proj", "k_proj", "v_proj", "o_proj"), ["colwise", "colwise", "colwise", "rowwise"]),
+        (("gate_proj", "up_proj", "down_proj"), ["colwise", "colwise", "rowwise"]),
+        (("wq", "wk", "wv", "wo"), ["colwise", "colwise", "colwise", "rowwise"]),
+        (("fc1", "fc2"), ["colwise", "rowwise"]),
+        (("c_attn", "c_proj"), []),  # query, key and value in one matrix
+        (("first", "second"), []),
+        (("up_proj",), []),  # without its partner
+    ],
+)
+def test_matrices_are_cut_in_pairs(children: tuple[str, ...], plan: list[str]) -> None:
+    model = Holder(layer=Holder(**{name: linear() for name in children}))
+    assert derive_plan(model) == {f"layer.{name}": style for name, style in zip(children, plan, strict=False)}
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 8))
+def test_parts_are_as_even_as_they_can_be(weights: list[int], count: int) -> None:
+    if count > len(weights):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            balanced_parts(weights, count)
+        return
+    parts = balanced_parts(weights, count)
+    assert [place for part in parts for place in part] == list(range(len(weights)))
+    assert len(parts) == count
+    assert all(parts)
+
+    def heaviest(cuts: tuple[int, ...]) -> int:
+        edges = [0, *cuts, len(weights)]
+        return max(sum(weights[first:last]) for first, last in pairwise(edges))
+
+    best = min(heaviest(cuts) for cuts in combinations(range(1, len(weights)), count - 1))
+    assert max(sum(weights[place] for place in part) for part in parts) == best
