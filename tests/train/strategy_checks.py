@@ -20,6 +20,7 @@ from distflow.train import (
     CommunicationMonitor,
     accumulate,
     all_reduce_mean,
+    clip_gradients,
     compress_gradients,
     full_state_dict,
     local_sgd,
@@ -274,6 +275,24 @@ def monitored() -> Found:
     return {"stats": dict(monitor.stats()), "gathered": gathered.tolist()}
 
 
+def clipped(*strategies: Strategy) -> Found:
+    """The norm of the whole gradient before and after clipping, and what one process has."""
+    alone = new_model()
+    inputs, targets = batch(0)
+    loss_of(alone(inputs), targets).backward()
+    found: Found = {"one process": [nn.utils.clip_grad_norm_(alone.parameters(), 0.5).item(), 0.5]}
+    for strategy in strategies:
+        model = parallelize(new_model(), strategy, loss=loss_of)
+        index, count = strategy.data_shard(dist.get_rank())
+        inputs, targets = (one.tensor_split(count)[index] for one in batch(0))
+        if isinstance(model, Pipeline):
+            model.step(inputs, targets)
+        else:
+            loss_of(model(inputs), targets).backward()
+        found[f"{strategy.kind} {strategy.names}"] = [clip_gradients(model, 0.5).item(), clip_gradients(model, 9.0).item()]
+    return found
+
+
 def whole_state() -> Found:
     model, _ = trained(make_strategy("fsdp", 2))
     state = full_state_dict(model)
@@ -337,6 +356,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "local sgd": drifting_apart,
         "means": means,
         "monitor": monitored,
+        "clipping": lambda: clipped(*(make_strategy(kind, 2) for kind in ("ddp", "fsdp", "tp", "pipeline"))),
         "whole state": whole_state,
         "refusals": refusals,
     },
@@ -349,6 +369,11 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "hybrid checkpointed": made("hybrid", tp_size=2, activation_checkpointing=True),
         "pipeline": made("pipeline", micro_batches=8),
         "pipeline of replicas": made("pipeline", stages=2, micro_batches=2),
+        "clipping": lambda: clipped(
+            make_strategy("hybrid", 4, {"tp_size": 2}),
+            make_strategy("fsdp", 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}),
+            make_strategy("pipeline", 4, {"stages": 2}),
+        ),
         "mesh groups": mesh_groups,
     },
 }

@@ -137,6 +137,17 @@ def test_the_monitor_counts_bytes_and_gives_bandwidths(worlds: dict[int, dict[st
     assert found["gathered"] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("world", TRAINED)
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(worlds: dict[int, dict[str, Any]], world: int) -> None:
+    found = worlds[world]["clipping"]
+    assert len(found) >= 4
+    alone = found["one process"]
+    assert alone[0] > 0.6  # so that 0.5 clips
+    for before, after in found.values():
+        assert before == pytest.approx(alone[0], rel=1e-5)
+        assert after == pytest.approx(0.5, rel=1e-4)
+
+
 def test_the_whole_state_is_put_together_on_rank_0(worlds: dict[int, dict[str, Any]]) -> None:
     assert worlds[2]["whole state"]["difference"] < TOLERANCE
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.stopping import listen_for_stop as listen_for_stop
     from distflow.train.stopping import stop_requested as stop_requested
     from distflow.train.strategies.build import parallelize as parallelize
+    from distflow.train.strategies.clipping import clip_gradients as clip_gradients
     from distflow.train.strategies.description import current_strategy as current_strategy
     from distflow.train.strategies.description import data_shard as data_shard
     from distflow.train.strategies.states import full_state_dict as full_state_dict
@@ -71,6 +72,7 @@ _MODULES = {
     "balanced_split": "data",
     "batch_sizes": "data",
     "beat": "heartbeat",
+    "clip_gradients": "strategies.clipping",
     "compress_gradients": "communication",
     "current_strategy": "strategies.description",
     "data_shard": "strategies.description",

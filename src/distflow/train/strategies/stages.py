@@ -59,6 +59,12 @@ class Pipeline(nn.Module):
         dist.broadcast(loss, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
         return loss
 
+    def over_stages(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a value over the stages, on every rank."""
+        total = value.detach().to(self._device, copy=True)
+        dist.all_reduce(total, group=self._group)
+        return total
+
     def forward(self, *_: Any) -> torch.Tensor:
         """Refuse: no rank has the whole model. Raises ``TypeError``."""
         raise TypeError("a pipeline is not called but stepped: loss = model.step(inputs, targets), then optimizer.step()")
