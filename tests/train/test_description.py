@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from distflow.layout.strategy import parse_strategy
-from distflow.train.strategies.description import Strategy, current_strategy, data_shard, make_strategy
+from distflow.layout.strategyoptions import OPTIONS as CHECKED
+from distflow.layout.strategyoptions import Wrong
+from distflow.train.strategies.description import CHOICES, OPTIONS, Strategy, current_strategy, data_shard, make_strategy
 
 
 def test_what_the_spec_says_is_what_a_rank_reads() -> None:
@@ -23,6 +25,14 @@ def test_what_the_spec_says_is_what_a_rank_reads() -> None:
         strategy.names,
         strategy.options,
     )
+
+
+def test_both_sides_know_the_same_options() -> None:
+    assert set(CHECKED) == OPTIONS
+    for name, words in CHOICES.items():
+        assert [CHECKED[name].check(word) for word in words] == list(words)
+        with pytest.raises(Wrong):
+            CHECKED[name].check("zip")
 
 
 @pytest.mark.parametrize(("world", "kind"), [("1", "none"), ("4", "ddp")])

@@ -144,7 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         sizes = {} if options.tp_size is None else {"tp_size": options.tp_size}
-        strategy = make_strategy(options.strategy, world, sizes) if options.strategy else current_strategy()
+        try:
+            strategy = make_strategy(options.strategy, world, sizes) if options.strategy else current_strategy()
+        except ValueError as error:
+            parser.error(str(error))
         torch.manual_seed(0)
         model = Gpt(layers=options.layers, hidden=options.hidden, heads=options.heads, context=options.context)
         model_ranks: nn.Module = parallelize(model, strategy, loss=loss_of)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distflow.train.strategies.description import Strategy, current_strategy, make_strategy
+from distflow.train.strategies.description import Strategy, check_options, current_strategy, make_strategy
 from distflow.train.strategies.layers import checkpoint_activations
 from distflow.train.strategies.replicas import replicate
 from distflow.train.strategies.shards import shard
@@ -40,6 +40,10 @@ def parallelize(
     Raises ``ValueError`` when the model does not fit the strategy, or the strategy the number of ranks.
     """
     chosen = _strategy(strategy, options)
+    if isinstance(model, nn.DataParallel) and chosen.world_size > 1:
+        raise ValueError(
+            "DataParallel is for one process alone, and each rank would copy to all GPUs: pass the module inside it"
+        )
     device = _device()
     model = model.to(device)
     if chosen.options.get("activation_checkpointing"):
@@ -77,6 +81,7 @@ def _strategy(given: Strategy | str | None, options: Mapping[str, Any]) -> Strat
     if isinstance(given, str):
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         return make_strategy(given, world, options)
+    check_options(options)
     strategy = current_strategy() if given is None else given
     return replace(strategy, options=MappingProxyType({**strategy.options, **options}))
 

@@ -6,6 +6,7 @@ torch, so that a data loader can ask for its share before anything heavy is impo
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,31 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Strategy", "current_strategy", "data_shard", "make_strategy"]
+__all__ = ["CHOICES", "OPTIONS", "Strategy", "check_options", "current_strategy", "data_shard", "make_strategy"]
 
+OPTIONS = frozenset(
+    {
+        *("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"),
+        *("compression", "powersgd_rank", "sync_gradients_every"),
+        *("sharding_strategy", "mixed_precision", "reduce_dtype", "cpu_offload", "state_dict_type"),
+        *("activation_checkpointing", "auto_wrap_policy", "transformer_layer_cls", "min_num_params"),
+        *("plan", "schedule", "split_points", "micro_batches"),
+        *("gradient_accumulation_steps", "micro_batch_size", "global_batch_size", "timeout_s"),
+    }
+)
+"""The names of all options; the spec side checks their values too."""
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "compression": ("none", "fp16", "bf16", "powersgd"),
+        "sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
+        "mixed_precision": ("none", "bf16", "fp16"),
+        "reduce_dtype": ("fp32", "bf16", "fp16"),
+        "auto_wrap_policy": ("none", "transformer_layer", "size"),
+        "schedule": ("gpipe", "1f1b"),
+        "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+    }
+)
+"""Options whose value is one of a few words."""
 _DATA_AXES = ("dp", "fsdp")
 
 
@@ -85,6 +109,16 @@ def data_shard(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     return current_strategy(environ).data_shard(int(environ.get("RANK", "0")))
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for an option that does not exist, with the nearest that does, and for a word it does not take."""
+    for name, value in options.items():
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            raise ValueError(f"a strategy has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+        if value not in CHOICES.get(name, (value,)):
+            raise ValueError(f"{name} is {value!r}, not one of {', '.join(CHOICES[name])}")
+
+
 def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = None) -> Strategy:
     """Return the strategy of a kind over all ranks. ``tp_size``, ``shard_size`` and ``stages`` give the second axis its size.
 
@@ -92,6 +126,7 @@ def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = Non
     """
     left = dict(options or {})
     wanted = {name: left.pop(name, None) for name in ("tp_size", "shard_size", "stages")}
+    check_options(left)
 
     def over(inner: int, outer: str, axis: str) -> tuple[tuple[int, int], tuple[str, str]]:
         if inner < 1 or world % inner:
