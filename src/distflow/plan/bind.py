@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import PurePosixPath
 
 from distflow.plan.containers import container_of
+from distflow.plan.distributed import distributed_files
 from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GangLink, GroupPlan
 from distflow.pools.model import Node
 
@@ -41,18 +43,20 @@ def bind_task(
         "GPU_IDS": ",".join(str(gpu) for gpu in own.gpu_ids),
         "NODE": own.node,
         "RETRY_ID": str(attempt),
+        "LEASED_AT": datetime.fromtimestamp(int(binding.leased_at), timezone.utc).replace(tzinfo=None).isoformat(),
     }
 
     def value(match: re.Match[str]) -> str:
         name, argument = match.group(1), match.group(2)
-        if name == "ADDRESS" and argument in binding.tasks:
-            return binding.tasks[argument].address
+        if name in ("ADDRESS", "NODE") and argument in binding.tasks:
+            other = binding.tasks[argument]
+            return other.address if name == "ADDRESS" else other.node
         return values.get(name, match.group(0)) if argument is None else match.group(0)
 
     def fill(text: str) -> str:
         return PLACEHOLDER.sub(value, text)
 
-    node = nodes[own.node]
+    node, files = nodes[own.node], (*launch.files, *distributed_files(group, task))
     environment = {**node.environment, **{name: fill(text) for name, text in launch.environment.items()}}
     if not own.interface:
         # An address without an interface of its own: let torch and NCCL look for one.
@@ -62,7 +66,7 @@ def bind_task(
         node=own.node,
         argv=tuple(fill(word) for word in launch.argv),
         environment=environment,
-        files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in launch.files),
+        files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in files),
         setup=node.setup,
         # Where the directory of a checkpoint goes must be there, as it is on a machine where the path is used as it is.
         folders=tuple(str(PurePosixPath(one.place).parent) for one in launch.checkpoints),

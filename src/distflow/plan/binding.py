@@ -28,3 +28,5 @@ class Binding:
     """The rendezvous port, held on the master's node; ``None`` when the group has no world."""
     link_port: int | None = None
     """Where the gang link's hub listens, on the master's node; ``None`` when there is one task only."""
+    leased_at: float = 0.0
+    """Seconds since the epoch."""

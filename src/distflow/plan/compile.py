@@ -8,6 +8,7 @@ from dataclasses import replace
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.credentials import planned_credentials
+from distflow.plan.distributed import distributed_environment, member_ids
 from distflow.plan.environment import task_environment
 from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
 from distflow.plan.tokens import Rewrite, place_of, rewriter
@@ -71,12 +72,12 @@ def _group(
     secret_names: tuple[str, ...],
 ) -> GroupPlan:
     ignore = group.ignore_nonlead_status
-    members = {item.task: item for item in world.tasks} if world else {}
+    ranks = {item.task: item for item in world.tasks} if world else {}
+    numbers = member_ids(group.tasks, world)
+    launches = (_launch(spec, group, task, ranks.get(task.name), world, bundles, secret_names) for task in group.tasks)
     return GroupPlan(
         name=group.name,
-        launches=tuple(
-            _launch(spec, group, task, members.get(task.name), world, bundles, secret_names) for task in group.tasks
-        ),
+        launches=tuple(_as_member(launch, numbers) for launch in launches),
         world=world,
         barrier=group.barrier,
         # One world lives and dies as one: its collectives cannot go on without a member.
@@ -132,6 +133,14 @@ def _launch(
         mounts=tuple(rewrite(text.value) for text in task.mounts),
         privileged=task.privileged,
     )
+
+
+def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
+    """Return the launch with what makes it a member of its gang, unless it is alone or the spec says otherwise."""
+    given = distributed_environment(launch.task, launch.environment) if launch.task in numbers else {}
+    if not given:
+        return launch
+    return replace(launch, member=numbers[launch.task], environment={**launch.environment, **given})
 
 
 def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle]) -> PlannedFile:

@@ -10,6 +10,8 @@ Where only the nodes know a value, a string of the plan holds a placeholder of t
 ``@@IFNAME@@``         the interface that owns the task's own address
 ``@@GPU_IDS@@``        the task's GPUs, such as ``0,1,2``
 ``@@NODE@@``           name of the task's node
+``@@NODE:<task>@@``    the same for another task of the group
+``@@LEASED_AT@@``      when the attempt's nodes were leased, such as ``2026-05-24T10:36:01`` (UTC)
 ``@@RETRY_ID@@``       number of the attempt, counted from 0
 ``@@ATTEMPT_DIR@@``    the attempt's directory on its node (filled in there)
 =====================  ====================================================
@@ -136,6 +138,8 @@ class Launch:
     image: str | None = None
     mounts: tuple[str, ...] = ()
     privileged: bool = False
+    member: int | None = None
+    """Which member of its gang it is in ``distributed.json``; ``None``: it is given none (``plan.distributed``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

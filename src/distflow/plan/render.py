@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from distflow.documents.urls import parse_url
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.upstream import waits_for
+from distflow.plan.distributed import distributed_files
 from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedCredential, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.shell import MASK, quote_with_variables
@@ -67,7 +68,8 @@ def script(group: GroupPlan, launch: Launch) -> str:
     The values that distflow would find out are variables with a default at its top. Files that are sent as they are
     (not as text) must lie in the directory that ``BLOBS`` names.
     """
-    used = _placeholders(launch)
+    files = (*launch.files, *distributed_files(group, launch.task))
+    used = _placeholders(launch, files)
     lines = [
         "#!/bin/sh",
         f"# Task {launch.task} of group {group.name}, as distflow would run it.",
@@ -88,7 +90,7 @@ def script(group: GroupPlan, launch: Launch) -> str:
     lines += [f'export {name}="${{{name}:?a value of --set-env}}"' for name in launch.secret_names]
     for credential in launch.credentials:
         lines += _place_credential(credential)
-    for file in launch.files:
+    for file in files:
         lines += _place(file)
     lines += [f"export {name}={_word(value)}" for name, value in launch.environment.items()]
     lines += ['cd "$ATTEMPT_DIR/work"', "exec " + " ".join(_word(word) for word in launch.argv)]
@@ -127,6 +129,9 @@ def _task_lines(launch: Launch, node: str | None) -> list[str]:
         lines.append(
             f"    {'files' if position == 0 else '':12} {file.shown} → <ATTEMPT_DIR>/{file.path} ({kind}{file.size} bytes)"
         )
+    if launch.member is not None:
+        words = f"distributed.json, distributed.yaml (member {launch.member}) → <ATTEMPT_DIR>/config"
+        lines.append(f"    {'' if launch.files else 'files':12} {words}")
     sources = [(one.position, f"what {one.task} writes", one.regex) for one in launch.inputs]
     sources += [(old.position, f"what {old.task} of {old.workflow} wrote", old.regex) for old in launch.earlier_inputs]
     sources += [(data.position, _url(data), data.regex) for data in launch.url_inputs]
@@ -158,6 +163,7 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
         "offset": launch.ranks.offset if launch.ranks else None,
         "size": launch.ranks.size if launch.ranks else None,
         "node_rank": launch.ranks.node_rank if launch.ranks else None,
+        "member": launch.member,
         "command": list(launch.argv),
         "environment": dict(launch.environment) | dict.fromkeys((*launch.secret_names, *_variables(launch)), MASK),
         "credentials": [
@@ -208,11 +214,14 @@ def _word(text: str) -> str:
     return quote_with_variables(text, PLACEHOLDER, _variable)
 
 
-_DEFAULTS = {"WORKFLOW_ID": "by-hand", "MASTER_PORT": "29500", "IFNAME": "lo", "GPU_IDS": "", "NODE": "localhost"}
+_DEFAULTS = {
+    "WORKFLOW_ID": "by-hand", "MASTER_PORT": "29500", "IFNAME": "lo", "GPU_IDS": "", "NODE": "localhost", "RETRY_ID": "0",
+    "LEASED_AT": "1970-01-01T00:00:00",
+}  # fmt: skip
 
 
-def _placeholders(launch: Launch) -> dict[str, str]:
-    texts = [*launch.argv, *launch.environment.values(), *(file.text or "" for file in launch.files)]
+def _placeholders(launch: Launch, files: Sequence[PlannedFile]) -> dict[str, str]:
+    texts = [*launch.argv, *launch.environment.values(), *(file.text or "" for file in files)]
     matches = [match for text in texts for match in PLACEHOLDER.finditer(text)]
     return {_variable(match): _DEFAULTS.get(match.group(1), "127.0.0.1") for match in matches}
 

@@ -92,13 +92,14 @@ class GangLease:
                 )
                 if task == self._request.master:
                     port, link_port = answer.get("port"), answer.get("link_port")
+        at = now()
         self._sink(
             Leased(
-                at=now(),
+                at=at,
                 workflow=self._request.workflow,
                 group=self._request.group,
                 attempt=self._request.attempt,
-                binding=Binding(tasks=tasks, port=port, link_port=link_port),
+                binding=Binding(tasks=tasks, port=port, link_port=link_port, leased_at=at),
             )
         )
 

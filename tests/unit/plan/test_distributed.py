@@ -1,0 +1,158 @@
+"""``distributed.json`` as the parser of ``valohai-utils`` wants it, and as our own calls answer from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distflow import distributed as calls
+from distflow.layout.checks import check_layout
+from distflow.plan.bind import bind
+from distflow.plan.compile import compile_plan
+from distflow.plan.model import Binding, BoundLaunch, GroupPlan, TaskBinding
+from distflow.spec.parse import load_spec_text
+from distflow.train.distributed import Distributed
+from unit.supervisor.gangs import node
+
+GANG = """
+workflow:
+  name: gang
+  groups:
+  - name: train
+    tasks:
+    - {name: helper, command: [sleep, '1']}
+    - {name: worker, replicas: 10, ranks: {size: 1}, command: [python3, train.py]}
+    - {name: master, lead: true, ranks: {size: 2}, command: [python3, train.py]ENV}
+"""
+TASKS = ("helper", *(f"worker-{i}" for i in range(10)), "master")
+
+
+def plan_of(text: str) -> GroupPlan:
+    spec, _ = load_spec_text(text, "spec.yaml", Path.cwd())
+    worlds, problems = check_layout(spec)
+    assert not problems
+    return compile_plan(spec, worlds, pool="lab", bundles={}).groups[0]
+
+
+def bound(group: GroupPlan) -> dict[str, BoundLaunch]:
+    tasks = {one.task: TaskBinding(node=f"n{number}", address=f"10.0.0.{number}") for number, one in enumerate(group.launches)}
+    nodes = {one.node: node(one.node) for one in tasks.values()}
+    binding = Binding(tasks=tasks, port=29500, leased_at=1_653_386_161.7)
+    return bind(group, binding, workflow_id="gang-3", nodes=nodes)
+
+
+def written(launch: BoundLaunch, folder: Path) -> Path:
+    """Put the two files where their task finds them."""
+    for file in launch.files:
+        (folder / Path(file.path).name).write_text(file.text or "")
+    return folder
+
+
+def test_members_are_numbered_as_the_ranks_are(tmp_path: Path) -> None:
+    group = plan_of(GANG.replace("ENV", ""))
+    found = json.loads((written(bound(group)["worker-0"], tmp_path) / "distributed.json").read_text())
+    assert [one["member_id"] for one in found["members"]] == [str(number) for number in range(12)]
+    assert [one["identity"] for one in found["members"]] == ["n11", *(f"n{i}" for i in range(1, 11)), "n0"]
+    assert found["config"] == {"group_name": "task-gang-3-train", "member_id": "1", "required_count": 12}
+    assert found["self"] == found["members"][1]
+    assert found["self"] == {
+        "announce_time": "2022-05-24T09:56:01",
+        "identity": "n1",
+        "job_id": "exec-gang-3-worker-0-0",
+        "member_id": "1",
+        "network": {"exposed_ports": {}, "local_ips": ["10.0.0.1"], "public_ips": []},
+    }
+    assert yaml.safe_load((tmp_path / "distributed.yaml").read_text()) == found
+
+
+def test_a_task_finds_its_files_by_its_environment() -> None:
+    launch = bound(plan_of(GANG.replace("ENV", "")))["master"]
+    assert {file.path for file in launch.files} == {"config/distributed.json", "config/distributed.yaml"}
+    assert launch.environment["VH_CONFIG_DIR"] == "@@ATTEMPT_DIR@@/config"
+    assert launch.environment["VH_JOB_ID"] == "exec-gang-3-master-0"
+
+
+def test_variables_of_that_kind_in_the_spec_switch_it_off() -> None:
+    group = plan_of(GANG.replace("ENV", ", environment: {VH_CONFIG_DIR: /valohai/config}"))
+    bounds = bound(group)
+    assert bounds["master"].files == ()
+    assert [name for name in bounds["master"].environment if name.startswith("VH_")] == ["VH_CONFIG_DIR"]
+    found = json.loads(bounds["worker-0"].files[0].text or "")
+    assert found["config"]["required_count"] == len(found["members"]) == 11
+
+
+def test_a_task_that_is_alone_is_no_member() -> None:
+    launch = bound(plan_of("workflow: {name: w, tasks: [{name: t, command: ['true']}]}"))["t"]
+    assert launch.files == ()
+    assert not any(name.startswith("VH_") for name in launch.environment)
+
+
+def test_our_calls_answer_as_valohais(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = plan_of(GANG.replace("ENV", ""))
+    monkeypatch.setenv("VH_CONFIG_DIR", str(written(bound(group)["worker-3"], tmp_path)))
+    calls.flush_state()
+    assert calls.is_distributed_task()
+    assert (calls.rank, calls.member_id, calls.required_count, calls.group_name) == (4, "4", 12, "task-gang-3-train")
+    assert calls.me().identity == "n4"
+    assert calls.master().primary_local_ip == "10.0.0.11"
+    assert [one.rank for one in calls.members()] == list(range(12))
+    assert calls.member("10").identity == "n10"
+    with pytest.raises(RuntimeError, match="'12'"):
+        calls.member("12")
+    with pytest.raises(RuntimeError, match="public"):
+        calls.me().primary_public_ip  # noqa: B018
+    with pytest.raises(AttributeError):
+        calls.nothing_of_the_kind  # noqa: B018
+    calls.flush_state()
+
+
+def test_ranks_follow_the_ids_as_numbers_or_as_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads(bound(plan_of(GANG.replace("ENV", "")))["master"].files[0].text or "")
+    monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
+    for ids, order in ((["10", "9", "1"], ["1", "9", "10"]), (["10", "9", "b"], ["10", "9", "b"])):
+        members = [dict(found["members"][0], member_id=one) for one in ids]
+        (tmp_path / "distributed.json").write_text(json.dumps(found | {"members": members}))
+        gang = Distributed()
+        assert [one.member_id for one in sorted(gang.members(), key=lambda one: one.rank)] == order
+
+
+@pytest.mark.parametrize("text", [None, "no json", "[]", "{}", '{"config": {}, "members": [{}]}'])
+def test_without_the_file_a_task_is_alone(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
+    if text is not None:
+        (tmp_path / "distributed.json").write_text(text)
+    assert not Distributed().is_distributed_task()
+    with pytest.raises((OSError, ValueError), match="distributed.json" if text != "no json" else "Expecting"):
+        Distributed().config  # noqa: B018
+
+
+def test_valohais_own_package_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = pytest.importorskip("valohai.internals.distributed_config", reason="valohai-utils is not installed")
+    group = plan_of(GANG.replace("ENV", ""))
+    launch = bound(group)["worker-9"]
+    config = theirs.DistributedConfig.from_json_data(json.loads((written(launch, tmp_path) / "distributed.json").read_text()))
+    monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
+    ours = Distributed()
+    assert (config.group_name, config.member_id, config.required_count) == (ours.group_name, "10", 12)
+    for one, other in zip(config.members, ours.members(), strict=True):
+        names = ("announce_time", "identity", "job_id", "member_id", "rank", "is_master", "primary_local_ip")
+        assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
+    import valohai
+
+    monkeypatch.setenv("VH_JOB_ID", launch.environment["VH_JOB_ID"])
+    valohai.distributed.flush_state()
+    assert valohai.distributed.is_distributed_task()
+    assert valohai.distributed.rank == 10
+    assert valohai.distributed.master().identity == "n11"
+    valohai.distributed.flush_state()
+
+
+def test_a_plan_that_knows_no_members_gives_none() -> None:
+    """A plan that an earlier distflow stored."""
+    group = plan_of(GANG.replace("ENV", ""))
+    old = replace(group, launches=tuple(replace(launch, member=None) for launch in group.launches))
+    assert bound(old)["master"].files == ()
