@@ -431,6 +431,20 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("replicas_with_one_node_rank", "So would a literal node rank."),
         ),
     ),
+    (
+        "A launcher or a framework starts Python, and starts it once",
+        (
+            ("launcher_of_a_torchrun", "The command does not start the ranks, too."),
+            ("launcher_twice", "Nor does it with a framework."),
+            ("launcher_beside_a_framework", "A framework has a launcher of its own."),
+            ("launcher_of_a_shell", "The command is a script or a module."),
+            ("launcher_of_a_text", "It stands in a file."),
+            ("launcher_of_an_option", "Options of the interpreter do not reach the ranks."),
+            ("launcher_restarts_of_spawn", "One task's launcher cannot restart the ranks of another."),
+            ("launcher_restarts_of_torchrun", "torchrun's restarts cost the order of the ranks (a warning)."),
+            ("launcher_uneven", "Accelerate gives every task equally many ranks."),
+        ),
+    ),
 )
 
 

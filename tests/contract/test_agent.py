@@ -209,8 +209,11 @@ def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTes
     )
     hostile = ["", "a b", "$HOME `id`", "a\nb", "ü→'\"", "--x=@@ATTEMPT_DIR@@/files/f"]
     argv = ["env", "-u", "NOTHING", PYTHON, "-c", script, *hostile]
-    env = {"X": "1 2", "HERE": "@@ATTEMPT_DIR@@/output"}
-    end, output = node.run(link, argv, env=env, secret_env={"TOKEN": "hunter2-secret"}, path_prepend=["/opt/first"])
+    env = {"X": "1 2", "HERE": "@@ATTEMPT_DIR@@/output", "PYTHONPATH": "/mine"}
+    end, output = node.run(
+        link, argv, env=env, secret_env={"TOKEN": "hunter2-secret"}, path_prepend=["/opt/first"],
+        python_path=["@@ATTEMPT_DIR@@/lib"],
+    )  # fmt: skip
     assert end["exit_code"] == 0, output
     seen = json.loads(output)
     attempt = seen["env"]["DISTFLOW_ATTEMPT"]
@@ -221,6 +224,7 @@ def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTes
     assert seen["env"]["HERE"] == f"{directory}/output"
     assert seen["env"]["TOKEN"] == "terces-2retnuh"  # backwards, because it would be masked
     assert seen["env"]["PATH"].startswith("/opt/first:")
+    assert seen["env"]["PYTHONPATH"] == f"/mine:{directory}/lib"
     home = node.transport.run(["sh", "-c", 'printf %s "$HOME"'], timeout_s=20).stdout.decode()
     assert seen["env"]["HOME"] == home
     assert seen["env"]["DISTFLOW_ATTEMPT_DIR"] == directory

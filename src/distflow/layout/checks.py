@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from distflow.documents.problems import Problem, Severity, errors_of
 from distflow.layout.claims import RANK_KEYS, Claim, Invocation, TaskClaims, read_claims
+from distflow.layout.launchers import launcher_problems, uneven_problems
 from distflow.layout.members import Member, and_list, change, place, ranks_field
 from distflow.layout.ranks import World
 from distflow.layout.rendezvous import address_problems, check_port
@@ -51,7 +52,8 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
 
 def _check_group(spec: WorkflowSpec, group: GroupSpec, alone: str) -> tuple[World | None, list[Problem]]:
     claims = [read_claims(task, spec.resources.get(task.resource)) for task in group.tasks]
-    problems = [problem for item in claims for problem in _inside_one_task(item)]
+    started = launcher_problems(group, claims)
+    problems = list(errors_of(started)) or [problem for item in claims for problem in _inside_one_task(item)]
     if problems:
         return None, problems
     members = _members(claims)
@@ -78,9 +80,9 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, alone: str) -> tuple[Worl
     port, port_problems = check_port(ordered)
     problems += port_problems
     if world is not None and not errors_of(problems):
-        problems += _tokens(claims, world)
+        problems += [*_tokens(claims, world), *uneven_problems(group, world)]
         world = replace(world, port=port)
-    return world, problems
+    return world, [*started, *problems]
 
 
 # -- who takes part ---------------------------------------------------------------------------------------------------

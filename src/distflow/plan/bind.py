@@ -72,6 +72,7 @@ def bind_task(
         folders=tuple(str(PurePosixPath(one.place).parent) for one in launch.checkpoints),
         container=container_of(launch, node, fill),
         memory=launch.resource.memory if node.enforce_limits else None,
+        python_path=launch.python_path,
         gang=_link(group, task, binding),
     )
 

@@ -10,9 +10,12 @@ from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.credentials import planned_credentials
 from distflow.plan.distributed import distributed_environment, member_ids
 from distflow.plan.environment import task_environment
+from distflow.plan.frameworks.model import Place, Started
+from distflow.plan.frameworks.table import FRAMEWORKS, start
 from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
 from distflow.plan.tokens import Rewrite, place_of, rewriter
 from distflow.spec.bundles import Bundle
+from distflow.spec.library import LIBRARY, needs_library
 from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 
 __all__ = ["compile_plan", "demands"]
@@ -85,6 +88,7 @@ def _group(
         timeouts=group.timeouts,
         retry=group.retry,
         upstream=group.upstream,
+        ends_with_lead=group.framework is not None and FRAMEWORKS[group.framework.value].ends_with_lead,
     )
 
 
@@ -102,23 +106,29 @@ def _launch(
     injected += [(one.path.value.rstrip("/"), True) for one in task.checkpoints if one.path.value.startswith("/")]
     rewrite = rewriter(ranks, world, injected, task.inputs, (*task.url_inputs, *task.earlier_inputs))
     resource = spec.resources[task.resource]
+    given = {name: rewrite(text.value) for name, text in task.environment.items()}
+    started = Started(argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)))
+    if ranks is not None and world is not None:
+        name = group.framework.value if group.framework is not None else None
+        place = Place(
+            group=group.name, world=world, ranks=ranks, argv=started.argv, resource=resource, launcher=task.launcher,
+            given=given,
+        )  # fmt: skip
+        started = start(name, place)
     environment = task_environment(
-        group=group.name,
-        task=task.name,
-        ranks=ranks,
-        world=world,
-        resource=resource,
-        given={name: rewrite(text.value) for name, text in task.environment.items()},
+        group=group.name, task=task.name, ranks=ranks, world=world, resource=resource, given={**started.environment, **given}
     )
+    library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
     return Launch(
         task=task.name,
         lead=task.lead,
-        argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)),
+        argv=started.argv,
         environment={name: value for name, value in environment.items() if name not in secret},
         secret_names=secret_names,
         credentials=planned_credentials(task.credentials),
-        files=tuple(_file(file, rewrite, bundles) for file in task.files),
+        files=(*(_file(file, rewrite, bundles) for file in task.files), *started.files, *library),
+        python_path=tuple(f"{ATTEMPT_DIR}/{file.path}" for file in library),
         inputs=task.inputs,
         url_inputs=task.url_inputs,
         earlier_inputs=task.earlier_inputs,
@@ -159,6 +169,10 @@ def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle]) -> Pl
     if bundle is None:
         raise AssertionError("a file has contents or a bundle")
     return PlannedFile(path=path, shown=shown, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=bundle.is_tar)
+
+
+def _library(bundle: Bundle) -> PlannedFile:
+    return PlannedFile(path="lib", shown=LIBRARY, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=True)
 
 
 def _checkpoint(one: CheckpointSpec, rewrite: Rewrite) -> PlannedCheckpoint:

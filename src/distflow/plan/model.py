@@ -140,6 +140,8 @@ class Launch:
     privileged: bool = False
     member: int | None = None
     """Which member of its gang it is in ``distributed.json``; ``None``: it is given none (``plan.distributed``)."""
+    python_path: tuple[str, ...] = ()
+    """Directories at the end of its PYTHONPATH, whatever stands there before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,8 @@ class GroupPlan:
     retry: Retry = Retry()
     upstream: tuple[str, ...] = ()
     """Groups that must have completed before it is queued."""
+    ends_with_lead: bool = False
+    """Whether its other tasks serve the lead, which are stopped when it has completed, though their failures count."""
 
     @property
     def lead(self) -> Launch:
@@ -258,5 +262,7 @@ class BoundLaunch:
     """Directories of the attempt's that are made before it starts."""
     memory: int | None = None
     """Bytes that its processes may use; ``None``: all that there are."""
+    python_path: tuple[str, ...] = ()
+    """Directories at the end of its PYTHONPATH."""
     gang: GangLink | None = None
     """``None`` for a task that is alone."""

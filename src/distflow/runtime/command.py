@@ -42,6 +42,7 @@ def fill(launch: Json, directory: str) -> Json:
     filled = dict(launch)
     filled["argv"] = [text(a) for a in launch["argv"]]
     filled["path_prepend"] = [text(p) for p in launch.get("path_prepend") or []]
+    filled["python_path"] = [text(p) for p in launch.get("python_path") or []]
     for name in ("env", "secret_env"):
         filled[name] = {key: text(value) for key, value in (launch.get(name) or {}).items()}
     if launch.get("shell_prelude"):
@@ -62,6 +63,8 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     if not launch.get("container"):
         path = env.get("PATH") or path
     env["PATH"] = ":".join([*(launch.get("path_prepend") or []), path, *filter(None, [nc.directory()])])
+    if launch.get("python_path"):
+        env["PYTHONPATH"] = ":".join([*filter(None, [env.get("PYTHONPATH")]), *launch["python_path"]])
     env.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, "error.json"))
     env["DISTFLOW_ATTEMPT"] = attempt
     env["DISTFLOW_ATTEMPT_DIR"] = directory

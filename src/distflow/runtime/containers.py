@@ -226,7 +226,8 @@ def _variables(launch: Json, env: Dict[str, str]) -> List[str]:
 
     The program's PATH is the node's, so that of the task is written out.
     """
-    ours = ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "TORCHELASTIC_ERROR_FILE")
+    ours = ["DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "TORCHELASTIC_ERROR_FILE"]
+    ours += ["PYTHONPATH"] if launch.get("python_path") else []
     names = {*launch["env"], *(launch.get("secret_env") or {}), *(name for name in ours if name in env)} - {"PATH"}
     path = ["--env", "PATH=" + launch["env"]["PATH"]] if "PATH" in launch["env"] else []
     return [*path, *(word for name in sorted(names) for word in ("--env", name))]

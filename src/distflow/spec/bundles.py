@@ -13,11 +13,12 @@ import os
 import tarfile
 import tempfile
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 from distflow.documents.problems import Problem
+from distflow.spec.library import LIBRARY, library_archive, sends_library
 from distflow.spec.model import FileSpec, WorkflowSpec
 
 if TYPE_CHECKING:
@@ -48,13 +49,16 @@ class Bundle:
 def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
     """Store everything that the spec sends in ``blobs`` (one file per digest) and return it by its path on this machine.
 
-    Inline files given as base64 are stored too, by the path that they have in the spec. What cannot be read is a problem at the
+    Inline files given as base64 are stored too, by the path that they have in the spec, and ``distflow.train`` under its name,
+    when a task needs it. What cannot be read is a problem at the
     place of the file in the spec.
     """
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
     kept = _sizes(blobs)
     bundles: dict[str, Bundle] = {}
     problems: list[Problem] = []
+    if sends_library(spec):
+        bundles[LIBRARY] = replace(_store_bytes(library_archive(), blobs), mode=0o700, is_tar=True)
     for file in _files(spec):
         key = file.local_path or file.path.value
         if key in bundles:

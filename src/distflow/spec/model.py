@@ -18,6 +18,7 @@ __all__ = [
     "FileSpec",
     "GroupSpec",
     "InputSpec",
+    "Launcher",
     "Near",
     "Ranks",
     "ResourceSpec",
@@ -98,6 +99,22 @@ class Ranks:
     """Of the ``ranks`` key."""
     marks: Mapping[str, Mark] = field(default_factory=lambda: MappingProxyType({}))
     """Of each key that was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """What starts the ranks of a task."""
+
+    kind: str = "command"
+    """``torchrun``, ``spawn`` (distflow's own), or ``command``: the command itself."""
+    max_restarts: int = 0
+    """How often it starts all ranks of the task anew before the task fails."""
+    mark: Mark = Mark("")
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether the task's command becomes that of each rank."""
+        return self.kind != "command"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +219,7 @@ class TaskSpec:
     resource: str = "default"
     exit_actions: ExitActions = ExitActions()
     ranks: Ranks | None = None
+    launcher: Launcher = Launcher()
     replica: int | None = None
     """Which of the replicas it is, counted from 0; ``None`` when it was written without ``replicas``."""
     written_name: str = ""
@@ -225,6 +243,8 @@ class GroupSpec:
     retry: Retry = Retry()
     upstream: tuple[str, ...] = ()
     """Groups that it waits for, because its tasks take inputs from theirs."""
+    framework: Text | None = None
+    """What its tasks train with, such as ``deepspeed``."""
     mark: Mark = Mark("")
 
     @property

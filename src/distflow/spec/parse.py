@@ -18,6 +18,7 @@ from distflow.documents.view import View
 from distflow.documents.yaml_text import parse_yaml
 from distflow.spec.exits import parse_retry
 from distflow.spec.inputs import Graph, upstream_of
+from distflow.spec.launchers import parse_framework, with_launchers
 from distflow.spec.model import GroupSpec, InputSpec, Near, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
 from distflow.spec.schema import spec_problems
@@ -141,7 +142,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
     for position, (group, tasks) in enumerate(written):
         lead = lead_position(group, tasks)
         inputs = [graph.inputs(task, position) for task in tasks]
-        specs = _parse_members(tasks, lead, resources, inputs, everyone, base_dir)
+        specs = with_launchers(group, tasks, _parse_members(tasks, lead, resources, inputs, everyone, base_dir))
         found.append(
             GroupSpec(
                 name=group.string("name") or "",
@@ -151,6 +152,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 timeouts=_parse_timeouts(group, timeouts),
                 retry=parse_retry(group, retry),
                 upstream=upstream_of(specs, homes),
+                framework=parse_framework(group),
                 mark=group.key_mark("name"),
             )
         )
@@ -162,6 +164,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 key="replicas",
             )
         specs = _parse_members([task], 0, resources, [graph.inputs(task, position)], everyone, base_dir)
+        specs = with_launchers(None, [task], specs)
         found.append(
             GroupSpec(
                 name=f"{task.string('name') or ''}-group",

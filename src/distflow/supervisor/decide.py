@@ -117,7 +117,7 @@ class _Step(Starting):
             self._finish()
             return
         lead = next(task for task in group.tasks if task.lead)
-        if plan.ignore_nonlead_status and lead.state is State.COMPLETED:
+        if (plan.ignore_nonlead_status or plan.ends_with_lead) and lead.state is State.COMPLETED:
             self._stop(None, "the lead completed")
             return
         self._save()

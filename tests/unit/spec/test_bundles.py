@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.spec.bundles import Bundle, bundle_files
+from distflow.spec.library import LIBRARY, library_archive
 from distflow.spec.parse import load_spec
 
 SPEC = """
@@ -88,3 +89,14 @@ def test_a_file_of_the_store_that_is_gone_when_it_is_looked_at_does_no_harm(fold
     (folder / "blobs").mkdir()
     (folder / "blobs" / "another.part").symlink_to(folder / "gone")
     assert bundle(folder).size == 100
+
+
+def test_distflow_train_goes_along_when_a_task_needs_it(folder: Path) -> None:
+    text = "workflow: {name: w, tasks: [{name: t, launcher: LAUNCHER, command: [python3, train.py]}]}"
+    for launcher, sent in (("spawn", [LIBRARY]), ("torchrun", [])):
+        (folder / "spec.yaml").write_text(text.replace("LAUNCHER", launcher))
+        bundles, problems = bundle_files(load_spec(str(folder / "spec.yaml"))[0], folder / "blobs")
+        assert not problems
+        assert list(bundles) == sent
+    (stored,) = (folder / "blobs").iterdir()
+    assert stored.read_bytes() == library_archive()

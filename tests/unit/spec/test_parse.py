@@ -296,13 +296,18 @@ def test_distflows_own_keys_are_marked() -> None:
     definitions = json.loads(schema_text())["$defs"]
     marked = {
         (name, key)
-        for name in ("group", "task", "ranks")
+        for name in ("group", "task", "ranks", "launcher")
         for key, rule in definitions[name]["properties"].items()
         if rule.get("x-distflow")
     }
     assert marked == {
         ("group", "timeout"),
         ("group", "retry"),
+        ("group", "launcher"),
+        ("group", "framework"),
+        ("task", "launcher"),
+        ("launcher", "kind"),
+        ("launcher", "max_restarts"),
         ("task", "ranks"),
         ("task", "replicas"),
         *(("ranks", key) for key in ("offset", "size", "world_size")),

@@ -131,6 +131,19 @@ def test_a_lead_that_completes_ends_helpers_that_would_run_for_ever() -> None:
     assert driver.backend.alive == []
 
 
+def test_a_lead_that_others_serve_ends_them_when_it_completes_and_their_failure_counts() -> None:
+    plan = replace(group_plan(), ends_with_lead=True)
+    driver = Driver(workflow(plan), behaviour=lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG)
+    driver.run()
+    assert driver.group().state is State.COMPLETED
+    assert driver.backend.alive == []
+
+    driver = Driver(workflow(plan), behaviour=lambda key: HANG if key.task == "t0" else Behaviour(seconds=1, exit_code=3))
+    driver.run()
+    assert driver.group().state is State.FAILED
+    assert (driver.cause().task, driver.cause().exit_code) == ("t1", 3)
+
+
 def test_a_world_waits_for_its_workers_after_the_lead_completed() -> None:
     driver = Driver(workflow(), behaviour=lambda key: Behaviour(seconds=1 if key.task == "t0" else 9))
     driver.settle()

@@ -1,0 +1,58 @@
+"""``launcher`` and ``framework``: what starts the ranks of a task, and that such a task has ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distflow.documents.document import Text
+from distflow.documents.view import View
+from distflow.spec.model import Launcher, Ranks, TaskSpec
+
+__all__ = ["parse_framework", "parse_launcher", "with_launchers"]
+
+_WITHOUT_RANKS = ("custom",)
+"""Frameworks that say nothing of how many processes a task starts."""
+
+
+def parse_framework(group: View) -> Text | None:
+    """Return the group's framework."""
+    return group.text("framework")
+
+
+def parse_launcher(owner: View) -> Launcher | None:
+    """Return the launcher of a group or a task; ``None`` when it names none."""
+    if not owner.has("launcher"):
+        return None
+    mark = owner.key_mark("launcher")
+    name = owner.string("launcher")
+    if name is not None:
+        return Launcher(kind=name, mark=mark)
+    given = owner.view("launcher")
+    kind, restarts = given.string("kind") or "command", given.whole("max_restarts") or 0
+    if restarts and kind == "command":
+        message = "`max_restarts` has no effect: `launcher: command` starts nothing"
+        given.add(message, "choose torchrun or spawn; for the whole gang use `exitActions` and `retry`", key="max_restarts")
+    return Launcher(kind=kind, max_restarts=restarts, mark=mark)
+
+
+def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
+    """Return the tasks of a group with their launchers, and with ranks where a launcher or a framework starts some.
+
+    ``tasks`` are the entries of the spec, ``specs`` what they stand for (replicas are several). A task that does not say how
+    many ranks it has gets one for each GPU that it asks for, else one.
+    """
+    framework = parse_framework(group) if group is not None else None
+    general = parse_launcher(group) if group is not None else None
+    own = {task.string("name") or "": parse_launcher(task) for task in tasks}
+    if general is None and framework is not None and framework.value == "pytorch":
+        general = Launcher(kind="torchrun", mark=framework.mark)
+    return tuple(_with_launcher(spec, own.get(spec.written_name) or general or Launcher(), framework) for spec in specs)
+
+
+def _with_launcher(spec: TaskSpec, launcher: Launcher, framework: Text | None) -> TaskSpec:
+    named = framework is not None and framework.value not in (*_WITHOUT_RANKS, "pytorch")
+    if spec.ranks is not None or not (launcher.starts_ranks or named):
+        return replace(spec, launcher=launcher)
+    where = launcher.mark if launcher.starts_ranks or framework is None else framework.mark
+    return replace(spec, launcher=launcher, ranks=Ranks(mark=where))

@@ -1,0 +1,39 @@
+"""Which commands a launcher can start once for each rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.layout.launchers import PythonCommand, python_command
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["python3", "train.py", "-m", "x"], PythonCommand(target="train.py", arguments=("-m", "x"))),
+        (["./train.py"], PythonCommand(target="./train.py")),
+        (["/opt/venv/bin/python3.12", "-u", "t"], PythonCommand(interpreter="/opt/venv/bin/python3.12", target="t")),
+        (["pypy3", "-s", "-m", "a.b", "1"], PythonCommand(interpreter="pypy3", target="a.b", is_module=True, arguments=("1",))),
+    ],
+)
+def test_a_python_command_is_taken_apart(words: list[str], expected: PythonCommand) -> None:
+    assert python_command(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["bash", "-c", "python3 train.py"], "`bash` is no Python"),
+        (["pythonista", "train.py"], "`pythonista` is no Python"),
+        (["python3"], "names no script"),
+        (["python3", "-u"], "names no script"),
+        (["python3", "-c", "1"], "`-c`"),
+        (["python3", "-m"], "-m"),
+        (["python3", "-X", "dev", "train.py"], "option -X"),
+        ([], "`` is no Python"),
+    ],
+)
+def test_any_other_is_refused_with_the_reason(words: list[str], reason: str) -> None:
+    found = python_command(words)
+    assert isinstance(found, str)
+    assert reason in found

@@ -1,0 +1,88 @@
+"""What each launcher and framework makes of a spec: command, environment and files, as ``goldens/frameworks`` shows them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.documents.problems import errors_of
+from distflow.layout.checks import check_layout
+from distflow.plan.compile import compile_plan
+from distflow.plan.distributed import distributed_environment
+from distflow.plan.frameworks.table import FRAMEWORKS, LAUNCHERS
+from distflow.plan.model import GroupPlan, Launch
+from distflow.plan.render import script
+from distflow.spec.bundles import Bundle
+from distflow.spec.library import LIBRARY
+from distflow.spec.parse import load_spec_text
+from distflow.spec.schema import schema_text
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "frameworks"
+CASES = sorted(GOLDENS.glob("*.yaml"))
+RENEW = "DISTFLOW_RENEW_GOLDENS=1 pytest tests/unit/plan/test_framework_goldens.py"
+EVERY_TASKS = ("DISTFLOW_", "VH_", "PYTHONUNBUFFERED", "PET_", "NCCL_", "GLOO_", "TP_", "CUDA_VISIBLE_DEVICES", "OMP_")
+"""What stands in the environment of every task of a world; other tests speak of it."""
+
+
+def plan_of(path: Path) -> GroupPlan:
+    spec, _ = load_spec_text(path.read_text(encoding="utf-8"), path.name, path.parent)
+    worlds, problems = check_layout(spec)
+    assert not errors_of(problems)
+    bundles = {LIBRARY: Bundle(digest="0" * 64, size=4096, mode=0o700, is_tar=True)}
+    (group,) = compile_plan(spec, worlds, pool="lab", bundles=bundles).groups
+    return group
+
+
+def described(group: GroupPlan, launch: Launch) -> list[str]:
+    lines = [f"{launch.task}:", *(f"  {word}" for word in launch.argv), "environment:"]
+    lines += [f"  {name}={value}" for name, value in launch.environment.items() if not name.startswith(EVERY_TASKS)]
+    lines += [f"  PYTHONPATH=…:{path}" for path in launch.python_path]
+    for file in launch.files:
+        lines += [f"{file.path}:", *(f"  {line}" for line in (file.text or f"the archive {file.shown}").splitlines())]
+    return lines
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_the_plan_is_as_the_golden_shows(path: Path) -> None:
+    group = plan_of(path)
+    parts = ["\n".join(described(group, launch)) for launch in group.launches]
+    parts += ["the others are stopped when the lead has completed"] if group.ends_with_lead else []
+    found = "\n\n".join(parts) + "\n"
+    golden = path.with_suffix(".txt")
+    if os.environ.get("DISTFLOW_RENEW_GOLDENS"):
+        golden.write_text(found, encoding="utf-8")
+    wanted = golden.read_text(encoding="utf-8") if golden.exists() else ""
+    if found != wanted:
+        lines = difflib.unified_diff(wanted.splitlines(), found.splitlines(), golden.name, "now", lineterm="")
+        pytest.fail("\n".join([*lines, "", f"if this is right: {RENEW}"]), pytrace=False)
+
+
+def test_every_row_of_the_tables_has_a_golden_and_a_word_in_the_schema() -> None:
+    texts = "\n".join(path.read_text() for path in CASES)
+    for name in FRAMEWORKS:
+        assert f"framework: {name}\n" in texts, name
+        assert f'"{name}"' in schema_text(), name
+    for name in LAUNCHERS:
+        assert f"{name}" in texts, name
+        assert f'"{name}"' in schema_text(), name
+
+
+def test_what_the_spec_gives_wins_over_the_framework() -> None:
+    text = (GOLDENS / "jax.yaml").read_text().replace("lead: true,", "lead: true, environment: {JAX_NUM_PROCESSES: '7'},")
+    spec, _ = load_spec_text(text, "spec.yaml", GOLDENS)
+    worlds, _ = check_layout(spec)
+    bundles = {LIBRARY: Bundle(digest="0" * 64, size=4096, mode=0o700, is_tar=True)}
+    launch = compile_plan(spec, worlds, pool="lab", bundles=bundles).groups[0].launches[0]
+    assert (launch.environment["JAX_NUM_PROCESSES"], launch.environment["JAX_PROCESS_ID"]) == ("7", "0")
+
+
+def test_the_script_to_run_by_hand_has_the_files_too() -> None:
+    group = plan_of(GOLDENS / "deepspeed.yaml")
+    text = script(group, group.launches[0])
+    assert '"$ATTEMPT_DIR"/config/hostfile' in text
+    assert '"$ATTEMPT_DIR"/config/distributed.json' in text
+    assert 'export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}"' in text
+    assert distributed_environment("master", {})["VH_JOB_ID"].startswith("exec-")
