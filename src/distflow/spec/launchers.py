@@ -29,11 +29,11 @@ def parse_launcher(owner: View) -> Launcher | None:
     if name is not None:
         return Launcher(kind=name, mark=mark)
     given = owner.view("launcher")
-    kind, restarts = given.string("kind") or "command", given.whole("max_restarts") or 0
+    kind, restarts = given.string("kind"), given.whole("max_restarts") or 0
     if restarts and kind == "command":
         message = "`max_restarts` has no effect: `launcher: command` starts nothing"
         given.add(message, "choose torchrun or spawn; for the whole gang use `exitActions` and `retry`", key="max_restarts")
-    return Launcher(kind=kind, max_restarts=restarts, mark=mark)
+    return Launcher(kind=kind or "command", max_restarts=restarts, mark=mark)
 
 
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:

@@ -78,11 +78,14 @@ def test_the_path_of_the_spec_holds_inside_and_that_of_the_node_outside(path: st
     assert path not in env["PATH"].split(":")
 
 
-def test_distflow_train_is_found_inside_too(path: str) -> None:
+def test_distflow_train_is_found_inside_too(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", path)
     own = launch() | {"python_path": ["/attempt/lib"], "env": {"PYTHONPATH": "/mine"}}
     env = command.environment(own, "w/g/t/0", "/attempt")
     assert env["PYTHONPATH"] == "/mine:/attempt/lib"
-    assert "PYTHONPATH" in containers.wrap(launch() | {"python_path": ["/attempt/lib"]}, "w/g/t/0", "/attempt", {"PATH": path})
+    without = own | {"env": {}}
+    assert "PYTHONPATH" in containers.wrap(without, "w/g/t/0", "/attempt", command.environment(without, "w/g/t/0", "/attempt"))
+    assert "PYTHONPATH" not in containers.wrap(launch(), "w/g/t/0", "/attempt", env)
 
 
 def test_what_ends_a_container_holds_no_secret(path: str) -> None:

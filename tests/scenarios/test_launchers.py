@@ -1,0 +1,167 @@
+"""Launchers and what comes with them, for real: on this machine, and on hosts behind SSH whose Python knows no distflow."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scenarios.conftest import Cli
+from scenarios.lab import Lab, json_lines
+
+BARE = str(Path(sys.base_prefix) / "bin" / "python3")
+"""A Python without distflow, as on most nodes."""
+
+WHO = """
+import json, os, sys
+import distflow.train
+from distflow import distributed
+
+try:
+    import distflow.errors
+    print(json.dumps({"error": "distflow is installed here"}))
+except ImportError:
+    pass
+me, master = distributed.me(), distributed.master()
+print(json.dumps({
+    "member": distributed.rank, "of": distributed.required_count, "node": me.identity, "address": me.primary_local_ip,
+    "master": master.primary_local_ip, "master_addr": os.environ.get("MASTER_ADDR"), "group": distributed.group_name,
+    "from": distflow.train.__file__, "path": os.environ["PYTHONPATH"],
+}))
+"""
+
+GANG = """
+workflow:
+  name: who
+  groups:
+  - name: train
+    framework: custom
+    tasks:
+    - {name: master, lead: true, ranks: {size: 2}, command: [PYTHON, /who.py], files: [{path: /who.py, localpath: who.py}]}
+    - name: worker
+      replicas: COUNT
+      ranks: {size: 2}
+      command: [PYTHON, /who.py]
+      environment: {PYTHONPATH: /mine}
+      files: [{path: /who.py, localpath: who.py}]
+"""
+
+SUM = """
+import datetime, json, os
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+if os.environ.get("FAIL_AT") == os.environ.get("TORCHELASTIC_RESTART_COUNT"):
+    os._exit(3)  # its peers wait for it in the sum
+value = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(value)
+print(json.dumps({
+    "rank": dist.get_rank(), "of": dist.get_world_size(), "sum": value.item(), "task": os.environ["DISTFLOW_TASK"],
+    "restart": os.environ.get("TORCHELASTIC_RESTART_COUNT"), "lr": __import__("sys").argv[1:],
+}), flush=True)
+dist.destroy_process_group()
+"""
+
+TRAIN = """
+workflow:
+  name: train
+  groups:
+  - name: train
+    launcher: LAUNCHER
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 2}
+      command: [PYTHON, -u, /sum.py, --lr, "0.1"]
+      environment: {FAIL_AT: "FAIL"}
+      files: [{path: /sum.py, localpath: sum.py}]
+    - name: worker
+      ranks: {size: 1}
+      command: [PYTHON, /sum.py, --lr, "0.1"]
+      files: [{path: /sum.py, localpath: sum.py}]
+"""
+
+
+def _who(cli: Cli, count: int) -> list[dict[str, Any]]:
+    (cli.folder / "who.py").write_text(WHO)
+    done = cli.run("workflow", "submit", cli.spec(GANG.replace("PYTHON", BARE, 2).replace("COUNT", str(count))), "--wait")
+    assert done.code == 0, done.out + done.err
+    workflow = done.out.splitlines()[0]
+    rows = sorted(json_lines(cli.logs(workflow)), key=lambda row: int(row["member"]))
+    assert [(row["member"], row["of"]) for row in rows] == [(number, count + 1) for number in range(count + 1)]
+    tasks = cli.tasks(workflow)
+    for row, task in zip(rows, ("master", *(f"worker-{number}" for number in range(count))), strict=True):
+        assert row["node"] == tasks[task]["node_name"]
+        assert row["group"] == f"task-{workflow}-train"
+        lib = Path(tasks[task]["output_dir"]).parent / "lib"
+        assert row["from"] == str(lib / "distflow" / "train" / "__init__.py")
+        assert row["path"].endswith(f"{'' if task == 'master' else '/mine:'}{lib}")
+        assert row["master"] == row["master_addr"]
+    return rows
+
+
+def test_tasks_know_their_gang_where_no_distflow_is_installed(cli: Cli) -> None:
+    _who(cli, 1)
+
+
+def test_they_do_so_behind_ssh(lab: Lab) -> None:
+    lab.configure(python=BARE)
+    rows = _who(lab.cli, 2)
+    assert [row["address"] for row in rows] == [f"127.0.1.{row['node'][-1]}" for row in rows]
+
+
+def test_valohais_package_reads_them_unchanged(cli: Cli) -> None:
+    if importlib.util.find_spec("valohai") is None:
+        pytest.skip("valohai-utils is not installed")
+    (cli.folder / "who.py").write_text(
+        "import json, valohai; d = valohai.distributed; print(json.dumps({'member': d.rank, 'master': d.me().is_master, "
+        "'of': d.required_count, 'ip': d.master().primary_local_ip, 'out': valohai.outputs().path('model.pt')}))"
+    )
+    done = cli.run("workflow", "submit", cli.spec(GANG.replace("PYTHON", sys.executable, 2).replace("COUNT", "1")), "--wait")
+    assert done.code == 0, done.out + done.err
+    rows = sorted(json_lines(cli.logs("who-1")), key=lambda row: int(row["member"]))
+    assert [(row["member"], row["master"], row["of"]) for row in rows] == [(0, True, 2), (1, False, 2)]
+    outputs = [task["output_dir"] for _, task in sorted(cli.tasks("who-1").items())]
+    assert [row["out"] for row in rows] == [f"{folder}/model.pt" for folder in outputs]
+
+
+def _trained(cli: Cli, launcher: str, *, fail: str = "never") -> list[dict[str, Any]]:
+    (cli.folder / "sum.py").write_text(SUM)
+    text = TRAIN.replace("PYTHON", sys.executable).replace("LAUNCHER", launcher).replace('"FAIL"', f'"{fail}"')
+    done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=90)
+    assert done.code == 0, done.out + done.err
+    return sorted(json_lines(cli.logs("train-1")), key=lambda row: (str(row["restart"]), int(row["rank"])))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+def test_a_launcher_starts_exactly_the_ranks_of_the_spec(cli: Cli, launcher: str) -> None:
+    if launcher == "spawn" and importlib.util.find_spec("distflow.train.launch") is None:
+        pytest.skip("distflow.train.launch is not there")
+    rows = _trained(cli, launcher)
+    assert [(row["rank"], row["of"], row["sum"]) for row in rows] == [(rank, 3, 3.0) for rank in range(3)]
+    assert [row["task"] for row in rows] == ["master", "master", "worker"]
+    assert all(row["lr"] == ["--lr", "0.1"] for row in rows)
+
+
+@pytest.mark.torch
+def test_torchrun_restarts_the_ranks_of_a_gang(cli: Cli) -> None:
+    rows = _trained(cli, "{kind: torchrun, max_restarts: 2}", fail="0")
+    assert "0" not in {row["restart"] for row in rows}
+    assert sorted((row["rank"], row["of"], row["sum"]) for row in rows) == [(rank, 3, 3.0) for rank in range(3)]
+
+
+def test_the_dry_run_shows_what_will_run(cli: Cli) -> None:
+    (cli.folder / "sum.py").write_text(SUM)
+    text = TRAIN.replace("PYTHON", "python3").replace("LAUNCHER", "spawn")
+    done = cli.run("workflow", "submit", cli.spec(text), "--dry-run", "-t", "json")
+    assert done.code == 0, done.err
+    master, worker = json.loads(done.out)["groups"][0]["tasks"]
+    assert master["command"][1:9] == ["-m", "distflow.train.launch", "--offset", "0", "--size", "2", "--world_size", "3"]
+    assert worker["command"][4] == "2"
+    assert worker["python_path"] == ["@@ATTEMPT_DIR@@/lib"]
+    assert [file["path"] for file in worker["files"]] == ["/sum.py", "distflow.train"]
