@@ -4,7 +4,7 @@ The head starts Ray, waits until all nodes have joined, and becomes the command,
 worker tries to join until the head answers, and stays as long as Ray does. Neither stops anything: the tasks of a gang are
 ended by distflow, with all their processes, and ``ray stop`` would end every Ray of the machine.
 
-Exit codes: the command's; 1 when the nodes did not come together in time; 127 when Ray is not installed.
+Exit codes: the command's; 1 when the nodes did not come together in time; 127 when Ray or the command is not there.
 """
 
 from __future__ import annotations
@@ -32,17 +32,22 @@ Clock = Callable[[], float]
 
 def main(argv: Sequence[str] | None = None, *, clock: Clock = time.monotonic) -> int:
     """Do one node's part; return the exit code. The head's becomes the command and does not return when all went well."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    args, command = _parser().parse_args(words[:at]), words[at + 1 :]
+    if (args.part == "head") != bool(command):
+        _parser().error("the head is given a command after --, a worker none")
     deadline = clock() + args.timeout
     try:
         if args.part == "worker":
             return _worker(args, deadline, clock)
         code = _head(args, deadline, clock)
         if code == 0:
-            os.execvp(args.command[0], args.command)  # noqa: S606  the command takes this process's place
+            os.execvp(command[0], command)  # noqa: S606  the command takes this process's place
         return code
     except FileNotFoundError as error:
-        _say(f"{error.filename}: not found; install Ray on every node (pip install ray)")
+        hint = "; install Ray on every node (pip install ray)" if error.filename == "ray" else ""
+        _say(f"{error.filename}: not found{hint}")
         return 127
 
 
@@ -67,9 +72,8 @@ def _head(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
 def _worker(args: argparse.Namespace, deadline: float, clock: Clock) -> int:
     while True:
         # With --block it ends only when Ray does; before that it ends because the head does not answer yet.
-        began = clock()
         ended = subprocess.run([*_start(args), "--address", args.address, "--block"], check=False)
-        if clock() > deadline or clock() - began > args.timeout:
+        if clock() > deadline:
             _say(f"Ray of this node has ended with {ended.returncode}")
             return ended.returncode or 1
         _pause()
@@ -111,7 +115,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpus", type=int, help="that Ray may use here (default: all)")
     parser.add_argument("--nodes", type=int, default=1, help="how many the head waits for")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="until all nodes must have joined")
-    parser.add_argument("command", nargs="*", help="what the head runs then, after --")
     return parser
 
 

@@ -1,0 +1,114 @@
+"""Frameworks that are installed here, in gangs: one task each on hosts behind SSH, or on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scenarios.conftest import Cli
+from scenarios.lab import Lab, json_lines
+
+GANG = """
+workflow:
+  name: gang
+  resources: {default: {gpu: 0, cpu: 1}}
+  groups:
+  - name: train
+    framework: FRAMEWORK
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: SIZE}
+      command: [PYTHON, /script.py]
+      files: &files [{path: /script.py, localpath: script.py}]
+    - {name: worker, ranks: {size: SIZE}, command: [PYTHON, /script.py], files: *files}
+"""
+
+ACCELERATE = """
+import json, os, sys, torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+total = accelerator.reduce(torch.tensor([float(accelerator.process_index)]), reduction="sum")
+sys.stdout.write(json.dumps({
+    "rank": accelerator.process_index, "of": accelerator.num_processes, "sum": total.item(),
+    "device": accelerator.device.type, "task": os.environ["DISTFLOW_TASK"],
+}) + "\n")
+accelerator.end_training()
+"""
+
+JAX = """
+import json, os
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize(
+    num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(os.environ["JAX_PROCESS_ID"])
+)
+from jax.experimental.multihost_utils import process_allgather
+
+gathered = process_allgather(jax.numpy.array([float(jax.process_index())]))
+print(json.dumps({"rank": jax.process_index(), "of": jax.process_count(), "sum": float(gathered.sum())}), flush=True)
+jax.distributed.shutdown()
+"""
+
+RAY = """
+import json, os, ray
+
+ray.init(log_to_driver=False, logging_level="ERROR")
+alive = [node for node in ray.nodes() if node["Alive"]]
+
+@ray.remote(num_cpus=1)
+def square(x):
+    return x * x
+
+squares = ray.get([square.remote(x) for x in range(4)])
+print(json.dumps({"nodes": len(alive), "cpus": ray.cluster_resources()["CPU"], "squares": squares}), flush=True)
+"""
+
+
+def _needs(package: str, program: str = "") -> None:
+    beside = Path(sys.executable).parent
+    if importlib.util.find_spec(package) is None or (program and shutil.which(program, path=str(beside)) is None):
+        pytest.skip(f"{package} is not installed here")
+
+
+def _run(cli: Cli, framework: str, script: str, *, size: int = 1, timeout: float = 150.0) -> list[dict[str, Any]]:
+    (cli.folder / "script.py").write_text(script)
+    text = GANG.replace("FRAMEWORK", framework).replace("SIZE", str(size)).replace("PYTHON", sys.executable)
+    done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=timeout)
+    assert done.code == 0, done.out + done.err
+    return json_lines(cli.logs("gang-1"))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("size", [1, 2], ids=["one rank a task", "two ranks a task"])
+def test_accelerate_joins_its_processes(cli: Cli, size: int) -> None:
+    _needs("accelerate", "accelerate")
+    rows = sorted(_run(cli, "accelerate", ACCELERATE, size=size), key=lambda row: int(row["rank"]))
+    ranks = list(range(2 * size))
+    assert [(row["rank"], row["of"], row["sum"], row["device"]) for row in rows] == [
+        (rank, 2 * size, float(sum(ranks)), "cpu") for rank in ranks
+    ]
+    assert [row["task"] for row in rows] == ["master"] * size + ["worker"] * size
+
+
+def test_jax_joins_two_hosts(lab: Lab) -> None:
+    _needs("jax")
+    lab.configure(names=("gpu1", "gpu2"))
+    rows = sorted(_run(lab.cli, "jax", JAX), key=lambda row: int(row["rank"]))
+    assert [(row["rank"], row["of"], row["sum"]) for row in rows] == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def test_ray_sees_both_nodes_of_a_gang(lab: Lab) -> None:
+    _needs("ray", "ray")
+    lab.configure(names=("gpu1", "gpu2"))
+    (row,) = _run(lab.cli, "ray", RAY)
+    assert (row["nodes"], row["cpus"], row["squares"]) == (2, 2.0, [0, 1, 4, 9])
+    tasks = lab.cli.tasks("gang-1")
+    assert {task["status"] for task in tasks.values()} == {"COMPLETED"}, tasks

@@ -1,0 +1,98 @@
+"""The cluster of a gang, with a stand-in for Ray's command line; tests/scenarios runs the real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.train import raycluster
+
+HEAD = ["head", "--address", "10.0.0.1:6379", "--node-address", "10.0.0.1", "--gpus", "4", "--nodes", "2"]
+WORKER = ["worker", "--address", "10.0.0.1:6379", "--node-address", "10.0.0.2", "--cpus", "8"]
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory with a `ray` that writes down what it was told, and a package that knows as many nodes as a file says."""
+    program(tmp_path, "ray", 'echo "$@" >> "$(dirname "$0")/told"; exit "$(cat "$(dirname "$0")/code" 2>/dev/null || echo 0)"')
+    (tmp_path / "ray.py").write_text(
+        "import pathlib\ninit = lambda **_: None\n"
+        "count = pathlib.Path(__file__).with_name('count')\n"
+        "def nodes():\n"
+        "    number = int(count.read_text()); count.write_text(str(number + 1))\n"
+        "    return [{'Alive': True}] * number + [{'Alive': False}]\n"
+    )
+    (tmp_path / "count").write_text("1")
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder), *(os.environ.get("PYTHONPATH") or "").split(os.pathsep)])
+    return subprocess.run(
+        [sys.executable, "-m", "distflow.train.raycluster", *words], capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+def test_the_head_waits_for_all_nodes_and_becomes_the_command(folder: Path) -> None:
+    done = run(folder, *HEAD, "--", "sh", "-c", "echo began -- $0; exit 5", "x y")
+    assert (done.returncode, done.stdout) == (5, "began -- x y\n"), done.stderr
+    assert "all 2 nodes have joined" in done.stderr
+    assert (folder / "told").read_text() == (
+        "start --node-ip-address 10.0.0.1 --disable-usage-stats --num-gpus 4 --head --port 6379 --include-dashboard=false\n"
+    )
+    assert (folder / "count").read_text() == "3"
+
+
+def test_nodes_that_stay_away_are_counted(folder: Path) -> None:
+    done = run(folder, *HEAD, "--timeout", "0.5", "--nodes", "9", "--", "echo", "began")
+    assert done.returncode == 1
+    assert "of 9 nodes have joined Ray after 0.5 s" in done.stderr
+    assert "began" not in done.stdout
+
+
+def test_a_head_that_cannot_start_says_so_by_its_code(folder: Path) -> None:
+    (folder / "code").write_text("7")
+    assert run(folder, *HEAD, "--", "echo", "began").returncode == 7
+
+
+def test_a_worker_tries_until_the_head_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    (folder / "code").write_text("4")
+    times = iter([0.0, 1.0, 119.0, 121.0])
+    monkeypatch.setattr(raycluster, "_pause", lambda: None)
+    assert raycluster.main(WORKER, clock=lambda: next(times)) == 4
+    told = (folder / "told").read_text().splitlines()
+    assert set(told) == {"start --node-ip-address 10.0.0.2 --disable-usage-stats --num-cpus 8 --address 10.0.0.1:6379 --block"}
+    assert len(told) == 3
+
+
+def test_a_worker_that_had_joined_ends_with_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    times = iter([0.0, 500.0])
+    assert raycluster.main(WORKER, clock=lambda: next(times)) == 1
+    assert len((folder / "told").read_text().splitlines()) == 1
+
+
+def test_without_ray_the_remedy_is_named(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "distflow.train.raycluster", *WORKER], capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PATH": "/nowhere"},
+    )  # fmt: skip
+    assert done.returncode == 127
+    assert "pip install ray" in done.stderr
+
+
+@pytest.mark.parametrize("words", [HEAD, [*WORKER, "--", "true"]])
+def test_a_command_is_the_heads_alone(words: list[str], folder: Path) -> None:
+    assert run(folder, *words).returncode == 2
