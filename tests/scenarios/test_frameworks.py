@@ -38,7 +38,7 @@ total = accelerator.reduce(torch.tensor([float(accelerator.process_index)]), red
 sys.stdout.write(json.dumps({
     "rank": accelerator.process_index, "of": accelerator.num_processes, "sum": total.item(),
     "device": accelerator.device.type, "task": os.environ["DISTFLOW_TASK"],
-}) + "\n")
+}) + "\\n")
 accelerator.end_training()
 """
 

@@ -62,7 +62,7 @@ dist.all_reduce(value)
 sys.stdout.write(json.dumps({
     "rank": dist.get_rank(), "of": dist.get_world_size(), "sum": value.item(), "task": os.environ["DISTFLOW_TASK"],
     "restart": os.environ.get("TORCHELASTIC_RESTART_COUNT"), "lr": sys.argv[1:],
-}) + "\n")
+}) + "\\n")
 dist.destroy_process_group()
 """
 
