@@ -445,6 +445,15 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("launcher_uneven", "Accelerate gives every task equally many ranks."),
         ),
     ),
+    (
+        "A strategy fits the ranks",
+        (
+            ("strategy_mesh_too_big", "A mesh has as many places as the group has ranks."),
+            ("strategy_across_nodes", "Ranks that share a tensor are on one node."),
+            ("strategy_unknown_kind", "Its words are known."),
+            ("strategy_without_ranks", "There are ranks."),
+        ),
+    ),
 )
 
 

@@ -140,8 +140,6 @@ def _trained(cli: Cli, launcher: str, *, fail: str = "never") -> list[dict[str, 
 @pytest.mark.torch
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
 def test_a_launcher_starts_exactly_the_ranks_of_the_spec(cli: Cli, launcher: str) -> None:
-    if launcher == "spawn" and importlib.util.find_spec("distflow.train.launch") is None:
-        pytest.skip("distflow.train.launch is not there")
     rows = _trained(cli, launcher)
     assert [(row["rank"], row["of"], row["sum"]) for row in rows] == [(rank, 3, 3.0) for rank in range(3)]
     assert [row["task"] for row in rows] == ["master", "master", "worker"]
@@ -165,3 +163,43 @@ def test_the_dry_run_shows_what_will_run(cli: Cli) -> None:
     assert worker["command"][4] == "2"
     assert worker["python_path"] == ["@@ATTEMPT_DIR@@/lib"]
     assert [file["path"] for file in worker["files"]] == ["/sum.py", "distflow.train"]
+
+
+SHARDED = """
+import json, sys
+import torch
+from distflow import train
+
+world = train.init(start_timeout=60)
+model = train.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+held = sum(parameter.to_local().numel() for parameter in model.parameters())
+loss = model(torch.ones(2, 8)).sum()
+loss.backward()
+row = {"rank": world.rank, "kind": train.current_strategy().kind, "held": held, "from": train.__file__}
+sys.stdout.write(json.dumps(row) + "\\n")
+"""
+
+STRATEGY = """
+workflow:
+  name: train
+  groups:
+  - name: train
+    launcher: spawn
+    strategy: {kind: fsdp}
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 2}
+      command: [PYTHON, /train.py]
+      files: [{path: /train.py, localpath: sharded.py}]
+"""
+
+
+@pytest.mark.torch
+def test_the_ranks_train_by_the_strategy_of_the_spec(cli: Cli) -> None:
+    (cli.folder / "sharded.py").write_text(SHARDED)
+    done = cli.run("workflow", "submit", cli.spec(STRATEGY.replace("PYTHON", sys.executable)), "--wait", timeout=90)
+    assert done.code == 0, done.out + done.err
+    rows = sorted(json_lines(cli.logs("train-1")), key=lambda row: int(row["rank"]))
+    assert [(row["rank"], row["kind"], row["held"]) for row in rows] == [(0, "fsdp", 72), (1, "fsdp", 72)]
+    assert all("/lib/distflow/train/" in row["from"] for row in rows)

@@ -23,6 +23,7 @@ from distflow.layout.members import Member, and_list, change, place, ranks_field
 from distflow.layout.ranks import World
 from distflow.layout.rendezvous import address_problems, check_port
 from distflow.layout.spans import spans_world
+from distflow.layout.strategies import group_strategy
 from distflow.layout.torchrun import is_shared, torchrun_world
 from distflow.spec.model import GroupSpec, WorkflowSpec
 
@@ -40,6 +41,7 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     for group in spec.groups:
         alone = _alone(spec, group)
         world, found = _check_group(spec, group, alone)
+        found += [] if errors_of(found) else list(group_strategy(group, world)[1])
         if alone and any(problem.hint == alone for problem in found):
             if scattered:
                 continue  # one mistake: its fellows are named with the first

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
+from distflow.layout.strategies import group_strategy
+from distflow.layout.strategy import Strategy
 from distflow.plan.credentials import planned_credentials
 from distflow.plan.distributed import distributed_environment, member_ids
 from distflow.plan.environment import task_environment
@@ -115,8 +118,14 @@ def _launch(
             given=given,
         )  # fmt: skip
         started = start(name, place)
+    strategy, _ = group_strategy(group, world)
     environment = task_environment(
-        group=group.name, task=task.name, ranks=ranks, world=world, resource=resource, given={**started.environment, **given}
+        group=group.name,
+        task=task.name,
+        ranks=ranks,
+        world=world,
+        resource=resource,
+        given={**_strategy_environment(strategy), **started.environment, **given},
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
@@ -169,6 +178,10 @@ def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle]) -> Pl
     if bundle is None:
         raise AssertionError("a file has contents or a bundle")
     return PlannedFile(path=path, shown=shown, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=bundle.is_tar)
+
+
+def _strategy_environment(strategy: Strategy | None) -> dict[str, str]:
+    return {"DISTFLOW_STRATEGY": json.dumps(strategy.normalised())} if strategy is not None else {}
 
 
 def _library(bundle: Bundle) -> PlannedFile:

@@ -1,15 +1,16 @@
-"""``launcher`` and ``framework``: what starts the ranks of a task, and that such a task has ranks."""
+"""``launcher``, ``framework`` and ``strategy``: what starts the ranks of a task, and what they then do together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from distflow.documents.document import Text
 from distflow.documents.view import View
-from distflow.spec.model import Launcher, Ranks, TaskSpec
+from distflow.spec.model import Launcher, Ranks, StrategyBlock, TaskSpec
 
-__all__ = ["parse_framework", "parse_launcher", "with_launchers"]
+__all__ = ["parse_framework", "parse_launcher", "parse_strategy_block", "with_launchers"]
 
 _WITHOUT_RANKS = ("custom",)
 """Frameworks that say nothing of how many processes a task starts."""
@@ -18,6 +19,17 @@ _WITHOUT_RANKS = ("custom",)
 def parse_framework(group: View) -> Text | None:
     """Return the group's framework."""
     return group.text("framework")
+
+
+def parse_strategy_block(group: View) -> StrategyBlock | None:
+    """Return the group's strategy as it is written, with the place of each of its keys."""
+    path, document = (*group.path, "strategy"), group.document
+    value = document.value_at(path)
+    if not isinstance(value, dict):
+        return None
+    below = (place for place in document.places if place[: len(path)] == path)
+    marks = MappingProxyType({place: document.key_mark_at(place) for place in below})
+    return StrategyBlock(value=MappingProxyType(value), path=path, marks=marks)
 
 
 def parse_launcher(owner: View) -> Launcher | None:

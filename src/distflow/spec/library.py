@@ -36,7 +36,7 @@ def sends_library(spec: WorkflowSpec) -> bool:
 
 def needs_library(group: GroupSpec, task: TaskSpec) -> bool:
     """Return whether a task is given ``distflow.train``: its launcher is part of it, or its group says how it trains."""
-    return task.launcher.kind == "spawn" or group.framework is not None
+    return task.launcher.kind == "spawn" or group.framework is not None or group.strategy is not None
 
 
 def library_archive() -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from distflow.documents.document import Text
+from distflow.documents.document import Path, Text
 from distflow.documents.problems import Mark
 from distflow.lifecycle.exits import ExitActions
 
@@ -23,6 +24,7 @@ __all__ = [
     "Ranks",
     "ResourceSpec",
     "Retry",
+    "StrategyBlock",
     "TaskSpec",
     "Text",
     "Timeouts",
@@ -115,6 +117,23 @@ class Launcher:
     def starts_ranks(self) -> bool:
         """Whether the task's command becomes that of each rank."""
         return self.kind != "command"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyBlock:
+    """How the ranks of a group train together, as written; ``layout.strategy`` knows what it means."""
+
+    value: Mapping[str, Any]
+    path: Path
+    """Of the block in the document."""
+    marks: Mapping[Path, Mark]
+    """Of each of its keys, and of the block."""
+
+    def mark_at(self, path: Path) -> Mark:
+        """Return where a path stands, or the nearest part above it."""
+        while path not in self.marks and len(path) > len(self.path):
+            path = path[:-1]
+        return self.marks.get(path, Mark(""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +264,7 @@ class GroupSpec:
     """Groups that it waits for, because its tasks take inputs from theirs."""
     framework: Text | None = None
     """What its tasks train with, such as ``deepspeed``."""
+    strategy: StrategyBlock | None = None
     mark: Mark = Mark("")
 
     @property

@@ -37,8 +37,13 @@ def plan_of(path: Path) -> GroupPlan:
 
 
 def described(group: GroupPlan, launch: Launch) -> list[str]:
+    shown = {
+        name: value
+        for name, value in launch.environment.items()
+        if not name.startswith(EVERY_TASKS) or name == "DISTFLOW_STRATEGY"
+    }
     lines = [f"{launch.task}:", *(f"  {word}" for word in launch.argv), "environment:"]
-    lines += [f"  {name}={value}" for name, value in launch.environment.items() if not name.startswith(EVERY_TASKS)]
+    lines += [f"  {name}={value}" for name, value in shown.items()]
     lines += [f"  PYTHONPATH=…:{path}" for path in launch.python_path]
     for file in launch.files:
         lines += [f"{file.path}:", *(f"  {line}" for line in (file.text or f"the archive {file.shown}").splitlines())]

@@ -305,6 +305,7 @@ def test_distflows_own_keys_are_marked() -> None:
         ("group", "retry"),
         ("group", "launcher"),
         ("group", "framework"),
+        ("group", "strategy"),
         ("task", "launcher"),
         ("launcher", "kind"),
         ("launcher", "max_restarts"),

@@ -1,0 +1,22 @@
+"""The strategy of a group of a spec, held against the ranks that its tasks have."""
+
+from __future__ import annotations
+
+from distflow.documents.problems import Problem
+from distflow.layout.ranks import World
+from distflow.layout.strategy import Strategy, parse_strategy
+from distflow.spec.model import GroupSpec
+
+__all__ = ["group_strategy"]
+
+
+def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | None, tuple[Problem, ...]]:
+    """Return what the group's ``strategy`` means, and all findings about it; nothing for a group that names none."""
+    block = group.strategy
+    if block is None:
+        return None, ()
+    if world is None:
+        message = "`strategy` says how ranks train together, but no task of the group has any"
+        hint = "give its tasks `ranks: {size: N}`, or the group a `launcher`"
+        return None, (Problem(where=block.mark_at(block.path), message=message, hint=hint),)
+    return parse_strategy(block.value, [item.size for item in world.tasks], path=block.path, locate=block.mark_at)
