@@ -203,3 +203,24 @@ def test_the_ranks_train_by_the_strategy_of_the_spec(cli: Cli) -> None:
     rows = sorted(json_lines(cli.logs("train-1")), key=lambda row: int(row["rank"]))
     assert [(row["rank"], row["kind"], row["held"]) for row in rows] == [(0, "fsdp", 72), (1, "fsdp", 72)]
     assert all("/lib/distflow/train/" in row["from"] for row in rows)
+
+
+MISMATCH = """
+import datetime, os
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+dist.all_reduce(torch.ones(2 + dist.get_rank()))
+"""
+
+
+@pytest.mark.torch
+def test_with_debug_a_collective_that_does_not_match_names_both_ranks(cli: Cli) -> None:
+    (cli.folder / "sharded.py").write_text(MISMATCH)
+    text = STRATEGY.replace("PYTHON", sys.executable).replace("strategy: {kind: fsdp}", "debug: true")
+    done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=90)
+    assert done.code == 1
+    said = cli.logs("train-1")
+    assert "Detected mismatch between collectives on ranks. Rank " in said
+    assert "TensorShape=[2]" in said
+    assert "TensorShape=[3]" in said

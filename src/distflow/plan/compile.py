@@ -126,6 +126,7 @@ def _launch(
         world=world,
         resource=resource,
         given={**_strategy_environment(strategy), **started.environment, **given},
+        debug=group.debug,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}

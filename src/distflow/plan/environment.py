@@ -8,11 +8,25 @@ bare ``torchrun train.py`` joins the right world with the right rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.spec.model import ResourceSpec
 
 __all__ = ["task_environment"]
+
+_DEBUG: Mapping[str, str] = MappingProxyType(
+    {
+        "DISTFLOW_DEBUG": "1",
+        # Shapes and kinds of collectives are compared before they run: a mismatch names both ranks instead of hanging.
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        # The flight recorder: the last collectives of each rank, written when one of them times out.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": "@@ATTEMPT_DIR@@/output/nccl_trace_rank_",
+    }
+)
+"""What ``debug: true`` adds. Source: torch 2.13, ``docs/source/distributed.md`` and ``torch/csrc/distributed/c10d``."""
 
 
 def task_environment(
@@ -23,6 +37,7 @@ def task_environment(
     world: World | None,
     resource: ResourceSpec,
     given: Mapping[str, str],
+    debug: bool = False,
 ) -> dict[str, str]:
     """Return the variables of one task, with what the spec gives on top.
 
@@ -45,7 +60,7 @@ def task_environment(
     if resource.cpu is not None or ranks is not None:
         # As torchrun does it for several processes, but with the CPUs that were asked for.
         environment["OMP_NUM_THREADS"] = str(max(1, (resource.cpu or 1) // (ranks.size if ranks else 1)))
-    return environment | dict(given)
+    return environment | (dict(_DEBUG) if debug else {}) | dict(given)
 
 
 def _world_environment(ranks: TaskRanks, world: World) -> dict[str, str]:

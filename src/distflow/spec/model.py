@@ -265,6 +265,8 @@ class GroupSpec:
     framework: Text | None = None
     """What its tasks train with, such as ``deepspeed``."""
     strategy: StrategyBlock | None = None
+    debug: bool = False
+    """Whether torch checks collectives against each other and records them."""
     mark: Mark = Mark("")
 
     @property

@@ -154,6 +154,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 upstream=upstream_of(specs, homes),
                 framework=parse_framework(group),
                 strategy=parse_strategy_block(group),
+                debug=group.flag("debug") is True,
                 mark=group.key_mark("name"),
             )
         )

@@ -65,3 +65,13 @@ def test_what_the_spec_gives_wins() -> None:
 def test_a_task_without_a_world_knows_of_none() -> None:
     environment = task_environment(group="g", task="t", ranks=None, world=None, resource=ResourceSpec(), given={})
     assert not {name for name in environment if name.startswith(("PET_", "MASTER_", "NCCL_", "RANK", "WORLD"))}
+
+
+def test_debug_is_torchs_own_and_the_spec_wins_over_it() -> None:
+    def made(*, debug: bool, **given: str) -> dict[str, str]:
+        return task_environment(group="g", task="t", ranks=None, world=None, resource=ResourceSpec(), given=given, debug=debug)
+
+    assert made(debug=True)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert made(debug=True)["DISTFLOW_DEBUG"] == "1"
+    assert made(debug=True, TORCH_DISTRIBUTED_DEBUG="INFO")["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert not {name for name in made(debug=False) if "DEBUG" in name or "TORCH_" in name}

@@ -306,6 +306,7 @@ def test_distflows_own_keys_are_marked() -> None:
         ("group", "launcher"),
         ("group", "framework"),
         ("group", "strategy"),
+        ("group", "debug"),
         ("task", "launcher"),
         ("launcher", "kind"),
         ("launcher", "max_restarts"),
