@@ -42,6 +42,20 @@ sys.stdout.write(json.dumps({
 accelerator.end_training()
 """
 
+DEEPSPEED = """
+import datetime, json, os, sys, torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+total = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(total)
+sys.stdout.write(json.dumps({
+    "rank": dist.get_rank(), "of": dist.get_world_size(), "sum": total.item(), "task": os.environ["DISTFLOW_TASK"],
+    "local": os.environ["LOCAL_RANK"], "arguments": sys.argv[1:],
+}) + "\\n")
+dist.destroy_process_group()
+"""
+
 JAX = """
 import json, os
 import jax
@@ -96,6 +110,20 @@ def test_accelerate_joins_its_processes(cli: Cli, size: int) -> None:
         (rank, 2 * size, float(sum(ranks)), "cpu") for rank in ranks
     ]
     assert [row["task"] for row in rows] == ["master"] * size + ["worker"] * size
+
+
+@pytest.mark.torch
+def test_deepspeed_starts_its_processes_without_ssh_between_the_nodes(lab: Lab) -> None:
+    """Its launcher is real; what the ranks call is torch, because DeepSpeed itself compiles for minutes without a GPU."""
+    _needs("deepspeed", "deepspeed")
+    lab.configure(names=("gpu1", "gpu2"))
+    lab.cli.environment["DS_ACCELERATOR"] = "cpu"
+    rows = sorted(_run(lab.cli, "deepspeed", DEEPSPEED, size=2, timeout=100), key=lambda row: int(row["rank"]))
+    assert [(row["rank"], row["of"], row["sum"], row["local"]) for row in rows] == [
+        (rank, 4, 6.0, str(rank % 2)) for rank in range(4)
+    ]
+    assert [row["task"] for row in rows] == ["master", "master", "worker", "worker"]
+    assert rows[3]["arguments"] == ["--local_rank=1"]
 
 
 def test_jax_joins_two_hosts(lab: Lab) -> None:
