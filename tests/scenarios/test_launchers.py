@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ me, master = distributed.me(), distributed.master()
 print(json.dumps({
     "member": distributed.rank, "of": distributed.required_count, "node": me.identity, "address": me.primary_local_ip,
     "master": master.primary_local_ip, "master_addr": os.environ.get("MASTER_ADDR"), "group": distributed.group_name,
-    "from": distflow.train.__file__, "path": os.environ["PYTHONPATH"],
+    "from": distflow.train.__file__, "path": os.environ["PYTHONPATH"], "since": me.announce_time,
 }))
 """
 
@@ -88,6 +89,7 @@ workflow:
 
 def _who(cli: Cli, count: int) -> list[dict[str, Any]]:
     (cli.folder / "who.py").write_text(WHO)
+    began = datetime.now(timezone.utc).replace(microsecond=0)
     done = cli.run("workflow", "submit", cli.spec(GANG.replace("PYTHON", BARE, 2).replace("COUNT", str(count))), "--wait")
     assert done.code == 0, done.out + done.err
     workflow = done.out.splitlines()[0]
@@ -101,6 +103,7 @@ def _who(cli: Cli, count: int) -> list[dict[str, Any]]:
         assert row["from"] == str(lib / "distflow" / "train" / "__init__.py")
         assert row["path"].endswith(f"{'' if task == 'master' else '/mine:'}{lib}")
         assert row["master"] == row["master_addr"]
+        assert began <= datetime.fromisoformat(row["since"]).replace(tzinfo=timezone.utc) <= datetime.now(timezone.utc)
     return rows
 
 
