@@ -18,6 +18,7 @@ from distflow.spec.files import parse_files
 from distflow.spec.model import InputSpec, Ranks, TaskSpec
 from distflow.spec.notices import notice_task, output_words
 from distflow.spec.tokens import TOKEN_NAMES, find_tokens
+from distflow.spec.variables import notice_variables
 
 __all__ = ["check_tokens", "parse_task", "replica_names"]
 
@@ -35,6 +36,7 @@ def parse_task(
 ) -> tuple[TaskSpec, ...]:
     """Return the tasks that an entry stands for; with ``leads`` the first of them is the lead."""
     notice_task(task)
+    notice_variables(task)
     names = replica_names(task)
     first = TaskSpec(
         name=names[0],
