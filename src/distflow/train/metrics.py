@@ -150,7 +150,7 @@ class StepTimer:
 
 
 def _synchronize() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
@@ -167,7 +167,7 @@ def _gather(figures: torch.Tensor) -> list[list[float]]:
 
 def _peak_memory() -> int:
     """Return the most memory that this rank had, in bytes."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     import resource  # noqa: PLC0415 (not on every system that torch runs on)
 

@@ -27,7 +27,7 @@ class Worker:
         self.model.train()
         self.optimizer.zero_grad()
         loss = self._loss_of(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.item()
 
