@@ -44,7 +44,7 @@ def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Proble
 def _of_task(task: TaskSpec) -> Iterator[tuple[str, Problem]]:
     if task.image is not None:
         message = "`image` is ignored: tasks run on the node's own python"
-        hint = "install there what the image holds, or give the pool a `container` runtime (docker, podman)"
+        hint = "install there what the image holds, or give the pool a `container` runtime (docker, podman, apptainer)"
         yield "image", Problem(where=task.image.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)
     moved = next((text for text in task.mounts if _moves(text.value)), None)
     if moved is not None:

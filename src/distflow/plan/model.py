@@ -149,7 +149,7 @@ class Container:
     """The container that a task runs in."""
 
     runtime: str
-    """``docker``, ``podman``, or ``auto``: the first of them that the node has."""
+    """``docker``, ``podman``, ``apptainer``, or ``auto``: the first of them that the node has."""
     image: str
     mounts: tuple[str, ...] = ()
     privileged: bool = False

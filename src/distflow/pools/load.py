@@ -303,7 +303,7 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
 _POLICIES: Mapping[str, Literal["strict", "accept-new"]] = MappingProxyType({"strict": "strict", "accept-new": "accept-new"})
 
 _CONTAINERS: Mapping[str, ContainerRuntime] = MappingProxyType(
-    {"none": "none", "auto": "auto", "docker": "docker", "podman": "podman"}
+    {"none": "none", "auto": "auto", "docker": "docker", "podman": "podman", "apptainer": "apptainer"}
 )
 _OF_POOLS = ("root", "python", "setup", "lease_dir", "container")
 """Keys of a node that may stand on its pool, too."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 __all__ = ["Configuration", "ContainerRuntime", "Node", "Pool", "ssh_node"]
 
-ContainerRuntime = Literal["none", "auto", "docker", "podman"]
+ContainerRuntime = Literal["none", "auto", "docker", "podman", "apptainer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

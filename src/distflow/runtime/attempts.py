@@ -30,7 +30,7 @@ __all__ = [
 LOG = "output.log"
 INDEX = "output.idx"
 _COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
-_WORKFLOW = re.compile(r"(?!blobs$|runtime$)[A-Za-z0-9_-]+")
+_WORKFLOW = re.compile(r"(?!blobs$|runtime$|images$)[A-Za-z0-9_-]+")
 
 
 class TaskIsLocked(OpError):

@@ -1,8 +1,9 @@
-"""Tasks in containers, through the command line of docker or podman: nothing else is needed on the node.
+"""Tasks in containers, through the command line of docker, podman or apptainer: nothing else is needed on the node.
 
 A task's container shares with its node the network, the memory for messages between processes (``/dev/shm``) and the process
 ids, so that addresses, ports, signals, exit codes and the search for what is left are those of a task without one. The
-attempt's directory stands in it under its own path. Loaded only when a launch has a ``container``.
+attempt's directory stands in it under its own path. What is said here of making and removing containers is for docker and
+podman; ``apptainer`` has none. Loaded only when a launch has a ``container``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import subprocess
 from typing import Dict, List, Optional, Tuple
 
-from distflow.runtime import processes
+from distflow.runtime import apptainer, processes
 from distflow.runtime.limits import size_text
 from distflow.runtime.wire import Json, OpError
 
@@ -21,7 +22,8 @@ __all__ = ["CREATED", "engines", "enter", "identify", "labelled", "pull", "remov
 CREATED = "container.id"
 """Written by the container's program once the container is made."""
 
-_KNOWN = ("docker", "podman")
+_ENGINES = ("docker", "podman")
+_KNOWN = (*_ENGINES, "apptainer")
 _REMOVE_S = 30.0
 _INSPECT_S = 60.0
 _PULL_S = 3600.0
@@ -31,7 +33,7 @@ _OF_CLIENT = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", "TMPDI
 """Beginnings of the variables by which the program finds its daemon, its images and its settings."""
 
 
-def pull(container: Json, env: Dict[str, str], login: Optional[Json] = None) -> Json:
+def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] = None) -> Json:
     """Have the image on the node, by ``login`` (``registry``, ``auth``) where one is given.
 
     Answers ``program`` and whether it ``was_there``. Raises ``image_pull``, ``no_container``.
@@ -41,6 +43,8 @@ def pull(container: Json, env: Dict[str, str], login: Optional[Json] = None) -> 
         source = mount.partition(":")[0]
         if not os.path.exists(source):
             raise OpError("no_container", "volumeMounts: {} is not on this node".format(source))
+    if apptainer.is_it(program):
+        return apptainer.pull(program, image, root, env, login)
     looked = _run([program, "image", "inspect", image], env, _INSPECT_S)
     if looked.returncode == 0:
         return {"program": program, "was_there": True}
@@ -58,11 +62,14 @@ def pull(container: Json, env: Dict[str, str], login: Optional[Json] = None) -> 
     return {"program": program, "was_there": False}
 
 
-def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Json:
-    """What must be known to end the attempt's container, whoever ends it. Holds no secret."""
+def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Optional[Json]:
+    """What must be known to end the attempt's container, whoever ends it; None where there is none. Holds no secret."""
     secret = launch.get("secret_env") or {}
+    program = _program(launch["container"], env)
+    if apptainer.is_it(program):
+        return None
     return {
-        "program": _program(launch["container"], env),
+        "program": program,
         "name": _name(attempt),
         "memory": launch["container"].get("memory"),
         "env": {
@@ -76,10 +83,14 @@ def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Json:
 def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> List[str]:
     """The command line that runs the launch in its container.
 
-    Values of variables are never in it, PATH aside: the program takes them from its own environment.
+    Values of variables are never in it, PATH aside: the program takes them from its own environment, ``env``, which gets what
+    it wants under another name.
     """
     container = launch["container"]
     program = _program(container, env)
+    if apptainer.is_it(program):
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(directory))))
+        return apptainer.wrap(program, launch, _names(launch, env), root, directory, env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     words = [program, "run", "--name", _name(attempt), "--label", "distflow.attempt=" + attempt, *_limits(container)]
     words += ["--cidfile", os.path.join(directory, CREATED), "--network", "host", "--ipc", "host", "--pid", "host"]
@@ -99,7 +110,10 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
 def enter(launch: Json, attempt: str, directory: str, env: Dict[str, str], terminal: bool) -> List[str]:
     """The command line that runs ``launch["argv"]`` beside the attempt's command, in its container."""
     cwd = os.path.join(directory, launch.get("cwd") or "work")
-    words = [_program(launch["container"], env), "exec", "--interactive", "--workdir", cwd]
+    program = _program(launch["container"], env)
+    if apptainer.is_it(program):
+        return wrap(launch, attempt, directory, env)
+    words = [program, "exec", "--interactive", "--workdir", cwd]
     if terminal:
         words += ["--tty", "--env", "TERM"]
     words += _variables(launch, env)
@@ -124,7 +138,7 @@ def remove(known: Optional[Json]) -> Optional[str]:
 
 def engines() -> List[Tuple[str, Dict[str, str]]]:
     """The programs that are on the node, each with the variables that it needs beyond ours: none."""
-    found = (processes.find_program(name, os.environ.get("PATH") or os.defpath) for name in _KNOWN)
+    found = (processes.find_program(name, os.environ.get("PATH") or os.defpath) for name in _ENGINES)
     return [(program, {}) for program in found if program is not None]
 
 
@@ -199,7 +213,7 @@ def _program(container: Json, env: Dict[str, str]) -> str:
         program = processes.find_program(name, env.get("PATH") or os.defpath)
         if program is not None:
             return program
-    what = " or ".join(_KNOWN) if wanted == "auto" else wanted
+    what = ", ".join(_KNOWN[:-1]) + " or " + _KNOWN[-1] if wanted == "auto" else wanted
     hint = "install it, or let tasks run without their image: `container: none` in the node's configuration"
     raise OpError("no_container", "{} is not on this node; {}".format(what, hint))
 
@@ -226,11 +240,14 @@ def _variables(launch: Json, env: Dict[str, str]) -> List[str]:
 
     The program's PATH is the node's, so that of the task is written out.
     """
+    path = ["--env", "PATH=" + launch["env"]["PATH"]] if "PATH" in launch["env"] else []
+    return [*path, *(word for name in _names(launch, env) for word in ("--env", name))]
+
+
+def _names(launch: Json, env: Dict[str, str]) -> List[str]:
     ours = ["DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "TORCHELASTIC_ERROR_FILE"]
     ours += ["PYTHONPATH"] if launch.get("python_path") else []
-    names = {*launch["env"], *(launch.get("secret_env") or {}), *(name for name in ours if name in env)} - {"PATH"}
-    path = ["--env", "PATH=" + launch["env"]["PATH"]] if "PATH" in launch["env"] else []
-    return [*path, *(word for name in sorted(names) for word in ("--env", name))]
+    return sorted({*launch["env"], *(launch.get("secret_env") or {}), *(name for name in ours if name in env)} - {"PATH"})
 
 
 def _run(argv: List[str], env: Dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -83,7 +83,7 @@ def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
                 left.append("{}: there are files in it that are not distflow's".format(path))
             elif _try(os.rmdir, path, left):
                 removed.append(path)
-        elif name in ("runtime", ".trash") or _UUID.fullmatch(name):
+        elif name in ("runtime", "images", ".trash") or _UUID.fullmatch(name):
             if _try(shutil.rmtree, path, left):
                 removed.append(path)
         else:

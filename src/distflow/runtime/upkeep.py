@@ -69,7 +69,7 @@ class Upkeep:
 
         launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
         env = command.environment(launch, "", self._root)
-        self._loop.job(lambda: containers.pull(request["container"], env, request.get("login")), done)
+        self._loop.job(lambda: containers.pull(request["container"], env, self._root, request.get("login")), done)
 
     def _stacks(self, request: Json, done: _Done) -> None:
         from distflow.runtime import stacks

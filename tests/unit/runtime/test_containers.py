@@ -40,6 +40,13 @@ def launch(**container: Any) -> dict[str, Any]:
     }
 
 
+def known_of(one: dict[str, Any], attempt: str, env: dict[str, str]) -> dict[str, Any]:
+    """What ends its container; it has one."""
+    known = containers.identify(one, attempt, env)
+    assert known is not None
+    return known
+
+
 def test_no_value_of_a_variable_is_in_a_command_line(path: str) -> None:
     env = {"PATH": path, "LR": "1", "TOKEN": "canary", "DISTFLOW_ATTEMPT": "w/g/t/0"}
     words = containers.wrap(launch(), "w/g/t/0", "/attempt", env)
@@ -97,14 +104,14 @@ def test_what_ends_a_container_holds_no_secret(path: str) -> None:
         "HOME": "/home/me",
     }
     secret = launch() | {"secret_env": {"DOCKER_TOKEN": "canary"}}
-    known = containers.identify(secret, "w/g/t/0", env)
+    known = known_of(secret, "w/g/t/0", env)
     assert known["env"] == {"DOCKER_HOST": "unix:///x", "HOME": "/home/me"}
     assert known["name"] in containers.wrap(launch(), "w/g/t/0", "/attempt", env)
-    assert containers.identify(secret, "w/g/t/1", env)["name"] != known["name"]
+    assert known_of(secret, "w/g/t/1", env)["name"] != known["name"]
 
 
 def test_that_a_container_cannot_be_removed_is_said(path: str) -> None:
-    known = containers.identify(launch(), "w/g/t/0", {"PATH": path, "DOCKER_HOST": "unix:///x"})
+    known = known_of(launch(), "w/g/t/0", {"PATH": path, "DOCKER_HOST": "unix:///x"})
     assert containers.remove(known) == f"its container {known['name']} could not be removed: boom: unix:///x"
     assert Path(path, "podman.said").read_text().split() == ["rm", "--force", known["name"]]
     assert containers.remove(None) is None
@@ -115,14 +122,63 @@ def test_that_a_container_cannot_be_removed_is_said(path: str) -> None:
 
 def test_auto_takes_the_first_that_is_there(path: str) -> None:
     auto = launch(runtime="auto")
-    assert containers.identify(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/docker"
+    assert known_of(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/docker"
     os.unlink(f"{path}/docker")
-    assert containers.identify(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/podman"
+    assert known_of(auto, "w/g/t/0", {"PATH": path})["program"] == f"{path}/podman"
 
 
-@pytest.mark.parametrize(("runtime", "words"), [("docker", "docker is"), ("auto", "docker or podman is")])
+@pytest.mark.parametrize(("runtime", "words"), [("docker", "docker is"), ("auto", "docker, podman or apptainer is")])
 def test_a_node_without_the_program_says_so(runtime: str, words: str) -> None:
     with pytest.raises(OpError) as caught:
-        containers.pull(launch(runtime=runtime)["container"], {"PATH": "/nowhere"})
+        containers.pull(launch(runtime=runtime)["container"], {"PATH": "/nowhere"}, "/root")
     assert caught.value.kind == "no_container"
     assert f"{words} not on this node; install it" in caught.value.message
+
+
+@pytest.fixture
+def with_apptainer(tmp_path: Path) -> str:
+    """A PATH with an apptainer that makes a file where an image is to be, and says who it was told to be."""
+    program = tmp_path / "apptainer"
+    program.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/said\n'
+        f'echo "$APPTAINER_DOCKER_USERNAME $APPTAINER_DOCKER_PASSWORD" >> {tmp_path}/who\n'
+        'case "$4" in docker://none*) echo "FATAL: no such image" >&2; exit 255;; esac\necho image > "$3"\n'
+    )
+    program.chmod(0o700)
+    return str(tmp_path)
+
+
+def test_an_image_of_apptainer_is_a_file_that_is_pulled_once(with_apptainer: str, tmp_path: Path) -> None:
+    env, root = {"PATH": f"{with_apptainer}:/usr/bin:/bin"}, str(tmp_path / "root")
+    login = {"registry": "r", "auth": "bWU6Y2FuYXJ5"}
+    box = launch(runtime="apptainer", mounts=[])["container"]
+    assert containers.pull(box, env, root, login) == {"program": f"{with_apptainer}/apptainer", "was_there": False}
+    assert containers.pull(box, env, root, login)["was_there"] is True
+    (words,) = Path(with_apptainer, "said").read_text().splitlines()
+    assert words.startswith("pull --force ")
+    assert words.endswith(" docker://repo/image:1")
+    assert "canary" not in words
+    assert Path(with_apptainer, "who").read_text() == "me canary\n"
+    assert [path.suffix for path in (tmp_path / "root" / "images").iterdir()] == [".sif"]
+    with pytest.raises(OpError, match="the image none:1 cannot be pulled: FATAL: no such image"):
+        containers.pull({**box, "image": "none:1"}, env, root)
+    (tmp_path / "mine.sif").touch()
+    assert containers.pull({**box, "image": str(tmp_path / "mine.sif")}, env, root)["was_there"] is True
+    with pytest.raises(OpError, match=r"/nowhere/x.sif is not on this node"):
+        containers.pull({**box, "image": "/nowhere/x.sif"}, env, root)
+
+
+def test_apptainer_gets_values_by_variables_and_is_ended_as_any_command(with_apptainer: str) -> None:
+    env = {"PATH": with_apptainer, "LR": "1", "TOKEN": "canary", "CUDA_VISIBLE_DEVICES": "0,1", "DISTFLOW_ATTEMPT": "w/g/t/0"}
+    own = launch(runtime="apptainer", image="/images/x.sif")
+    words = containers.wrap(own, "w/g/t/0", "/root/w/g/t/0", env)
+    assert words == [
+        f"{with_apptainer}/apptainer", "exec", "--cleanenv", "--no-eval", "--writable-tmpfs", "--bind", "/root/w/g/t/0",
+        "--pwd", "/root/w/g/t/0/work", "--bind", "/a:/b", "--nv", "/images/x.sif", "python3", "train.py", "--lr", "1",
+    ]  # fmt: skip
+    assert (env["APPTAINERENV_TOKEN"], env["APPTAINERENV_LR"]) == ("canary", "1")
+    assert containers.identify(own, "w/g/t/0", env) is None
+    # Beside it, another command has the same image.
+    assert containers.enter({**own, "argv": ["sh"]}, "w/g/t/0", "/root/w/g/t/0", env, True)[-2:] == ["/images/x.sif", "sh"]
+    with pytest.raises(OpError, match="`privileged` needs docker or podman"):
+        containers.wrap(launch(runtime="apptainer", privileged=True), "w/g/t/0", "/root/w/g/t/0", env)
