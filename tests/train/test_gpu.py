@@ -1,0 +1,90 @@
+"""What only a GPU shows: NCCL, the bf16 hook on it, times of collectives, a real lack of memory, and the doctor's columns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from train.conftest import Start
+
+
+def _why_not() -> str:
+    """Say why nothing here can run; torch is asked in a process of its own, for it takes seconds to come."""
+    said = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.is_available() and torch.cuda.device_count())"],
+        capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    return "" if said.isdigit() and int(said) else "torch finds no GPU here"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_a_gpu() -> None:
+    if why := _why_not():
+        pytest.skip(why)
+
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+STEPS = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distflow import train
+
+world = train.init()
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(1024, 1024, device=world.device), device_ids=[world.local_rank])
+train.compress_gradients(model, "bf16")
+monitor = train.CommunicationMonitor()
+for step in range(3):
+    with monitor.watch():
+        model(torch.randn(8, 1024, device=world.device)).square().mean().backward()
+seen = monitor.stats()["all_reduce"]
+train.report(step=step, device=str(world.device), backend=world.backend, count=seen["count"], mean=seen["mean"])
+"""
+
+MEMORY = """
+import torch
+
+from distflow import train
+
+world = train.init()
+guard = train.MemoryGuard()
+for step in range(3):
+    with guard:
+        size = 1 << 50 if step == 1 else 1 << 10
+        torch.empty(size, dtype=torch.uint8, device=world.device)
+    train.report(step=step, skipped=guard.skipped, mine=guard.mine)
+"""
+
+
+def test_nccl_sums_compressed_gradients_and_its_times_are_those_of_the_gpu(start: Start) -> None:
+    run = start(STEPS, "--size", "1")
+    assert run.wait() == 0, run.stderr
+    (record,) = run.records
+    assert record["device"] == "cuda:0"
+    assert "nccl" in record["backend"]
+    assert record["count"] == 3
+    assert 0 < record["mean"] < 10
+
+
+def test_a_step_without_memory_is_skipped_and_the_next_one_goes_on(start: Start) -> None:
+    run = start(MEMORY, "--size", "1")
+    assert run.wait() == 0, run.stderr
+    assert [(one["step"], one["skipped"], one["mine"]) for one in run.records] == [(0, False, 0), (1, True, 1), (2, False, 1)]
+
+
+def test_the_doctor_sees_the_gpus_and_nccl(start: Start) -> None:
+    words = "[sys.executable, '-m', 'distflow', 'pool', 'check', '-t', 'json']"
+    script = f"import os, sys; os.execv(sys.executable, {words})"
+    run = start(script, plain=True, DISTFLOW_STATE="state", HOME=".")
+    run.wait()
+    (node,) = json.loads(run.stdout)["nodes"]
+    assert node["gpus"]
+    assert all(gpu["name"] and gpu["memory_mib"] for gpu in node["gpus"])
+    assert node["torch"]["is_available"]
+    assert node["torch"]["nccl"]
