@@ -574,6 +574,37 @@ def test_a_gpu_that_somebody_else_computes_on_is_not_given_out(node: NodeUnderTe
     assert link.request("lease", attempt=node.attempt(), gpus=1, share_gpus=True, **lease)["gpu_ids"] == [0]
 
 
+@pytest.mark.skipif(
+    os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC, reason="a container has other process ids than the driver"
+)
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_gpu_is_given_back_when_nothing_is_left_on_it(node: NodeUnderTest, tmp_path: Path, stays: bool) -> None:
+    smi, asked = tmp_path / "bin" / "nvidia-smi", tmp_path / "asked"
+    smi.parent.mkdir()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    # A process that has ended is still on the GPU the first time that somebody looks after it, or for good.
+    goes = f"test $(wc -l < {asked}) -gt 2 ||" if not stays else ""
+    smi.write_text(
+        f'#!/bin/sh\ncase "$1" in *apps*) echo >> {asked}; {goes} echo "GPU-a, {gone.pid}, python, 512";; '
+        '-L) echo "GPU 0: A";; *) echo "0, GPU-a";; esac\n'
+    )
+    smi.chmod(0o755)
+    link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
+    attempt = node.attempt()
+    lease: dict[str, Any] = {"gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    link.request("lease", attempt=attempt, gpus=1, **lease)
+    link.request("prepare", attempt=attempt, launch=launch_of(["true"]))
+    link.request("start", attempt=attempt)
+    end = node.end(attempt)
+    assert end["exit_code"] == 0
+    if stays:
+        assert end["message"].startswith(f"left on its GPUs: GPU 0: pid {gone.pid} (python, 512 MiB)")
+    else:
+        assert end["message"] is None
+        assert len(asked.read_text().splitlines()) >= 3
+
+
 def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.attempt()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Dict, List
+import time
+from typing import Collection, Dict, List
 
 from distflow.runtime.facts import nvidia_smi, user_name
 from distflow.runtime.processes import mark_of, said_by
 
-__all__ = ["GpuUser", "find"]
+__all__ = ["GpuUser", "await_empty", "find"]
 
 _TOOL_S = 10.0
+_EMPTY_S = 5.0
+_LOOK_S = 0.2
+_FIRST_NAMESPACE = 0xEFFFFFFC
+"""Of process ids: PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h."""
 
 GpuUser = Dict[str, object]
 """``gpu`` (index), ``pid``, ``words``."""
@@ -29,6 +34,34 @@ def find() -> List[GpuUser]:
         # A process may have commas in its name.
         users.append({"gpu": int(index[row[0]]), "pid": int(row[1]), "words": _words(row[1], ", ".join(row[2:-1]), row[-1])})
     return users
+
+
+def await_empty(gpu_ids: Collection[int], attempt: str) -> str:
+    """Wait until nothing of an attempt that has ended is on its GPUs: the driver lets go of them later than processes end.
+
+    Returns who still is, in words, when that takes too long; and nothing where nobody can tell.
+    """
+    deadline = time.monotonic() + _EMPTY_S
+    while True:
+        left = [one for one in find() if one["gpu"] in gpu_ids and _is_of(int(str(one["pid"])), attempt)]
+        if not left:
+            return ""
+        if time.monotonic() >= deadline:
+            return "; ".join("GPU {}: {}".format(one["gpu"], one["words"]) for one in left)
+        time.sleep(_LOOK_S)  # noqa: TID251  the driver tells nobody
+
+
+def _is_of(pid: int, attempt: str) -> bool:
+    """Whether it is of the attempt, or is no process any more, and so was until now."""
+    return mark_of(pid) == attempt or (_sees_all_processes() and not os.path.exists("/proc/{}".format(pid)))
+
+
+def _sees_all_processes() -> bool:
+    """Whether the driver's process ids are ours: in a container they are not."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _FIRST_NAMESPACE
+    except OSError:
+        return False
 
 
 def _words(pid: str, name: str, memory: str) -> str:

@@ -254,6 +254,7 @@ class _Keeper:
         known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory, self._mask))
         known["kernel"] = self._ask_kernel(known)
         known["message"] = self._hunt.message or (self._mask.text(self._message or "") if self._mask else self._message)
+        self._see_gpus_empty(known)
         if self._reason == "runner_died":
             known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
         end = records.make_end(self._state, self._reason or "exited", **known)
@@ -266,6 +267,15 @@ class _Keeper:
         os.fsync(record)
         if self._gang is not None:
             self._gang.farewell()
+
+    def _see_gpus_empty(self, known: Json) -> None:
+        """Give GPUs back only when nothing is left on them, or that is told."""
+        if self._grip.gpu_ids and self._command is not None:
+            from distflow.runtime import gpuusers
+
+            left = gpuusers.await_empty(self._grip.gpu_ids, self._grip.attempt)
+            if left:
+                known["message"] = "; ".join(filter(None, [known["message"], "left on its GPUs: " + left]))
 
     def _ask_kernel(self, known: Json) -> Optional[Json]:
         """Whether it was the kernel, where the command failed by itself."""
