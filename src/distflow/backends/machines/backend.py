@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -71,7 +71,8 @@ class MachinesBackend:
         self._sink = sink
         self._logs = logs
         self._connections: dict[str, Connection] = {}
-        self._unwanted: set[AttemptKey] = set()
+        self._halts: dict[AttemptKey, threading.Event] = {}
+        """Attempts that are being prepared; set when one is stopped meanwhile."""
         self._collector = Collector(blobs, sink)
         self._deliverer = Deliverer()
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
@@ -96,8 +97,8 @@ class MachinesBackend:
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
         """Stage what is large, then write the launch record; in a thread, because that may take minutes."""
-        self._unwanted.discard(key)
-        self._workers.submit(self._prepare, key, launch, secrets, stop_grace_s, memo)
+        halt = self._halts.setdefault(key, threading.Event())
+        self._workers.submit(self._prepare, key, launch, secrets, stop_grace_s, memo, halt)
 
     def start(self, key: AttemptKey) -> None:
         """Start a prepared attempt; that it runs is told by its status."""
@@ -112,7 +113,7 @@ class MachinesBackend:
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
         """Begin the ladder; the end is told by the status."""
-        self._unwanted.add(key)
+        self._halt(key)
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
@@ -126,7 +127,7 @@ class MachinesBackend:
 
     def release(self, key: AttemptKey) -> None:
         """Give back a lease before the start."""
-        self._unwanted.add(key)
+        self._halt(key)
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
@@ -155,6 +156,12 @@ class MachinesBackend:
             connection.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
+    def _halt(self, key: AttemptKey) -> None:
+        """Let go of what is on its way to an attempt that nobody wants any more."""
+        halt = self._halts.pop(key, None)
+        if halt is not None:
+            halt.set()
+
     def _is_everywhere(self, digest: str, size: int) -> bool:
         """Whether every node of the pool sees a blob already; what goes along with a launch must be here all the same."""
         return size > _INLINE and all(one.has(digest, size) for one in self._connections.values())
@@ -163,11 +170,13 @@ class MachinesBackend:
         self._connections[key.node].watch(key)
         self._connections[key.node].send(op, answered, attempt=key.name, **fields)
 
-    def _prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str) -> None:
+    def _prepare(
+        self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str, halt: threading.Event
+    ) -> None:
         connection = self._connections[key.node]
         try:
-            self._bring(connection, key, launch, secrets)
-            self._stage(connection, key, launch)
+            self._bring(connection, key, launch, secrets, self._telling(key, halt))
+            self._stage(connection, launch, self._telling(key, halt))
             if launch.container is not None:
                 self._pull(connection, key, launch, launch.container, secrets.login)
             record = {
@@ -205,15 +214,19 @@ class MachinesBackend:
             self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
         else:
             connection.report(key, {"phase": "prepared"})
+        finally:
+            if self._halts.get(key) is halt:
+                del self._halts[key]
 
     def _gang(self, launch: BoundLaunch, secrets: GivenSecrets) -> dict[str, Any] | None:
         if launch.gang is None or secrets.token is None:
             return None
         return asdict(launch.gang) | {"token": secrets.token.reveal(), "grace_s": self._pool.peer_failed_grace_s}
 
-    def _bring(self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets) -> None:
+    def _bring(
+        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, told: Progress
+    ) -> None:
         """Have the node fetch the inputs that it can fetch by itself."""
-        told = self._telling(key)
         for one in launch.brings:
             identity = secrets.stores.get(one.op)
             if identity is None:
@@ -224,12 +237,12 @@ class MachinesBackend:
             except NotDirect as why:
                 raise _Relay(one.op, str(why)) from None
 
-    def _telling(self, key: AttemptKey) -> Callable[[int, int], None]:
+    def _telling(self, key: AttemptKey, halt: threading.Event) -> Progress:
         """Return what takes how many bytes are there, and of how many; it ends the transfer of what nobody wants any more."""
         pace = Pace()
 
         def told(done: int, total: int) -> None:
-            if key in self._unwanted:
+            if halt.is_set():
                 raise _Unwanted
             rate = pace.due(done)
             if rate is not None:
@@ -237,14 +250,14 @@ class MachinesBackend:
 
         return told
 
-    def _stage(self, connection: Connection, key: AttemptKey, launch: BoundLaunch) -> None:
+    def _stage(self, connection: Connection, launch: BoundLaunch, told: Progress) -> None:
         blobs = {
             file.blob: Blob(digest=file.blob, path=self._blobs / file.blob, size=file.size)
             for file in launch.files
             if file.blob is not None and file.size > _INLINE
         }
         if blobs:
-            connection.stage(list(blobs.values()), self._telling(key))
+            connection.stage(list(blobs.values()), told)
 
     def _pull(
         self,
