@@ -97,6 +97,14 @@ def submit(
         bool,
         typer.Option("--preflight", help="First check the nodes, as `distflow pool check` does; start nothing on bad ones."),
     ] = False,
+    rsync: Annotated[
+        str | None,
+        typer.Option(
+            "--rsync",
+            metavar="LOCAL:REMOTE",
+            help="Copy LOCAL to the lead of the first group while it runs, as `workflow rsync upload --daemon` does.",
+        ),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the logs and end as the workflow ends.")] = False,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
@@ -108,6 +116,7 @@ def submit(
     urgency = priorities([priority])[0] if priority is not None else None
     given_labels = parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
+    copied = _rsync_paths(rsync) if rsync is not None else None
     configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
     datasets = wiring.datasets_url(configuration)
     is_dry = dry_run or scripts is not None
@@ -139,6 +148,10 @@ def submit(
         if not (wait and format_type is Format.JSON):
             print_submitted(record, format_type)
         ensure_supervisor(directory, held=held)
+        if copied is not None:
+            from distflow.cli.rsync import rsync_beside
+
+            rsync_beside(directory, record, *copied)
         if wait:
             wait_for_end(directory, store, record, format_type)
 
@@ -173,6 +186,15 @@ def validate(
         raise ProblemsFound(problems)
     if format_type is Format.JSON:
         print(json.dumps({"specs": results}, indent=2))
+
+
+def _rsync_paths(pair: str) -> tuple[str, str]:
+    """Return what is to be copied where. Raises ``InputError``, also when there is no rsync here."""
+    from distflow.cli.rsync import split_local
+    from distflow.cli.rsyncing import program
+
+    program()
+    return split_local(pair)
 
 
 def _validate_one(

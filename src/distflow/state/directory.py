@@ -53,6 +53,11 @@ class StateDirectory:
         return self.path / "profile.json"
 
     @property
+    def syncs(self) -> Path:
+        """What is known of the processes that copy files to running tasks."""
+        return self.path / "rsync"
+
+    @property
     def lock(self) -> Path:
         """Locked by the supervisor for as long as it lives."""
         return self.path / "supervisor.lock"

@@ -1,0 +1,152 @@
+"""The process that copies to a task in the background: ``python -m distflow.cli.rsyncdaemon STATE HANDLE``.
+
+What it is to do comes on its standard input (a ``Sync``); to the pipe HANDLE it says ``ready``, or ``other`` when another
+process copies to that task already. It waits until the task runs, follows it from attempt to attempt, and ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from distflow.cli import wiring
+from distflow.cli.rsyncing import meaning, rsync_command
+from distflow.cli.times import local_second
+from distflow.cli.watching import Rhythm, look
+from distflow.errors import DistflowError
+from distflow.lifecycle.states import State
+from distflow.state.codec import decode
+from distflow.state.directory import StateDirectory
+from distflow.state.record import TaskRecord
+from distflow.state.syncs import Sync, Syncs
+from distflow.supervisor.clock import SystemClock
+
+__all__ = ["Daemon", "main"]
+
+_LOOK_S = 2.0
+"""Between two looks at the task, at the most."""
+_VANISHED = 24
+"""rsync's code when files went away while it copied: the next look sees that."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Copy until the task has ended, or until SIGTERM; return the exit code."""
+    state, tell = Path(arguments[0]), int(arguments[1])
+    wanted = decode(sys.stdin.buffer.read(), Sync)
+    directory = StateDirectory(state)
+    syncs = Syncs(directory.syncs)
+    lock = syncs.take(wanted)
+    if lock is None:
+        os.write(tell, b"other")
+        return 1
+    signal.signal(signal.SIGTERM, _stopped)
+    daemon = Daemon(directory, syncs, replace(wanted, pid=os.getpid()))
+    os.write(tell, b"ready")
+    os.close(tell)
+    try:
+        why = daemon.work()
+    except _Stopped:
+        why = "it was asked to stop"
+    except DistflowError as error:
+        why = str(error)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    daemon.end(why)
+    return 0
+
+
+class _Stopped(BaseException):
+    """SIGTERM came."""
+
+
+def _stopped(*_: object) -> NoReturn:
+    raise _Stopped
+
+
+class Daemon:
+    """Watches the files of one ``Sync`` and copies them; holds its record and its log."""
+
+    def __init__(self, directory: StateDirectory, syncs: Syncs, sync: Sync) -> None:
+        """Begin the record; the caller holds the lock."""
+        self._directory = directory
+        self._syncs = syncs
+        self._sync = sync
+        self._clock = SystemClock()
+        self._rhythm = Rhythm(sync.debounce_s, sync.reconcile_s)
+        syncs.write(sync)
+        self._say(f"copies {sync.local} to {sync.remote} of {sync.workflow_id} {sync.task}; pid {sync.pid}")
+
+    def work(self) -> str:
+        """Watch and copy; return why it ended."""
+        attempt, next_look, pause = -1, 0.0, threading.Event()
+        while True:
+            task, now = self._task(), self._clock.now()
+            if task.state.is_final:
+                return f"{task.name} has ended: {task.status}"
+            if task.state is State.RUNNING:
+                if task.attempt != attempt:
+                    attempt, next_look = task.attempt, now
+                    self._rhythm.begin_anew()
+                if now >= next_look:
+                    self._rhythm.saw(look(self._sync.local), now)
+                    next_look = now + self._sync.poll_s
+                    if self._rhythm.is_due(now):
+                        self._rhythm.copied(now)
+                        self._copy()
+            pause.wait(min(self._sync.poll_s, _LOOK_S))
+
+    def end(self, why: str) -> None:
+        """Note the end."""
+        self._say(f"ends: {why}")
+        self._sync = replace(self._sync, ended_at=self._clock.now())
+        self._syncs.write(self._sync)
+
+    def _task(self) -> TaskRecord:
+        with wiring.open_store(self._directory, quiet=True) as store:
+            record = store.find(self._sync.workflow)
+        return next(task for group in record.groups for task in group.tasks if task.name == self._sync.task)
+
+    def _copy(self) -> None:
+        sync = self._sync
+        words = [*sync.options, "--", sync.local, f"node:{sync.remote}"]
+        command = rsync_command(sync.workflow, sync.task, sync.connect_timeout_s, words)
+        environment = os.environ | {"DISTFLOW_STATE": str(self._directory.path)}
+        last = ""
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", env=environment,
+            text=True, errors="replace",
+        ) as process:  # fmt: skip
+            try:
+                for line in process.stdout or ():
+                    last = line.rstrip() or last
+                    self._say(line.rstrip())
+            except BaseException:
+                process.terminate()
+                raise
+        code = process.returncode
+        if code in (0, _VANISHED):
+            self._say("copied")
+            self._sync = replace(sync, synced_at=self._clock.now(), error="")
+        else:
+            self._say(meaning(code))
+            self._sync = replace(sync, error=f"{meaning(code)}: {last}" if last else meaning(code))
+        self._syncs.write(self._sync)
+
+    def _say(self, text: str) -> None:
+        path = self._syncs.log(self._sync)
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size >= self._sync.max_log_size:
+                os.replace(path, path.with_suffix(".log.1"))
+        with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as log:
+            log.write(f"{local_second(self._clock.now())} {text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

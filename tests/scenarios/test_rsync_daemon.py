@@ -1,0 +1,179 @@
+"""Files that are copied to a running task in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+
+SPEC = """
+workflow:
+  name: copy
+  groups:
+  - name: both
+    tasks:
+    - name: helper
+      command: [sh, -c, 'while [ ! -e GO ]; do sleep 0.1; done']
+    - name: main
+      lead: true
+      command: [sh, -c, 'echo up; while [ ! -e GO ]; do sleep 0.1; done']
+"""
+QUICK = ("--poll-interval", "0.1", "--debounce-delay", "0.2")
+
+
+@pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.ssh)])
+def place(request: pytest.FixtureRequest, cli: Cli) -> Cli:
+    """A distflow whose pool is this machine, or hosts behind SSH."""
+    if request.param == "lab":
+        lab: Lab = request.getfixturevalue("lab")
+        return lab.cli
+    return cli
+
+
+def spec(cli: Cli) -> str:
+    return cli.spec(SPEC.replace("GO", str(cli.folder / "go")))
+
+
+def go(cli: Cli) -> None:
+    (cli.folder / "go").touch()
+
+
+def tree(cli: Cli) -> Path:
+    made = cli.folder / "src"
+    made.mkdir()
+    (made / "train.py").write_text("first")
+    return made
+
+
+def work_of(cli: Cli, task: str, attempt: int = 0) -> Path:
+    return next(iter(cli.folder.glob(f"**/both/{task}/{attempt}/work")))
+
+
+def status(cli: Cli) -> list[dict[str, Any]]:
+    done = cli.run("workflow", "rsync", "status", "-t", "json")
+    assert done.code == 0, done.err
+    daemons: list[dict[str, Any]] = json.loads(done.out)["daemons"]
+    return daemons
+
+
+def await_text(path: Path, text: str) -> None:
+    wait_until(lambda: path.exists() and path.read_text() == text, 60, f"{text!r} in {path}")
+
+
+def test_what_changes_is_copied_until_the_task_has_ended(place: Cli) -> None:
+    src = tree(place)
+    workflow = place.submit(spec(place))
+    place.await_log(workflow, "up")
+    done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon", *QUICK, "--max-log-size", "1024", "-v")
+    assert (done.code, done.out) == (0, ""), done.err
+    assert f"{src} is copied to main until it has ended; log: {place.state}/rsync/" in done.err
+    there = work_of(place, "main") / "src"
+    await_text(there / "train.py", "first")
+    (src / "train.py").write_text("second")
+    await_text(there / "train.py", "second")
+    (src / "more").mkdir()
+    (src / "more" / "file").write_text("new")
+    await_text(there / "more" / "file", "new")
+    # One for each task; another task has its own.
+    done = place.run("workflow", "rsync", "upload", workflow, "src:.", "--daemon")
+    assert done.code == 2
+    assert f"files are copied to main of {workflow} already\nend that one first: distflow workflow rsync stop" in done.err
+    assert place.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
+    await_text(work_of(place, "helper") / "own" / "train.py", "second")
+    helper, main = wait_until(lambda: [one for one in status(place) if one["last_synced"]][:2] or None)
+    assert (helper["task_name"], helper["status"], helper["local_path"], helper["remote_path"]) == (
+        "helper", "RUNNING", f"{src}/", "own",
+    )  # fmt: skip
+    assert (main["workflow_id"], main["task_name"], main["status"], main["error"]) == (workflow, "main", "RUNNING", None)
+    os.kill(main["pid"], 0)
+    assert {path.stat().st_mode & 0o777 for path in (place.state / "rsync").iterdir()} == {0o600}
+    # One is stopped; what it copied stays, and nothing more comes.
+    done = place.run("workflow", "rsync", "stop", workflow, "--task", "helper")
+    assert (done.code, done.out) == (0, f"{workflow} helper: stopped\n"), done.err
+    done = place.run("workflow", "rsync", "stop", workflow, "--task", "helper")
+    assert (done.code, done.out) == (2, "")
+    assert f"nothing copies files to {workflow} helper in the background" in done.err
+    (src / "train.py").write_text("third")
+    await_text(there / "train.py", "third")
+    assert (work_of(place, "helper") / "own" / "train.py").read_text() == "second"
+    # The other ends with its task, and says so.
+    go(place)
+    place.await_status(workflow, "COMPLETED")
+    wait_until(lambda: [one["status"] for one in status(place)] == ["STOPPED", "STOPPED"], 30)
+    log = Path(status(place)[1]["log_file"])
+    said = log.with_suffix(".log.1").read_text() + log.read_text() if log.with_suffix(".log.1").exists() else log.read_text()
+    assert "train.py" in said
+    assert said.endswith("ends: main has ended: COMPLETED\n")
+    done = place.run("workflow", "rsync", "status")
+    assert done.out.splitlines()[0].split("  ")[0] == "Workflow ID"
+    assert done.out.count("STOPPED") == 2
+
+
+RETRIED = """
+workflow:
+  name: copy
+  tasks:
+  - name: main
+    exitActions: {RESCHEDULE: "7"}
+    command: [sh, -c, 'until [ -e given/train.py ]; do sleep 0.1; done; test -e GO && exit 0; touch GO; exit 7']
+"""
+
+
+def test_submit_copies_from_when_the_lead_runs_also_to_its_next_attempt(cli: Cli) -> None:
+    src = tree(cli)
+    path = cli.spec(RETRIED.replace("GO", str(cli.folder / "go")))
+    done = cli.run("workflow", "submit", path, "--rsync", "nothing:src")
+    assert (done.code, done.out) == (2, "")
+    assert "there is no nothing here" in done.err
+    # Both attempts wait for the file, each in a directory of its own.
+    done = cli.run("workflow", "submit", path, "--rsync", "src/:/osmo/run/workspace/given", "--wait")
+    assert done.code == 0, done.err
+    assert f"{src}/ is copied to main until it has ended" in done.err
+    assert cli.tasks("copy-1")["main"]["retry_id"] == 1
+    assert status(cli)[0]["remote_path"] == "../work/given"
+
+
+def test_what_fails_is_kept_for_the_reader_and_tried_again(cli: Cli) -> None:
+    src = tree(cli)
+    workflow = cli.submit(spec(cli))
+    cli.await_log(workflow, "up")
+    for words, said in (
+        (("--poll-interval", "2"), "--poll-interval is for --daemon: without it, files are copied once"),
+        (("--daemon", "--poll-interval", "0"), "0.1"),
+    ):
+        done = cli.run("workflow", "rsync", "upload", workflow, "src:.", *words)
+        assert done.code == 2
+        assert said in done.err
+    blocked = work_of(cli, "main") / "there"
+    blocked.write_text("a file where a directory is to be")
+    arguments = ("src/:there", "--daemon", *QUICK, "--reconcile-interval", "1")
+    assert cli.run("workflow", "rsync", "upload", workflow, *arguments).code == 0
+    one = wait_until(lambda: next((one for one in status(cli) if one["error"]), None), 60)
+    assert one["error"].startswith("rsync ended with code ")
+    assert (one["status"], one["last_synced"]) == ("RUNNING", None)
+    assert "the last copy failed: rsync ended with code" in cli.run("workflow", "rsync", "status").out
+    blocked.unlink()
+    await_text(blocked / "train.py", "first")
+    wait_until(lambda: status(cli)[0]["error"] is None, 60)
+    # A process that is killed without a word is no longer running, and another may begin.
+    os.kill(one["pid"], signal.SIGKILL)
+    wait_until(lambda: status(cli)[0]["status"] == "STOPPED", 30)
+    assert cli.run("workflow", "rsync", "upload", workflow, *arguments).code == 0
+    (src / "train.py").write_text("second")
+    await_text(blocked / "train.py", "second")
+    done = cli.run("workflow", "rsync", "stop", "-t", "json")
+    assert [(one["task_name"], one["status"]) for one in json.loads(done.out)["daemons"]] == [("main", "STOPPED")]
+    assert cli.run("workflow", "rsync", "stop").out == "Nothing copies files in the background.\n"
+    go(cli)
+    cli.await_status(workflow, "COMPLETED")

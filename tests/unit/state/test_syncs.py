@@ -1,0 +1,83 @@
+"""Records of what copies files in the background."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import StateError
+from distflow.state.syncs import Sync, Syncs
+from distflow.testing.waiting import wait_until
+
+SYNC = Sync(
+    workflow="a1", workflow_id="copy-1", task="main", local="/src", remote="src", poll_s=1, debounce_s=1, reconcile_s=60,
+    max_log_size=1024,
+)  # fmt: skip
+
+
+def made(folder: Path) -> Syncs:
+    syncs = Syncs(folder / "rsync")
+    syncs.ensure()
+    return syncs
+
+
+def test_there_is_one_for_each_task_and_nobody_else_reads_it(tmp_path: Path) -> None:
+    syncs = made(tmp_path)
+    handle = syncs.take(SYNC)
+    assert handle is not None
+    assert syncs.take(SYNC) is None
+    assert syncs.is_running(SYNC)
+    other = syncs.take(replace(SYNC, task="helper"))
+    assert other is not None
+    os.close(other)
+    syncs.write(SYNC)
+    os.close(handle)
+    assert not syncs.is_running(SYNC)
+    assert not syncs.is_running(replace(SYNC, task="never"))
+    assert syncs.list() == [SYNC]
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "rsync").iterdir()}
+    assert (modes, stat.S_IMODE((tmp_path / "rsync").stat().st_mode)) == ({0o600}, 0o700)
+
+
+def test_damaged_records_are_passed_over_and_old_ones_go(tmp_path: Path) -> None:
+    syncs = made(tmp_path)
+    syncs.write(replace(SYNC, ended_at=1000.0))
+    syncs.write(replace(SYNC, task="helper"))
+    (tmp_path / "rsync" / "a1-bad.json").write_text("{")
+    syncs.forget(1000.0 + 13 * 86400)
+    assert [one.task for one in syncs.list()] == ["helper", "main"]
+    syncs.forget(1000.0 + 15 * 86400)
+    assert [one.task for one in syncs.list()] == ["helper"]
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_stop_ends_its_process_and_no_other(tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.state.syncs._STOP_S", 0.3)
+    syncs = made(tmp_path)
+    lock = tmp_path / "rsync" / "a1-main.lock"
+    code = f"import fcntl, signal\nfile = open({str(lock)!r}, 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
+    code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" * deaf + "signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code]) as holder:
+        wait_until(lambda: syncs.is_running(SYNC))
+        syncs.write(replace(SYNC, pid=holder.pid))
+        syncs.stop(SYNC)
+        assert holder.wait(10) == (-9 if deaf else -15)
+    # A number of a process that holds no lock is nobody of ours.
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        syncs.write(replace(SYNC, pid=stranger.pid))
+        syncs.stop(SYNC)
+        assert stranger.poll() is None
+        stranger.communicate(b"\n")
+        assert stranger.returncode == 0
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "rsync").write_text("")
+    with pytest.raises(StateError, match="cannot use the state directory"):
+        made(tmp_path)
