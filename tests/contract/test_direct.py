@@ -103,11 +103,11 @@ def test_the_way_to_the_store_is_the_nodes_and_who_we_are_is_ours(deliver: Deliv
 def test_a_dataset_repeated_is_one_version(deliver: Deliver, output: Path, s3: S3Server) -> None:
     (output / "m").mkdir()
     (output / "m" / "a.pt").write_bytes(b"weights")
-    order = Delivery(url="s3://b/sets", dataset="model", path="m", mark="0123456789abcdef", at=5.0)
+    order = Delivery(url="s3://b/sets", dataset="model", paths=("m",), mark="0123456789abcdef", at=5.0)
     assert [deliver(order).words for _ in range(2)] == ["dataset model:1"] * 2
     assert there(s3)["sets/data/model/1/m/a.pt"] == b"weights"
     with pytest.raises(StorageError, match="there is no `n` in it"):
-        deliver(Delivery(url="s3://b/sets", dataset="model", path="n", mark="0123456789abcdee"))
+        deliver(Delivery(url="s3://b/sets", dataset="model", paths=("n",), mark="0123456789abcdee"))
 
 
 @pytest.mark.parametrize("what", ["a link out", "an output that is gone", "a bucket that is not there"])

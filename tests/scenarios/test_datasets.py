@@ -70,6 +70,7 @@ workflow:
     outputs:
     - dataset: {name: model, path: model, regex: .*pt}
     - dataset: {name: all}
+    - update_dataset: {name: numbers, paths: [model, notes]}
   - name: rate
     command: [sh, -c, 'cat "{{input:1}}/model/model/deep/sum.pt"']
     inputs:
@@ -102,6 +103,13 @@ def test_tasks_take_datasets_and_make_new_versions(where: str, cli: Cli, request
     assert f"[rate] its input {comes}: dataset model:1: 1 file, 2 B" in events
     (found,) = json.loads(cli.run("dataset", "info", "all:1", "-t", "json").out)["versions"]
     assert [one["path"] for one in found["files"]] == ["model/deep/sum.pt", "notes"]
+    # What was there in version 2, and what is new.
+    assert "[train] its output is at dataset numbers:3: 3 files" in events
+    (found,) = json.loads(cli.run("dataset", "info", "numbers:3", "-t", "json").out)["versions"]
+    assert [one["path"] for one in found["files"]] == ["model/deep/sum.pt", "notes", "two"]
+    assert cli.run("dataset", "delete", "numbers:2").code == 0
+    assert cli.run("dataset", "download", "numbers", ".").code == 0
+    assert (cli.folder / "numbers" / "two").read_text() == "2\n"
 
 
 def test_a_supervisor_that_is_killed_makes_one_version(cli: Cli, s3: S3Server) -> None:

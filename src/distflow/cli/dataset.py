@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +24,7 @@ from distflow.errors import InputError, NotFound
 
 if TYPE_CHECKING:
     from distflow.storage.datasets import Datasets, Manifest
+    from distflow.storage.uploading import Source
 
 __all__ = ["app"]
 
@@ -105,16 +106,24 @@ def upload(
             f"`{name}` names a version: a new one gets the next number", hint="leave the colon and what follows out"
         )
     parse_dataset(name)
-    files = sources(paths, regex)
-    if not files:
-        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
-    with _datasets() as datasets, ProgressLine(sys.stderr, "sent") as line:
-        now = time.time()  # noqa: TID251  the moment of creation
-        made = datasets.add(name, files, mark=secrets.token_hex(8), at=now, told=line.told)
-    if format_type is Format.JSON:
-        print(json.dumps(_json(made), indent=2))
-    else:
-        print(f"{made.name}:{made.number}: {_count(len(made.files))}, {bytes_text(made.size)}")
+    _make(name, sources(paths, regex), regex, format_type, is_update=False)
+
+
+@app.command(epilog="Example: distflow dataset update mnist labels.csv")
+def update(
+    name: NameArgument,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories; a directory keeps its name.")],
+    regex: RegexOption = "",
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Make a new version of what the latest one holds, or the named one, and of files of this machine over it.
+
+    What is taken over is not sent again.
+    """
+    from distflow.storage.uploading import sources
+
+    parse_dataset(name)
+    _make(name, sources(paths, regex), regex, format_type, is_update=True)
 
 
 @app.command(epilog="Example: distflow dataset download mnist:3 data")
@@ -162,6 +171,19 @@ def delete(
         print(json.dumps({"name": plain_name, "deleted": gone}, indent=2))
     else:
         print("".join(f"deleted {plain_name}:{one}\n" for one in gone), end="")
+
+
+def _make(name: str, files: Sequence[Source], regex: str, format_type: Format, *, is_update: bool) -> None:
+    if not files:
+        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
+    with _datasets() as datasets, ProgressLine(sys.stderr, "sent") as line:
+        write = datasets.update if is_update else datasets.add
+        now = time.time()  # noqa: TID251  the moment of creation
+        made = write(name, files, mark=secrets.token_hex(8), at=now, told=line.told)
+    if format_type is Format.JSON:
+        print(json.dumps(_json(made), indent=2))
+    else:
+        print(f"{made.name}:{made.number}: {_count(len(made.files))}, {bytes_text(made.size)}")
 
 
 @contextmanager

@@ -40,11 +40,11 @@ def url_outputs(task: View) -> tuple[DataSpec, ...]:
             regex_finding(entry)
         elif kind == "dataset":
             found.append(_output(entry, position))
-        elif kind is None:
-            entry.add("an entry of `outputs` needs `url` or `dataset`", "say where to write what the task leaves in {{output}}")
+        elif kind == "update_dataset":
+            found.append(_update(entry, position))
         else:
-            words = f"`outputs` by {kind} is not stored: the files stay on the node, below the task's output directory"
-            entry.warn(words, "write a whole new version with `dataset`", key=kind)
+            hint = "say where to write what the task leaves in {{output}}"
+            entry.add("an entry of `outputs` needs `url`, `dataset` or `update_dataset`", hint)
     return tuple(found)
 
 
@@ -76,14 +76,35 @@ def _output(entry: View, position: int) -> DataSpec:
     if ":" in name:
         words = f"`{name}` names a version: what is written becomes a new one, with the next number"
         dataset.add(words, "leave the colon and what follows out", key="name")
-    if path.startswith("/") or ".." in path.split("/"):
-        dataset.add(f"`{path}` does not lie in the output", "write a path relative to {{output}}", key="path")
-    for key in ("metadata", "labels"):
-        if dataset.has(key):
-            dataset.warn(f"`{key}` of a dataset is ignored", key=key)
+    _check_path(dataset, "path", path)
+    _warn_of_notes(dataset)
     regex_finding(entry)
     regex_finding(dataset)
     return DataSpec(position=position, url="", dataset=name, path=path.strip("/"), regex=_regex(entry, dataset))
+
+
+def _update(entry: View, position: int) -> DataSpec:
+    dataset = entry.view("update_dataset")
+    paths = [one.value for one in dataset.texts("paths")]
+    for path in paths:
+        _check_path(dataset, "paths", path)
+    _warn_of_notes(dataset)
+    regex_finding(entry)
+    return DataSpec(
+        position=position, url="", dataset=_name(dataset), is_update=True, paths=tuple(path.strip("/") for path in paths),
+        regex=entry.string("regex") or "",
+    )  # fmt: skip
+
+
+def _check_path(dataset: View, key: str, path: str) -> None:
+    if path.startswith("/") or ".." in path.split("/"):
+        dataset.add(f"`{path}` does not lie in the output", "write a path relative to {{output}}", key=key)
+
+
+def _warn_of_notes(dataset: View) -> None:
+    for key in ("metadata", "labels"):
+        if dataset.has(key):
+            dataset.warn(f"`{key}` of a dataset is ignored", key=key)
 
 
 def _name(dataset: View) -> str:

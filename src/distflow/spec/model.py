@@ -171,9 +171,13 @@ class DataSpec:
     url: str
     """As written; ``{{workflow_id}}`` may stand in it. Of a dataset: below which datasets lie, as the plan has it."""
     dataset: str = ""
-    """``name``, or ``name:version`` of an input; empty: the URL itself is meant."""
+    """``name``, or ``name:version`` of an input or an update; empty: the URL itself is meant."""
     path: str = ""
-    """Of an output into a dataset: what of the output, relative to it; empty: all."""
+    """Of an output that makes a dataset: what of the output, relative to it; empty: all."""
+    is_update: bool = False
+    """Of an output: it is put over what a version of the dataset holds, the named one or the latest."""
+    paths: tuple[str, ...] = ()
+    """Of an update: what of the output, relative to it; none: all."""
     regex: str = ""
     """Which files of it, by their relative path and ``re.match``; empty: all."""
 

@@ -17,7 +17,7 @@ _TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "downloadType": ("`downloadType` is ignored", ""),
         "cacheSize": ("`cacheSize` is ignored", ""),
-        "kpis": ("`kpis` is ignored: nothing is uploaded", "the files stay below the task's output directory on the node"),
+        "kpis": ("`kpis` is ignored: nothing is uploaded", "write them to a URL, with `outputs`"),
     }
 )
 

@@ -3,11 +3,13 @@
 ::
 
     <base>/claims/<name>/<n>.<mark>     who took the number; stays, so that no number is used twice
-    <base>/data/<name>/<n>/<path>       the files
+    <base>/data/<name>/<n>/<path>       the files; those of a version that adds to another one may lie in that one's
     <base>/versions/<name>/<n>.json     the manifest, written last: with it, the version is there, whole
+    <base>/turns/<name>/<mark>          who adds to the dataset just now; only while the new manifest is made
 
 Nobody is asked for a number: whoever wants one writes a claim and looks again. Of two who wrote at the same time, at least one
-sees the other, and steps back; so no two get the same.
+sees the other, and steps back; so no two get the same. Those who add take turns in the same way, so that nobody's files are
+lost.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +37,11 @@ from distflow.storage.uploading import Source, upload
 
 __all__ = ["Datasets", "File", "Manifest", "Version"]
 
-_CLAIMS, _DATA, _VERSIONS = "claims", "data", "versions"
+_CLAIMS, _DATA, _VERSIONS, _TURNS = "claims", "data", "versions", "turns"
 _ROUNDS = 30
 _MOST_PAUSE_S = 0.5
+_LONGEST_TURN_S = 600.0
+"""Who has not ended its turn after that never will; a turn takes two small reads and two small writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,8 @@ class File:
     path: str
     size: int
     sha256: str
+    number: int
+    """The version in whose data it lies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +116,7 @@ class Datasets:
         if number not in there:
             known = ", ".join(str(one) for one in there[-10:])
             raise NotFound(f"the dataset `{name}` has no version {number}", hint=f"there is: {known}")
-        url = self._base.below(f"{_VERSIONS}/{name}/{number}.json")
-        try:
-            body = json.loads(self._read(url))
-            files = tuple(File(path=one["path"], size=int(one["size"]), sha256=one["sha256"]) for one in body["files"])
-            return Manifest(name=name, number=number, created=float(body["created"]), files=files)
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{url} is no manifest of a dataset: {error}") from error
+        return self._load(name, number)
 
     def add(self, name: str, files: Sequence[Source], *, mark: str, at: float, told: Progress = nothing_told) -> Manifest:
         """Write a new version and return its manifest.
@@ -127,17 +128,50 @@ class Datasets:
         number = self._claim(name, mark)
         if any(one.number == number for one in self.versions(name)):
             return self.manifest(name, number)
+        listed = self._send(name, number, files, told)
+        manifest = Manifest(name=name, number=number, created=at, files=listed)
+        self._put(manifest)
+        return manifest
+
+    def update(self, name: str, files: Sequence[Source], *, mark: str, at: float, told: Progress = nothing_told) -> Manifest:
+        """Write a new version of what another one holds (of ``name``, with or without its number) and, over it, of ``files``.
+
+        What is taken over is not written again. ``mark`` is as in ``add``. Without a number, what others add at the same time
+        is in the latest version as well. Raises ``NotFound`` when there is nothing to add to, and ``StorageError``.
+        """
+        plain, wanted = parse_dataset(name)
+        self.manifest(plain, wanted)  # before anything is sent
+        number = self._claim(plain, mark)
+        there = [one.number for one in self.versions(plain)]
+        if number in there:
+            return self.manifest(plain, number)
+        listed = self._send(plain, number, files, told)
+        with self._turn(plain, mark):
+            old = self.manifest(plain, wanted)
+            latest = self.versions(plain)[-1].number
+            if latest > number:
+                number = self._claim(plain, mark, above=latest)
+            whole = tuple(sorted((*_uncovered(old.files, listed), *listed), key=lambda one: one.path))
+            manifest = Manifest(name=plain, number=number, created=at, files=whole)
+            self._put(manifest)
+            if not any(one.number == old.number for one in self.versions(plain)):
+                # Who removed it has not seen that its files are still wanted.
+                self.remove(plain, number)
+                raise StorageError(f"version {old.number} of the dataset `{plain}` was removed while it was added to")
+        return manifest
+
+    def _send(self, name: str, number: int, files: Sequence[Source], told: Progress) -> tuple[File, ...]:
         before = [(one.path.stat().st_mtime_ns, _sha256(one.path)) for one in files]
-        goal = self._base.below(f"{_DATA}/{name}/{number}")
+        goal = self._data(name, number)
         upload(self._store, goal, files, patience=self._patience, told=told)
         for one, (changed, _) in zip(files, before, strict=True):
             with local_errors(one.path):
                 if one.path.stat().st_mtime_ns != changed:
                     raise StorageError(f"{one.path}: it was changed while it was sent", hint="upload it again")
-        listed = tuple(File(path=one.name, size=one.size, sha256=sha) for one, (_, sha) in zip(files, before, strict=True))
-        manifest = Manifest(name=name, number=number, created=at, files=tuple(sorted(listed, key=lambda one: one.path)))
-        self._write(self._base.below(f"{_VERSIONS}/{name}/{number}.json"), _text(manifest))
-        return manifest
+        listed = (
+            File(path=one.name, size=one.size, sha256=sha, number=number) for one, (_, sha) in zip(files, before, strict=True)
+        )
+        return tuple(sorted(listed, key=lambda one: one.path))
 
     def fetch(
         self, manifest: Manifest, target: Path, *, regex: str = "", resume: bool = False, told: Progress = nothing_told
@@ -146,12 +180,18 @@ class Datasets:
         wanted = {one.path: one for one in manifest.matching(regex)}
         if not wanted:
             return Moved()
-        source = self._base.below(f"{_DATA}/{manifest.name}/{manifest.number}")
-        moved = download(
-            self._store, source, target, only=wanted.keys(), resume=resume, patience=self._patience, told=told,
-        )  # fmt: skip
+        moved, whole = Moved(), sum(one.size for one in wanted.values())
+        for number in sorted({one.number for one in wanted.values()}):
+            part = download(
+                self._store, self._data(manifest.name, number), target,
+                only={one.path for one in wanted.values() if one.number == number}, resume=resume, patience=self._patience,
+                told=lambda done, _, before=moved.size: told(before + done, whole),  # type: ignore[misc]
+            )  # fmt: skip
+            moved = Moved(
+                files=moved.files + part.files, size=moved.size + part.size, skipped=moved.skipped + part.skipped
+            )  # fmt: skip
         for path, one in wanted.items():
-            here = target / path
+            here, source = target / path, self._data(manifest.name, one.number)
             if not here.is_file():
                 raise StorageError(
                     f"{source.below(path)} is missing from the store: version {manifest.number} is not whole any more"
@@ -163,14 +203,60 @@ class Datasets:
         return moved
 
     def remove(self, name: str, number: int) -> None:
-        """Remove a version: first that it is there, then its files. Its number is not used again."""
+        """Remove a version: first that it is there, then its files that no other has. Its number is not used again."""
         parse_dataset(name)
-        self._patience.keep_trying(lambda: self._store.delete(self._base.below(f"{_VERSIONS}/{name}/{number}.json").key))
-        data = self._base.below(f"{_DATA}/{name}/{number}")
-        found = self._patience.keep_trying(lambda: self._store.find(data.key))
-        delete(self._store, select(data, found), patience=self._patience)
+        there = any(one.number == number for one in self.versions(name))
+        gone = self._load(name, number).files if there else ()
+        self._patience.keep_trying(lambda: self._store.delete(self._manifest(name, number).key))
+        held = {(one.number, one.path) for other in self.versions(name) for one in self._load(name, other.number).files}
+        for at in sorted({number, *(one.number for one in gone)}):
+            data = self._data(name, at)
+            found = select(data, self._patience.keep_trying(lambda data=data: self._store.find(data.key)))  # type: ignore[misc]
+            own = {one.path for one in gone if one.number == at}
+            doomed = [one for one in found if (at, one.name) not in held and (at == number or one.name in own)]
+            delete(self._store, doomed, patience=self._patience)
 
-    def _claim(self, name: str, mark: str) -> int:
+    def _data(self, name: str, number: int) -> StorageUrl:
+        return self._base.below(f"{_DATA}/{name}/{number}")
+
+    def _manifest(self, name: str, number: int) -> StorageUrl:
+        return self._base.below(f"{_VERSIONS}/{name}/{number}.json")
+
+    def _load(self, name: str, number: int) -> Manifest:
+        url = self._manifest(name, number)
+        try:
+            body = json.loads(self._read(url))
+            files = tuple(
+                File(path=one["path"], size=int(one["size"]), sha256=one["sha256"], number=int(one.get("version", number)))
+                for one in body["files"]
+            )
+            return Manifest(name=name, number=number, created=float(body["created"]), files=files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{url} is no manifest of a dataset: {error}") from error
+
+    def _put(self, manifest: Manifest) -> None:
+        self._write(self._manifest(manifest.name, manifest.number), _text(manifest))
+
+    @contextmanager
+    def _turn(self, name: str, mark: str) -> Iterator[None]:
+        """Be the only one that adds to a dataset, of those who take turns."""
+        mine = self._base.below(f"{_TURNS}/{name}/{mark}")
+        try:
+            while True:
+                self._write(mine, "")
+                since = dict(self._names(f"{_TURNS}/{name}"))
+                now = since.pop(mark, None)
+                if not any(_is_alive(other, now) for other in since.values()):
+                    break
+                self._patience.keep_trying(lambda: self._store.delete(mine.key))
+                self._patience.check()
+                self._patience.halt.wait(random.uniform(0.0, _MOST_PAUSE_S))  # noqa: S311  so that the two do not meet again
+            yield
+        finally:
+            with suppress(StorageError):  # else it passes with time
+                self._store.delete(mine.key)
+
+    def _claim(self, name: str, mark: str, above: int = 0) -> int:
         for _ in range(_ROUNDS):
             self._patience.check()
             taken: dict[int, set[str]] = {}
@@ -179,15 +265,15 @@ class Datasets:
                 if number.isdigit():
                     taken.setdefault(int(number), set()).add(who)
             mine = [number for number, marks in taken.items() if mark in marks]
-            if mine and taken[max(mine)] == {mark}:
+            if mine and taken[max(mine)] == {mark} and max(mine) > above:
                 return max(mine)
-            if mine:
+            if mine and max(mine) > above:
                 claim = self._base.below(f"{_CLAIMS}/{name}/{max(mine)}.{mark}")
                 self._patience.keep_trying(lambda claim=claim: self._store.delete(claim.key))  # type: ignore[misc]
                 self._patience.halt.wait(random.uniform(0.0, _MOST_PAUSE_S))  # noqa: S311  so that the two do not meet again
                 continue
             there = [one.number for one in self.versions(name)]
-            self._write(self._base.below(f"{_CLAIMS}/{name}/{max([0, *there, *taken]) + 1}.{mark}"), "")
+            self._write(self._base.below(f"{_CLAIMS}/{name}/{max([above, *there, *taken]) + 1}.{mark}"), "")
         raise StorageUnreachable(f"{self._base}: no number for a version of `{name}` was free: others write it all the time")
 
     def _names(self, below: str) -> list[tuple[str, float | None]]:
@@ -213,9 +299,32 @@ class Datasets:
 def _text(manifest: Manifest) -> str:
     body = {
         "name": manifest.name, "version": manifest.number, "created": manifest.created, "bytes": manifest.size,
-        "files": [{"path": one.path, "size": one.size, "sha256": one.sha256} for one in manifest.files],
+        "files": [
+            {"path": one.path, "size": one.size, "sha256": one.sha256}
+            | ({"version": one.number} if one.number != manifest.number else {})
+            for one in manifest.files
+        ],
     }  # fmt: skip
     return json.dumps(body, indent=1) + "\n"
+
+
+def _uncovered(old: Sequence[File], new: Sequence[File]) -> list[File]:
+    """Return the files in whose place no new one is: neither of the path, nor where one of the two would be a directory."""
+    names = {one.path for one in new}
+    folders = {folder for one in new for folder in _folders(one.path)}
+    return [
+        one for one in old if one.path not in names and one.path not in folders and names.isdisjoint(_folders(one.path))
+    ]  # fmt: skip
+
+
+def _folders(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _is_alive(since: float | None, now: float | None) -> bool:
+    """Whether a turn that began at ``since`` may still go on; both are times of the store."""
+    return since is None or now is None or now - since < _LONGEST_TURN_S
 
 
 def _sha256(path: Path) -> str:

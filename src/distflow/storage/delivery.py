@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,10 @@ class Delivery:
     """Matched from the start of the relative path."""
     dataset: str = ""
     """Of those below the URL; empty: the URL itself is meant."""
-    path: str = ""
-    """Into a dataset: what of the output; empty: all of it."""
+    paths: Sequence[str] = ()
+    """Into a dataset: what of the output; none: all of it."""
+    is_update: bool = False
+    """Into a dataset: over what a version holds, the named one or the latest."""
     mark: str = ""
     """Into a dataset: the same for whoever repeats it."""
     at: float = 0.0
@@ -61,11 +64,17 @@ def deliver(
         files = sources([top], delivery.regex, contents=True, only_files=True)
         moved = upload(store, url, files, patience=patience, told=told)
         return Delivered(words=str(url), files=moved.files, size=moved.size)
-    if delivery.path and not (top / delivery.path).exists():
-        raise StorageError(f"dataset {delivery.dataset}: there is no `{delivery.path}` in it")
-    files = sources([top / delivery.path], delivery.regex, contents=not delivery.path, only_files=True)
+    for path in delivery.paths:
+        if not (top / path).exists():
+            raise StorageError(f"dataset {delivery.dataset}: there is no `{path}` in it")
+    tops = [top / path for path in delivery.paths] or [top]
+    files = sources(tops, delivery.regex, contents=not delivery.paths, only_files=True)
     if not files:
         return Delivered(words=f"dataset {delivery.dataset}", files=0, size=0)
     name, _ = parse_dataset(delivery.dataset)
-    made = Datasets(store, url, patience).add(name, files, mark=delivery.mark, at=delivery.at, told=told)
+    datasets = Datasets(store, url, patience)
+    if delivery.is_update:
+        made = datasets.update(delivery.dataset, files, mark=delivery.mark, at=delivery.at, told=told)
+    else:
+        made = datasets.add(name, files, mark=delivery.mark, at=delivery.at, told=told)
     return Delivered(words=f"dataset {name}:{made.number}", files=len(made.files), size=made.size)

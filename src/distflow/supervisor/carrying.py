@@ -73,8 +73,10 @@ class Errand:
     """Whose output it is, for its node to write."""
     dataset: str = ""
     """Of those below the URL, with a version or without; empty: the URL itself is meant."""
-    path: str = ""
-    """Of an output into a dataset: what of it."""
+    paths: tuple[str, ...] = ()
+    """Of an output into a dataset: what of it; none: all."""
+    is_update: bool = False
+    """Of such an output: it is put over what a version holds."""
     may_stay: bool = False
     """Of an input: nodes can fetch it for themselves, as far as is known."""
 
@@ -231,7 +233,10 @@ def absorb_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[Workfl
 
 
 def _errand(op: str, one: DataSpec, record: WorkflowRecord) -> Errand:
-    return Errand(op=op, url=_filled(one, record), regex=one.regex, dataset=one.dataset, path=one.path)
+    paths = one.paths or ((one.path,) if one.path else ())
+    return Errand(
+        op=op, url=_filled(one, record), regex=one.regex, dataset=one.dataset, paths=paths, is_update=one.is_update
+    )  # fmt: skip
 
 
 def _fetch(op: str, one: DataSpec, record: WorkflowRecord, group: GroupRecord) -> Errand:

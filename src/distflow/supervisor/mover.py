@@ -176,7 +176,13 @@ class Mover:
         # The same for whoever repeats it.
         mark = hashlib.sha256("/".join(str(part) for part in command.identity).encode()).hexdigest()[:16]
         return Delivery(
-            url=errand.url, regex=errand.regex, dataset=errand.dataset, path=errand.path, mark=mark, at=self._clock.now()
+            url=errand.url,
+            regex=errand.regex,
+            dataset=errand.dataset,
+            paths=errand.paths,
+            is_update=errand.is_update,
+            mark=mark,
+            at=self._clock.now(),
         )
 
     def _scratch_of(self, command: Command) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +18,7 @@ from distflow.storage.opening import open_store
 from distflow.storage.trying import Patience
 from distflow.storage.uploading import Source, sources
 from distflow.testing.s3 import S3Server
+from distflow.testing.waiting import wait_until
 
 quickly = partial(Patience, pauses_s=(0.0, 0.0))
 
@@ -56,7 +58,9 @@ def test_versions_are_numbered_and_told_apart(base: tuple[StorageUrl, Path], tmp
     assert [one.number for one in datasets.versions("mnist")] == [1, 2]
     assert datasets.manifest("mnist") == second
     assert datasets.manifest("mnist", 1) == first
-    assert first.files[0] == File(path="x", size=1, sha256="6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b")
+    assert first.files[0] == File(
+        path="x", size=1, sha256="6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b", number=1
+    )
     with pytest.raises(NotFound, match=r"(?s)no version 7.*1, 2"):
         datasets.manifest("mnist", 7)
     assert datasets.fetch(first, tmp_path / "got").files == 2
@@ -129,3 +133,101 @@ def test_what_was_changed_in_the_store_is_noticed(base: tuple[StorageUrl, Path],
     (folder / "versions" / "a" / "1.json").write_text("{}")
     with pytest.raises(StorageError, match="is no manifest"):
         datasets.manifest("a")
+
+
+def put(top: Path, **contents: str) -> tuple[Source, ...]:
+    """Files of a folder of its own; ``__`` in a name stands for a slash."""
+    for name, content in contents.items():
+        path = top / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return sources([top], contents=True)
+
+
+def held(datasets: Datasets, name: str, number: int | None, target: Path) -> dict[str, str]:
+    datasets.fetch(datasets.manifest(name, number), target)
+    return {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
+
+
+def test_an_update_is_what_was_there_and_what_is_new(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    datasets = at(url)
+    with pytest.raises(NotFound, match="no dataset `a`"):
+        datasets.update("a", put(tmp_path / "none", x="1"), mark="m0", at=0.0)
+    first = datasets.add("a", put(tmp_path / "one", x="1", y="1", d__e="1", f="1"), mark="m1", at=1.0)
+    sent: list[tuple[int, int]] = []
+    new = put(tmp_path / "two", y="22", z="2", d="2", f__g="2")
+    second = datasets.update("a", new, mark="m2", at=2.0, told=lambda *moved: sent.append(moved))
+    assert sent[-1] == (5, 5)  # nothing of what was there
+    assert (second.number, second.created) == (first.number + 1, 2.0)
+    # A file takes the place of a directory, and the other way round.
+    assert held(datasets, "a", None, tmp_path / "got") == {"x": "1", "y": "22", "z": "2", "d": "2", "f/g": "2"}
+    told: list[tuple[int, int]] = []
+    assert datasets.fetch(second, tmp_path / "again", told=lambda *moved: told.append(moved)).files == 5
+    assert told[-1] == (6, 6)
+    assert sorted(told) == told
+    # The same writing again is the same version; another one may add to an older version.
+    assert datasets.update("a", new, mark="m2", at=9.0) == second
+    third = datasets.update("a:1", put(tmp_path / "three", only="3"), mark="m3", at=3.0)
+    assert held(datasets, "a", third.number, tmp_path / "old") == {"x": "1", "y": "1", "d/e": "1", "f": "1", "only": "3"}
+    with pytest.raises(NotFound, match="no version 7"):
+        datasets.update("a:7", new, mark="m4", at=4.0)
+    assert not list((folder / "turns").rglob("m*"))
+
+
+def test_what_other_versions_hold_stays_when_one_is_removed(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    datasets = at(url)
+    datasets.add("a", put(tmp_path / "one", x="1", y="1"), mark="m1", at=0.0)
+    datasets.update("a", put(tmp_path / "two", y="2"), mark="m2", at=0.0)
+    datasets.update("a", put(tmp_path / "three", z="3"), mark="m3", at=0.0)
+
+    def data() -> list[str]:
+        return sorted(str(path.relative_to(folder / "data" / "a")) for path in (folder / "data").rglob("*") if path.is_file())
+
+    datasets.remove("a", 1)
+    assert data() == ["1/x", "2/y", "3/z"]
+    assert held(datasets, "a", 3, tmp_path / "got") == {"x": "1", "y": "2", "z": "3"}
+    datasets.remove("a", 3)
+    assert data() == ["1/x", "2/y"]
+    datasets.remove("a", 2)
+    datasets.remove("a", 2)
+    assert data() == []
+
+
+def test_nobodys_files_are_lost_when_several_add_at_the_same_time(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, _ = base
+    at(url).add("a", put(tmp_path / "first", x="1"), mark="m", at=0.0)
+    made = [put(tmp_path / f"of{number}", **{f"rank{number}": str(number)}) for number in range(4)]
+    together = threading.Barrier(4)
+
+    def update(number: int) -> int:
+        datasets = Datasets(open_store(url), url)
+        together.wait(30)
+        return datasets.update("a", made[number], mark=f"m{number}", at=0.0).number
+
+    with ThreadPoolExecutor(4) as pool:
+        numbers = list(pool.map(update, range(4)))
+    assert sorted({1, *numbers}) == [one.number for one in at(url).versions("a")]
+    assert len(set(numbers)) == 4
+    names = {"x": "1", "rank0": "0", "rank1": "1", "rank2": "2", "rank3": "3"}
+    assert held(at(url), "a", None, tmp_path / "got") == names
+
+
+def test_a_turn_that_somebody_did_not_end_passes(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    if url.scheme != "file":
+        pytest.skip("times of the server cannot be set")
+    at(url).add("a", put(tmp_path / "one", x="1"), mark="m1", at=0.0)
+    turn = folder / "turns" / "a" / "gone"
+    turn.parent.mkdir(parents=True)
+    turn.touch()
+    new = put(tmp_path / "two", y="2")
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(at(url).update, "a", new, mark="m2", at=0.0)
+        # It asks, gives way, and asks again.
+        for there in (True, False, True):
+            wait_until(lambda there=there: (turn.parent / "m2").exists() == there, 30)  # type: ignore[misc]
+            assert not made.done()
+        os.utime(turn, (1.0, 1.0))
+        assert made.result(30).number == 2
