@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from distflow.cli.times import iso
 from distflow.cli.views import NO_LINES, LastLines, elapsed_s, queued_s, task_words
@@ -10,24 +11,31 @@ from distflow.lifecycle.states import State
 from distflow.lifecycle.upstream import still_awaited
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 
+if TYPE_CHECKING:
+    from distflow.plan.model import GroupPlan, Plan
+
 __all__ = ["cause_json", "event_json", "list_json", "workflow_json"]
 
 
 def workflow_json(
-    record: WorkflowRecord, *, now: float | None = None, last_lines: LastLines = NO_LINES, verbose: bool = False
+    record: WorkflowRecord, plan: Plan, *, now: float | None = None, last_lines: LastLines = NO_LINES, verbose: bool = False
 ) -> dict[str, object]:
     """Return a workflow as ``query --format-type json`` prints it.
 
     OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``parent_name`` (the id
-    of the workflow that it restarts), ``submit_time``,
-    ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``status``, ``pool``, ``priority``,
+    of the workflow that it restarts) and ``parent_job_id`` (the number in it), ``submit_time``,
+    ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``exec_timeout`` and ``queue_timeout`` (seconds;
+    null without one, or when groups have different ones), ``status``, ``pool``, ``priority``,
     ``labels``, ``tags``, ``warnings``, ``groups``; of a group ``name``, ``status``, its times,
     ``remaining_upstream_groups`` (that have not completed), ``downstream_groups``, ``failure_message``, ``tasks``; of a
     task ``name``, ``retry_id``, ``status``,
-    ``failure_message``, ``exit_code``, ``node_name``, ``lead``, its times. Times are ISO 8601 in UTC without a zone; what is
-    not known is null.
+    ``failure_message``, ``exit_code``, ``node_name``, ``lead``, its times: ``start_time``, ``end_time``; of the latest
+    attempt also ``scheduling_start_time`` and ``initializing_start_time`` of its group, ``input_download_start_time`` and
+    ``input_download_end_time`` of what was fetched here for it, ``output_upload_start_time``.
+    Times are ISO 8601 in UTC without a zone; what is not known is null.
 
-    distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group ``upstream_groups``, ``message`` (what
+    distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group its ``exec_timeout`` and
+    ``queue_timeout``, ``upstream_groups``, ``message`` (what
     it waits for, or why it ended), ``kept_from`` (the id of the workflow in which it completed, when this one restarts
     that), ``first_cause`` (``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
     ``signal``, ``time`` by this machine's clock and how sure that is between nodes, ``rivals`` that failed at the same time
@@ -47,9 +55,12 @@ def workflow_json(
         "submitted_by": record.user,
         "cancelled_by": record.cancel.by if record.cancel else None,
         "parent_name": record.parent,
+        "parent_job_id": int(record.parent.rpartition("-")[2]) if record.parent else None,
+        "exec_timeout": _common(group.timeouts.exec_s for group in plan.groups),
+        "queue_timeout": _common(group.timeouts.queue_s for group in plan.groups),
         **_workflow_fields(record, now),
         "warnings": list(record.warnings),
-        "groups": [_group_json(record, group, now, last_lines, verbose) for group in record.groups],
+        "groups": [_group_json(record, plan.group(group.name), group, now, last_lines, verbose) for group in record.groups],
     }
 
 
@@ -114,7 +125,7 @@ def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, obj
 
 
 def _group_json(
-    record: WorkflowRecord, group: GroupRecord, now: float | None, last_lines: LastLines, verbose: bool
+    record: WorkflowRecord, plan: GroupPlan, group: GroupRecord, now: float | None, last_lines: LastLines, verbose: bool
 ) -> dict[str, object]:
     states = {one.name: one.state for one in record.groups}
     return {
@@ -126,6 +137,8 @@ def _group_json(
         "initializing_start_time": iso(group.initializing_at),
         "start_time": iso(group.running_at),
         "end_time": iso(group.ended_at),
+        "exec_timeout": plan.timeouts.exec_s,
+        "queue_timeout": plan.timeouts.queue_s,
         "upstream_groups": list(group.upstream),
         "remaining_upstream_groups": list(still_awaited(group.upstream, states)),
         "downstream_groups": [one.name for one in record.groups if group.name in one.upstream],
@@ -135,7 +148,7 @@ def _group_json(
         "first_cause": cause_json(group.cause) if group.cause else None,
         "earlier_causes": [cause_json(cause) for cause in group.earlier_causes],
         "tasks": [
-            _task_json(group, task, now, last_lines.get((group.name, task.name, task.attempt)))
+            _task_json(plan, group, task, now, last_lines.get((group.name, task.name, task.attempt)))
             for task in (group.attempts if verbose else group.tasks)
         ],
     }
@@ -151,7 +164,9 @@ def _transfer_json(files: Transfer) -> dict[str, object]:
     }
 
 
-def _task_json(group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None) -> dict[str, object]:
+def _task_json(
+    plan: GroupPlan, group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None
+) -> dict[str, object]:
     moving = group.moving(task)
     failed = task.state in (State.FAILED, State.CANCELED, State.RESCHEDULED)
     return {
@@ -169,6 +184,7 @@ def _task_json(group: GroupRecord, task: TaskRecord, now: float | None, last_lin
         "gpu_ids": list(task.gpu_ids),
         "transfer": _transfer_json(moving) if moving else None,
         "pid": task.pid,
+        **_steps_json(plan, group, task),
         "start_time": iso(task.started_at),
         "end_time": iso(task.ended_at),
         "duration": elapsed_s(task.started_at, task.ended_at, now),
@@ -177,6 +193,33 @@ def _task_json(group: GroupRecord, task: TaskRecord, now: float | None, last_lin
         "output_dir": task.output_dir,
         "out_of_reach": _away_json(task),
     }
+
+
+def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[str, object]:
+    """Return when a task came how far before and after it ran; the record has that of the latest attempt only."""
+    from distflow.supervisor.carrying import fetched_for, written_of  # not for commands that show no tasks
+
+    is_latest = task.attempt == group.attempt
+    scheduling = group.scheduling_at if is_latest else None
+    initializing = group.initializing_at if is_latest else None
+    if scheduling is not None and initializing is not None and initializing < scheduling:
+        initializing = None  # that was the attempt before
+    fetched = fetched_for(plan, group, task.name) if is_latest else []
+    begun = [one.since for one in fetched if one.since is not None]
+    written = [one.since for one in written_of(group, task.name) if one.since is not None] if is_latest else []
+    return {
+        "scheduling_start_time": iso(scheduling),
+        "initializing_start_time": iso(initializing),
+        "input_download_start_time": iso(min(begun, default=None)),
+        "input_download_end_time": iso(max((one.at for one in fetched), default=None)),
+        "output_upload_start_time": iso(min(written, default=None)),
+    }
+
+
+def _common(values: Iterable[float | None]) -> float | None:
+    """Return the value that all have, or ``None``."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
 
 
 def _away_json(task: TaskRecord) -> dict[str, object] | None:

@@ -60,7 +60,8 @@ def query(
             import json
 
             now, lines = SystemClock().now(), _last_lines(directory, record)
-            print(json.dumps(workflow_json(record, now=now, last_lines=lines, verbose=verbose), indent=2))
+            plan = store.plan(record.uuid)
+            print(json.dumps(workflow_json(record, plan, now=now, last_lines=lines, verbose=verbose), indent=2))
         else:
             print(shown(record), end="")
     if exit_status and record.state is not WorkflowState.COMPLETED:

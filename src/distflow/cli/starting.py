@@ -124,7 +124,7 @@ def wait_for_end(directory: StateDirectory, store: Store, record: WorkflowRecord
     if quiet:
         from distflow.cli.documents import workflow_json
 
-        print(json.dumps(workflow_json(final), indent=2))
+        print(json.dumps(workflow_json(final, store.plan(final.uuid)), indent=2))
     if final.state is not WorkflowState.COMPLETED:
         if sys.stderr.isatty():
             _print_causes(final)

@@ -96,6 +96,8 @@ class Carried:
     """Which of the group's: ``fetch/<n>``; which of the task's: ``write/<n>``."""
     task: str
     at: float
+    since: float | None = None
+    """When the transfer began, or began anew after it broke off; ``None`` where nobody noted it."""
     url: str
     """As it may be shown."""
     regex: str = ""

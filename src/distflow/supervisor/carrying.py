@@ -31,12 +31,14 @@ __all__ = [
     "carry_in",
     "carry_out",
     "errand_of",
+    "fetched_for",
     "is_wanted",
     "kept",
     "place_data",
     "relayed",
     "relayed_op",
     "writers",
+    "written_of",
 ]
 
 _FETCH, _WRITE, _RELAY = "fetch", "write", "relay"
@@ -154,6 +156,18 @@ def place_data(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, gro
             shown = f"what is at {found.url}"
             files.append(PlannedFile(path=path, shown=shown, blob=found.digest, size=found.size, mode=0o700, is_tar=True))
     return replace(launch, files=(*launch.files, *files), brings=tuple(brings))
+
+
+def fetched_for(plan: GroupPlan, group: GroupRecord, task: str) -> list[Carried]:
+    """Return what was fetched here of the inputs of a task; several tasks may share it."""
+    wanted = {_content(one) for one in plan.launch(task).url_inputs}
+    ops = {op for op, _, one in _fetches(plan) if _content(one) in wanted}
+    return [one for one in group.carried if one.op in ops and not one.is_direct]
+
+
+def written_of(group: GroupRecord, task: str) -> list[Carried]:
+    """Return what was written of the outputs of a task."""
+    return [one for one in group.carried if one.op.startswith(_WRITE) and one.task == task]
 
 
 def kept(group: GroupRecord) -> tuple[Carried, ...]:

@@ -198,6 +198,7 @@ class _Told:
         self._clock = clock
         self._sink = sink
         self._pace = Pace()
+        self._since = clock.now()
 
     def __call__(self, done: int, total: int) -> None:
         rate = self._pace.due(done)
@@ -218,6 +219,6 @@ class _Told:
     ) -> Carried:  # fmt: skip
         return Carried(
             op=relayed_op(self._command.op) if relayed else self._command.op, task=self._command.task, at=self._clock.now(),
-            url=url or self._errand.words, regex=self._errand.regex, digest=digest, size=size, files=files, content=content,
-            error=relayed or error, is_direct=is_direct, dataset=dataset,
+            since=self._since, url=url or self._errand.words, regex=self._errand.regex, digest=digest, size=size, files=files,
+            content=content, error=relayed or error, is_direct=is_direct, dataset=dataset,
         )  # fmt: skip

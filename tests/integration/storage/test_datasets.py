@@ -12,7 +12,7 @@ import pytest
 
 from distflow.documents.urls import StorageUrl, parse_url
 from distflow.errors import NotFound, StorageError
-from distflow.storage.datasets import Datasets, File
+from distflow.storage.datasets import Datasets, File, Manifest
 from distflow.storage.failures import Halted
 from distflow.storage.opening import open_store
 from distflow.storage.trying import Patience
@@ -201,8 +201,15 @@ def test_nobodys_files_are_lost_when_several_add_at_the_same_time(base: tuple[St
     made = [put(tmp_path / f"of{number}", **{f"rank{number}": str(number)}) for number in range(4)]
     together = threading.Barrier(4)
 
+    class Slow(Datasets):
+        """Lets a moment pass between looking at what is there and writing what shall be."""
+
+        def _put(self, manifest: Manifest) -> None:
+            threading.Event().wait(0.3)
+            super()._put(manifest)
+
     def update(number: int) -> int:
-        datasets = Datasets(open_store(url), url)
+        datasets = Slow(open_store(url), url)
         together.wait(30)
         return datasets.update("a", made[number], mark=f"m{number}", at=0.0).number
 

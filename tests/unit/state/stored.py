@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.plan.model import Plan
+from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Pool
+from distflow.spec.model import Timeouts
 from distflow.state.directory import StateDirectory
 from distflow.state.mirror import Mirror
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord, WorkflowRecord
@@ -129,11 +130,24 @@ def running_group() -> GroupRecord:
     )
 
 
+def plan_of(record: WorkflowRecord) -> Plan:
+    """Return a plan of which a workflow could be the run."""
+    groups = (
+        GroupPlan(
+            name=group.name,
+            launches=tuple(Launch(task=one.name, lead=one.lead, argv=("true",), environment={}) for one in group.tasks),
+            timeouts=Timeouts(exec_s=3600.0),
+        )
+        for group in record.groups
+    )
+    return Plan(name=record.name, pool=record.pool, groups=tuple(groups))
+
+
 def submit(
     store: Store, record: WorkflowRecord, *, spec: str = "workflow: {}\n", events: Iterable[tuple[str, str | None]] = ()
 ) -> WorkflowRecord:
     """Put a workflow into the store, as submission and then the supervisor would; events are pairs of text and task."""
-    plan, pool = Plan(name=record.name, pool=record.pool, groups=()), Pool(name=record.pool, backend="ssh", nodes=())
+    plan, pool = plan_of(record), Pool(name=record.pool, backend="ssh", nodes=())
     fresh = store.submit(record, template=f"# template\n{spec}", spec=spec, plan=plan, pool=pool)
     told = [
         Event(at=T0 + 3 * number, kind="state", text=text, workflow=record.uuid, group="training", task=name, attempt=0)

@@ -1,0 +1,84 @@
+"""Records as documents for programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from distflow.cli.documents import workflow_json
+from distflow.lifecycle.states import State
+from distflow.plan.model import Plan
+from distflow.spec.model import DataSpec, Timeouts
+from distflow.state.record import Carried, WorkflowRecord
+from unit.state.stored import T0, plan_of, running_group, workflow
+
+STEPS = (
+    "scheduling_start_time", "initializing_start_time", "input_download_start_time", "input_download_end_time",
+    "output_upload_start_time",
+)  # fmt: skip
+IN, OWN = DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://b/own")
+
+
+def with_data(record: WorkflowRecord) -> Plan:
+    """A plan in which both tasks take one URL, and the worker another one."""
+    plan = plan_of(record)
+    (group,) = plan.groups
+    master, worker = group.launches
+    launches = (replace(master, url_inputs=(IN,)), replace(worker, url_inputs=(IN, OWN)))
+    return replace(plan, groups=(replace(group, launches=launches),))
+
+
+def steps(record: WorkflowRecord, plan: Plan) -> dict[str, list[str | None]]:
+    """The steps of each attempt: seconds and tenths after T0."""
+    document: Any = workflow_json(record, plan, verbose=True)
+    return {
+        f"{task['name']} {task['retry_id']}": [None if task[name] is None else task[name][-6:] for name in STEPS]
+        for task in document["groups"][0]["tasks"]
+    }
+
+
+def test_steps_of_a_task_are_told_where_they_are_known() -> None:
+    carried = (
+        Carried(op="fetch/0", task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
+        Carried(op="fetch/1", task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
+        Carried(op="relay/write/0", task="worker", since=T0 + 20, at=T0 + 21, url="s3://b/out", error="no driver"),
+        Carried(op="write/0", task="worker", since=T0 + 22, at=T0 + 23, url="s3://b/out"),
+    )
+    group = replace(running_group(), carried=carried)
+    record = replace(workflow(), groups=(group,))
+    plan = with_data(record)
+    second = int(T0 % 60)
+
+    def at(seconds: int) -> str:
+        return f"{(second + seconds) % 60:02}.000"
+
+    assert steps(record, plan) == {
+        "master 0": [at(1), at(2), at(3), at(4), None],
+        "worker 0": [at(1), at(2), at(2), at(7), at(22)],
+    }
+    # What nodes fetched by themselves was only looked up here, and what an older supervisor noted has no begin.
+    old = replace(group, carried=(replace(carried[0], is_direct=True), replace(carried[1], since=None)))
+    record = replace(record, groups=(old,))
+    assert steps(record, plan)["worker 0"] == [at(1), at(2), None, at(7), None]
+    assert steps(record, plan)["master 0"] == [at(1), at(2), None, None, None]
+    # Of an attempt before, and of one that waits for nodes again, nothing is made up.
+    again = replace(
+        group, attempt=1, scheduling_at=T0 + 30, carried=(), tasks=tuple(replace(one, attempt=1) for one in group.tasks),
+        earlier=tuple(replace(one, state=State.RESCHEDULED) for one in group.tasks),
+    )  # fmt: skip
+    told = steps(replace(record, groups=(again,)), plan)
+    assert told["master 1"] == [at(30), None, None, None, None]
+    assert told["master 0"] == [None] * 5
+
+
+def test_a_timeout_is_the_workflows_where_all_groups_have_it() -> None:
+    record = replace(workflow(groups=(running_group(),)), parent="digits-old-12")
+    (group,) = plan_of(record).groups
+    short = replace(group, timeouts=Timeouts(exec_s=60.0, queue_s=5.0))
+    same = replace(plan_of(record), groups=(group,))
+    other = replace(same, groups=(short, replace(group, name="other", timeouts=Timeouts(exec_s=3600.0, queue_s=5.0))))
+    document: Any = workflow_json(record, same)
+    assert (document["exec_timeout"], document["queue_timeout"], document["parent_job_id"]) == (3600.0, None, 12)
+    document = workflow_json(record, other)
+    assert (document["exec_timeout"], document["queue_timeout"]) == (None, 5.0)
+    assert (document["groups"][0]["exec_timeout"], document["groups"][0]["queue_timeout"]) == (60.0, 5.0)
