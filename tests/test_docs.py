@@ -56,6 +56,7 @@ REASONS = {
     "changes your shell",
     "needs a git repository",
     "needs a container engine",
+    "needs tensorboard",
     "needs a crash",
     "needs a second machine",
     "needs a gang that hangs",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from distflow.cli.metrictext import NO_METRICS, GroupMetrics
 from distflow.cli.times import iso
 from distflow.cli.views import NO_LINES, LastLines, elapsed_s, queued_s, task_words
 from distflow.lifecycle.states import State
 from distflow.lifecycle.upstream import still_awaited
+from distflow.state.metrics import Latest
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 
 if TYPE_CHECKING:
@@ -18,7 +20,13 @@ __all__ = ["cause_json", "event_json", "list_json", "workflow_json"]
 
 
 def workflow_json(
-    record: WorkflowRecord, plan: Plan, *, now: float | None = None, last_lines: LastLines = NO_LINES, verbose: bool = False
+    record: WorkflowRecord,
+    plan: Plan,
+    *,
+    now: float | None = None,
+    last_lines: LastLines = NO_LINES,
+    metrics: GroupMetrics = NO_METRICS,
+    verbose: bool = False,
 ) -> dict[str, object]:
     """Return a workflow as ``query --format-type json`` prints it.
 
@@ -40,10 +48,11 @@ def workflow_json(
     that), ``first_cause`` (``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
     ``signal``, ``time`` by this machine's clock and how sure that is between nodes, ``rivals`` that failed at the same time
     as far as the clocks tell, ``lines``, ``traceback``, what the ``kernel`` said) and ``earlier_causes`` (one for each
-    earlier attempt); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or output that are on
-    their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``, the ``url`` that they come from or go to, the
-    ``image`` that is pulled), ``pid``, ``signal``, ``duration``, ``last_line``, ``outputs``, ``output_dir``,
-    ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
+    earlier attempt), ``metrics`` (the latest of its first rank, as far as the end of its log shows them: ``task``,
+    ``retry_id``, ``rank``, ``step``, ``values``; null without any); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``,
+    ``transfer`` (of its files or output that are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``, the
+    ``url`` that they come from or go to, the ``image`` that is pulled), ``pid``, ``signal``, ``duration``, ``last_line``,
+    ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
 
     Groups and tasks stand in the order of the spec; with ``verbose`` earlier attempts of a task follow it, the latest first.
     ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node. Without ``now``,
@@ -60,7 +69,11 @@ def workflow_json(
         "queue_timeout": _common(group.timeouts.queue_s for group in plan.groups),
         **_workflow_fields(record, now),
         "warnings": list(record.warnings),
-        "groups": [_group_json(record, plan.group(group.name), group, now, last_lines, verbose) for group in record.groups],
+        "groups": [
+            _group_json(record, plan.group(group.name), group, now, last_lines, verbose)
+            | {"metrics": _metrics_json(metrics.get(group.name))}
+            for group in record.groups
+        ],
     }
 
 
@@ -151,6 +164,18 @@ def _group_json(
             _task_json(plan, group, task, now, last_lines.get((group.name, task.name, task.attempt)))
             for task in (group.attempts if verbose else group.tasks)
         ],
+    }
+
+
+def _metrics_json(latest: Latest | None) -> dict[str, object] | None:
+    if latest is None:
+        return None
+    return {
+        "task": latest.task,
+        "retry_id": latest.attempt,
+        "rank": latest.rank,
+        "step": latest.step,
+        "values": dict(latest.values),
     }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distflow.cli import wiring
+from distflow.cli.metrictext import holds_rank
 from distflow.cli.times import local_second
 from distflow.errors import NotFound
 from distflow.state.directory import StateDirectory, find_state_directory
@@ -113,7 +114,7 @@ def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collecti
             raise NotFound(f"{record.id} has no task {name!r}", hint=did_you_mean(name, known, what="tasks"))
     chosen = set(names)
     for rank in ranks:
-        holders = {task.name for _, task in tasks if _holds(task.ranks, rank)}
+        holders = {task.name for _, task in tasks if holds_rank(task.ranks, rank)}
         if not holders:
             held = ", ".join(f"{task.name} {task.ranks}" for _, task in tasks if task.ranks)
             raise NotFound(
@@ -121,11 +122,6 @@ def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collecti
             )
         chosen |= holders
     return [(group, task) for group, task in tasks if not (names or ranks) or task.name in chosen]
-
-
-def _holds(ranks: str, rank: int) -> bool:
-    first, _, last = ranks.partition("-")
-    return bool(first) and int(first) <= rank <= int(last or first)
 
 
 def _tell_age(directory: StateDirectory, store: Store, record: WorkflowRecord) -> None:

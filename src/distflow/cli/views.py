@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from distflow.cli.metrictext import NO_METRICS, GroupMetrics, metric_lines
 from distflow.cli.reach import nodes_away
 from distflow.cli.tables import Paint, cut, plain, table
 from distflow.cli.times import duration, local_minute, local_second
@@ -43,6 +44,7 @@ def workflow_text(
     *,
     now: float,
     last_lines: LastLines = NO_LINES,
+    metrics: GroupMetrics = NO_METRICS,
     paint: Paint | None = None,
     width: int | None = None,
     verbose: bool = False,
@@ -74,6 +76,8 @@ def workflow_text(
     for group in record.groups:
         lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
         lines += [f"  {line}" for line in _group_words(record, group, paint)]
+        if group.name in metrics:
+            lines += [f"  {line}" for line in metric_lines(group, metrics[group.name])]
         lines += [f"  {line}" for away in nodes_away(group) for line in _lines(away.words)]
         tasks = group.attempts if verbose else group.tasks
         rows = [_task_row(group, task, now, last_lines, paint, verbose) for task in tasks]

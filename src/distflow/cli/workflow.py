@@ -19,6 +19,7 @@ class _Workflow(LazyGroup):
             "why": ("distflow.cli.why:app", "Tell why a workflow failed: first cause and timeline."),
             "list": ("distflow.cli.list:app", "List workflows, the newest last."),
             "logs": ("distflow.cli.logs:app", "Show what the tasks print."),
+            "metrics": ("distflow.cli.metrics:app", "Show the metrics that its tasks print."),
             "events": ("distflow.cli.events:app", "Tell a workflow's story."),
             "stacks": ("distflow.cli.stacks:app", "Show where its processes are just now."),
             "exec": ("distflow.cli.exec:app", "Run a command beside a running task."),

@@ -1,0 +1,143 @@
+"""Metrics: what programs say of themselves on lines of JSON in their output, read back from the mirrored logs. Pure.
+
+A line counts when it is a JSON object with a whole number ``step``: ``{"step": 3, "loss": 0.5, "rank": 0}``, as
+``distflow.train.report`` prints it and as any program may. All other output is passed over. A launcher's prefix such as
+``[default0]:`` (torchrun's ``--tee``) may stand before it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from distflow.state.logs import LogLine
+
+__all__ = ["Latest", "Metric", "Scalar", "latest", "number", "parse_metric", "read_metrics"]
+
+Scalar = str | int | float | bool | None
+"""What a metric may be."""
+
+_LONGEST = 16 << 10
+_MOST_VALUES = 64
+_LONGEST_TEXT = 200
+_MOST_WHOLE = 1 << 53
+"""Larger whole numbers are not exact as floats: as values they become texts, as steps they do not count."""
+_PREFIX = re.compile(r"\[[\w ./-]{1,64}\]:?\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One line of metrics."""
+
+    task: str
+    attempt: int
+    rank: int | None
+    """``None`` when the line does not say."""
+    step: int
+    values: Mapping[str, Scalar]
+    """Without ``step`` and ``rank``; NaN and infinities are texts, as JSON has no word for them."""
+    time: float | None
+    """Seconds since the epoch by the node's clock; ``None`` when the node could not note it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Latest:
+    """What one rank of a task said last."""
+
+    task: str
+    attempt: int
+    rank: int | None
+    step: int = 0
+    time: float | None = None
+    values: dict[str, Scalar] = field(default_factory=dict)
+    """The latest value of each name; some may be older than ``step``."""
+
+    def take(self, metric: Metric) -> None:
+        """Take over what a later line says; beyond some hundred names only known ones."""
+        self.step, self.time = metric.step, metric.time
+        for name, value in metric.values.items():
+            if name in self.values or len(self.values) < 4 * _MOST_VALUES:
+                self.values[name] = value
+
+
+def parse_metric(text: str) -> tuple[int, int | None, dict[str, Scalar]] | None:
+    """Return step, rank and values of a line, or ``None`` when it is no metric.
+
+    Values that are lists or objects are left out, long texts are cut, and of more than 64 values the first ones are taken.
+
+    >>> parse_metric('{"step": 3, "loss": 0.5, "rank": 1}')
+    (3, 1, {'loss': 0.5})
+    >>> parse_metric("epoch 3: loss 0.5") is None
+    True
+    """
+    text = text.strip()
+    if not text.endswith("}") or len(text) > _LONGEST:
+        return None
+    if text.startswith("["):
+        prefix = _PREFIX.match(text)
+        text = text[prefix.end() :] if prefix else text
+    if not text.startswith("{") or '"step"' not in text:
+        return None
+    import json  # noqa: PLC0415 (`query` of a workflow without metrics starts without it)
+
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    step, rank = _whole(record.pop("step", None)), _whole(record.pop("rank", None))
+    if step is None:
+        return None
+    values = {name: _scalar(value) for name, value in record.items() if not isinstance(value, list | dict)}
+    return step, rank, dict(list(values.items())[:_MOST_VALUES])
+
+
+def read_metrics(lines: Iterable[LogLine], *, rank: int | None = None) -> Iterator[Metric]:
+    """Yield the metrics among the lines of logs, in their order; with ``rank``, that one's only."""
+    for line in lines:
+        found = parse_metric(line.text)
+        if found is not None and rank in (None, found[1]):
+            step, by, values = found
+            yield Metric(task=line.task, attempt=line.attempt, rank=by, step=step, values=values, time=line.time)
+
+
+def latest(metrics: Iterable[Metric]) -> list[Latest]:
+    """Return what each rank of each task said last, tasks in the order of their first line, ranks by number.
+
+    Attempts must come in their order: with the first line of a later one, what the ranks of an earlier one said is past.
+    """
+    tasks: dict[str, dict[int | None, Latest]] = {}
+    attempts: dict[str, int] = {}
+    for metric in metrics:
+        ranks = tasks.setdefault(metric.task, {})
+        if metric.attempt > attempts.get(metric.task, 0):
+            ranks.clear()
+        attempts[metric.task] = metric.attempt
+        if metric.rank not in ranks:
+            ranks[metric.rank] = Latest(task=metric.task, attempt=metric.attempt, rank=metric.rank)
+        ranks[metric.rank].take(metric)
+    return [
+        one for ranks in tasks.values() for _, one in sorted(ranks.items(), key=lambda pair: (pair[0] or 0, pair[0] is None))
+    ]
+
+
+def number(value: Scalar) -> float | None:
+    """Return a value as a finite number, or ``None`` when it is none: a text, NaN, an infinity."""
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_WHOLE:
+        return value
+    return None
+
+
+def _scalar(value: Scalar) -> Scalar:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and abs(value) > _MOST_WHOLE:
+        return str(value)[:_LONGEST_TEXT]
+    return value[:_LONGEST_TEXT] if isinstance(value, str) else value

@@ -1,0 +1,197 @@
+"""``metrics``: the latest values, every line for programs, plots and TensorBoard; and what ``query`` shows of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distflow.cli.plot import plot
+from distflow.lifecycle.states import WorkflowState
+from distflow.state.record import WorkflowRecord
+from unit.cli.screen import Screen, hold_against
+from unit.state.stored import T0, completed_group, running_group, submit, supervised, task_log, workflow, write_log
+
+
+def metric(**values: object) -> bytes:
+    """A line of metrics."""
+    return f"{json.dumps(values)}\n".encode()
+
+
+PACE = {"step_s": 0.2, "samples_per_s": 320.5, "imbalance": 1.9, "stragglers": "9", "max_memory_bytes": 1000}
+
+
+def fill(screen: Screen, record: WorkflowRecord) -> None:
+    """Let two tasks print metrics among other lines."""
+    said = [metric(step=step, loss=8.0 / step, rank=0) for step in (1, 2, 4, 8)]
+    task_log(screen.directory, record, "master", [(T0 + 20, b"begins\n"), *((T0 + 30, line) for line in said)])
+    task_log(screen.directory, record, "master", [(T0 + 31, metric(step=8, rank=0, **PACE) + b"{not a metric}\n")])
+    task_log(screen.directory, record, "worker", [(T0 + 29.5, metric(step=7, loss=float("nan"), rank=9))])
+
+
+@pytest.fixture
+def trained(screen: Screen) -> WorkflowRecord:
+    """Store a workflow that completed, with metrics in its logs."""
+    record = submit(screen.store, workflow([completed_group()]))
+    fill(screen, record)
+    return record
+
+
+def test_the_latest_values_stand_by_task_and_rank(screen: Screen, trained: WorkflowRecord) -> None:
+    assert screen.run("metrics", trained.id) == 0
+    assert screen.err == ""
+    hold_against("metrics.txt", screen.out)
+    assert "slow: rank 9 (worker on worker-node)" in screen.out
+
+
+def test_programs_get_every_line(screen: Screen, trained: WorkflowRecord) -> None:
+    assert screen.run("metrics", trained.id, "-t", "json") == 0
+    hold_against("metrics.json", screen.out)
+    assert [one["step"] for one in json.loads(screen.out)["metrics"]] == [1, 2, 4, 8, 8, 7]
+    assert screen.run("metrics", trained.id, "-t", "csv", "-k", "loss") == 0
+    rows = list(csv.reader(io.StringIO(screen.out)))
+    assert rows[0] == ["task", "retry_id", "rank", "step", "time", "loss"]
+    assert [row[3:] for row in rows[1:]][-2:] == [
+        ["8", "2025-04-11T21:31:37.000", "1.0"],
+        ["7", "2025-04-11T21:31:36.500", "nan"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (("--rank", "9"), [7]), (("--task", "master"), [1, 2, 4, 8, 8]), (("-k", "step_s"), [8]), (("-r", "1"), []),
+        (("-k", "loss", "-k", "step_s", "--rank", "0"), [1, 2, 4, 8, 8]),
+    ],
+)  # fmt: skip
+def test_some_of_them_can_be_chosen(
+    screen: Screen, trained: WorkflowRecord, options: tuple[str, ...], steps: list[int]
+) -> None:
+    assert screen.run("metrics", trained.id, *options, "-t", "json") == 0
+    assert [one["step"] for one in json.loads(screen.out)["metrics"]] == steps
+
+
+def test_a_plot_shows_the_loss_unless_another_is_asked_for(screen: Screen, trained: WorkflowRecord) -> None:
+    assert screen.run("metrics", trained.id, "--plot") == 0
+    hold_against("metrics_plot.txt", screen.out)
+    assert screen.run("metrics", trained.id, "--plot", "-k", "step_s", "-k", "stragglers") == 0
+    assert screen.out.splitlines()[0] == "step_s"
+    assert screen.err == "stragglers has no numbers to draw\n"
+
+
+def test_steps_that_came_again_are_drawn_once(screen: Screen) -> None:
+    group = completed_group()
+    again = replace(group, attempt=1, tasks=tuple(replace(one, attempt=1) for one in group.tasks))
+    record = submit(screen.store, workflow([again]))
+    task_log(screen.directory, record, "master", [(T0, metric(step=1, loss=1.0) + metric(step=2, loss=900.0))])
+    folder = screen.directory.logs / record.uuid / "training" / "master" / "1"
+    write_log(folder, [(T0, metric(step=2, loss=2.0) + metric(step=3, loss=3.0))])
+    assert screen.run("metrics", record.id, "--plot") == 0
+    assert "900" not in screen.out
+    assert screen.run("metrics", record.id) == 0
+    assert screen.out.splitlines()[2].split() == ["master", "1", "-", "3", "3"]
+
+
+def test_without_metrics_that_is_said(screen: Screen) -> None:
+    record = submit(screen.store, workflow([completed_group()]))
+    for options, shown in (((), ""), (("--plot",), ""), (("-t", "csv"), "task,retry_id,rank,step,time\n")):
+        assert screen.run("metrics", record.id, *options) == 0
+        assert screen.out == shown
+        assert screen.err == f'{record.id} has printed no metrics: lines such as {{"step": 1, "loss": 0.5}}\n'
+
+
+def test_an_unknown_name_is_answered_with_those_there_are(screen: Screen, trained: WorkflowRecord) -> None:
+    assert screen.run("metrics", trained.id, "-k", "los") == 2
+    assert "has no metric 'los'" in screen.err
+    assert "loss" in screen.err.split("'los'")[1]
+    assert screen.run("metrics", trained.id, "--plot", "-t", "csv") == 2
+    assert "exclude each other" in screen.err
+
+
+def test_query_shows_the_latest_step_and_its_pace(screen: Screen) -> None:
+    record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
+    with supervised(screen.directory):
+        assert screen.run("query", record.id, "-t", "json") == 0
+        assert json.loads(screen.out)["groups"][0]["metrics"] is None
+        fill(screen, record)
+        assert screen.run("query", record.id) == 0
+        lines = screen.out.splitlines()
+        place = lines.index("Group training: RUNNING")
+        assert lines[place + 1] == "  step 8: loss 1 (rank 0)"
+        pace = "0.2 s a step, 320.5 samples/s, the slowest rank takes 1.9 × the mean, slow: rank 9 (worker on worker-node)"
+        assert lines[place + 2] == f"  {pace}"
+        assert screen.run("query", record.id, "-t", "json") == 0
+    found = json.loads(screen.out)["groups"][0]["metrics"]
+    assert found == {"task": "master", "retry_id": 0, "rank": 0, "step": 8, "values": {"loss": 1.0, **PACE}}
+
+
+def test_without_tensorboard_the_remedy_is_named(
+    screen: Screen, trained: WorkflowRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    assert screen.run("metrics", trained.id, "--tensorboard", str(tmp_path / "runs")) == 2
+    assert "pip install tensorboard" in screen.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_tensorboard_gets_a_run_for_each_rank(
+    screen: Screen, trained: WorkflowRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[str, str, float, int, float | None]] = []
+    closed: list[str] = []
+
+    class Writer:
+        """What tensorboard.summary.Writer does for us, kept in a list."""
+
+        def __init__(self, place: str) -> None:
+            self.run = Path(place).name
+
+        def add_scalar(self, tag: str, data: float, step: int, *, wall_time: float | None = None) -> None:
+            written.append((self.run, tag, data, step, wall_time))
+
+        def close(self) -> None:
+            closed.append(self.run)
+
+    fake = types.ModuleType("tensorboard.summary")
+    vars(fake).update(Writer=Writer, DirectoryOutput=str)
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", fake)
+    folder = tmp_path / "a" / "runs"
+    assert screen.run("metrics", trained.id, "--tensorboard", str(folder)) == 0
+    assert [row for row in written if row[1] == "loss"] == [
+        ("master-rank-0", "loss", 8.0 / step, step, T0 + 30) for step in (1, 2, 4, 8)
+    ]
+    assert closed == ["master-rank-0"]  # the worker's only value is NaN
+    assert screen.out.startswith("8 values written to ")
+    assert screen.run("metrics", trained.id, "--tensorboard", str(folder)) == 2
+    assert "is there already" in screen.err
+
+
+def test_a_real_tensorboard_reads_what_was_written(screen: Screen, trained: WorkflowRecord, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-not-found, unused-ignore]
+        EventAccumulator,
+    )
+
+    assert screen.run("metrics", trained.id, "--tensorboard", str(tmp_path / "runs")) == 0
+    events = EventAccumulator(str(tmp_path / "runs" / "master-rank-0"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("loss")] == [1, 2, 4, 8]
+
+
+def test_plots_of_odd_numbers_stay_in_their_frame() -> None:
+    assert plot("none", {}) == "none\n"
+    one = plot("one", {"a": [(5, 2.0)]}, width=30, height=3)
+    assert one.splitlines()[3].startswith("2  |*")
+    huge = plot("huge", {"a": [(0, -1.7e308), (1, 1.7e308)]}, width=30, height=3)
+    assert huge.count("*") == 2
+    many = plot("many", {f"rank {number}": [(number, float(number))] for number in range(9)}, width=60)
+    assert many.splitlines()[-1].endswith("@ rank 5, . 3 more")
+    assert max(len(line) for line in many.splitlines()[:-1]) <= 60
