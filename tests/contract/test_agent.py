@@ -1022,3 +1022,28 @@ def test_a_task_that_must_not_run_unattended_stops_itself(node: NodeUnderTest) -
     end = wait_until(lambda: node.record(attempt), 20)
     assert (end["reason"], end["why"], end["exit_code"]) == ("unattended", "NODE_LOST", 0)
     assert node.record(other) is None
+
+
+def test_heartbeats_are_told_after_pings_once_each(node: NodeUnderTest) -> None:
+    link = node.connect()
+    shell = 'trap "touch $DISTFLOW_HEARTBEAT; echo beaten" USR1; echo there; while :; do sleep 0.05; done'
+    attempt = node.start(link, ["bash", "-c", shell])
+    silent = node.start(link, ["sleep", "600"])
+    wait_until(lambda: "there" in node.output(attempt), 20)
+
+    def beats() -> list[Event]:
+        # What was pushed behind one ping is there before the next one is answered.
+        link.request("ping")
+        link.request("ping")
+        return [event for event in node.events if event["event"] == "beat"]
+
+    assert beats() == []
+    for count in (1, 2):
+        os.kill(node.state(attempt)["command"]["pid"], signal.SIGUSR1)
+        wait_until(lambda count=count: node.output(attempt).count("beaten") == count, 20)  # type: ignore[misc]
+        told = beats()
+        assert len(told) == count
+        assert told[-1]["attempt"] == attempt
+        assert 0 <= told[-1]["age_s"] < 20
+        assert beats() == told
+    assert not (node.directory(silent) / "heartbeat").exists()

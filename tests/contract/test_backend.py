@@ -63,6 +63,7 @@ class Bench:
     tick: Callable[[], object] = lambda: None
     seen: list[Observation] = field(default_factory=list)
     logs: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    beats: list[tuple[str, float]] = field(default_factory=list)
 
     def size(self, key: AttemptKey, file: str) -> int:
         return len(self.logs.get((key.name, file), b""))
@@ -71,6 +72,9 @@ class Bench:
         held = self.logs.get((key.name, file), b"")
         assert offset <= len(held), "a gap in the log"
         self.logs[key.name, file] = held[:offset] + data
+
+    def beat(self, key: AttemptKey, at: float) -> None:
+        self.beats.append((key.name, at))
 
     def await_one(self, kind: type[T], **match: Any) -> T:
         def find() -> T | None:

@@ -82,3 +82,36 @@ def test_a_gang_that_may_hang_is_reported_and_not_ended(cli: Cli) -> None:
     assert "may hang" in cli.run("workflow", "query", workflow).out
     go.touch()
     cli.await_status(workflow, "COMPLETED")
+
+
+BEATS = """
+workflow:
+  name: beats
+  timeout: {hang_timeout: 6s}
+  tasks:
+  - name: one
+    command: [python3, beats.py]
+    files:
+    - path: beats.py
+      contents: |
+        import os, time
+
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            open(os.environ["DISTFLOW_HEARTBEAT"], "w").close()
+            time.sleep(0.1)
+        open("MARK", "w").close()
+        time.sleep(600)
+"""
+
+
+def test_a_heartbeat_is_a_sign_of_life_until_it_stops(cli: Cli) -> None:
+    cli.configure(ping="1s")
+    mark = cli.folder / "mark"
+    workflow = cli.submit(cli.spec(BEATS.replace("MARK", str(mark))))
+    wait_until(mark.exists, 60)
+    # Ten seconds without a word, of which six are allowed.
+    assert "may hang" not in cli.run("workflow", "events", workflow).out
+    assert cli.logs(workflow) == ""
+    wait_until(lambda: "may hang" in cli.run("workflow", "events", workflow).out, 60)
+    assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0

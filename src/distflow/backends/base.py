@@ -293,6 +293,10 @@ class LogSink(Protocol):
         """Take what stands at ``offset``; what is here already may come again."""
         ...
 
+    def beat(self, key: AttemptKey, at: float) -> None:
+        """Take note that an attempt gave a sign of life at ``at``, in seconds since the epoch by our clock. Never raises."""
+        ...
+
 
 class Backend(Protocol):
     """Runs plans on one pool.

@@ -89,7 +89,7 @@ class _Agent:
         self._upkeep: Optional[Upkeep] = None
         self._ops: Dict[str, Callable[[Json, _Answer], None]] = {
             "hello": self._hello,
-            "ping": lambda _request, answer: answer({"now": now()}),
+            "ping": self._ping,
             "lease": self._lease,
             "stage": lambda request, answer: answer({"missing": blobs.missing(root, request["blobs"])}),
             "prepare": self._prepare,
@@ -326,6 +326,10 @@ class _Agent:
     def _untail(self, request: Json, answer: _Answer) -> None:
         self._tails.remove(int(request["stream"]))
         answer({})
+
+    def _ping(self, _request: Json, answer: _Answer) -> None:
+        answer({"now": now()})
+        self._watches.tell_beats()
 
     def _credit(self, request: Json, answer: _Answer) -> None:
         self._tails.credit(int(request["stream"]), int(request["bytes"]))

@@ -14,7 +14,10 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 from distflow.runtime import nc, processes
 from distflow.runtime.wire import Json
 
-__all__ = ["PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn", "with_prelude"]
+__all__ = ["HEARTBEAT", "PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn", "with_prelude"]
+
+HEARTBEAT = "heartbeat"
+"""Beside the attempt's other files: programs touch it as a sign of life (``DISTFLOW_HEARTBEAT``)."""
 
 PLACEHOLDER = "@@ATTEMPT_DIR@@"
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -68,6 +71,7 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     env.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, "error.json"))
     env["DISTFLOW_ATTEMPT"] = attempt
     env["DISTFLOW_ATTEMPT_DIR"] = directory
+    env["DISTFLOW_HEARTBEAT"] = os.path.join(directory, HEARTBEAT)
     return env
 
 

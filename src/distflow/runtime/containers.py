@@ -245,7 +245,7 @@ def _variables(launch: Json, env: Dict[str, str]) -> List[str]:
 
 
 def _names(launch: Json, env: Dict[str, str]) -> List[str]:
-    ours = ["DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "TORCHELASTIC_ERROR_FILE"]
+    ours = ["DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "DISTFLOW_HEARTBEAT", "TORCHELASTIC_ERROR_FILE"]
     ours += ["PYTHONPATH"] if launch.get("python_path") else []
     return sorted({*launch["env"], *(launch.get("secret_env") or {}), *(name for name in ours if name in env)} - {"PATH"})
 

@@ -58,7 +58,7 @@ def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
 
     def work() -> Json:
         env = command.environment(launch, "", root)
-        for name in ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "TORCHELASTIC_ERROR_FILE"):
+        for name in ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "DISTFLOW_HEARTBEAT", "TORCHELASTIC_ERROR_FILE"):
             env.pop(name, None)
         return _run(command.with_prelude(argv, prelude, env), timeout_s, env=env, cwd=root, umask=umask)
 

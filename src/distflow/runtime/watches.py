@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Callable, Dict, List, Optional, Union
 
-from distflow.runtime import attempts, orphans, processes, records
+from distflow.runtime import attempts, command, orphans, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.loop import Loop
 from distflow.runtime.pairlink import PairLink
@@ -28,6 +28,8 @@ class Watch:
         """The status that the other side knows."""
         self.is_new = False
         """Leased by this agent a moment ago: its pair has not said a word yet."""
+        self.beaten_at = 0.0
+        """When its heartbeat was touched last, as far as that was told; seconds since the epoch by the node's clock."""
         self.keeper: Optional[int] = None
         self.when_up: List[Callable[[], None]] = []
         """Called when the pair has spoken for the first time, or will never."""
@@ -94,6 +96,19 @@ class Watches:
             self._push({"event": "status", "attempt": watch.attempt, "status": status, "at": now()})
         self._on_output(watch.attempt, status["phase"] == "ended")
         return status
+
+    def tell_beats(self) -> None:
+        """Tell of every running attempt whose heartbeat was touched since this was asked last."""
+        for watch in self._watches.values():
+            if watch.link is None:
+                continue
+            try:
+                at = os.stat(os.path.join(watch.directory, command.HEARTBEAT), follow_symlinks=False).st_mtime
+            except OSError:
+                continue
+            if at != watch.beaten_at:
+                watch.beaten_at = at
+                self._push({"event": "beat", "attempt": watch.attempt, "age_s": max(0.0, now() - at)})
 
     def stop_the_stuck(self, watch: Watch, grace_s: float, is_done: Callable[[], bool]) -> None:
         """Kill a keeper that does not even confirm a stop (somebody may have sent it SIGSTOP): the runner does the rest."""

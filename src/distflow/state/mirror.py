@@ -2,17 +2,19 @@
 
 ``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds ``output.log`` (raw bytes) and ``output.idx`` (for each
 read on the node one little-endian record ``<dQ``: seconds since the epoch, offset of its first byte), as the node
-wrote them (``docs/agent-protocol.md``).
+wrote them (``docs/agent-protocol.md``), and ``heartbeat``, empty, whose time is that of the attempt's last one, by our clock.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["INDEX", "OUTPUT", "Mirror", "attempt_name"]
 
 OUTPUT, INDEX = "output.log", "output.idx"
+HEARTBEAT = "heartbeat"
 
 _TAIL_BYTES = 16384
 
@@ -50,12 +52,25 @@ class Mirror:
         finally:
             os.close(handle)
 
-    def grew_at(self, workflow: str, group: str, task: str, attempt: int) -> float | None:
-        """Return when output of an attempt came here last (seconds since the epoch); ``None`` when none has."""
-        try:
-            return (self.folder(workflow, group, task, attempt) / OUTPUT).stat().st_mtime
-        except FileNotFoundError:
-            return None
+    def beat(self, attempt: str, at: float) -> None:
+        """Take note that an attempt touched its heartbeat at ``at`` (seconds since the epoch); a full disk forgets it."""
+        path = self.root / attempt / HEARTBEAT
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600)
+            os.utime(path, (at, at))
+
+    def alive_at(self, workflow: str, group: str, task: str, attempt: int) -> float | None:
+        """Return when output of an attempt came here last, or it touched its heartbeat (seconds since the epoch).
+
+        ``None`` when neither was.
+        """
+        folder = self.folder(workflow, group, task, attempt)
+        times = []
+        for name in (OUTPUT, HEARTBEAT):
+            with suppress(FileNotFoundError):
+                times.append((folder / name).stat().st_mtime)
+        return max(times, default=None)
 
     def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[str, ...]:
         """Return the last lines that an attempt printed, as far as they are here; fewer when they are very long."""

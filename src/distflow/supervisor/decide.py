@@ -134,13 +134,13 @@ class _Step(Starting):
         limit = self.plan.timeouts.hang_s
         if limit is None or any(self._unreachable(task) for task in self.group.tasks):
             return
-        printed = (self.world.printed_at.get((self.record.uuid, self.group.name, task.name)) for task in self.group.tasks)
-        silent_since = max([self.group.running_at or self.now, *(at for at in printed if at is not None)])
+        signs = (self.world.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in self.group.tasks)
+        silent_since = max([self.group.running_at or self.now, *(at for at in signs if at is not None)])
         if self.now < silent_since + limit:
             self.decision.wake(silent_since + limit)
             if self.group.message.startswith(_HANGS):
                 self.group = replace(self.group, message="")
-                self._tell(f"{self.group.name}: prints again")
+                self._tell(f"{self.group.name}: gives signs of life again")
             return
         words = f"{_HANGS}: no task has printed anything for {seconds_text(limit)} (hang_timeout)"
         self._say(f"{words}; where its processes are: distflow workflow stacks {self.record.id}")

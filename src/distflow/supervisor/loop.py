@@ -303,17 +303,17 @@ class Supervisor:
             nodes=MappingProxyType(self._nodes),
             in_flight=frozenset(self._in_flight),
             lines=lines,
-            printed_at=self._printed_at(),
+            alive_at=self._alive_at(),
         )
 
-    def _printed_at(self) -> dict[tuple[str, str, str], float]:
+    def _alive_at(self) -> dict[tuple[str, str, str], float]:
         return {
             (uuid, group.name, task.name): at
             for uuid, workflow in self._workflows.items()
             for group in workflow.record.groups
             if group.state is State.RUNNING and workflow.plan.group(group.name).timeouts.hang_s is not None
             for task in group.tasks
-            if (at := self._mirror.grew_at(uuid, group.name, task.name, task.attempt)) is not None
+            if (at := self._mirror.alive_at(uuid, group.name, task.name, task.attempt)) is not None
         }
 
     def _act(self, command: Command) -> None:

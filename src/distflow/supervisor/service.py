@@ -39,6 +39,9 @@ class _Logs:
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         self._mirror.write(key.name, file, offset, data)
 
+    def beat(self, key: AttemptKey, at: float) -> None:
+        self._mirror.beat(key.name, at)
+
 
 def main(argv: list[str]) -> int:
     """Take the lock, say so, and work until nothing is unfinished.

@@ -84,8 +84,8 @@ class World:
     """Identities of the commands that have not been answered."""
     lines: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
     """The last lines that failed tasks printed, by workflow (uuid), group and task."""
-    printed_at: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
-    """When output of running tasks came last, where that matters; likewise."""
+    alive_at: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
+    """When running tasks gave their last sign of life, output or heartbeat, where that matters; likewise."""
 
 
 @dataclass(slots=True, kw_only=True)

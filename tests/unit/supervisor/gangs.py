@@ -132,7 +132,7 @@ class Driver:
         self.events: list[Event] = []
         self.workflows = {one.record.uuid: one for one in workflows}
         self.launches: dict[str, BoundLaunch] = {}
-        self.printed_at: dict[tuple[str, str, str], float] = {}
+        self.alive_at: dict[tuple[str, str, str], float] = {}
         self.bare_nodes: set[str] = set()
         """Nodes that can fetch nothing by themselves."""
         self.carrying: list[Command] = []
@@ -214,7 +214,7 @@ class Driver:
         """What the decision sees."""
         return World(
             workflows=tuple(self.workflows.values()), pools={"lab": self.pool}, nodes=self.nodes,
-            in_flight=frozenset(self.in_flight), printed_at=self.printed_at,
+            in_flight=frozenset(self.in_flight), alive_at=self.alive_at,
         )  # fmt: skip
 
     def absorb(self) -> None:

@@ -432,7 +432,7 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
     driver = Driver(workflow(group_plan(hang_s=30)), behaviour=lambda _: HANG)
     began = driver.clock.now()
     assert driver.settle() == began + 30
-    driver.printed_at["u1", "train", "t1"] = began + 20
+    driver.alive_at["u1", "train", "t1"] = began + 20
     driver.advance(49.0)
     assert driver.group().message == ""
     driver.advance(1.0)
@@ -441,10 +441,10 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
     assert (driver.group().state, driver.group().message) == (State.RUNNING, said)
     driver.advance(100.0)
     assert [event.text for event in driver.events].count(f"train: {said}") == 1
-    driver.printed_at["u1", "train", "t0"] = driver.clock.now()
+    driver.alive_at["u1", "train", "t0"] = driver.clock.now()
     assert driver.settle() == driver.clock.now() + 30
     assert driver.group().message == ""
-    assert driver.events[-1].text == "train: prints again"
+    assert driver.events[-1].text == "train: gives signs of life again"
     # A node that is out of reach cannot be heard, which says nothing of the gang.
     driver.backend.cut("n1")
     driver.advance(40.0)

@@ -327,6 +327,11 @@ class Connection:
                 key = self._watched.get(event["attempt"])
             if key is not None:
                 self.report(key, event["status"])
+        elif kind == "beat":
+            with self._lock:
+                key = self._watched.get(event["attempt"])
+            if key is not None:
+                self._logs.beat(key, now() - event["age_s"])
         elif kind == "data":
             self._take_output(event)
         elif kind == "eof":
