@@ -12,7 +12,7 @@ from train.conftest import Start
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
 MODELS = """
-    import hashlib, json, os, signal, sys, warnings
+    import hashlib, json, os, shutil, signal, sys, warnings
     import torch, torch.distributed as dist
     from torch import nn
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -246,15 +246,40 @@ TWO = (
     except train.CheckpointError as error:
         train.report(step=3, what="bad", error=str(error))
 
-    # Each rank with a disk of its own.
+    # Each rank with a disk of its own: any of them holds all that was saved, also of a sharded model.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        apart = train.Checkpoints(f"{sys.argv[1]}/apart-{rank}")
+        apart = train.Checkpoints(f"{sys.argv[1]}/apart-{rank}", keep_last=1)
     said = " ".join(str(one.message) for one in caught)
+    sharded, sharded_optimizer = build("fsdp")
+    nn.functional.cross_entropy(sharded(torch.ones(4, 6)), torch.zeros(4, dtype=torch.int64)).backward()
+    sharded_optimizer.step()
+    apart.save(1, sharded, sharded_optimizer)
+    apart.save(2, sharded, sharded_optimizer)
+    wanted = digest(sharded, sharded_optimizer)
+    files = {path.name for path in apart.directory.glob("step-2/*")}
+    for lost in (0, 1):
+        # A new machine with nothing, then one whose files are of another time.
+        if rank == lost:
+            if lost == 0:
+                shutil.rmtree(apart.directory)
+                apart.directory.mkdir()
+            else:
+                (apart.directory / "step-2" / "__0_0.distcp").write_bytes(b"torn")
+        dist.barrier()
+        fresh, fresh_optimizer = build("fsdp")
+        found = apart.load_latest(fresh, fresh_optimizer)
+        same = digest(fresh, fresh_optimizer) == wanted
+        there = {path.name for path in apart.directory.glob("step-2/*")} == files
+        train.report(step=found, what=f"apart without {lost}", warned=said, same=same, there=there, count=len(files))
+    if rank == 0:
+        shutil.rmtree(apart.directory)  # while it is in use
+    dist.barrier()
     try:
-        apart.save(1, model, optimizer)
+        apart.save(3, build("none")[0])
+        train.report(step=3, what="made anew")
     except train.CheckpointError as error:
-        train.report(step=1, what="apart", warned=said, error=str(error))
+        train.report(step=3, what="failed", error=str(error))
     train.report(step=checkpoints.load_latest(model, optimizer), what="still")
 """
 )
@@ -270,8 +295,10 @@ def test_ranks_save_together_and_fail_together(start: Start, tmp_path: Path) -> 
         assert worker["names"] == "['0.bias', '0.weight', '2.bias', '2.weight']"
         assert (worker["equal"], worker["falls"]) == ("[False, True]", True)
         assert records["bad", rank]["error"] == "rank 0: OSError: no room"
-        assert records["apart", rank]["error"].startswith("rank 1: FileNotFoundError: ")
-        assert "must be shared by all machines" in records["apart", rank]["error"]
+        for lost in (0, 1):
+            apart = records[f"apart without {lost}", rank]
+            assert (apart["step"], apart["same"], apart["there"], apart["count"]) == (2, True, True, 7)
+        assert ("made anew", rank) in records
         assert records["still", rank]["step"] == 2
-    assert "is not the same directory for ranks 1 as for rank 0" in records["apart", 0]["warned"]
+    assert "is not the same directory for ranks 1 as for rank 0" in records["apart without 0", 0]["warned"]
     assert sorted(path.name for path in (tmp_path / "shared").glob("step-[12]")) == ["step-1", "step-2"]

@@ -187,7 +187,8 @@ class _Session:
     def start(self, launch: Json, attempt: str, terminal: Optional[Json], umask: int) -> None:
         """Start the command."""
         env = command.environment(launch, attempt, self._directory)
-        # What fails here is no failure of the task.
+        # What fails here is no failure of the task, and what beats here no sign of its life.
+        del env["DISTFLOW_HEARTBEAT"]
         if env.get("TORCHELASTIC_ERROR_FILE", "").startswith(self._directory + os.sep):
             del env["TORCHELASTIC_ERROR_FILE"]
         if terminal is not None:

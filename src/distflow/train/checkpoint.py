@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -28,8 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as save_ten
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from distflow.train import manifest as files
+from distflow.train.places import find_places
 from distflow.train.randomness import random_state, set_random_state
-from distflow.train.votes import from_all, from_first
+from distflow.train.votes import from_all
 
 __all__ = ["CheckpointError", "Checkpoints", "Stateful"]
 
@@ -52,13 +52,16 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one training run, in one directory that all ranks share. Every method is a collective."""
+    """The checkpoints of one training run, in one directory. Every method is a collective.
+
+    Where machines or tasks see different directories under its name, each gets all files: any one of them suffices later.
+    """
 
     def __init__(self, directory: str | Path | None = None, *, keep_last: int = 3) -> None:
         """``directory``: default ``DISTFLOW_CHECKPOINT``. ``keep_last``: how many of them are kept.
 
-        Warns when other ranks do not see the directory that rank 0 sees: saving to it will fail. Raises ``ValueError``, and
-        ``CheckpointError`` when the directory cannot be made.
+        Warns when not all ranks see the same directory, unless distflow made it so (a task's ``checkpoint:``): then whatever
+        is saved is sent to all of them. Raises ``ValueError``, and ``CheckpointError`` when a directory cannot be made.
         """
         if not dist.is_initialized():
             raise CheckpointError("not in a world yet: call distflow.train.init() first")
@@ -73,7 +76,14 @@ class Checkpoints:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._probe()
+        self._places = find_places(self.directory, self._group, self._together)
+        if directory and not self._places.is_one and self._rank == 0:
+            blind = [rank for rank, holder in enumerate(self._places.holders) if holder != 0]
+            warnings.warn(
+                f"{self.directory} is not the same directory for ranks {', '.join(map(str, blind))} as for rank 0: each "
+                "directory gets all files; a file system that all machines share spares that",
+                stacklevel=2,
+            )
         atexit.register(self._leave)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> None:
@@ -119,7 +129,8 @@ class Checkpoints:
         model, or without one of ``others``.
         """
         self.wait()
-        for step in from_first(files.found_steps(self.directory) if self._rank == 0 else [], self._group):
+        mine = files.found_steps(self.directory) if self._places.is_holder else []
+        for step in sorted({step for part in from_all(mine, self._group) for step in part}, reverse=True):
             folder = self.directory / f"step-{step}"
             manifest = self._whole(folder)
             if manifest is not None:
@@ -144,14 +155,14 @@ class Checkpoints:
         folder = files.unfinished(self.directory, step)
 
         def make() -> None:
-            if self._rank == 0:
+            if self._places.is_holder:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 files.clear_unfinished(self.directory)
                 folder.mkdir()
 
         def write() -> None:
             if not folder.is_dir():
-                raise FileNotFoundError(f"{folder} is not there: the directory must be shared by all machines")
+                raise FileNotFoundError(f"{folder} is not there: was it removed?")
             _write(random_state(), folder / _random_name(self._rank))
             if self._rank == 0:
                 _write({name: other.state_dict() for name, other in others.items()}, folder / _EXTRA)
@@ -173,9 +184,12 @@ class Checkpoints:
 
         parts = from_all(self._together(describe), self._group)
         entries = {name: entry for part in parts for name, entry in part.items()}
+        if not self._places.is_one:
+            sizes = {rank: {name: entry.size for name, entry in part.items()} for rank, part in enumerate(parts)}
+            self._together(lambda: self._places.spread(folder, folder, sizes, self._places.holders))
 
         def publish() -> None:
-            if self._rank == 0:
+            if self._places.is_holder:
                 files.publish(self.directory, files.Manifest(step=step, world_size=self._size, files=entries))
                 files.prune(self.directory, newest=step, keep=self._keep_last)
 
@@ -184,22 +198,49 @@ class Checkpoints:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _whole(self, folder: Path) -> files.Manifest | None:
-        """Return the manifest of a checkpoint if it is whole: each rank looks at its share of the files."""
+        """Return the manifest of a checkpoint that is whole in some place, after the others were given what they lack.
+
+        Each rank looks at its share of the files in its place.
+        """
         manifest, problems = None, []
-        if self._rank == 0:
+        if self._places.is_holder:
             try:
                 manifest = files.read_manifest(folder)
             except (OSError, ValueError) as error:
                 problems = [str(error)]
-        manifest = from_first(manifest, self._group)
-        if manifest is not None:
-            problems = files.find_problems(folder, manifest, sorted(manifest.files)[self._rank :: self._size])
-        found = [problem for part in from_all(problems, self._group) for problem in part]
-        if not found:
-            return manifest
+        manifests = from_all(manifest, self._group)
+        mine = manifests[self._places.holder]
+        if mine is not None:
+            problems = files.find_problems(folder, mine, self._places.share(mine.files))
+        found = from_all(problems, self._group)
+        broken = {holder for holder, part in zip(self._places.holders, found, strict=True) if part}
+        whole = sorted(set(self._places.holders) - broken)
+        chosen = manifests[whole[0]] if whole else None
+        if chosen is not None:
+            lacking = broken | {holder for holder in whole if manifests[holder] != chosen}
+            if lacking:
+                self._together(lambda: self._give(folder, chosen, whole[0], lacking))
+            return chosen
         if self._rank == 0:
-            warnings.warn(f"{folder} is broken and passed over: {'; '.join(found[:3])}", stacklevel=3)
+            said = [problem for part in found for problem in part]
+            warnings.warn(f"{folder} is broken and passed over: {'; '.join(said[:3])}", stacklevel=3)
         return None
+
+    def _give(self, folder: Path, manifest: files.Manifest, source: int, lacking: Collection[int]) -> None:
+        """Bring a whole checkpoint from the place of one rank to those that lack it."""
+        target = files.unfinished(self.directory, manifest.step)
+        failed: OSError | None = None
+        if self._rank in lacking:
+            try:
+                files.clear_unfinished(self.directory)
+                target.mkdir()
+            except OSError as error:
+                failed = error
+        self._places.spread(folder, target, {source: {name: one.size for name, one in manifest.files.items()}}, lacking)
+        if failed is not None:
+            raise failed
+        if self._rank in lacking:
+            files.publish(self.directory, manifest)
 
     def _load(
         self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None,
@@ -247,26 +288,6 @@ class Checkpoints:
             bad = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in list(by_text.items())[:3])
             raise CheckpointError(f"{what}: {bad}" if what else bad) from cause
         return result  # type: ignore[return-value]
-
-    def _probe(self) -> None:
-        """Find out whether all ranks see the same directory."""
-        token = self.directory / f".probe-{from_first(uuid.uuid4().hex, self._group)}"
-
-        def make() -> None:
-            if self._rank == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                token.touch()
-
-        self._together(make)
-        blind = [rank for rank, sees in enumerate(from_all(token.exists(), self._group)) if not sees]
-        if self._rank == 0:
-            token.unlink()
-            if blind:
-                warnings.warn(
-                    f"{self.directory} is not the same directory for ranks {', '.join(map(str, blind))} as for rank 0: put "
-                    "checkpoints on a file system that all machines share",
-                    stacklevel=3,
-                )
 
 
 def _random_name(rank: int) -> str:
