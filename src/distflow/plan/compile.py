@@ -119,6 +119,7 @@ def _launch(
         )  # fmt: skip
         started = start(name, place)
     strategy, _ = group_strategy(group, world)
+    checkpoints = tuple(_checkpoint(one, rewrite) for one in task.checkpoints)
     environment = task_environment(
         group=group.name,
         task=task.name,
@@ -127,6 +128,7 @@ def _launch(
         resource=resource,
         given={**_strategy_environment(strategy), **started.environment, **given},
         debug=group.debug,
+        checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
@@ -148,7 +150,7 @@ def _launch(
         outputs=task.outputs,
         url_outputs=task.url_outputs,
         exit_actions=task.exit_actions,
-        checkpoints=tuple(_checkpoint(one, rewrite) for one in task.checkpoints),
+        checkpoints=checkpoints,
         image=rewrite(task.image.value) if task.image is not None else None,
         mounts=tuple(rewrite(text.value) for text in task.mounts),
         privileged=task.privileged,

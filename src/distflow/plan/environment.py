@@ -38,11 +38,13 @@ def task_environment(
     resource: ResourceSpec,
     given: Mapping[str, str],
     debug: bool = False,
+    checkpoint: str | None = None,
 ) -> dict[str, str]:
     """Return the variables of one task, with what the spec gives on top.
 
     RANK, LOCAL_RANK and WORLD_SIZE are set only for a task of one rank: a bare ``python train.py`` in a task of eight
-    would otherwise join the world as one process, and everyone would wait for the other seven.
+    would otherwise join the world as one process, and everyone would wait for the other seven. ``checkpoint`` is the place
+    of the task's first checkpoint, below the attempt's directory.
     """
     environment = {
         "DISTFLOW_WORKFLOW_ID": "@@WORKFLOW_ID@@",
@@ -53,6 +55,8 @@ def task_environment(
         "DISTFLOW_OUTPUT": "@@ATTEMPT_DIR@@/output",
         "PYTHONUNBUFFERED": "1",
     }
+    if checkpoint is not None:
+        environment["DISTFLOW_CHECKPOINT"] = f"@@ATTEMPT_DIR@@/{checkpoint}"
     if resource.gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = "@@GPU_IDS@@"
     if ranks is not None and world is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from distflow.train.strategies.description import current_strategy
 
 __all__ = ["EpochSampler", "Loader", "Samples", "Uneven"]
 
@@ -37,12 +40,17 @@ class EpochSampler(Sampler[int]):
         self, length: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad", rank: int | None = None,
         world_size: int | None = None,
     ) -> None:  # fmt: skip
-        """``rank`` and ``world_size``: default those of the process group, else 0 of 1."""
+        """Take ``rank`` and ``world_size``; default the share of the data that the spec's ``strategy`` gives this rank.
+
+        (Ranks that share a tensor take the same samples.) Without a strategy they are those of the process group, else 0 of 1.
+        """
         if length < 1:
             raise ValueError("the dataset is empty: give one with at least one sample")
         if uneven not in ("pad", "keep", "drop"):
             raise ValueError(f'uneven={uneven!r}: give "pad", "keep" or "drop"')
         together = dist.is_initialized()
+        if together and rank is None and world_size is None and os.environ.get("DISTFLOW_STRATEGY"):
+            rank, world_size = current_strategy().data_shard(dist.get_rank())
         self.length, self.shuffle, self.seed, self.uneven = length, shuffle, seed, uneven
         self.rank = rank if rank is not None else dist.get_rank() if together else 0
         self.world_size = world_size if world_size is not None else dist.get_world_size() if together else 1
@@ -113,10 +121,11 @@ class Loader:
 
     def __init__(
         self, dataset: Dataset[Any] | Samples, batch_size: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad",
-        **options: Any,
+        rank: int | None = None, world_size: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """``batch_size`` is per rank. ``options`` go to torch's ``DataLoader``: ``num_workers``, ``collate_fn``, and so on.
+        """Take ``batch_size``, which is per rank; ``rank`` and ``world_size`` are those of ``EpochSampler``.
 
+        ``options`` go to torch's ``DataLoader``: ``num_workers``, ``collate_fn``, and so on.
         Raises ``ValueError``; ``TypeError`` for a dataset without a length.
         """
         refused = {"sampler", "batch_sampler", "drop_last"} & options.keys()
@@ -124,7 +133,7 @@ class Loader:
             raise ValueError(f'{", ".join(sorted(refused))}: the loader decides that; see shuffle= and uneven="drop"')
         if not hasattr(dataset, "__len__"):
             raise TypeError("the dataset has no length: a stream cannot be resumed by position")
-        self.sampler = EpochSampler(len(dataset), shuffle=shuffle, seed=seed, uneven=uneven)
+        self.sampler = EpochSampler(len(dataset), shuffle=shuffle, seed=seed, uneven=uneven, rank=rank, world_size=world_size)
         self.batch_size = batch_size
         # Loader workers get their seeds from a generator of their own: drawing one must not disturb the training's.
         self._generator = torch.Generator()

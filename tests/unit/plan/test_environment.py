@@ -75,3 +75,14 @@ def test_debug_is_torchs_own_and_the_spec_wins_over_it() -> None:
     assert made(debug=True)["DISTFLOW_DEBUG"] == "1"
     assert made(debug=True, TORCH_DISTRIBUTED_DEBUG="INFO")["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
     assert not {name for name in made(debug=False) if "DEBUG" in name or "TORCH_" in name}
+
+
+def test_the_first_checkpoint_is_where_the_program_writes() -> None:
+    def made(checkpoint: str | None, **given: str) -> dict[str, str]:
+        return task_environment(
+            group="g", task="t", ranks=None, world=None, resource=ResourceSpec(), given=given, checkpoint=checkpoint
+        )
+
+    assert "DISTFLOW_CHECKPOINT" not in made(None)
+    assert made("work/ckpt")["DISTFLOW_CHECKPOINT"] == "@@ATTEMPT_DIR@@/work/ckpt"
+    assert made("work/ckpt", DISTFLOW_CHECKPOINT="/scratch")["DISTFLOW_CHECKPOINT"] == "/scratch"
