@@ -78,6 +78,55 @@ def test_a_tool_that_fails_is_told_with_its_words(node: NodeUnderTest, tmp_path:
         assert (one["threads"], one["error"]) == (None, words)
 
 
+RANK = """
+import faulthandler, os, signal, sys, threading, time
+
+kind = sys.argv[1]
+path = f"{os.environ['DISTFLOW_ATTEMPT_DIR']}/stacks-{os.getpid()}"
+if kind != "plain":
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    if kind == "left":
+        os.close(file)
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(9))
+    if kind == "rank":
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
+
+def reads_data():
+    time.sleep(600)
+
+def reduces():
+    print(kind, "is there", flush=True)
+    time.sleep(600)
+
+threading.Thread(target=reads_data, daemon=True).start()
+reduces()
+"""
+
+
+def test_ranks_write_their_stacks_themselves_and_nobody_else_is_signalled(node: NodeUnderTest, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANK)
+    # A plain process, one that ends at the signal and does not hold the file, one that does not catch it: all would die.
+    kinds = ("rank", "plain", "left", "open")
+    lines = "; ".join(f"{sys.executable} {tmp_path}/train.py {kind} & echo {kind} $!" for kind in kinds)
+    attempt = node.start(node.connect(), ["sh", "-c", f"{lines}; wait"])
+    wait_until(lambda: node.output(attempt).count("is there") == len(kinds), 30)
+    words = [line.split() for line in node.output(attempt).splitlines()]
+    pids = {line[0]: int(line[1]) for line in words if len(line) == 2}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "py-spy").symlink_to("/bin/false")
+    for _ in range(2):
+        seen = {one["pid"]: one for one in look(node, attempt, str(tmp_path / "bin"))["processes"]}
+        assert [seen[pids[kind]]["threads"] is not None for kind in kinds] == [True, False, False, False]
+        assert seen[pids["rank"]]["error"] is None
+        threads = {one["name"]: one["frames"] for one in seen[pids["rank"]]["threads"]}
+        assert [(one["function"], one["line"]) for one in threads["MainThread"]] == [("reduces", 19), ("<module>", 22)]
+        assert threads["MainThread"][0]["file"] == f"{tmp_path}/train.py"
+        (other,) = [frames for name, frames in threads.items() if name != "MainThread"]
+        assert [(one["function"], one["file"]) for one in other][-1][1] == "threading.py"
+        assert other[0]["function"] == "reads_data"
+    assert node.record(attempt) is None
+
+
 def test_an_attempt_that_does_not_run_has_none(node: NodeUnderTest) -> None:
     attempt = node.start(node.connect(), ["true"])
     node.end(attempt)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+
+import pytest
 
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
@@ -114,4 +118,57 @@ def test_a_heartbeat_is_a_sign_of_life_until_it_stops(cli: Cli) -> None:
     assert "may hang" not in cli.run("workflow", "events", workflow).out
     assert cli.logs(workflow) == ""
     wait_until(lambda: "may hang" in cli.run("workflow", "events", workflow).out, 60)
+    assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0
+
+
+RANKS = """
+workflow:
+  name: ranks
+  groups:
+  - name: train
+    launcher: spawn
+    tasks:
+    - name: one
+      lead: true
+      ranks: {size: 2}
+      command: [python3, /train.py]
+      files:
+      - path: /train.py
+        contents: |
+          import time
+          from distflow import train
+
+          def load_batch():
+              train.report(step=1)
+              time.sleep(600)
+
+          def compute():
+              train.report(step=1)
+              time.sleep(600)
+
+          load_batch() if train.init().rank == 1 else compute()
+"""
+
+
+@pytest.mark.torch
+def test_ranks_of_distflow_train_need_no_tool(cli: Cli) -> None:
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("py-spy may lie beside this Python: only a virtual environment can be had without it")
+    # The same environment, without its tools.
+    bare = cli.folder / "venv"
+    (bare / "bin").mkdir(parents=True)
+    (bare / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
+    (bare / "lib").symlink_to(Path(sys.prefix) / "lib")
+    (bare / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
+    cli.configure(python=bare / "bin" / "python3", environment="{PATH: /usr/bin:/bin}")
+    workflow = cli.submit(cli.spec(RANKS))
+    wait_until(lambda: cli.logs(workflow).count('"step": 1') == 2, 120)
+    seen = json.loads(cli.run("workflow", "stacks", workflow, "--format-type", "json").out)["tasks"][0]
+    if seen["tool"]:
+        cli.run("workflow", "cancel", workflow, "--force", "--wait", "60")
+        pytest.skip("the node's own PATH has py-spy")
+    shown = cli.run("workflow", "stacks", workflow).out
+    assert ", rank 1)\n    load_batch (train.py:6)\n    <module> (train.py:12)\n" in shown
+    assert ", rank 0)\n    compute (train.py:10)\n" in shown
+    assert cli.tasks(workflow)["one"]["status"] == "RUNNING"
     assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0

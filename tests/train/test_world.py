@@ -7,6 +7,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -143,6 +144,23 @@ def test_a_request_to_one_rank_stops_all_after_the_same_step(start: Start) -> No
     assert sorted(record["rank"] for record in ends) == [0, 1]
     assert len({record["step"] for record in ends}) == 1
     assert not run.error_file.exists()
+
+
+def test_stacks_go_to_a_file_of_the_attempt(start: Start, tmp_path: Path) -> None:
+    script = """
+        import os, signal
+        from distflow import train
+        train.init()
+        def here():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        here()
+        train.report(step=0, pid=os.getpid())
+        """
+    run = start(script, "--size", "1", DISTFLOW_ATTEMPT_DIR=str(tmp_path))
+    assert run.wait() == 0, run.stderr
+    written = (tmp_path / f"stacks-{run.records[0]['pid']}").read_text()
+    assert "in here" in written
+    assert "most recent call first" not in run.stderr
 
 
 def test_debug_mode_names_both_sides_of_a_mismatch(start: Start) -> None:

@@ -29,7 +29,8 @@ def stacks(
 ) -> None:
     """Show where the processes of a running workflow are just now: the Python calls of each rank, equal ones together.
 
-    Nothing is stopped or slowed down. Python stacks need py-spy on the nodes; without it the kernel's word is shown.
+    Nothing is stopped or slowed down. Python stacks need py-spy on the nodes, but for ranks of distflow.train, which write
+    theirs themselves; without either the kernel's word is shown.
     """
     with open_workflow(workflow) as (_, store, record):
         chosen = [

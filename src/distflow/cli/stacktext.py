@@ -90,9 +90,7 @@ def _troubles(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for task in tasks:
         if task.error:
             yield f"{task.asked.task}: not seen: {task.error}"
-    lacking = {
-        task.asked.node.name: task.asked.node.python for task in tasks if task.seen is not None and not task.seen["tool"]
-    }
+    lacking = {task.asked.node.name: task.asked.node.python for task in tasks if _lacks_tool(task)}
     if lacking:
         yield f"no Python stacks of {_few(list(lacking))}: py-spy is not there"
         yield f"  install it into the node's python: {next(iter(lacking.values()))} -m pip install py-spy"
@@ -107,6 +105,14 @@ def _troubles(tasks: Sequence[TaskStacks]) -> Iterator[str]:
         yield f"{', '.join(sorted(nodes))}: {words}"
         if any(rules[node] for node in nodes) and "ermi" in words:
             yield "  only root may look into processes there: sudo sysctl kernel.yama.ptrace_scope=0"
+
+
+def _lacks_tool(task: TaskStacks) -> bool:
+    """Whether py-spy is missing where it would show more than the processes told of themselves."""
+    if task.seen is None or task.seen["tool"]:
+        return False
+    pythons = [one for one in task.seen["processes"] if one["is_python"]]
+    return not pythons or any(one["threads"] is None for one in pythons)
 
 
 def _few(words: Sequence[str]) -> str:

@@ -1,7 +1,8 @@
 """Where the processes of an attempt are just now: what the kernel says of each, and the Python stacks of those that have one.
 
 Python stacks are read from outside, by ``py-spy`` where the node has it: the process is neither stopped nor asked, so that one
-which hangs in a driver or holds its interpreter's lock can be looked at as well.
+which hangs in a driver or holds its interpreter's lock can be looked at as well. Where that is not possible, ranks of
+``distflow.train`` write theirs themselves (``tracebacks``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from distflow.runtime import attempts, command, processes, records
+from distflow.runtime import attempts, command, processes, records, tracebacks
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["collect"]
@@ -44,6 +45,7 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
         found = [_look(process) for process in _of(attempt, state)[:_MOST]]
         if tool is not None:
             _add_python(tool, [one for one in found if one["is_python"]], env)
+        tracebacks.add_tracebacks(found, directory)
         return {"tool": tool, "processes": found, "host_rule": _host_rule()}
 
     return work

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -70,7 +71,8 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
     collective; ``None`` is torch's default. ``start_timeout`` (seconds) bounds the wait for the other ranks. Without any of
     torch's variables this process is a world of one. The group is left when the process ends well.
 
-    SIGUSR1 then prints the stack of every thread. With ``DISTFLOW_DEBUG=1`` collectives are checked against each other.
+    SIGUSR1 then prints the stack of every thread on standard error; in a task of distflow, to a file in the attempt's directory
+    from which ``distflow workflow stacks`` reads it. With ``DISTFLOW_DEBUG=1`` collectives are checked against each other.
 
     Raises ``WorldError``.
     """
@@ -79,7 +81,7 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
         return _joined
     if dist.is_initialized():
         raise WorldError("the process group was made already: call distflow.train.init() in place of init_process_group()")
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    faulthandler.register(signal.SIGUSR1, file=_stack_file(), all_threads=True, chain=False)
     if is_debug():
         for name, value in _DEBUG.items():
             os.environ.setdefault(name, value)
@@ -101,6 +103,15 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
     atexit.register(_finish_at_exit)
     _joined = place
     return place
+
+
+def _stack_file() -> int:
+    """Return the descriptor to which SIGUSR1 writes; the node knows by the open file, named by our id, that we outlive it."""
+    folder = os.environ.get("DISTFLOW_ATTEMPT_DIR")
+    if folder:
+        with suppress(OSError):
+            return os.open(f"{folder}/stacks-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return 2
 
 
 def world() -> World:
