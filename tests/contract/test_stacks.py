@@ -48,6 +48,9 @@ def test_python_processes_tell_where_they_are(node: NodeUnderTest, tmp_path: Pat
         ("<module>", "train.py"),
     ]
     assert frames[0]["line"] == 6
+    assert seen["heartbeat_age_s"] is None
+    (node.directory(attempt) / "heartbeat").touch()
+    assert 0 <= look(node, attempt)["heartbeat_age_s"] < 60
     assert "nobody's business" not in str(seen)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import warnings
 from collections.abc import Iterator
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import distflow.train
@@ -206,3 +208,21 @@ def test_wrong_batches_are_explained() -> None:
     with pytest.raises(ValueError, match="a batch is empty"):
         equal_batches([[1], []])
     assert equal_batches([[1, 2], [3]]) == [[1, 2], [3]], "a world of one"
+
+
+def test_ranks_that_share_a_tensor_get_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = {"kind": "hybrid", "mesh": {"shape": [2, 2], "names": ["fsdp", "tp"]}}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert (EpochSampler(8).rank, EpochSampler(8).world_size) == (0, 1)
+        monkeypatch.setenv("DISTFLOW_STRATEGY", json.dumps(mesh))
+        shares = []
+        for rank in range(4):
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            sampler = Loader(list(range(8)), 2).sampler
+            shares.append((sampler.rank, sampler.world_size))
+        assert shares == [(0, 2), (0, 2), (1, 2), (1, 2)]
+        assert EpochSampler(8, rank=3, world_size=4).world_size == 4
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distflow.cli.tables import Paint, plain
+from distflow.cli.times import duration
 
 if TYPE_CHECKING:
     from distflow.backends.machines.stacks import TaskStacks
@@ -40,6 +41,7 @@ def stacks_text(workflow: str, tasks: Sequence[TaskStacks], paint: Paint) -> str
     if len(crowded) > 1 and len(crowded[0][1]) > len(places) / 2:
         others = [one for _, who in crowded[1:] for one in who]
         lines += [f"elsewhere than most: {_few(others)}", ""]
+    lines += _heartbeats(tasks)
     lines += _troubles(tasks)
     if not places and not any(task.error for task in tasks):
         lines.append(f"{workflow} has no process that could be looked at")
@@ -55,6 +57,7 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
                 "task": task.asked.task,
                 "node": task.asked.node.name,
                 "error": task.error or None,
+                "heartbeat_age_s": (task.seen or {}).get("heartbeat_age_s"),
                 "tool": (task.seen or {}).get("tool"),
                 "processes": (task.seen or {}).get("processes") or [],
             }
@@ -84,6 +87,13 @@ def _python(threads: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def _kernel(one: Mapping[str, Any]) -> str:
     where = f" in {one['waits_in']}" if one["waits_in"] else ""
     return plain(f"{one['name']} {_STATES.get(one['state'], one['state'])}{where}")
+
+
+def _heartbeats(tasks: Sequence[TaskStacks]) -> Iterator[str]:
+    for task in tasks:
+        age_s = (task.seen or {}).get("heartbeat_age_s")
+        if age_s is not None:
+            yield f"{task.asked.task}: its last heartbeat was {duration(age_s)} ago"
 
 
 def _troubles(tasks: Sequence[TaskStacks]) -> Iterator[str]:

@@ -15,6 +15,7 @@ import time
 from typing import Any, Callable, Dict, List, Optional
 
 from distflow.runtime import attempts, command, processes, records, tracebacks
+from distflow.runtime.clock import now
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["collect"]
@@ -46,7 +47,7 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
         if tool is not None:
             _add_python(tool, [one for one in found if one["is_python"]], env)
         tracebacks.add_tracebacks(found, directory)
-        return {"tool": tool, "processes": found, "host_rule": _host_rule()}
+        return {"tool": tool, "processes": found, "host_rule": _host_rule(), "heartbeat_age_s": _heartbeat_age(directory)}
 
     return work
 
@@ -143,6 +144,15 @@ def _thread(said: Json) -> Json:
         for one in (said.get("frames") or [])[:_FRAMES]
     ]
     return {"name": str(said.get("thread_name") or ""), "is_active": bool(said.get("active")), "frames": frames}
+
+
+def _heartbeat_age(directory: str) -> Optional[float]:
+    """How long ago the attempt touched its heartbeat, in seconds; None when it never did."""
+    try:
+        at = os.stat(os.path.join(directory, command.HEARTBEAT), follow_symlinks=False).st_mtime
+    except OSError:
+        return None
+    return max(0.0, now() - at)
 
 
 def _host_rule() -> Optional[int]:

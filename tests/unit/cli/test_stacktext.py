@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from distflow.backends.machines.stacks import Asked, TaskStacks
@@ -85,3 +86,11 @@ def test_the_document_holds_it_all() -> None:
         ("a", "n-a", None, 1),
         ("c", "n-c", "gone", 0),
     ]
+
+
+def test_the_age_of_a_heartbeat_is_told() -> None:
+    one, other = task("a", process(1, "f")), task("b", process(2, "f"))
+    beating = replace(one, seen={**(one.seen or {}), "heartbeat_age_s": 312.4})
+    text = stacks_text("w-1", [beating, other], Paint())
+    assert text.endswith("\na: its last heartbeat was 5:12 ago\n")
+    assert [found["heartbeat_age_s"] for found in stacks_json("w-1", [beating, other])["tasks"]] == [312.4, None]
