@@ -186,7 +186,7 @@ class Checkpoints:
         entries = {name: entry for part in parts for name, entry in part.items()}
         if not self._places.is_one:
             sizes = {rank: {name: entry.size for name, entry in part.items()} for rank, part in enumerate(parts)}
-            self._together(lambda: self._places.spread(folder, folder, sizes, self._places.holders))
+            self._together(lambda: self._places.spread(folder, folder, sizes, self._places.holders, self._group))
 
         def publish() -> None:
             if self._places.is_holder:
@@ -236,7 +236,9 @@ class Checkpoints:
                 target.mkdir()
             except OSError as error:
                 failed = error
-        self._places.spread(folder, target, {source: {name: one.size for name, one in manifest.files.items()}}, lacking)
+        self._places.spread(
+            folder, target, {source: {name: one.size for name, one in manifest.files.items()}}, lacking, self._group
+        )
         if failed is not None:
             raise failed
         if self._rank in lacking:

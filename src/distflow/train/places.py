@@ -20,10 +20,9 @@ _CHUNK = 16 << 20
 class Places:
     """Who sees the same directory: one place for all ranks, or one for each machine or task."""
 
-    def __init__(self, holders: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, holders: Sequence[int]) -> None:
         """``holders``: for each rank the lowest one that sees the same directory as it does."""
         self.holders = tuple(holders)
-        self._group = group
         self._rank = dist.get_rank()
 
     @property
@@ -46,7 +45,10 @@ class Places:
         mates = [rank for rank, holder in enumerate(self.holders) if holder == self.holder]
         return sorted(names)[mates.index(self._rank) :: len(mates)]
 
-    def spread(self, source: Path, target: Path, parts: Mapping[int, Mapping[str, int]], holders: Collection[int]) -> None:
+    def spread(
+        self, source: Path, target: Path, parts: Mapping[int, Mapping[str, int]], holders: Collection[int],
+        group: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
         """Write files of some ranks below ``target`` in the other places of ``holders``. Collective.
 
         ``parts``: by rank, the names and sizes in bytes of the files that it has in ``source``. Raises ``OSError`` when this
@@ -64,7 +66,7 @@ class Places:
                     except OSError as error:
                         failed = error
                     if len(piece):
-                        dist.broadcast(piece, src=owner, group=self._group)
+                        dist.broadcast(piece, src=owner, group=group)
                     try:
                         if writes and failed is None:
                             _write(target / name, offset, piece, is_last=offset + _CHUNK >= size)
@@ -91,7 +93,7 @@ def find_places(directory: Path, group: dist.ProcessGroup | None, together: Call
     together(mark)
     holders = from_all(next((number for number in range(rank) if token(number).exists()), rank), group)
     token(rank).unlink()
-    return Places(holders, group)
+    return Places(holders)
 
 
 def _read(path: Path, offset: int, piece: torch.Tensor) -> None:
