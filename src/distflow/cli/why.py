@@ -9,6 +9,7 @@ import typer
 
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.diagnoses import examine
 from distflow.cli.reading import WorkflowArgument, open_workflow
 from distflow.cli.tables import Paint, terminal_width
 from distflow.cli.verdicts import Verdict, no_verdict, verdict_json, verdict_text
@@ -51,6 +52,14 @@ def why(
             print(words)
         else:
             print(verdict_text(record, verdicts, paint=Paint.of(sys.stdout), width=terminal_width(sys.stdout)), end="")
+            _name_diagnosis(directory, store, record, attempt)
+
+
+def _name_diagnosis(directory: StateDirectory, store: Store, record: WorkflowRecord, attempt: int | None) -> None:
+    """Say where the remedy is told, when there is one."""
+    if any(one.diagnoses for one in examine(directory, store, record, attempt=attempt)):
+        retry = "" if attempt is None else f" -r {attempt}"
+        print(f"\nCause and remedy: distflow workflow diagnose {record.id}{retry}")
 
 
 def _choose(record: WorkflowRecord, names: list[str], attempt: int | None) -> list[GroupRecord]:

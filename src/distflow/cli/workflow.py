@@ -17,6 +17,7 @@ class _Workflow(LazyGroup):
             "validate": ("distflow.cli.submit:validate_app", "Check a spec, offline, and start nothing."),
             "query": ("distflow.cli.query:app", "Show where a workflow stands."),
             "why": ("distflow.cli.why:app", "Tell why a workflow failed: first cause and timeline."),
+            "diagnose": ("distflow.cli.diagnose:app", "Tell a failure's cause and remedy."),
             "list": ("distflow.cli.list:app", "List workflows, the newest last."),
             "logs": ("distflow.cli.logs:app", "Show what the tasks print."),
             "metrics": ("distflow.cli.metrics:app", "Show the metrics that its tasks print."),

@@ -1,0 +1,48 @@
+"""``distflow workflow diagnose``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.diagnoses import diagnoses_json, diagnoses_text, examine
+from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
+from distflow.cli.tables import Paint
+from distflow.cli.verdicts import no_verdict
+from distflow.errors import NotFound
+
+__all__ = ["app"]
+
+app = command_app()
+
+
+@app.command(
+    epilog="Examples: distflow workflow diagnose pytorch-dist-3  ·  distflow workflow diagnose digits-3 --task worker -t json"
+)
+def diagnose(
+    workflow: WorkflowArgument,
+    task: Annotated[list[str] | None, typer.Option("--task", help="Only from what this task printed; may be repeated.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option("--retry-id", "-r", min=0, help="Of this attempt, counted from 0; default: the last.")
+    ] = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Tell what a failed or silent gang suffers from, and what to do: from its logs and its end, without asking the nodes."""
+    with open_workflow(workflow) as (directory, store, record):
+        names = {one.name for _, one in choose_tasks(record, task)} if task else set()
+        last = max((group.attempt for group in record.groups), default=0)
+        if attempt is not None and attempt > last:
+            raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last is {last}")
+        examined = examine(directory, store, record, tasks=names, attempt=attempt)
+        words = "" if examined else no_verdict(record)
+        if format_type is Format.JSON:
+            import json
+
+            print(json.dumps(diagnoses_json(record, examined, words), indent=2))
+        elif words:
+            print(words)
+        else:
+            print(diagnoses_text(record, examined, Paint.of(sys.stdout)), end="")

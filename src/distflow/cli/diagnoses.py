@@ -1,0 +1,146 @@
+"""Diagnoses of a workflow: found from the store and the mirrored logs, and as people and programs see them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distflow.cli.output import log_sources
+from distflow.cli.tables import Paint, plain
+from distflow.diagnosis.diagnose import diagnose
+from distflow.diagnosis.evidence import case_of
+from distflow.diagnosis.model import Diagnosis
+from distflow.lifecycle.states import State
+from distflow.state.logs import read_lines
+from distflow.supervisor.timeline import attempt_of
+
+if TYPE_CHECKING:
+    from distflow.state.directory import StateDirectory
+    from distflow.state.record import GroupRecord, WorkflowRecord
+    from distflow.state.store import Store
+
+__all__ = ["Examined", "diagnoses_json", "diagnoses_text", "examine"]
+
+_LINES = 300
+"""Of each task's output, from its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """One attempt of a group that was looked at."""
+
+    group: GroupRecord
+    attempt: int
+    diagnoses: tuple[Diagnosis, ...]
+
+    @property
+    def status(self) -> str:
+        """As ``query`` shows it; of an earlier attempt that it was rescheduled."""
+        return self.group.status if self.attempt == self.group.attempt else State.RESCHEDULED.value
+
+
+def examine(
+    directory: StateDirectory,
+    store: Store,
+    record: WorkflowRecord,
+    *,
+    tasks: Collection[str] = (),
+    attempt: int | None = None,
+) -> list[Examined]:
+    """Look at the groups that failed, or whose attempt did, and at those that are said to hang.
+
+    With ``tasks`` only their words count. Reads the store and the mirrored logs, and reaches no node.
+    """
+    events = store.events(record.uuid)
+    found = []
+    for group in record.groups:
+        number = group.attempt if attempt is None else attempt
+        if (tasks and not any(task.name in tasks for task in group.tasks)) or number > group.attempt:
+            continue
+        lines = {
+            task.name: [
+                line.text for line in read_lines(log_sources(directory, record, [(group.name, task)], number), last=_LINES)
+            ]
+            for task in attempt_of(group, number)
+            if not tasks or task.name in tasks
+        }
+        case = case_of(group, number, lines, events)
+        if number < group.attempt or group.state is State.FAILED or case.silence:
+            found.append(Examined(group=group, attempt=number, diagnoses=diagnose(case)))
+    return found
+
+
+def diagnoses_text(record: WorkflowRecord, examined: Sequence[Examined], paint: Paint) -> str:
+    """Return what ``diagnose`` shows."""
+    lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
+    for one in examined:
+        number = f", attempt {one.attempt + 1} of {one.group.attempt + 1}" if one.group.attempt else ""
+        lines += ["", f"{paint.strong(f'Group {one.group.name}')}{number}: {paint.status(one.status)}"]
+        for position, diagnosis in enumerate(one.diagnoses):
+            lines += [""] * bool(position) + list(_rows(record, diagnosis, paint))
+        if not one.diagnoses:
+            lines += [f"  {line}" for line in _unknown(record, one)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def diagnoses_json(record: WorkflowRecord, examined: Sequence[Examined], words: str) -> dict[str, object]:
+    """Return what ``diagnose --format-type json`` prints.
+
+    ``message`` says why there are no ``groups``. Of a group: ``retry_id``, and its ``diagnoses``, the most specific first:
+    ``key`` (such as ``rank-missing``), ``cause``, ``found``, ``remedy``, and the ``task`` and ``line`` that show it. Where
+    there are none, the group's ``message`` says what to look at.
+    """
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "status": record.status,
+        "message": words or None,
+        "groups": [
+            {
+                "name": one.group.name,
+                "status": one.status,
+                "retry_id": one.attempt,
+                "message": None if one.diagnoses else " ".join(_unknown(record, one)),
+                "diagnoses": [
+                    {
+                        "key": diagnosis.key,
+                        "cause": diagnosis.cause,
+                        "found": diagnosis.found or None,
+                        "remedy": _remedy(record, diagnosis),
+                        "task": diagnosis.task or None,
+                        "line": diagnosis.line or None,
+                    }
+                    for diagnosis in one.diagnoses
+                ],
+            }
+            for one in examined
+        ],
+    }
+
+
+def _rows(record: WorkflowRecord, diagnosis: Diagnosis, paint: Paint) -> Iterator[str]:
+    yield f"  Cause   {paint.bad(diagnosis.cause)}"
+    if diagnosis.found:
+        yield f"  Found   {plain(diagnosis.found)}"
+    if diagnosis.line:
+        yield f"  Shown   [{diagnosis.task}] {plain(diagnosis.line)}"
+    yield f"  Remedy  {_remedy(record, diagnosis)}"
+
+
+def _remedy(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
+    return diagnosis.remedy.replace("<id>", record.id)
+
+
+def _unknown(record: WorkflowRecord, one: Examined) -> Iterator[str]:
+    """Say that no rule knows this failure, and where to look."""
+    retry = f" -r {one.attempt}" if one.attempt < one.group.attempt else ""
+    cause = one.group.cause if one.attempt == one.group.attempt else one.group.earlier_causes[one.attempt]
+    if cause is None:
+        message = one.group.message.splitlines()[0] if one.group.message else one.status
+        yield f"No task failed by itself: {plain(message)}."
+    else:
+        yield f"No known cause: {plain(cause.message)}, said of {cause.task}."
+        yield f"Its last lines: distflow workflow logs {record.id} --task {cause.task}{retry} -n 100"
+    yield f"What happened when: distflow workflow why {record.id}{retry}"
+    yield "If it comes again: `debug: true` in the group checks collectives, `timeout: {hang_timeout: 10m}` tells of silence."

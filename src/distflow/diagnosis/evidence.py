@@ -1,0 +1,71 @@
+"""From records and log lines to a case: what is put before the rules. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distflow.diagnosis.model import Case, First, Witness
+from distflow.state.record import Event, GroupRecord, TaskRecord
+from distflow.supervisor.timeline import attempt_of, cause_of
+
+__all__ = ["case_of"]
+
+_HANGS, _SPEAKS = "may hang", "prints again"
+"""The supervisor's words (``supervisor.decide``)."""
+
+
+def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[Event]) -> Case:
+    """Return one attempt of a group as a case.
+
+    ``lines`` are the last that its tasks printed, by task; ``events`` the workflow's, in order.
+    """
+    tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
+    return Case(
+        witnesses=tuple(_witness(task, lines.get(task.name, ())) for task in tasks),
+        first=First(task=cause.task, rank=cause.ranks, message=cause.message) if cause else None,
+        silence=_silence(group, tasks, events),
+    )
+
+
+def _witness(task: TaskRecord, lines: Sequence[str]) -> Witness:
+    end = task.end
+    return Witness(
+        task=task.name,
+        node=task.node or "",
+        ranks=_ranks(task.ranks),
+        lines=(*lines, *_error_lines(end.error if end else None)),
+        kernel=end.kernel if end else (),
+        reason=task.reason,
+        exit_code=end.exit_code if end else None,
+        signal=end.signal if end else None,
+    )
+
+
+def _ranks(text: str) -> range:
+    """Return the ranks that a record names: ``8-15``, ``8``, or none."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1) if first else range(0)
+
+
+def _error_lines(error: Mapping[str, object] | None) -> Sequence[str]:
+    """Return what a process wrote to torch's error file, as lines."""
+    message = (error or {}).get("message", "")
+    if isinstance(message, Mapping):
+        message = message.get("message", "")
+    return str(message).splitlines()
+
+
+def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[Event]) -> str:
+    """Return the last word about a gang that prints nothing, unless it printed again or that was another attempt."""
+    begun = min((task.started_at for task in tasks if task.started_at is not None), default=None)
+    ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)
+    said = ""
+    for event in events:
+        about, _, text = event.text.partition(": ")
+        if about != group.name or begun is None or event.at < begun or (ended is not None and event.at > ended):
+            continue
+        if text.startswith(_HANGS):
+            said = text.partition(";")[0]
+        elif text.startswith(_SPEAKS):
+            said = ""
+    return said.removeprefix(f"{_HANGS}: ")

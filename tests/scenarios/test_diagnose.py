@@ -1,0 +1,130 @@
+"""From submit to remedy: gangs that fail in known ways, and what ``workflow diagnose`` says of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from scenarios.conftest import Cli
+from scenarios.lab import Lab
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+JOIN = """
+import datetime, os, signal, sys, threading
+import torch
+import torch.distributed as dist
+seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 60.0
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+rank, how = dist.get_rank(), sys.argv[1]
+if how == "differ":
+    dist.all_reduce(torch.ones(2, 3)) if rank == 0 else dist.broadcast(torch.ones(2, 3), 0)
+if how == "die" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+"""
+FAULTS = """
+workflow:
+  name: faults
+  resources: {default: {gpu: 0}}
+  groups:
+  - name: differ
+    debug: true
+    tasks:
+    - name: differ-0
+      lead: true
+      ranks: {size: 1}
+      command: [python3, /join.py, differ]
+      files: &files [{path: /join.py, localpath: join.py}]
+    - {name: differ-1, ranks: {size: 1}, command: [python3, /join.py, differ], files: *files}
+  - name: die
+    tasks:
+    - {name: die-0, lead: true, ranks: {size: 1}, command: [python3, /join.py, die], files: *files}
+    - {name: die-1, ranks: {size: 1}, command: [python3, /join.py, die], files: *files}
+  - name: absent
+    tasks:
+    - {name: absent-0, lead: true, ranks: {size: 1}, command: [python3, /join.py, meet, "3"], files: *files}
+    - {name: absent-1, ranks: {size: 1}, command: [sleep, "600"]}
+  - name: module
+    tasks:
+    - {name: module-0, command: [python3, -c, import apex_of_nothing]}
+  - name: command
+    tasks:
+    - {name: command-0, command: [sh, -c, trainn --epochs 3]}
+  - name: silent
+    timeout: {hang_timeout: 2s, exec_timeout: 6s}
+    tasks:
+    - {name: silent-0, command: [sh, -c, 'echo step 1; sleep 600']}
+  - name: unknown
+    tasks:
+    - {name: unknown-0, command: [sh, -c, 'echo the moon is in the wrong phase; exit 3']}
+"""
+
+
+def diagnosed(cli: Cli, workflow: str, *arguments: str) -> dict[str, dict[str, Any]]:
+    """Diagnoses of each group, by its name."""
+    done = cli.run("workflow", "diagnose", workflow, "-t", "json", *arguments)
+    assert done.code == 0, done.err
+    return {group["name"]: group for group in json.loads(done.out)["groups"]}
+
+
+def test_each_fault_of_a_gang_is_told_with_its_remedy(cli: Cli) -> None:
+    (cli.folder / "join.py").write_text(JOIN)
+    workflow = cli.submit(cli.spec(FAULTS))
+    cli.await_status(workflow, "FAILED", "FAILED_EXEC_TIMEOUT", timeout=150)
+    groups = diagnosed(cli, workflow)
+    told = {name: [one["key"] for one in group["diagnoses"]] for name, group in groups.items()}
+    assert told == {
+        "differ": ["collective-mismatch"], "die": ["killed", "peer-died"], "absent": ["rank-missing"],
+        "module": ["module-missing"], "command": ["file-missing"], "silent": ["too-long", "hang"], "unknown": [],
+    }  # fmt: skip
+    found = {name: " / ".join(one["found"] for one in group["diagnoses"]) for name, group in groups.items()}
+    assert "rank 0 (differ-0 on local) called allreduce of shape [2, 3]" in found["differ"]
+    assert "rank 1 (differ-1 on local) called broadcast of shape [2, 3]" in found["differ"]
+    assert "rank 1 (die-1 on local) was ended by SIGKILL / rank 1 (die-1 on local) failed first" in found["die"]
+    assert "(die-0 on local) lost it" in found["die"]
+    assert found["absent"].startswith("rank 1 (absent-1 on local) did not come")
+    assert "apex_of_nothing" in found["module"]
+    assert "trainn" in found["command"]
+    assert "no task has printed anything for 2 s" in found["silent"]
+
+    text = cli.run("workflow", "diagnose", workflow).out
+    assert "Cause   ranks called collectives that do not fit together" in text
+    assert f"distflow workflow logs {workflow} --task unknown-0 -n 100" in text
+    assert f"distflow workflow diagnose {workflow}" in cli.run("workflow", "why", workflow).out
+
+    # Of one task only its own words count: here those of the one that lost its peer.
+    only = diagnosed(cli, workflow, "--task", "die-0")
+    assert [one["task"] for one in only["die"]["diagnoses"][1:]] == ["die-1"]
+    assert list(only) == ["die"]
+
+
+INTERFACE = """
+workflow:
+  name: interface
+  resources: {default: {gpu: 0}}
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: &join [sh, -c, 'unset GLOO_SOCKET_IFNAME; exec python3 /join.py meet 10']
+      files: &files [{path: /join.py, localpath: join.py}]
+    - {name: worker, ranks: {size: 1}, command: *join, files: *files}
+"""
+
+
+@pytest.mark.ssh
+def test_an_address_that_only_its_own_node_reaches_is_told(far_lab: Lab) -> None:
+    """The hosts' own names mean 127.0.1.1, and the script takes away what distflow says of the interface."""
+    cli = far_lab.cli
+    (cli.folder / "join.py").write_text(JOIN)
+    workflow = cli.submit(cli.spec(INTERFACE))
+    cli.await_status(workflow, "FAILED", timeout=150)
+    (one,) = diagnosed(cli, workflow)["train"]["diagnoses"]
+    assert one["key"] == "wrong-interface"
+    assert one["found"].endswith("was given 127.0.1.1 as the address of a rank of another node")
+    assert "GLOO_SOCKET_IFNAME" in one["remedy"]

@@ -1,0 +1,102 @@
+"""``diagnose``: what people and programs see, and the words where there is nothing to say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.record import Event, WorkflowRecord
+from unit.cli.screen import Screen, hold_against
+from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task_log, workflow
+
+MISMATCH = (
+    b"[rank11]: RuntimeError: Detected mismatch between collectives on ranks. Rank 11 is running collective: "
+    b"CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[2, 3], TensorDtypes=Float), but Rank 0 is running "
+    b"collective: CollectiveFingerPrint(SequenceNumber=7, OpType=BARRIER).\n"
+)
+
+
+def failed(screen: Screen) -> WorkflowRecord:
+    """A gang whose worker found a mismatch, and whose master lost it."""
+    record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
+    task_log(screen.directory, record, "master", [(T0 + 90, b"RuntimeError: Connection closed by peer\n")])
+    task_log(screen.directory, record, "worker", [(T0 + 90, b"step 12\n" + MISMATCH)])
+    return record
+
+
+def test_cause_and_remedy_are_told(screen: Screen) -> None:
+    record = failed(screen)
+    assert screen.run("diagnose", record.id) == 0
+    assert screen.err == ""
+    hold_against("diagnose.txt", screen.out)
+
+
+def test_programs_get_one_document(screen: Screen) -> None:
+    record = failed(screen)
+    assert screen.run("diagnose", record.id, "-t", "json") == 0
+    hold_against("diagnose.json", screen.out)
+    json.loads(screen.out)
+
+
+def test_why_names_the_diagnosis(screen: Screen) -> None:
+    record = failed(screen)
+    assert screen.run("why", record.id) == 0
+    assert screen.out.endswith(f"\nCause and remedy: distflow workflow diagnose {record.id}\n")
+
+
+def test_only_the_words_of_the_named_tasks_count(screen: Screen) -> None:
+    record = failed(screen)
+    assert screen.run("diagnose", record.id, "--task", "master", "-t", "json") == 0
+    (group,) = json.loads(screen.out)["groups"]
+    assert [one["key"] for one in group["diagnoses"]] == ["peer-died"]
+    assert screen.run("diagnose", record.id, "--task", "mastr") == 2
+    assert "did you mean `master`?" in screen.err
+
+
+def test_an_unknown_failure_is_said_to_be_one(screen: Screen) -> None:
+    record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
+    assert screen.run("diagnose", record.id) == 0
+    assert "No known cause: exit code 1: RuntimeError: shapes differ, said of worker." in screen.out
+    assert f"distflow workflow logs {record.id} --task worker -n 100" in screen.out
+    assert screen.run("why", record.id) == 0
+    assert "diagnose" not in screen.out
+
+
+def test_an_earlier_attempt_is_diagnosed_when_it_is_asked_for(screen: Screen) -> None:
+    before, now = failed_group(), completed_group()
+    assert before.cause is not None
+    group = replace(
+        now,
+        attempt=1,
+        tasks=tuple(replace(one, attempt=1) for one in now.tasks),
+        earlier=tuple(replace(one, state=State.RESCHEDULED) for one in before.tasks),
+        earlier_causes=(before.cause,),
+    )
+    record = submit(screen.store, workflow([group]))
+    task_log(screen.directory, record, "worker", [(T0 + 90, MISMATCH)])
+    assert screen.run("diagnose", record.id) == 0
+    assert "there is no failure to explain" in screen.out
+    assert screen.run("diagnose", record.id, "-r", "0") == 0
+    assert "Group training, attempt 1 of 2: RESCHEDULED" in screen.out
+    assert "ranks called collectives that do not fit together" in screen.out
+    assert screen.run("diagnose", record.id, "-r", "2") == 2
+    assert "the last is 1" in screen.err
+
+
+def test_a_gang_that_is_silent_now_is_diagnosed_until_it_prints_again(screen: Screen) -> None:
+    record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
+
+    def tell(at: float, words: str) -> None:
+        screen.store.add_events([Event(at=at, kind="hang", text=f"training: {words}", workflow=record.uuid, group="training")])
+
+    tell(T0 + 60, "may hang: no task has printed anything for 40 s (hang_timeout); where its processes are: …")
+    with supervised(screen.directory):
+        assert screen.run("diagnose", record.id, "-t", "json") == 0
+        (group,) = json.loads(screen.out)["groups"]
+        assert [(one["key"], one["found"]) for one in group["diagnoses"]] == [
+            ("hang", "no task has printed anything for 40 s (hang_timeout)")
+        ]
+        tell(T0 + 70, "prints again")
+        assert screen.run("diagnose", record.id) == 0
+    assert "nothing of it has failed" in screen.out

@@ -1,0 +1,161 @@
+"""The rules on lines that no CPU provokes (texts of CUDA, NCCL and the driver, as their sources have them), and their order.
+
+What a CPU can suffer is provoked for real in ``tests/train/test_diagnose.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distflow.diagnosis.diagnose import diagnose
+from distflow.diagnosis.ends import END_RULES
+from distflow.diagnosis.model import Case, First, Level, Witness
+from distflow.diagnosis.rules import RULES
+from distflow.lifecycle.states import Reason
+
+MASTER = Witness(task="master", node="gpu1", ranks=range(8))
+WORKER = Witness(task="worker", node="gpu2", ranks=range(8, 16))
+LOST = "RuntimeError: [pair.cc:537] Read error [10.0.0.1]:45283: Connection reset by peer."
+
+
+def case(*lines: str, first: str = "", other: str = LOST, **end: Any) -> Case:
+    """A gang whose worker printed ``lines`` and whose master lost it; ``end`` is the worker's."""
+    worker = replace(WORKER, lines=lines, **end)
+    verdict = First(task="worker", rank="11", message=first) if first else None
+    return Case(witnesses=(replace(MASTER, lines=(other,)), worker), first=verdict)
+
+
+OUT_OF_MEMORY = """
+[rank11]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB
+ of which 1.12 GiB is free. Process 1 has 70.00 GiB memory in use.
+""".replace("\n", "")
+SHARED = "Error while creating shared memory segment /dev/shm/nccl-cjY8K5 (size 10617216), error: No space left on device (28)"
+WATCHDOG = """
+[rank9]:[E1218 20:27:21.41 ProcessGroupNCCL.cpp:629] [Rank 9] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1,
+ OpType=BROADCAST, NumelIn=131072000, NumelOut=131072000, Timeout(ms)=600000) ran for 600081 milliseconds before timing out.
+""".replace("\n", "")
+BUS_ERROR = "RuntimeError: DataLoader worker (pid 53) is killed by signal: Bus error. It is possible that workers are out of …"
+VERSIONS = "gpu2:812 NCCL WARN Mismatched NCCL version detected : rank 8 version 22705 rank 0 version 22703"
+LOOPBACK = "NCCL WARN socketPollConnect: connect to 127.0.1.1<41234> returned Connection refused, exceeded error retry count"
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "found"),
+    [
+        (
+            OUT_OF_MEMORY,
+            "gpu-memory",
+            "rank 11 (worker on gpu2) asked for 2.00 GiB; GPU 3 has 79.11 GiB, of which 1.12 GiB were",
+        ),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling …", "gpu-memory", "worker on gpu2"),
+        (SHARED, "shared-memory", "on worker on gpu2"),
+        (BUS_ERROR, "shared-memory", "on worker on gpu2"),
+        (VERSIONS, "nccl-versions", "rank 8 (worker on gpu2) has 22705, rank 0 (master on gpu1) has 22703"),
+        ("CUDA error: no kernel image is available for execution on the device", "unlike-gpus", "worker on gpu2"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "too-few-gpus", "worker on gpu2"),
+        ("Duplicate GPU detected : rank 8 and rank 9 both on CUDA device 1a000", "too-few-gpus", "worker on gpu2"),
+        ("NCCL WARN Bootstrap : no socket interface found", "wrong-interface", "found no interface"),
+        (LOOPBACK, "wrong-interface", "was given 127.0.1.1 as the address of a rank of another node"),
+        ("Bootstrap Root : mismatch in rank count from procs 16 : 8", "world-size-mismatch", "told of 16 ranks, another"),
+        ("Bootstrap Root : rank 9 of 16 ranks has already checked in", "rank-twice", "it is of worker on gpu2"),
+        ("ncclSystemError: System call or external library call failed", "nccl-system", "worker on gpu2"),
+        (WATCHDOG, "collective-timeout", "rank 9 (worker on gpu2) waited in broadcast for 600 s; master on gpu1 did not"),
+        ("OSError: [Errno 28] No space left on device: 'model.pt'", "disk-full", "worker on gpu2"),
+        ("ImportError: libcudnn.so.9: cannot open shared object file", "module-missing", "libcudnn.so.9"),
+        ("MemoryError", "host-memory", "worker on gpu2"),
+    ],
+)
+def test_what_only_a_gpu_shows_is_known_by_its_text(line: str, key: str, found: str) -> None:
+    told = diagnose(case("step 12", line, first="exit code 1"))
+    assert [one.key for one in told] == [key]
+    assert found in told[0].found
+    assert told[0].line == line
+    assert told[0].task == "worker"
+
+
+def test_the_kernels_word_outranks_all_others() -> None:
+    told = diagnose(
+        case(
+            "MemoryError",
+            "RuntimeError: CUDA error: invalid device ordinal",
+            first="out of memory: the kernel killed process 9",
+            reason=Reason.OOM_KILLED,
+            kernel=("Out of memory: Killed process 9 (python3)",),
+        )
+    )
+    assert [one.key for one in told] == ["host-memory"]
+    assert told[0].found == "worker on gpu2: out of memory: the kernel killed process 9"
+    assert told[0].line == "Out of memory: Killed process 9 (python3)"
+
+
+def test_a_fault_of_a_gpu_stands_in_the_kernels_log() -> None:
+    told = diagnose(case(LOST, first="exit code 1", kernel=("NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",)))
+    assert [one.key for one in told] == ["gpu-fault"]
+
+
+def test_a_bystander_never_outranks_the_first_to_fail() -> None:
+    (told,) = diagnose(case("ValueError: a label that is none", first="exit code 1: ValueError: a label that is none"))
+    assert told.key == "peer-died"
+    assert told.found == (
+        "rank 11 (worker on gpu2) failed first: exit code 1: ValueError: a label that is none; master on gpu1 lost it"
+    )
+
+
+def test_what_others_overcame_is_not_the_cause_of_an_unknown_failure() -> None:
+    (told,) = diagnose(
+        case("AssertionError", first="exit code 1", other="FileNotFoundError: [Errno 2] No such file or directory: 'x'")
+    )
+    assert (told.key, told.task) == ("peer-died", "worker")
+
+
+def test_where_nobody_is_known_to_be_first_the_cause_still_outranks_the_loss() -> None:
+    told = diagnose(case("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert [one.key for one in told] == ["gpu-memory"]
+
+
+def test_a_port_and_an_address_of_this_machine_are_right_on_one_node() -> None:
+    line = "Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:18349$0"
+    assert [one.key for one in diagnose(case(line))] == ["wrong-interface"]
+    there = tuple(replace(one, node="gpu1") for one in case(line).witnesses)
+    assert [one.key for one in diagnose(Case(witnesses=there))] == ["collective-timeout"]
+
+
+@pytest.mark.parametrize(
+    ("end", "keys"),
+    [
+        ({"reason": Reason.SIGNAL, "signal": 9}, ["killed"]),
+        ({"reason": Reason.EXIT_CODE, "exit_code": 137}, ["killed"]),
+        ({"reason": Reason.SIGNAL, "signal": 11}, ["crashed"]),
+        ({"reason": Reason.NODE_LOST}, ["node-lost"]),
+        ({"reason": Reason.EXEC_TIMEOUT}, ["too-long"]),
+        ({"reason": Reason.START_TIMEOUT}, ["start-timeout"]),
+        ({"reason": Reason.PEER_FAILED, "signal": 9}, []),
+        ({"reason": Reason.EXIT_CODE, "exit_code": 3}, []),
+    ],
+)
+def test_ends_tell_by_themselves(end: dict[str, Any], keys: list[str]) -> None:
+    assert [one.key for one in diagnose(case("step 12", other="step 12", **end))] == keys
+
+
+def test_silence_is_told_beside_what_ranks_say() -> None:
+    silent = replace(
+        case("Timed out waiting 3000ms for recv operation to complete", other="step 12"), silence="no task has printed"
+    )
+    assert [(one.key, one.found) for one in diagnose(silent)] == [
+        ("hang", "no task has printed"),
+        ("collective-timeout", "worker on gpu2 waited for 3 s; master on gpu1 did not"),
+    ]
+
+
+def test_every_rule_is_complete_and_has_a_key_of_its_own() -> None:
+    every = (*RULES, *END_RULES)
+    assert len({rule.key for rule in every}) == len(every)
+    for rule in every:
+        assert rule.shows, rule.key
+        assert rule.remedy.endswith("."), rule.key
+        assert not rule.cause.endswith("."), rule.key
+    assert [rule.level for rule in RULES] == sorted(rule.level for rule in RULES), "the most specific first"
+    assert {rule.level for rule in RULES} == set(Level)
