@@ -22,6 +22,8 @@ from typing import Any
 import yaml
 
 from distflow import errors
+from distflow.diagnosis.ends import END_RULES
+from distflow.diagnosis.rules import RULES as RULES_OF_DIAGNOSIS
 from distflow.documents.problems import ProblemsFound
 from distflow.lifecycle import states
 from distflow.lifecycle.exits import CODES
@@ -479,6 +481,18 @@ def _message(name: str) -> str:
     return re.split(r"^\S+: world of ", text, maxsplit=1, flags=re.MULTILINE)[0].rstrip()
 
 
+# -- diagnoses --------------------------------------------------------------------------------------------------------
+
+
+def diagnosis_table() -> str:
+    """Return every rule of ``distflow workflow diagnose``: how a cause shows, what it is, what to do."""
+    lines = ["| `key` | how it shows | cause | remedy |", "|---|---|---|---|"]
+    for rule in (*RULES_OF_DIAGNOSIS, *END_RULES):
+        cells = (f"`{rule.key}`", rule.shows, rule.cause, rule.remedy)
+        lines.append("| " + " | ".join(prose(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -493,6 +507,7 @@ PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
         "statuses": status_table,
         "task-exit-codes": task_exit_codes,
         "layout-rules": layout_rules,
+        "diagnoses": diagnosis_table,
     }
 )
 

@@ -38,15 +38,15 @@ TOO_LONG = Rule(
     key="too-long",
     shows="the reason EXEC_TIMEOUT",
     cause="the group ran longer than its exec_timeout",
-    remedy="If its steps went on to the end (distflow workflow logs <id>), allow more in `timeout: {exec_timeout: …}`. If "
-    "they stopped, it hung: set `timeout: {hang_timeout: 10m}`, and look at distflow workflow stacks <id> while it "
+    remedy="If its steps went on to the end (`distflow workflow logs <id>`), allow more in `timeout: {exec_timeout: …}`. If "
+    "they stopped, it hung: set `timeout: {hang_timeout: 10m}`, and look at `distflow workflow stacks <id>` while it "
     "runs.",
 )
 SLOW_START = Rule(
     key="start-timeout",
     shows="the reason START_TIMEOUT",
     cause="not all tasks of the gang got ready in time",
-    remedy="distflow workflow events <id> names the straggler; see to its node, or raise `start_barrier` of the pool.",
+    remedy="`distflow workflow events <id>` names the straggler; see to its node, or raise `start_barrier` of the pool.",
 )
 END_RULES = (KILLED, CRASHED, LOST, TOO_LONG, SLOW_START)
 """In the order of the page."""

@@ -55,7 +55,7 @@ HANG = Rule(
     key="hang",
     shows="the event `may hang` (`hang_timeout`)",
     cause="the gang has been silent for long: it may hang",
-    remedy="While it runs, distflow workflow stacks <id> shows where each rank is; who is elsewhere than most is the one "
+    remedy="While it runs, `distflow workflow stacks <id>` shows where each rank is; who is elsewhere than most is the one "
     "that the others wait for. `debug: true` in the group names ranks whose collectives differ.",
     level=Level.STALL,
 )
@@ -64,7 +64,7 @@ PEER_DIED = Rule(
     shows="`Connection closed by peer`, `Connection reset by peer`, `Broken pipe`, `ncclRemoteError`, `remote process "
     "exited`",
     cause="one rank failed, and the others lost it",
-    remedy="Only what the first one says counts: distflow workflow why <id> has its traceback and last lines.",
+    remedy="Only what the first one says counts: `distflow workflow why <id>` has its traceback and last lines.",
     level=Level.BYSTANDER,
     patterns=_any(
         r"Connection (?:closed|reset) by peer", r"Broken pipe", r"ncclRemoteError", r"remote process exited", r"Failed to recv",
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
         "procs`",
         cause="ranks disagree about the size of the world",
         remedy="WORLD_SIZE must be the same everywhere: take it from the variable, or from {{world_size}}, never from a "
-        "number in the script; distflow workflow submit --dry-run shows what each task is given.",
+        "number in the script; `distflow workflow submit --dry-run` shows what each task is given.",
         patterns=_any(
             r"rank (?P<rank>\d+) was told of (?P<one>\d+) ranks, another one of (?P<other>\d+)",
             r"mismatch in rank count from procs (?P<one>\d+) : (?P<other>\d+)",
@@ -106,9 +106,9 @@ RULES: tuple[Rule, ...] = (
         key="rank-twice",
         shows="`rank 1 is there twice`, `rank 1 of 2 ranks has already checked in`, a rank that waits for its own number",
         cause="two processes hold the same rank",
-        remedy="Offsets must not overlap: distflow workflow submit --dry-run shows who holds which rank. A script that "
+        remedy="Offsets must not overlap: `distflow workflow submit --dry-run` shows who holds which rank. A script that "
         "numbers its ranks itself must add DISTFLOW_RANK_OFFSET. See also whether a process of an earlier run is left: "
-        "distflow node reap.",
+        "`distflow node reap`.",
         patterns=_any(
             r"rank (?P<rank>\d+) is there twice", r"rank (?P<rank>\d+) of \d+ ranks has already checked in",
             r"wait timeout after \d+ms, keys: \S*?(?P<key>\d+)\s*$",
@@ -142,8 +142,8 @@ RULES: tuple[Rule, ...] = (
         shows="`CUDA out of memory. Tried to allocate`, `CUBLAS_STATUS_ALLOC_FAILED`",
         cause="a GPU's memory ran out",
         remedy="Take smaller batches per rank (and accumulate), activation checkpointing, bf16, or a strategy that shards "
-        "(distflow train advise says which). If much is free, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; if "
-        "another process holds it, distflow node reap. `train.MemoryGuard` skips single steps on all ranks alike.",
+        "(`distflow train advise` says which). If much is free, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; if "
+        "another process holds it, `distflow node reap`. `train.MemoryGuard` skips single steps on all ranks alike.",
         patterns=_any(
             r"CUDA out of memory\.? Tried to allocate (?P<wanted>[\d.]+ \w+)"
             r"(?:.*?GPU (?P<gpu>\d+) has a total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free)?",
@@ -167,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         key="disk-full",
         shows="`No space left on device`",
         cause="a disk is full",
-        remedy="See `df -h` on the node; distflow node clean removes attempts that ended long ago, `keep_last` bounds "
+        remedy="See `df -h` on the node; `distflow node clean` removes attempts that ended long ago, `keep_last` bounds "
         "checkpoints.",
         patterns=_any(r"No space left on device"),
     ),
@@ -176,7 +176,7 @@ RULES: tuple[Rule, ...] = (
         shows="`Mismatched NCCL version detected`",
         cause="ranks run different versions of NCCL, so of torch",
         remedy="Give all nodes the same environment: the same container image, or the same `python` in the pool. "
-        "distflow pool check shows the torch of each node.",
+        "`distflow pool check` shows the torch of each node.",
         patterns=_any(r"Mismatched NCCL version detected : rank (\d+) version (\d+) rank (\d+) version (\d+)"),
         explain=words.nccl_versions,
     ),
@@ -210,7 +210,7 @@ RULES: tuple[Rule, ...] = (
         cause="ranks announce an address or interface that the others cannot use",
         remedy="Unset GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and TP_SOCKET_IFNAME in the spec and the script: distflow sets "
         "them to the interface that has the node's address. If that is the wrong one, give the node its `address` in "
-        "the configuration; distflow pool check tries it.",
+        "the configuration; `distflow pool check` tries it.",
         patterns=_any(
             r"Unable to find address for: (?P<name>\S+)", r"[Nn]o socket interface found",
             r"(?:timed out connecting|failed to connect).*remote=\[(?P<address>127\.\d+\.\d+\.\d+)\]",
@@ -223,7 +223,7 @@ RULES: tuple[Rule, ...] = (
         shows="`EADDRINUSE`, `Address already in use`, `cannot listen on port`",
         cause="the rendezvous port is taken on the master's node",
         remedy="Leave the port out of the spec, or use {{master_port}}: distflow finds a free one and keeps it. If it must be "
-        "this one, see who has it: `ss -ltnp` on the node; distflow node reap ends what a job left. A second process "
+        "this one, see who has it: `ss -ltnp` on the node; `distflow node reap` ends what a job left. A second process "
         "with rank 0 on the same node shows so, too.",
         patterns=_any(
             r"failed to listen on any local network address\. port: (?P<port>\d+)", r"cannot listen on port (?P<port>\d+)",
@@ -236,7 +236,7 @@ RULES: tuple[Rule, ...] = (
         shows="`environment variable RANK expected, but not set`, `RANK is not set`",
         cause="the script was started as one process, and not as a rank",
         remedy="A task with several ranks needs a launcher: `launcher: torchrun` (or `spawn`) in the task, or "
-        "python -m distflow.train.launch in the command.",
+        "`python -m distflow.train.launch` in the command.",
         patterns=_any(r"environment variable (\w+) expected, but not set", r"but (RANK) is not set: start the script with"),
         explain=words.variable,
     ),
@@ -282,8 +282,8 @@ RULES: tuple[Rule, ...] = (
         key="barrier-missed",
         shows="`Ranks 1 failed to pass monitoredBarrier`",
         cause="ranks did not come to a barrier",
-        remedy="Those ranks hang, are slow, or took another way: distflow workflow logs <id> --rank N shows what they did "
-        "last, distflow workflow stacks <id> where they are while it runs.",
+        remedy="Those ranks hang, are slow, or took another way: `distflow workflow logs <id> --rank N` shows what they did "
+        "last, `distflow workflow stacks <id>` where they are while it runs.",
         level=Level.STALL,
         patterns=_any(r"Ranks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier in (?P<ms>\d+) ms"),
         explain=words.absent,
@@ -292,7 +292,7 @@ RULES: tuple[Rule, ...] = (
         key="rank-missing",
         shows="`wait timeout after …, keys: …/2`, `2/3 clients joined`, `ranks 1, 2 did not come within`",
         cause="a rank did not come to the rendezvous",
-        remedy="See what its task does: distflow workflow logs <id> --rank N. It may still be loading (raise the timeout of "
+        remedy="See what its task does: `distflow workflow logs <id> --rank N`. It may still be loading (raise the timeout of "
         "init_process_group), have taken another rank's number (print RANK), or have no way to the master.",
         level=Level.STALL,
         patterns=_any(
@@ -306,9 +306,9 @@ RULES: tuple[Rule, ...] = (
         key="master-unreachable",
         shows="`The client socket has timed out … while trying to connect to`, `does not reach the master at`",
         cause="ranks could not reach the master",
-        remedy="Does rank 0's task run at all (distflow workflow logs <id> --rank 0)? Is MASTER_ADDR the address of its node "
-        "on the training network ({{master_addr}}; no name, no 127.0.0.1)? Does a firewall let that port through "
-        "between the nodes? distflow pool check tries it.",
+        remedy="Does rank 0's task run at all (`distflow workflow logs <id> --rank 0`)? Is MASTER_ADDR the address of its "
+        "node on the training network ({{master_addr}}; no name, no 127.0.0.1)? Does a firewall let that port through "
+        "between the nodes? `distflow pool check` tries it.",
         level=Level.STALL,
         patterns=_any(
             r"timed out after (?P<ms>\d+)ms while trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)",
@@ -321,8 +321,8 @@ RULES: tuple[Rule, ...] = (
         shows="`Timed out waiting …ms for recv operation`, `Watchdog caught collective operation timeout`, `connectFullMesh "
         "failed`",
         cause="ranks waited in a collective for others that did not come",
-        remedy="Some rank was slow, hung, or took another branch: distflow workflow logs <id> shows who stopped printing "
-        "first, distflow workflow stacks <id> where each is while it runs, and `debug: true` names differing "
+        remedy="Some rank was slow, hung, or took another branch: `distflow workflow logs <id>` shows who stopped printing "
+        "first, `distflow workflow stacks <id>` where each is while it runs, and `debug: true` names differing "
         "collectives. If it is only slow (a checkpoint, a first compilation), raise the timeout of init_process_group.",
         level=Level.STALL,
         patterns=_any(
