@@ -1,0 +1,129 @@
+"""How fast the sample trains under distflow, under plain torchrun and as a single process, in one run.
+
+``scripts/train_dist.py`` with the same global batch everywhere: two tasks of one rank each on this machine, ``torchrun`` with
+two ranks, one process. Timed inside the training, from the end of the first epoch to that of the last, so that no start and no
+end counts; in turns. Fails when the median of distflow's speed over torchrun's in the same turn is below ``LIMIT``.
+
+Then runs ``gpt.py``, which needs a GPU and says so where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+RUNS, EPOCHS, RANKS, BATCH = 5, 20, 2, 32
+LIMIT = 0.98
+"""1.0, less what two runs of one contestant differ by."""
+TIMED = f"""
+import sys, time
+sys.path.insert(0, {str(SCRIPTS)!r})
+import train_dist
+
+said = train_dist.emit
+train_dist.emit = lambda **record: said(**record, clock=time.monotonic())
+sys.exit(train_dist.main())
+"""
+"""The sample, with a clock in each of its lines."""
+SPEC = """
+workflow:
+  name: sample
+  resources: {{default: {{gpu: 0}}}}
+  groups:
+  - name: training
+    tasks:
+    - name: master
+      lead: true
+      ranks: {{size: 1}}
+      command: &train [{python}, {script}, --epochs, "{epochs}", --batch_size, "{batch}"]
+    - name: worker
+      replicas: {workers}
+      ranks: {{size: 1}}
+      command: *train
+"""
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether the bounds hold."""
+    slow = _sample()
+    gpt = subprocess.run([sys.executable, Path(__file__).with_name("gpt.py")], check=False).returncode
+    return int(slow or gpt != 0)
+
+
+def _sample() -> bool:
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        (folder / "timed.py").write_text(TIMED)
+        python = [sys.executable, str(folder / "timed.py"), "--epochs", str(EPOCHS), "--output", str(folder / "out")]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        contestants: dict[str, Callable[[], float]] = {
+            f"torchrun, {RANKS} ranks": partial(_speed_of, [*torchrun, *python[1:], "--batch_size", str(BATCH)], folder),
+            f"distflow, {RANKS} ranks": partial(_under_distflow, folder),
+            "a single process": partial(_speed_of, [*python, "--batch_size", str(BATCH * RANKS)], folder),
+        }
+        speeds: dict[str, list[float]] = {contestant: [] for contestant in contestants}
+        for turn in range(RUNS + 1):
+            for contestant, run in contestants.items():
+                speed = run()
+                if turn:  # the first warms caches up
+                    speeds[contestant].append(speed)
+    torchruns, distflows, _ = speeds.values()
+    print(f"{platform.machine()}, {os.cpu_count()} CPUs: the sample, {EPOCHS} epochs, {RUNS} runs, samples in a second")
+    print(f"  {'':<24} {'median':>9} {'least':>9} {'most':>9} {'× torchrun':>11}")
+    for contestant, measured in speeds.items():
+        print(
+            f"  {contestant:<24} {statistics.median(measured):>9.0f} {min(measured):>9.0f} {max(measured):>9.0f} "
+            f"{_ratio(measured, torchruns):>11.2f}"
+        )
+    return _ratio(distflows, torchruns) < LIMIT
+
+
+def _ratio(measured: Sequence[float], peers: Sequence[float]) -> float:
+    """Return the median of the ratios turn by turn: a machine that drifts touches both of a turn."""
+    return statistics.median(one / peer for one, peer in zip(measured, peers, strict=True))
+
+
+def _speed_of(command: Sequence[str], folder: Path) -> float:
+    return _speed(_run(command, folder).splitlines())
+
+
+def _under_distflow(folder: Path) -> float:
+    workers = RANKS - 1
+    spec = SPEC.format(python=sys.executable, script=folder / "timed.py", epochs=EPOCHS, batch=BATCH, workers=workers)
+    (folder / "spec.yaml").write_text(spec)
+    distflow = [sys.executable, "-m", "distflow", "workflow"]
+    workflow = _run([*distflow, "submit", str(folder / "spec.yaml"), "--wait"], folder).split()[0]
+    return _speed(_run([*distflow, "logs", workflow, "--task", "master", "--no-prefix"], folder).splitlines())
+
+
+def _run(command: Sequence[str], folder: Path) -> str:
+    node = f"{{name: local, root: {folder}/node, lease_dir: {folder}/leases}}"
+    (folder / "distflow.yaml").write_text(f"pools: {{local: {{backend: local, nodes: [{node}]}}}}\n")
+    environment = os.environ | {"DISTFLOW_STATE": str(folder / "state"), "DISTFLOW_CONFIG": str(folder / "distflow.yaml")}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[:4]}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _speed(lines: Sequence[str]) -> float:
+    """Return samples per second of all ranks together, from the lines that end epochs."""
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith("{")]
+    first, *_, last = [record for record in records if "loss" in record]
+    # 1437 samples: every rank's last batch of an epoch is smaller, for all alike.
+    samples = (last["step"] - first["step"]) * BATCH * RANKS
+    return float(samples / (last["clock"] - first["clock"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
