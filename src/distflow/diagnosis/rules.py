@@ -42,6 +42,9 @@ def _any(*patterns: str) -> tuple[re.Pattern[str], ...]:
 _RAISED = r"^(?:\[[^\]]*\]:? ?)*"
 """Before the name of an exception in the last line of a traceback: a launcher's or torch's marks of the rank."""
 
+_KEY = r"wait timeout after \d+ms, keys: \S*default_pg/\S*//cpu//\d+/(?P<key>\d+)\s*$"
+"""Of gloo's store in the world of all ranks: the key ends with the rank that is waited for. Other groups count their own."""
+
 HOST_MEMORY = Rule(
     key="host-memory",
     shows="`can't allocate memory`, `MemoryError`, or the kernel's word that it killed a process (`OOM_KILLED`)",
@@ -98,7 +101,7 @@ RULES: tuple[Rule, ...] = (
             r"rank (?P<rank>\d+) was told of (?P<one>\d+) ranks, another one of (?P<other>\d+)",
             r"mismatch in rank count from procs (?P<one>\d+) : (?P<other>\d+)",
             r"Timed out after \d+ seconds waiting for clients\. (?P<there>\d+)/(?P<wanted>\d+) clients joined",
-            r"wait timeout after \d+ms, keys: \S*?(?P<key>\d+)\s*$",
+            _KEY,
         ),
         explain=words.world_size,
     ),
@@ -111,7 +114,7 @@ RULES: tuple[Rule, ...] = (
         "`distflow node reap`.",
         patterns=_any(
             r"rank (?P<rank>\d+) is there twice", r"rank (?P<rank>\d+) of \d+ ranks has already checked in",
-            r"wait timeout after \d+ms, keys: \S*?(?P<key>\d+)\s*$",
+            _KEY,
         ),
         explain=words.twice,
     ),
@@ -147,7 +150,7 @@ RULES: tuple[Rule, ...] = (
         patterns=_any(
             r"CUDA out of memory\.? Tried to allocate (?P<wanted>[\d.]+ \w+)"
             r"(?:.*?GPU (?P<gpu>\d+) has a total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free)?",
-            r"CUBLAS_STATUS_ALLOC_FAILED", r"CUDA error: out of memory",
+            r"CUBLAS_STATUS_ALLOC_FAILED", r"CUDA error: out of memory", r"steps in a row had no memory on some rank",
         ),
         explain=words.gpu_memory,
     ),
@@ -298,7 +301,7 @@ RULES: tuple[Rule, ...] = (
         patterns=_any(
             r"(?:^|\W)ranks? (?P<ranks>\d[\d, ]*)(?: and \d+ others)? did not come within",
             r"Timed out after \d+ seconds waiting for clients\. (?P<there>\d+)/(?P<wanted>\d+) clients joined",
-            r"wait timeout after \d+ms, keys: \S*?(?P<key>\d+)\s*$",
+            _KEY, r"wait timeout after \d+ms, keys: ",
         ),
         explain=words.absent,
     ),

@@ -45,7 +45,9 @@ def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
         if found.get("one"):
             who = case.rank_words(int(found["rank"])) if found.get("rank") else hit.who
             return f"{who} was told of {found['one']} ranks, another one of {found['other']}"
-        if found.get("wanted") and case.world_size and int(found["wanted"]) != case.world_size:
+        # torchrun's own store counts machines.
+        counts = (case.world_size, sum(bool(witness.ranks) for witness in case.witnesses))
+        if found.get("wanted") and case.world_size and int(found["wanted"]) not in counts:
             return f"{hit.who} waits for {found['wanted']} ranks, but the layout has {case.world_size}"
         if found.get("key") and case.world_size and int(found["key"]) >= case.world_size:
             return f"{hit.who} waits for rank {found['key']}, but the layout ends with rank {case.world_size - 1}"
@@ -71,13 +73,12 @@ def absent(case: Case, hits: Sequence[Hit]) -> str | None:
     keyed = [int(key) for hit in hits if (key := hit.match.groupdict().get("key"))]
     ranks = sorted({*named, *(rank for rank in keyed if rank not in waiting)})
     counted = next((hit for hit in hits if hit.match.groupdict().get("wanted")), None)
-    counts = f"{counted.match['there']} of {counted.match['wanted']} ranks came" if counted else ""
+    counts = f"{counted.match['there']} of {counted.match['wanted']} came" if counted else ""
     if not ranks:
         there = waiting if counted and len(waiting) == int(counted.match["there"]) else set()
         ranks = [rank for rank in range(case.world_size) if rank not in there] if there else []
     held = ", ".join(case.rank_words(rank) for rank in ranks[:_SHOWN]) + (" and others" if len(ranks) > _SHOWN else "")
-    did_not = f"{held} did not come; {_who(hits)} waited" if held else ""
-    return "; ".join(filter(None, (did_not, counts))) or f"{_who(hits)} waited"
+    return "; ".join(filter(None, (f"{held} did not come" if held else "", f"{_who(hits)} waited", counts)))
 
 
 def mesh(case: Case, hits: Sequence[Hit]) -> str:

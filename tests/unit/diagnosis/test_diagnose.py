@@ -140,6 +140,22 @@ def test_ends_tell_by_themselves(end: dict[str, Any], keys: list[str]) -> None:
     assert [one.key for one in diagnose(case("step 12", other="step 12", **end))] == keys
 
 
+def test_torchruns_store_waits_for_machines_and_not_for_ranks() -> None:
+    line = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
+    (told,) = diagnose(case(line, other="step 12"))
+    assert (told.key, told.found) == ("rank-missing", "worker on gpu2 waited; 1 of 2 came")
+    (wrong,) = diagnose(case(line.replace("1/2", "15/24"), other="step 12"))
+    assert (wrong.key, wrong.found) == ("world-size-mismatch", "worker on gpu2 waits for 24 ranks, but the layout has 16")
+
+
+def test_a_key_names_a_rank_only_in_the_world_of_all() -> None:
+    line = "torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /{}//cpu//0/5"
+    (told,) = diagnose(case(line.format("default_pg/0"), other="step 12"))
+    assert (told.key, told.found) == ("rank-missing", "rank 5 (master on gpu1) did not come; worker on gpu2 waited")
+    (other,) = diagnose(case(line.format("7"), other="step 12"))
+    assert (other.key, other.found) == ("rank-missing", "worker on gpu2 waited")
+
+
 def test_silence_is_told_beside_what_ranks_say() -> None:
     silent = replace(
         case("Timed out waiting 3000ms for recv operation to complete", other="step 12"), silence="no task has printed"
