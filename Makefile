@@ -11,7 +11,7 @@ help:
 	@echo "make demo    train the sample through distflow, on this machine"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the node runtime"
-	@echo "make bench   speed against named peers: a bare interpreter, ssh loops, torchrun, pdsh, scp, rsync (half an hour)"
+	@echo "make bench   speed against named peers: a bare interpreter, ssh loops, torchrun, pdsh, scp, rsync (more than half an hour)"
 	@echo "make soak    random faults on 8 SSH hosts of this machine for half an hour (ARGS='--minutes 5')"
 	@echo "make docs    write the generated pages of docs/ anew"
 	@echo "make clean   remove .venv and caches"
