@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-RUNS, EPOCHS, RANKS, BATCH = 5, 20, 2, 32
+RUNS, EPOCHS, RANKS, BATCH = 5, 60, 2, 32
 LIMIT = 0.98
 """1.0, less what two runs of one contestant differ by."""
 TIMED = f"""
