@@ -17,8 +17,8 @@ from language import osmo_keys
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "osmo.md"
 ANSWERS = ("**the same**", "**differs**: ", "**does not apply**: ", "**not yet**")
 OWN = (
-    "workflow why", "workflow diagnose", "workflow stacks", "workflow metrics", "workflow adopt", "pool check", "node clean", "node reap",
-    "node uninstall", "schema", "profile unset", "train advise", "train bench",
+    "workflow why", "workflow diagnose", "workflow stacks", "workflow metrics", "workflow adopt", "pool check", "node clean",
+    "node reap", "node uninstall", "schema", "profile unset", "train advise", "train bench",
 )  # fmt: skip
 """Verbs that OSMO has not."""
 TABLED = ("dataset",)
