@@ -145,7 +145,7 @@ def test_killed_helpers_never_lose_the_work(cli: Cli, seed: int) -> None:
 
 
 def test_an_end_that_nobody_saw_is_read_from_the_node(cli: Cli) -> None:
-    workflow = cli.submit(cli.spec(SHORT.replace("exit 0", "exit 5")))
+    workflow = cli.submit(cli.spec(SHORT.replace("exit 0", "exit 5").replace("sleep 3", "sleep 15")))
     cli.await_running(workflow)
     pid = cli.tasks(workflow)["worker"]["pid"]
     supervisor = cli.supervisor()

@@ -85,9 +85,9 @@ def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab
     assert (cause["task"], cause["node"], cause["reason"]) == ("worker-1", away, "NODE_LOST")
     assert "refused our key" in cause["message"]
     assert {task["status"] for task in answer["groups"][0]["tasks"]} == {"FAILED", "FAILED_BACKEND_ERROR"}
-    # It runs on, because nobody can stop it; that is done as soon as somebody can.
+    # It runs on, because nobody can stop it; that is done as soon as somebody can. Who was refused three times waits for 2 min.
     repair()
-    lab.await_stray_end(workflow, "worker-1")
+    lab.await_stray_end(workflow, "worker-1", timeout=200.0)
 
 
 STEPS = """
