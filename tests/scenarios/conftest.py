@@ -221,3 +221,12 @@ def far_lab(cli: Cli, hosts: dict[str, NetnsHost]) -> Iterator[Lab]:
         for host in hosts.values():
             host.heal()
     made.await_nothing_left()
+
+
+@pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.ssh)])
+def place(request: pytest.FixtureRequest, cli: Cli) -> Cli:
+    """A distflow whose pool is this machine, or hosts behind SSH."""
+    if request.param == "lab":
+        lab: Lab = request.getfixturevalue("lab")
+        return lab.cli
+    return cli

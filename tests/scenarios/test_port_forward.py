@@ -13,7 +13,6 @@ import pytest
 
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
-from scenarios.lab import Lab
 
 SPEC = """
 workflow:
@@ -25,15 +24,6 @@ workflow:
     files:
     - {path: page.txt, contents: "from the task"}
 """
-
-
-@pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def place(request: pytest.FixtureRequest, cli: Cli) -> Cli:
-    """A distflow whose pool is this machine, or hosts behind SSH."""
-    if request.param == "lab":
-        lab: Lab = request.getfixturevalue("lab")
-        return lab.cli
-    return cli
 
 
 def _free_port() -> int:

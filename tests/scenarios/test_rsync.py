@@ -35,15 +35,6 @@ workflow:
 HOSTILE = ("plain.txt", "with space", "-dash", "a:b", "quote'\"s", "$HOME `id`", "new\nline", "ünïcode", "*?[x]", "back\\slash")
 
 
-@pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def place(request: pytest.FixtureRequest, cli: Cli) -> Cli:
-    """A distflow whose pool is this machine, or hosts behind SSH."""
-    if request.param == "lab":
-        lab: Lab = request.getfixturevalue("lab")
-        return lab.cli
-    return cli
-
-
 @contextmanager
 def running(cli: Cli) -> Iterator[str]:
     """A workflow that runs, until the end of the block."""

@@ -13,7 +13,6 @@ import pytest
 
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
-from scenarios.lab import Lab
 
 pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
 
@@ -30,15 +29,6 @@ workflow:
       command: [sh, -c, 'echo up; while [ ! -e GO ]; do sleep 0.1; done']
 """
 QUICK = ("--poll-interval", "0.1", "--debounce-delay", "0.2")
-
-
-@pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.ssh)])
-def place(request: pytest.FixtureRequest, cli: Cli) -> Cli:
-    """A distflow whose pool is this machine, or hosts behind SSH."""
-    if request.param == "lab":
-        lab: Lab = request.getfixturevalue("lab")
-        return lab.cli
-    return cli
 
 
 def spec(cli: Cli) -> str:

@@ -8,16 +8,15 @@ from being promised more than there is.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import time
 from typing import Dict, List, Tuple
 
-from distflow.runtime.leasefiles import lock, open_lock
+from distflow.runtime.leasefiles import lock, open_lock, said_of
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["Wanted", "take"]
+__all__ = ["Wanted", "number_of", "take"]
 
 Wanted = Dict[str, Tuple[int, int]]
 """What is asked for and how much there is, by ``cpus`` and ``memory`` (bytes)."""
@@ -40,10 +39,10 @@ def take(directory: int, wanted: Wanted, holder: Json) -> List[int]:
         _enter(gate)
         others = _held(directory)
         for name, (want, have) in sorted(asked.items()):
-            used = sum(_number(one.get(name)) for one in others)
+            used = sum(number_of(one.get(name)) for one in others)
             # One that asks for more than there is has been let through by whoever placed it: it runs alone.
             if used and used + want > have:
-                raise OpError("busy", _words(name, want, have, [one for one in others if _number(one.get(name))]))
+                raise OpError("busy", _words(name, want, have, [one for one in others if number_of(one.get(name))]))
         return [_own(directory, dict(holder, **{name: want for name, (want, _) in asked.items()}))]
     finally:
         os.close(gate)
@@ -61,28 +60,8 @@ def _enter(gate: int) -> None:
 
 def _held(directory: int) -> List[Json]:
     """What the locked files say; they are other people's, and may say anything."""
-    found: List[Json] = []
-    for name in os.listdir(directory):
-        if not _NAME.fullmatch(name):
-            continue
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            try:
-                said = json.loads(os.pread(fd, 4096, 0).decode())
-            except (OSError, ValueError):
-                said = None
-            if isinstance(said, dict):
-                found.append(said)
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
-    return found
+    found = (said_of(directory, name) for name in os.listdir(directory) if _NAME.fullmatch(name))
+    return [one for one in found if one]
 
 
 def _own(directory: int, holder: Json) -> int:
@@ -94,16 +73,17 @@ def _own(directory: int, holder: Json) -> int:
     raise OpError("busy", "{} attempts hold CPUs or memory here".format(_MOST))
 
 
-def _number(value: object) -> int:
+def number_of(value: object) -> int:
+    """An amount as somebody wrote it; 0 for what is none."""
     return value if isinstance(value, int) and value > 0 else 0
 
 
 def _words(name: str, want: int, have: int, others: List[Json]) -> str:
     unit, called = _UNITS[name]
-    left = max(0, have - sum(_number(one[name]) for one in others))
+    left = max(0, have - sum(number_of(one[name]) for one in others))
     free = "{:.4g} of its {:.4g} {} are free, {:.4g} were asked for"
     held = "{:.4g} are held by {} (attempt {})"
     return "; ".join(
         [free.format(left / unit, have / unit, called, want / unit)]
-        + [held.format(_number(one[name]) / unit, one.get("user"), one.get("attempt")) for one in others]
+        + [held.format(number_of(one[name]) / unit, one.get("user"), one.get("attempt")) for one in others]
     )

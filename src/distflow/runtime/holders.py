@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import re
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Tuple
 
 from distflow.runtime import gpuusers
-from distflow.runtime.leasefiles import open_directory
+from distflow.runtime.claims import number_of
+from distflow.runtime.leasefiles import open_directory, said_of
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["look"]
 
 _NAME = re.compile(r"(gpu|port|claim)-([0-9]+)(?:-[0-9]+)?\.lock")
-_LONGEST = 4096
 _MOST = 10_000
 
 
@@ -29,7 +27,7 @@ def look(lease_dir: str) -> Json:
         holder = found.setdefault((str(said.get("user")), str(said.get("attempt"))), _holder(said))
         if kind == "claim":
             for name in ("cpus", "memory"):
-                holder[name] += _amount(said.get(name))
+                holder[name] += number_of(said.get(name))
         else:
             holder["gpus" if kind == "gpu" else "ports"].append(number)
     for holder in found.values():
@@ -65,33 +63,9 @@ def _locked(lease_dir: str) -> List[Tuple[str, int, Json]]:
     try:
         for name in sorted(os.listdir(directory))[:_MOST]:
             match = _NAME.fullmatch(name)
-            said = _said(directory, name) if match else None
+            said = said_of(directory, name) if match else None
             if match and said is not None:
                 found.append((match.group(1), int(match.group(2)), said))
     finally:
         os.close(directory)
     return found
-
-
-def _said(directory: int, name: str) -> Optional[Json]:
-    try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        try:
-            said = json.loads(os.pread(fd, _LONGEST, 0).decode())
-        except (OSError, ValueError):
-            said = None
-        return said if isinstance(said, dict) else {}
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _amount(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0

@@ -10,11 +10,11 @@ import fcntl
 import json
 import os
 import stat
-from typing import Tuple
+from typing import Optional, Tuple
 
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["lock", "open_directory", "open_lock"]
+__all__ = ["lock", "open_directory", "open_lock", "said_of"]
 
 
 def open_directory(path: str) -> int:
@@ -99,3 +99,28 @@ def _read_holder(fd: int) -> str:
         return "{user} (attempt {attempt}, pid {pid})".format(**holder)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return "somebody unknown"
+
+
+def said_of(directory: int, name: str) -> Optional[Json]:
+    """What is written in a lock file that somebody holds; None when nobody does, or nobody may look.
+
+    It is other people's, and may say anything; what is no record is an empty one. Looking takes the lock for an instant, as
+    shared: who wants it just then is refused.
+    """
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        try:
+            said = json.loads(os.pread(fd, 4096, 0).decode())
+        except (OSError, ValueError):
+            said = None
+        return said if isinstance(said, dict) else {}
+    except OSError:
+        return None
+    finally:
+        os.close(fd)

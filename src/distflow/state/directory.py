@@ -5,6 +5,7 @@ State is per user and host: homes on NFS are common, and SQLite's WAL and file l
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from distflow.errors import StateError
 
-__all__ = ["StateDirectory", "find_state_directory", "state_errors"]
+__all__ = ["StateDirectory", "find_state_directory", "is_locked", "state_errors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +122,18 @@ def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:
         return StateDirectory(Path(given).expanduser().absolute())
     base = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
     return StateDirectory(Path(base) / "distflow" / os.uname().nodename)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file (``flock``); of one that is not there, nobody does."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.state.codec import DecodeError, decode, encode
-from distflow.state.directory import state_errors
+from distflow.state.directory import is_locked, state_errors
 
 __all__ = ["Sync", "Syncs"]
 
@@ -92,17 +92,7 @@ class Syncs:
 
     def is_running(self, sync: Sync) -> bool:
         """Return whether a process copies to that task."""
-        try:
-            handle = os.open(self._path(sync, "lock"), os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(handle)
-        return False
+        return is_locked(self._path(sync, "lock"))
 
     def list(self) -> list[Sync]:
         """Return all that are known, in the order of their workflows and tasks; a damaged record is passed over."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import SupervisorError
-from distflow.state.directory import StateDirectory
+from distflow.state.directory import StateDirectory, is_locked
 
 __all__ = ["Held", "Lock", "ensure_supervisor", "hold_supervisor", "is_running", "open_wake_socket", "wake"]
 
@@ -65,17 +65,7 @@ class Lock:
 
 def is_running(directory: StateDirectory) -> bool:
     """Return whether a supervisor holds the lock."""
-    try:
-        handle = os.open(directory.lock, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+    return is_locked(directory.lock)
 
 
 @dataclass(frozen=True, slots=True)
