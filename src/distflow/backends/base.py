@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distflow.storage.identity import Identity
 
 __all__ = [
+    "LAST",
     "Absent",
     "AttemptKey",
     "Backend",
@@ -47,6 +48,7 @@ __all__ = [
     "Started",
     "StopAccepted",
     "Unanswered",
+    "slot_of",
 ]
 
 
@@ -234,7 +236,7 @@ class Collecting(_OfAttempt):
     """Its output is on its way here, or a checkpoint."""
 
     op: str = "collect"
-    """As the command has it: ``collect``, or ``pack:<n>`` for a checkpoint."""
+    """As the command has it: ``collect``, or for a checkpoint ``pack:<n>``, and ``pack:<n>:last`` once the task has ended."""
     is_packed: bool
     """False: it is being packed on its node."""
     done: int
@@ -276,6 +278,15 @@ class Unanswered(_OfAttempt):
     """A command (``op``) got no answer, because the connection broke; it may or may not have been carried out."""
 
     op: str
+
+
+LAST = ":last"
+"""Ends the ``op`` of a checkpoint that is taken once the task has ended."""
+
+
+def slot_of(op: str) -> str:
+    """Return what an operation keeps busy: the last checkpoint of a directory waits for the one that is under way."""
+    return op.removesuffix(LAST)
 
 
 Sink = Callable[[Observation], None]

@@ -1,8 +1,8 @@
 """Checkpoints: directories of running tasks, taken every so often and once more at the end, given to the next attempt. Pure.
 
-A checkpoint is packed on its node and fetched (``pack:<n>``), then written to its URL (``store/<n>``). The last whole archive
-stays in the blob store until the workflow has ended: a group that is tried again gets it from there. What fails is told, and
-tried again when the next one is due; no training ends because of it.
+A checkpoint is packed on its node and fetched (``pack:<n>``, and ``pack:<n>:last`` once the task has ended), then written to
+its URL (``store/<n>``). The last whole archive stays in the blob store until the workflow has ended: a group that is tried
+again gets it from there. What fails is told, and tried again when the next one is due; no training ends because of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from distflow.backends.base import Collected, CollectFailed
+from distflow.backends.base import LAST, Collected, CollectFailed, slot_of
 from distflow.documents.quantities import bytes_text
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
@@ -83,7 +83,7 @@ def due(
         elif _has_one_more(task, mine):
             view = node_of(task)
             if view is None or view.up:
-                packs.append((task, f"{_PACK}{number}"))
+                packs.append((task, f"{_PACK}{number}{LAST}"))
             elif now < view.since + lost_after_s:
                 times.append(view.since + lost_after_s)
             else:
@@ -95,7 +95,7 @@ def due(
 
 def place_of(plan: GroupPlan, command: Command) -> str:
     """Return the directory of the attempt that a ``pack:<n>`` is about."""
-    return plan.launch(command.task).checkpoints[int(command.op.removeprefix(_PACK))].place
+    return plan.launch(command.task).checkpoints[_number(command.op)].place
 
 
 def is_checkpoint(op: str) -> bool:
@@ -138,9 +138,9 @@ def absorb_checkpoint(
     record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: Collected | CollectFailed
 ) -> tuple[GroupRecord, list[Event]]:
     """Return the group after a checkpoint was taken, or could not be."""
-    number = int(seen.op.removeprefix(_PACK))
+    number = _number(seen.op)
     known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
-    taken = replace(known, attempt=task.attempt, at=seen.at, is_last=task.state.is_final, error="")
+    taken = replace(known, attempt=task.attempt, at=seen.at, is_last=seen.op.endswith(LAST), error="")
     words = ""
     if isinstance(seen, CollectFailed):
         taken, words = replace(taken, error=seen.message), f"its checkpoint was not taken: {seen.message}"
@@ -169,6 +169,10 @@ def _all(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int,
     for task in group.tasks:
         for number, planned in enumerate(plan.launch(task.name).checkpoints):
             yield task, number, planned
+
+
+def _number(op: str) -> int:
+    return int(slot_of(op).removeprefix(_PACK))
 
 
 def _has_one_more(task: TaskRecord, known: Checkpoint | None) -> bool:

@@ -29,6 +29,7 @@ from distflow.backends.base import (
     PrepareFailed,
     Staging,
     Unanswered,
+    slot_of,
 )
 from distflow.errors import InputError, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -188,7 +189,7 @@ class Supervisor:
         key: AttemptKey = getattr(seen, "key")  # noqa: B009
         # Of an output that is on its way, what else is said of the attempt says nothing.
         apart = isinstance(seen, Collected | CollectFailed | Unanswered) and (seen.op == "collect" or is_checkpoint(seen.op))
-        for op in (seen.op,) if apart else ("prepare", "start", "stop", "release"):  # type: ignore[attr-defined]
+        for op in (slot_of(seen.op),) if apart else ("prepare", "start", "stop", "release"):  # type: ignore[attr-defined]
             self._in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
     def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distflow.backends.base import AttemptKey, LeaseRequest
+from distflow.backends.base import AttemptKey, LeaseRequest, slot_of
 from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
@@ -42,7 +42,7 @@ class Command:
 
     op: str
     """``lease``, ``prepare``, ``start``, ``stop``, ``release``, ``collect``; of checkpoints
-    ``pack:<n>``; of data ``fetch/<n>``, ``write/<n>`` and ``store/<n>`` (a checkpoint)."""
+    ``pack:<n>`` and ``pack:<n>:last``; of data ``fetch/<n>``, ``write/<n>`` and ``store/<n>`` (a checkpoint)."""
     pool: str
     workflow: str
     group: str
@@ -58,7 +58,7 @@ class Command:
     @property
     def identity(self) -> tuple[str, str, str, str, int]:
         """Equal for commands that ask for the same."""
-        return (self.op, self.workflow, self.group, self.task, self.attempt)
+        return (slot_of(self.op), self.workflow, self.group, self.task, self.attempt)
 
     @property
     def is_data(self) -> bool:

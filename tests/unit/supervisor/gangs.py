@@ -15,6 +15,7 @@ from distflow.backends.base import (
     NodeUp,
     Observation,
     Unanswered,
+    slot_of,
 )
 from distflow.layout.ranks import TaskRanks
 from distflow.layout.ranks import World as RankWorld
@@ -256,7 +257,7 @@ class Driver:
             self.in_flight.pop(identity, None)
             return
         apart = isinstance(seen, Collected | CollectFailed | Unanswered) and (seen.op == "collect" or is_checkpoint(seen.op))
-        for op in (seen.op,) if apart else ("prepare", "start", "stop", "release"):  # type: ignore[attr-defined]
+        for op in (slot_of(seen.op),) if apart else ("prepare", "start", "stop", "release"):  # type: ignore[attr-defined]
             self.in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
     def act(self, command: Command) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distflow.backends.base import AttemptKey
+from distflow.backends.base import AttemptKey, Collected
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint
@@ -76,6 +76,27 @@ def test_an_ended_group_waits_for_its_last_one() -> None:
     taken = driver.group().checkpoint("t0", 0)
     assert taken is not None
     assert (taken.is_last, taken.is_new) == (True, False)
+
+
+def test_one_that_was_under_way_when_the_task_ended_is_not_its_last() -> None:
+    driver = running(seconds=62)
+    driver.advance(1.0)
+    driver.backend.holds_outputs = True
+    driver.advance(60.0)
+    assert PACK in driver.in_flight
+    driver.advance(5.0)
+    key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
+    assert [command.op for command in driver.in_flight.values()] == ["pack:0"]
+    driver.seen.append(Collected(at=driver.clock.now(), key=key, op="pack:0", digest="0" * 64, size=10240))
+    driver.settle()
+    driver.backend.holds_outputs = False
+    stored(driver)
+    driver.settle()
+    assert len(driver.backend.collected) == 1
+    assert not driver.record().state.is_final
+    stored(driver)
+    driver.settle()
+    assert driver.record().state is WorkflowState.COMPLETED
 
 
 def test_one_that_cannot_be_written_ends_nothing_and_is_told() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, Sink, Unanswered
+from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, Sink, Unanswered, slot_of
 from distflow.backends.machines.connection import Connection, now
 from distflow.backends.machines.pace import Pace
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
@@ -25,6 +25,11 @@ class _One(NamedTuple):
     key: AttemptKey
     op: str
 
+    @property
+    def slot(self) -> tuple[AttemptKey, str]:
+        """Equal for what may not be under way twice at once."""
+        return self.key, slot_of(self.op)
+
 
 class Collector:
     """Collects into one blob store; ``collect`` is called in a thread for each output."""
@@ -34,8 +39,8 @@ class Collector:
         self._blobs = blobs
         self._sink = sink
         self._lock = threading.Lock()
-        self._under_way: set[_One] = set()
-        self._broken: dict[_One, int] = {}
+        self._under_way: set[tuple[AttemptKey, str]] = set()
+        self._broken: dict[tuple[AttemptKey, str], int] = {}
         self._closing = threading.Event()
 
     def close(self) -> None:
@@ -51,9 +56,9 @@ class Collector:
         """
         one = _One(key, op)
         with self._lock:
-            if one in self._under_way:
+            if one.slot in self._under_way:
                 return
-            self._under_way.add(one)
+            self._under_way.add(one.slot)
         told = _Told(one, self._sink, self._closing)
         try:
             fetched = connection.fetch(key, self._blobs, told.progress, place, stays)
@@ -77,14 +82,14 @@ class Collector:
     def _broke_off(self, one: _One, error: NodeUnreachable, *, is_accident: bool) -> None:
         with self._lock:
             # A node that is gone is waited for as long as the pool allows; that is decided elsewhere.
-            self._broken[one] = 0 if is_accident else self._broken.get(one, 0) + 1
-            tries = self._broken[one]
+            self._broken[one.slot] = 0 if is_accident else self._broken.get(one.slot, 0) + 1
+            tries = self._broken[one.slot]
         if tries >= _TRIES:
             self._give_up(one, f"it cannot be fetched, the connection ended {tries} times: {error.detail}")
             return
         self._closing.wait(_PAUSE_S)
         with self._lock:
-            self._under_way.discard(one)
+            self._under_way.discard(one.slot)
         self._sink(Unanswered(at=now(), key=one.key, op=one.op))
 
     def _give_up(self, one: _One, message: str) -> None:
@@ -93,8 +98,8 @@ class Collector:
 
     def _done(self, one: _One) -> None:
         with self._lock:
-            self._under_way.discard(one)
-            self._broken.pop(one, None)
+            self._under_way.discard(one.slot)
+            self._broken.pop(one.slot, None)
 
 
 class _Told:
