@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from contract.test_runtime_faults import is_dead
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -93,6 +94,15 @@ def test_the_ladder_is_that_of_a_gang_whose_member_failed(gang: Gang, tmp_path: 
     (tmp_path / "go").touch()
     assert gang.end("master")["signal"] == 9
     assert gang.end("master")["message"] == "one failed (signal 9), as its own node told"
+
+
+def test_nobody_lingers_for_those_who_know_and_have_left(gang: Gang, tmp_path: Path) -> None:
+    slow = ["sh", "-c", 'trap "sleep 1; exit 0" TERM; echo ready; while :; do sleep 0.05; done']
+    gang.start({"master": slow, "one": until(tmp_path / "go", 3), "two": WAIT})
+    keepers = [gang.node.state(name)["keeper"]["pid"] for name in gang.names.values()]
+    (tmp_path / "go").touch()
+    # Less than what one would wait that cannot reach another.
+    wait_until(lambda: all(is_dead(pid) for pid in keepers), 12, "all keepers are gone")
 
 
 @pytest.mark.parametrize(

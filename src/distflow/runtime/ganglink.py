@@ -77,7 +77,7 @@ class GangLink:
         self._peers: List[_Peer] = []
         """Of the hub: all others. Of the others: the hub, or what may become the connection to it."""
         self._left: Set[str] = set()
-        """Tasks that ended as they should, and need no news."""
+        """Tasks that need no news: they ended as they should, or had it before they hung up."""
         self._tries = 0
         self.due_at = _NEVER
         self._listener: Optional[socket.socket] = None
@@ -153,6 +153,8 @@ class GangLink:
         peer.close()
         if peer in self._peers:
             self._peers.remove(peer)
+            if peer.knows:
+                self._left.add(peer.task)
             if self._listener is None:
                 if peer.was_refused:
                     self._left.update(self._gang["others"])  # nobody is there any more who would tell the others
