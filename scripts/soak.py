@@ -23,6 +23,7 @@ from pathlib import Path
 from chaos.hosts import ENDS, HARMLESS, Deed, Gang, draw_deed, held_leases
 from distflow.testing.sshd import Sshd, make_key
 from distflow.testing.waiting import wait_until
+from scenarios.commands import Commands
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
@@ -164,6 +165,8 @@ def main() -> int:
     given = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        commands = Commands()
+        stack.callback(commands.close)
         key = make_key(folder / "key" / "id")
         servers = {
             f"gpu{number}": stack.enter_context(
@@ -172,7 +175,7 @@ def main() -> int:
             for number in range(1, HOSTS + 1)
         }
         (folder / "lab").mkdir()
-        lab = Lab(Cli(folder / "lab"), servers)
+        lab = Lab(Cli(folder / "lab", commands), servers)
         lab.configure(connect_timeout="2s", node_lost_after="60s", start_barrier="30s")
         soak = Soak(lab, given.minutes, given.seed)
         soak.run()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,17 @@ from distflow.testing.netns import NetnsHost, Network, missing_netns
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
+from scenarios.commands import Commands, Done
 from scenarios.lab import Lab
 
 __all__ = ["Cli", "Done"]
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A command that ended."""
-
-    code: int
-    out: str
-    err: str
-
-
 class Cli:
     """distflow in a state directory, a home and a working directory of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, commands: Commands) -> None:
+        self._commands = commands
         self.folder = folder
         self.state = folder / "state"
         self.root = folder / "node"
@@ -57,11 +49,7 @@ class Cli:
 
     def run(self, *arguments: str, timeout: float = 120.0, cwd: Path | None = None) -> Done:
         """Run one command to its end."""
-        done = subprocess.run(
-            [sys.executable, "-m", "distflow", *arguments], capture_output=True, text=True, timeout=timeout, check=False,
-            env=self.environment, cwd=cwd or self.folder,
-        )  # fmt: skip
-        return Done(done.returncode, done.stdout, done.stderr)
+        return self._commands.run(arguments, self.environment, cwd or self.folder, timeout)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Begin one command."""
@@ -143,10 +131,18 @@ class Cli:
         return found
 
 
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """What the commands of all tests are forked from."""
+    made = Commands()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def cli(tmp_path: Path) -> Iterator[Cli]:
+def cli(tmp_path: Path, commands: Commands) -> Iterator[Cli]:
     """A distflow of this test's own; at its end no process of it may be left."""
-    made = Cli(tmp_path)
+    made = Cli(tmp_path, commands)
     yield made
     try:
         wait_until(lambda: not made.processes(), 30)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from distflow.testing.waiting import wait_until
+from scenarios.commands import Commands
 from scenarios.conftest import Cli
 
 ONE_GANG = """
@@ -84,14 +85,14 @@ def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
         assert process.wait(60) == 0
 
 
-def test_two_people_are_not_promised_the_same_cpus(cli: Cli, tmp_path: Path) -> None:
+def test_two_people_are_not_promised_the_same_cpus(cli: Cli, commands: Commands, tmp_path: Path) -> None:
     go = cli.folder / "go"
     cli.configure(cpus=4)
     spec = ONE_GANG.replace("GO", str(go)).replace("gpu: 2", "cpu: 3")
     mine = cli.submit(cli.spec(spec))
     cli.await_running(mine)
     (tmp_path / "theirs").mkdir()
-    theirs = Cli(tmp_path / "theirs")
+    theirs = Cli(tmp_path / "theirs", commands)
     theirs.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
     waiting = theirs.submit(theirs.spec(spec))
     wait_until(lambda: "1 of its 4 CPUs are free, 3 were asked for" in theirs.run("workflow", "query", waiting).out, 30)

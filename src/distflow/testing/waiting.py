@@ -15,14 +15,17 @@ _T = TypeVar("_T")
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 10.0, what: str = "") -> _T:
     """Call ``condition`` until it gives something true, and return that.
 
+    Looks again after twice the time that looking took, 0.02 to 1 s: who waits shall not hold up what is waited for.
     Raises ``TimeoutError`` naming ``what`` after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while True:
+        begun = time.monotonic()
         value = condition()
         if value:
             return value
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise TimeoutError(f"not within {timeout_s:g} s: {what or condition}")
-        pause.wait(0.02)
+        pause.wait(min(max(0.02, 2 * (now - begun)), 1.0))

@@ -1,0 +1,138 @@
+"""Commands of distflow in processes that are forked from one which has everything imported.
+
+A scenario runs dozens of commands, and an interpreter that starts and imports costs each of them more than what it is about.
+They are processes like any other: arguments, environment, working directory, output and exit code are their own. What
+a test is about when it is about the start itself (signals, terminals, start-up time) runs ``python -m distflow``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Commands", "Done"]
+
+_NOT_NEEDED = ("distflow.train", "distflow.runtime", "distflow.testing", "distflow.distributed")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A command that ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Commands:
+    """The process that commands are forked from; it ends with the one that made it."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+
+    def close(self) -> None:
+        self._ours.close()
+        self._process.wait(10)
+
+    def run(self, arguments: tuple[str, ...], environment: dict[str, str], folder: Path, timeout: float) -> Done:
+        """Run one command to its end."""
+        asked = json.dumps([arguments, environment, str(folder)]).encode()
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            socket.send_fds(self._ours, [asked], [out.fileno(), err.fileno()])
+            pid = self._told(60)
+            try:
+                code = self._told(timeout)
+            except TimeoutError:
+                os.kill(pid, signal.SIGKILL)
+                self._told(60)
+                raise subprocess.TimeoutExpired(["distflow", *arguments], timeout, _read(out), _read(err)) from None
+            return Done(code, _read(out).decode(), _read(err).decode())
+
+    def _told(self, timeout: float) -> int:
+        self._ours.settimeout(timeout)
+        return int(self._ours.recv(32))
+
+
+def _read(file: Any) -> bytes:
+    file.seek(0)
+    content: bytes = file.read()
+    return content
+
+
+def _serve(connection: socket.socket) -> None:
+    """Fork for every request; tell the pid of the command, then its exit code."""
+    for module in pkgutil.walk_packages(importlib.import_module("distflow").__path__, "distflow."):
+        if not module.name.startswith(_NOT_NEEDED) and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    while True:
+        asked, handles, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+        if not asked:
+            return
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _become(*json.loads(asked), *handles)
+        for handle in handles:
+            os.close(handle)
+        connection.sendall(str(pid).encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with suppress(OSError):
+            connection.sendall(str(code).encode())
+
+
+def _become(arguments: list[str], environment: dict[str, str], folder: str, out: int, err: int) -> None:
+    """Be ``python -m distflow`` with these, and end."""
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8")
+    sys.stderr = io.TextIOWrapper(
+        open(2, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["distflow", *arguments]
+    code: Any = 0
+    try:
+        from distflow.cli.entry import main
+
+        main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001 what a process ends with
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    # What an interpreter does at its end.
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
