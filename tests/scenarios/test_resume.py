@@ -40,7 +40,7 @@ def test_a_killed_rank_changes_nothing_in_the_end(cli: Cli, strategy: str, size:
     folder = checkout(cli, REPOSITORY)
     undisturbed = weights(cli, submit(cli, folder, strategy, size, 0))
 
-    workflow = submit(cli, folder, strategy, size, 1)
+    workflow = submit(cli, folder, strategy, size, 0.4)
     # An epoch has six steps, of which every third is saved.
     wait_until(lambda: any(one.get("step", 0) >= 4 and "loss" in one for one in json_lines(cli.logs(workflow))), 120)
     (victim,) = {one["pid"] for one in json_lines(cli.logs(workflow)) if one.get("begins") and one["rank"] == 2 * size - 1}
