@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gzip
+import importlib.util
 import json
 import os
 import signal
@@ -284,11 +285,13 @@ def save(value: object, path: Path) -> None:
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
     """Return scikit-learn's 1797 digits of 8 x 8 pixels; a fifth, always the same, is held out for the test."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415 (slow to import, and MNIST does without)
-
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    images, labels = digits.images[order] / 16, digits.target[order]
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("scikit-learn, which has the digits, is not installed; or say --data-dir", name="sklearn")
+    # Its file is read without its code, which takes as long to import as torch.
+    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    table = np.random.default_rng(0).permutation(table)
+    images, labels = table[:, :-1].reshape(-1, 8, 8) / 16, table[:, -1]
     return to_dataset(images[360:], labels[360:]), to_dataset(images[:360], labels[:360])
 
 

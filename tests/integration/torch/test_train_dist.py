@@ -1,7 +1,7 @@
 """``scripts/train_dist.py`` as people run it: real processes that talk gloo on 127.0.0.1, and really die.
 
 Nothing here sleeps for luck: a test waits for what the processes print or for their end, with a deadline. A world of
-two takes about ten seconds on two slow cores, most of which is importing torch and scikit-learn.
+two takes some seconds on two slow cores, most of which is importing torch.
 """
 
 from __future__ import annotations
