@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import combinations, pairwise
 
 import pytest
@@ -83,3 +85,12 @@ def test_parts_are_as_even_as_they_can_be(weights: list[int], count: int) -> Non
 
     best = min(heaviest(cuts) for cuts in combinations(range(1, len(weights)), count - 1))
     assert max(sum(weights[place] for place in part) for part in parts) == best
+
+
+def test_who_trains_replicas_does_not_wait_for_the_rest_of_torch() -> None:
+    code = "import sys; from distflow.train import Loader, backward, init, parallelize, report; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout.split()
+    assert "torch.nn.parallel.distributed" in loaded
+    assert not {"torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor"} & set(loaded)

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train.hooks import in_bfloat16
@@ -75,8 +74,9 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
         raise ValueError(f"every is {steps}; at least 1 pass goes into a step")
     done = _passes.get(model, 0) + 1
     is_last = done >= steps
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
+    # FSDP2's, found by what it can do: its module is imported only where it is used.
+    if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:
+        set_sync(is_last)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
         yield is_last
     # An error above leaves the count: the pass can be repeated.

@@ -12,7 +12,6 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from distflow.train.votes import all_ranks
 
@@ -110,5 +109,6 @@ class GradientGuard:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    """Return this rank's part of a gradient; DTensors alone have a way to it."""
+    to_local = getattr(gradient, "to_local", None)
+    return gradient if to_local is None else torch.as_tensor(to_local())

@@ -16,9 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from distflow.train.strategies.description import Strategy, check_options, current_strategy, make_strategy
 from distflow.train.strategies.layers import checkpoint_activations
 from distflow.train.strategies.replicas import replicate
-from distflow.train.strategies.shards import shard
 from distflow.train.strategies.stages import Loss, make_pipeline
-from distflow.train.strategies.tensors import split_tensors
 
 __all__ = ["make_mesh", "parallelize"]
 
@@ -58,12 +56,15 @@ def parallelize(
         if loss is None:
             raise ValueError("a pipeline computes the loss in its last stage: parallelize(model, loss=…)")
         return make_pipeline(model, mesh, device, chosen.options, loss=loss, example=example)
+    # Each kind imports what it needs of torch, which is a second or two: replicas need nothing.
     if chosen.size("tp") > 1:
+        from distflow.train.strategies.tensors import split_tensors  # noqa: PLC0415
+
         split_tensors(model, mesh["tp"], chosen.options.get("plan"))
-    if chosen.kind == "fsdp":
-        shard(model, mesh, chosen.options)
-    elif chosen.kind == "hybrid" and chosen.size("fsdp") > 1:
-        shard(model, mesh["fsdp"], chosen.options)
+    if chosen.kind == "fsdp" or (chosen.kind == "hybrid" and chosen.size("fsdp") > 1):
+        from distflow.train.strategies.shards import shard  # noqa: PLC0415
+
+        shard(model, mesh if chosen.kind == "fsdp" else mesh["fsdp"], chosen.options)
     return model
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, build_stage, pipeline
 
 from distflow.train.communication import all_reduce_mean
 
@@ -85,6 +84,9 @@ def make_pipeline(
     other model is traced by torch from ``example`` (the inputs of one micro-batch) and cut before ``split_points``. Raises
     ``ValueError``.
     """
+    # Here, for who trains without stages: it takes as long to import as torch.
+    from torch.distributed import pipelining  # noqa: PLC0415
+
     names = mesh.mesh_dim_names or ()
     group, count = mesh["pp"].get_group(), mesh["pp"].size()
     index, points = mesh.get_local_rank("pp"), list(options.get("split_points", ()))
@@ -92,17 +94,17 @@ def make_pipeline(
         raise ValueError(f"pipeline: {count} stages begin at {count - 1} split_points; here are {len(points)}")
     if isinstance(model, nn.Sequential):
         part: nn.Module = _children(model, count, points)[index].to(device)
-        stage: Any = PipelineStage(part, index, count, device, group=group)
+        stage: Any = pipelining.PipelineStage(part, index, count, device, group=group)
     elif example is None or not points:
         raise ValueError(
             "pipeline: a model that is no nn.Sequential is traced: say split_points, the modules that begin a stage, and give "
             "parallelize(…, example=(inputs of one micro-batch,))"
         )
     else:
-        pipe = pipeline(model, example, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
+        pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
         part = pipe.get_stage_module(index).to(device)
-        stage = build_stage(part, index, pipe.info(), device, group)
-    schedule = ScheduleGPipe if options.get("schedule") == "gpipe" else Schedule1F1B
+        stage = pipelining.build_stage(part, index, pipe.info(), device, group)
+    schedule = pipelining.ScheduleGPipe if options.get("schedule") == "gpipe" else pipelining.Schedule1F1B
     replicas = mesh["dp"].get_group() if "dp" in names and mesh["dp"].size() > 1 else None
     return Pipeline(part, schedule(stage, options.get("micro_batches", count), loss_fn=loss), group, device, replicas)
 
