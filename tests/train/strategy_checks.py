@@ -20,6 +20,7 @@ from distflow.train import (
     CommunicationMonitor,
     accumulate,
     all_reduce_mean,
+    backward,
     clip_gradients,
     compress_gradients,
     full_state_dict,
@@ -79,11 +80,8 @@ def trained(strategy: Strategy, **more: Any) -> tuple[nn.Module, float]:
     loss = torch.zeros(())
     for step in range(STEPS):
         inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
-        if isinstance(model, Pipeline):
-            loss = model.step(inputs, targets)
-        else:
-            loss = loss_of(model(inputs), targets)
-            loss.backward()
+        # Also in more passes than one.
+        loss = backward(model, inputs, targets, loss_of, micro_batches=1 + step % 2)
         optimizer.step()
         optimizer.zero_grad()
     return model, loss.item()
@@ -285,10 +283,7 @@ def clipped(*strategies: Strategy) -> Found:
         model = parallelize(new_model(), strategy, loss=loss_of)
         index, count = strategy.data_shard(dist.get_rank())
         inputs, targets = (one.tensor_split(count)[index] for one in batch(0))
-        if isinstance(model, Pipeline):
-            model.step(inputs, targets)
-        else:
-            loss_of(model(inputs), targets).backward()
+        backward(model, inputs, targets, loss_of)
         found[f"{strategy.kind} {strategy.names}"] = [clip_gradients(model, 0.5).item(), clip_gradients(model, 9.0).item()]
     return found
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.metrics import report as report
     from distflow.train.monitor import CommunicationMonitor as CommunicationMonitor
     from distflow.train.monitor import scaling_efficiency as scaling_efficiency
+    from distflow.train.passes import backward as backward
     from distflow.train.safeguards import GradientGuard as GradientGuard
     from distflow.train.safeguards import MemoryGuard as MemoryGuard
     from distflow.train.safeguards import NonFiniteGradients as NonFiniteGradients
@@ -69,6 +70,7 @@ _MODULES = {
     "WorldError": "world",
     "accumulate": "communication",
     "all_reduce_mean": "communication",
+    "backward": "passes",
     "balanced_split": "data",
     "batch_sizes": "data",
     "beat": "heartbeat",

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from distflow.train.communication import accumulate
+from distflow.train.passes import backward
 from distflow.train.strategies.build import parallelize
 from distflow.train.strategies.description import current_strategy, make_strategy
-from distflow.train.strategies.stages import Pipeline
 
 __all__ = ["Attention", "Block", "Embedding", "Gpt", "Mlp", "batch_of", "loss_of", "main", "read_text"]
 
@@ -156,27 +155,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for step in range(options.steps):
             shard = strategy.data_shard(rank)
             inputs, targets = batch_of(text, size=options.batch_size, context=options.context, step=step, shard=shard)
-            loss = _backward(model_ranks, inputs.to(device), targets.to(device), options.accumulate)
+            loss = backward(model_ranks, inputs.to(device), targets.to(device), loss_of, micro_batches=options.accumulate)
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0:
-                sys.stdout.write(json.dumps({"step": step, "loss": round(loss, 5), "rank": rank}) + "\n")
+                sys.stdout.write(json.dumps({"step": step, "loss": round(loss.item(), 5), "rank": rank}) + "\n")
                 sys.stdout.flush()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, micro_batches: int) -> float:
-    if isinstance(model, Pipeline):
-        return float(model.step(inputs, targets))
-    total = 0.0
-    for some, wanted in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
-        with accumulate(model, every=micro_batches):
-            loss = loss_of(model(some), wanted) / micro_batches
-            loss.backward()
-        total += loss.item()
-    return total
 
 
 if __name__ == "__main__":

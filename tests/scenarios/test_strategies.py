@@ -1,0 +1,35 @@
+"""The README's script trains under every strategy: only the word in the spec changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scenarios.conftest import Cli
+from scenarios.lab import json_lines
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+KINDS = {"ddp": 2, "fsdp": 2, "tp": 2, "pipeline": 2, "hybrid, tp_size: 2": 4}
+"""The end of ``{kind:`` → ranks."""
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+
+def test_the_sample_of_the_readme_trains_alike_under_every_strategy(cli: Cli) -> None:
+    found = re.search(r"<!-- file: sharded.yaml -->\n```yaml\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None
+    spec = found[1]
+    losses = {}
+    for kind, ranks in KINDS.items():
+        changed = spec.replace("kind: fsdp", f"kind: {kind}").replace("ranks: {size: 2}", f"ranks: {{size: {ranks}}}")
+        assert changed.count(f"kind: {kind}}}") == changed.count(f"{{size: {ranks}}}") == 1
+        done = cli.run("workflow", "submit", cli.spec(changed), "--wait", timeout=200)
+        assert done.code == 0, done.err
+        reported = [one for one in json_lines(done.out) if "loss" in one]
+        assert {one["rank"] for one in reported} == set(range(ranks))
+        losses[kind] = {one["loss"] for one in reported}
+    (first, *_) = losses["ddp"]
+    for kind, values in losses.items():
+        assert all(value == pytest.approx(first, rel=1e-4) for value in values), (kind, values)
