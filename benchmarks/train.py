@@ -2,7 +2,7 @@
 
 ``scripts/train_dist.py`` with the same global batch everywhere: two tasks of one rank each on this machine, ``torchrun`` with
 two ranks, one process. Timed inside the training, from the end of the first epoch to that of the last, so that no start and no
-end counts; in turns. Fails when the median of distflow's speed over torchrun's in the same turn is below ``LIMIT``.
+end counts; in every order once. Fails when the median of distflow's speed over torchrun's in the same turn is below ``LIMIT``.
 
 Then runs ``gpt.py``, which needs a GPU and says so where there is none.
 """
@@ -18,11 +18,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-RUNS, EPOCHS, RANKS, BATCH = 5, 60, 2, 32
+EPOCHS, RANKS, BATCH = 60, 2, 32
 LIMIT = 0.98
 """1.0, less what two runs of one contestant differ by."""
 TIMED = f"""
@@ -72,13 +73,16 @@ def _sample() -> bool:
             "a single process": partial(_speed_of, [*python, "--batch_size", str(BATCH * RANKS)], folder),
         }
         speeds: dict[str, list[float]] = {contestant: [] for contestant in contestants}
-        for turn in range(RUNS + 1):
-            for contestant, run in contestants.items():
-                speed = run()
-                if turn:  # the first warms caches up
-                    speeds[contestant].append(speed)
+        for run in contestants.values():
+            run()  # warms caches up
+        # In every order once: who comes after a run on one core finds the others rested.
+        for order in permutations(contestants):
+            for contestant in order:
+                speeds[contestant].append(contestants[contestant]())
     torchruns, distflows, _ = speeds.values()
-    print(f"{platform.machine()}, {os.cpu_count()} CPUs: the sample, {EPOCHS} epochs, {RUNS} runs, samples in a second")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} CPUs: the sample, {EPOCHS} epochs, {len(torchruns)} runs, samples in a second"
+    )
     print(f"  {'':<24} {'median':>9} {'least':>9} {'most':>9} {'× torchrun':>11}")
     for contestant, measured in speeds.items():
         print(
