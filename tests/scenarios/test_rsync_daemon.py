@@ -81,7 +81,8 @@ def test_what_changes_is_copied_until_the_task_has_ended(place: Cli) -> None:
     assert f"files are copied to main of {workflow} already\nend that one first: distflow workflow rsync stop" in done.err
     assert place.run("workflow", "rsync", "upload", workflow, "helper", "src/:own", "--daemon", *QUICK).code == 0
     await_text(work_of(place, "helper") / "own" / "train.py", "second")
-    helper, main = wait_until(lambda: [one for one in status(place) if one["last_synced"]][:2] or None)
+    wait_until(lambda: sum(one["last_synced"] is not None for one in status(place)) == 2, 60)
+    helper, main = status(place)
     assert (helper["task_name"], helper["status"], helper["local_path"], helper["remote_path"]) == (
         "helper", "RUNNING", f"{src}/", "own",
     )  # fmt: skip
