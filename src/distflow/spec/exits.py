@@ -48,7 +48,7 @@ def parse_exit_actions(task: View) -> ExitActions:
 def parse_retry(owner: View, above: Retry) -> Retry:
     """Return how a group is tried again; what a group says wins over what the workflow says."""
     retry = owner.view("retry")
-    limit = retry.whole("limit")
+    limit, avoid_after = retry.whole("limit"), retry.whole("avoid_after")
     given_s, longest_s = retry.parsed("backoff", parse_duration), retry.parsed("max_backoff", parse_duration)
     backoff_s = above.backoff_s if given_s is None else given_s
     if longest_s is not None and longest_s < backoff_s:
@@ -61,6 +61,7 @@ def parse_retry(owner: View, above: Retry) -> Retry:
         limit=above.limit if limit is None else limit,
         backoff_s=backoff_s,
         max_backoff_s=max(above.max_backoff_s, backoff_s) if longest_s is None else longest_s,
+        avoid_after=above.avoid_after if avoid_after is None else avoid_after,
     )
 
 

@@ -53,6 +53,8 @@ class Retry:
     backoff_s: float = 5.0
     """Seconds before the second attempt; before each later one twice as long as before."""
     max_backoff_s: float = 300.0
+    avoid_after: int = 3
+    """Failures on one node after which others are waited for rather than taking it again; 0: never."""
 
     def wait_s(self, attempt: int) -> float:
         """Return how long to wait before an attempt, counted from 0."""

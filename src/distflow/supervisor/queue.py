@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from distflow.backends.base import LeaseRequest
@@ -86,6 +86,11 @@ def _next_of_pool(
     # Nodes that earlier attempts failed on come last: they are taken when there are no others.
     failures = Counter(cause.node for cause in group.earlier_causes)
     free, asked = sorted(_free(world, pool_key, views, fixed), key=lambda one: failures[one.node]), demands(plan)
+    bad = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
+    if bad and _could_do_without(bad, free, asked, shared=pool.shares_nodes):
+        free = [one for one in free if one.node not in bad]
+    else:
+        bad = frozenset()
     spread = 1 if pool.shares_nodes else sum(demand.spread is not None for demand in asked)
     if len(free) < spread and any(not view.up and not view.error for view in views):
         # The first connections are only just being made: what the nodes have is of no interest yet.
@@ -95,7 +100,8 @@ def _next_of_pool(
     placed = place_near(asked, free, shared=pool.shares_nodes)
     if not isinstance(placed, Placement):
         if any(view.up or view.error for view in views):
-            leases.messages[workflow.record.uuid, group.name] = _wait_words(views, placed)
+            avoided = f"; avoided, as attempts failed there: {_few(sorted(bad), ', ')}" if bad else ""
+            leases.messages[workflow.record.uuid, group.name] = _wait_words(views, placed) + avoided
         # Otherwise the first connections are only just being made.
         return
     if now < group.not_before:
@@ -107,6 +113,12 @@ def _next_of_pool(
             lease=_request(workflow.record, group, plan, placed.nodes, pool),
         )
     )  # fmt: skip
+
+
+def _could_do_without(bad: frozenset[str], free: Sequence[Free], asked: Sequence[Demand], *, shared: bool) -> bool:
+    """Whether a gang would find room on the other nodes if nobody else used them."""
+    empty = [replace(one, gpus=one.all_gpus, cpus=one.all_cpus, memory=one.all_memory) for one in free if one.node not in bad]
+    return isinstance(place_near(asked, empty, shared=shared), Placement)
 
 
 def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes: Mapping[str, str], pool: Pool) -> LeaseRequest:

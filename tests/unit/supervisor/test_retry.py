@@ -75,6 +75,34 @@ def test_a_node_that_failed_is_taken_last() -> None:
     assert placed(1, *nodes[:2]) == {"t0": "n2", "t1": "n1"}
 
 
+def test_a_node_that_failed_too_often_is_waited_around_while_others_could_do() -> None:
+    def attempt_3(avoid_after: int, *names: str) -> Driver:
+        """Two attempts of u1 have failed on n1, while u2 has n2 for 20 s."""
+
+        def behave(key: AttemptKey) -> Behaviour:
+            return Behaviour(seconds=1, exit_code=3) if key.workflow == "u1" and key.node == "n1" else Behaviour(seconds=20)
+
+        retry = Retry(limit=5, backoff_s=1, max_backoff_s=1, avoid_after=avoid_after)
+        other = [workflow(group_plan(tasks=1), uuid="u2")] if "n2" in names else []
+        mine = workflow(group_plan(tasks=1, exit_actions=ON_3, retry=retry))
+        driver = Driver(*other, mine, on=pool(*map(node, names)), behaviour=behave)
+        driver.settle()
+        for _ in range(2):
+            driver.advance(1.0)
+            driver.advance(1.1)
+        assert driver.group().attempt == 2
+        return driver
+
+    waits = attempt_3(2, "n2", "n1")
+    assert waits.group().state is State.SCHEDULING
+    assert waits.group().message == "no room for t0: n2: 0 of 8 GPUs free, 8 asked; avoided, as attempts failed there: n1"
+    waits.advance(20.0)
+    assert [task.node for task in waits.group().tasks] == ["n2"]
+    # Where nothing else could hold it, or never.
+    for again in (attempt_3(2, "n1"), attempt_3(0, "n2", "n1")):
+        assert [task.node for task in again.group().tasks] == ["n1"]
+
+
 def test_what_became_of_earlier_attempts_is_kept() -> None:
     driver = failing(1)
     driver.run()
