@@ -194,7 +194,7 @@ def test_an_attempt_that_has_told_everything_is_not_asked_for_any_more(bench: Be
     key = bench.begin("echo out")
     bench.await_one(LogComplete, key=key)
     connection = backend._connections["local"]
-    wait_until(lambda: not (connection._watched or connection._tailed or connection._drained), 10)
+    wait_until(lambda: not (connection._watched or connection._tailed or connection._drained), 20)
     # Who asks again is told again.
     bench.seen.clear()
     backend.watch([key])

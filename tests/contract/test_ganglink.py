@@ -204,7 +204,7 @@ def test_a_link_that_breaks_ends_nothing_and_comes_back(gang: Gang, tmp_path: Pa
     wire = Wire(gang.port)
     try:
         gang.start({"master": WAIT, "one": until(tmp_path / "go", 3)}, port=wire.port)
-        wait_until(lambda: wire.connections, 10)
+        wait_until(lambda: wire.connections, 20)
         wire.cut()
         (tmp_path / "go").touch()
         assert gang.end("one")["exit_code"] == 3

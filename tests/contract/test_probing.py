@@ -102,16 +102,16 @@ def test_a_command_that_takes_too_long_is_ended(node: NodeUnderTest, marker: str
     said = link.request("run", argv=["sh", "-c", f"sh -c 'sleep 60; true {marker}'; true"], limit_s=0.5)
     assert said["exit_code"] is None
     assert time.monotonic() - begin < 10
-    wait_until(lambda: not processes_with(marker), 10)
+    wait_until(lambda: not processes_with(marker), 20)
     assert link.request("ping")["now"] > 0
 
 
 def test_a_command_ends_with_its_agent(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     link.send("run", lambda _: None, argv=[sys.executable, "-c", f"import time; time.sleep(60) # {marker}"], limit_s=60)
-    wait_until(lambda: processes_with(marker), 10)
+    wait_until(lambda: processes_with(marker), 20)
     link.close()
-    wait_until(lambda: not processes_with(marker), 10)
+    wait_until(lambda: not processes_with(marker), 20)
 
 
 def test_who_listens_is_reached_and_known_by_its_word(node: NodeUnderTest) -> None:
@@ -158,10 +158,10 @@ def test_listening_ends_by_itself_and_with_the_agent(node: NodeUnderTest) -> Non
     first, second = node.connect(), node.connect()
     short = first.request("listen", address="127.0.0.1", word="w", limit_s=0.2)["port"]
     long = first.request("listen", address="127.0.0.1", word="w")["port"]
-    wait_until(lambda: kinds(second, ("127.0.0.1", short, "w")) == ["refused"], 10)
+    wait_until(lambda: kinds(second, ("127.0.0.1", short, "w")) == ["refused"], 20)
     assert kinds(second, ("127.0.0.1", long, "w")) == ["ok"]
     first.close()
-    wait_until(lambda: kinds(second, ("127.0.0.1", long, "w")) == ["refused"], 10)
+    wait_until(lambda: kinds(second, ("127.0.0.1", long, "w")) == ["refused"], 20)
 
 
 @pytest.mark.parametrize(

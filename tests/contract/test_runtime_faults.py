@@ -127,7 +127,7 @@ def assert_nothing_is_left(node: NodeUnderTest, attempt: str, marker: str, *, by
     assert processes_with(marker) == []
     state = node.state(attempt)
     for who in ("runner", "keeper"):
-        wait_until(lambda w=who: is_dead(state[w]["pid"]), 10, f"the {who} is gone")  # type: ignore[misc]
+        wait_until(lambda w=who: is_dead(state[w]["pid"]), 20, f"the {who} is gone")  # type: ignore[misc]
 
 
 def assert_lease_is_free(node: NodeUnderTest, link: AgentLink) -> None:
@@ -184,7 +184,7 @@ def test_the_agent_is_killed_and_another_ends_the_task(
             return False
         return True
 
-    wait_until(repeated, 10, "the steps are repeated")
+    wait_until(repeated, 20, "the steps are repeated")
     wait_until(lambda: node.output(attempt))
     pause(dice.uniform(0, 0.1))
     link.request("stop", attempt=attempt, grace_s=0.2, why="")
@@ -392,7 +392,7 @@ def assert_no_zombies(agent: int) -> None:
                     found.append(int(name))
         return found
 
-    wait_until(lambda: not zombies(), 5, "the agent reaped its children")
+    wait_until(lambda: not zombies(), 15, "the agent reaped its children")
 
 
 def test_the_agent_leaves_no_zombies(node: NodeUnderTest) -> None:
@@ -416,7 +416,7 @@ def test_descriptors_of_the_agent_do_not_pile_up(node: NodeUnderTest) -> None:
         attempt = node.start(link, ["echo", "hi"], lease={"gpus": 1, "gpu_ids": [0], "port": "any"})
         link.request("tail", stream=stream, attempt=attempt, file="output.log", offset=0)
         node.end(attempt)
-    wait_until(lambda: descriptors() <= before, 5, "the agent closed what it opened")
+    wait_until(lambda: descriptors() <= before, 15, "the agent closed what it opened")
 
 
 def test_news_reach_an_agent_although_an_older_one_lingers(node: NodeUnderTest) -> None:

@@ -212,7 +212,7 @@ def test_files_of_credentials_stay_inside(node: NodeUnderTest, entry: dict[str, 
 def _nothing_stays_in_memory(tmp_path: Path) -> Iterator[None]:
     before = set(_in_memory())
     yield
-    wait_until(lambda: not [path for path in set(_in_memory()) - before if _is_of(path, tmp_path)], 10, "all is removed")
+    wait_until(lambda: not [path for path in set(_in_memory()) - before if _is_of(path, tmp_path)], 20, "all is removed")
 
 
 def _in_memory() -> list[Path]:

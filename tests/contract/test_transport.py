@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -154,13 +153,11 @@ def test_writing_to_a_command_that_has_ended_says_so(transport: Transport) -> No
 
 
 def test_closing_stops_nothing_on_the_node(transport: Transport, marker: str) -> None:
-    channel = transport.open(["sh", "-c", "exec 0</dev/null; echo up; sleep 2; :", marker])
+    channel = transport.open(["sh", "-c", "exec 0</dev/null; echo up; sleep 4; :", marker])
     assert channel.read() == b"up\n"
-    before = time.monotonic()
     channel.close()
     transport.close()
     transport.close()
-    assert time.monotonic() - before < 1
     assert processes_with(marker)
     wait_until(lambda: not processes_with(marker), what="the command ended by itself")
 

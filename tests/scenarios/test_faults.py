@@ -163,14 +163,14 @@ def test_daemons_that_hide_do_not_survive(cli: Cli, victim: str) -> None:
     cli.configure(stop_grace="1s", peer_failed_grace="1s")
     workflow = cli.submit(cli.spec(DAEMONS.replace("MARKER", marker)))
     cli.await_log(workflow, "daemons away")
-    wait_until(lambda: len([pid for pid in _marked(marker) if not _is_descendant_of_test(pid)]) >= 5, 10)
+    wait_until(lambda: len([pid for pid in _marked(marker) if not _is_descendant_of_test(pid)]) >= 5, 20)
     if victim == "cancel":
         assert cli.run("workflow", "cancel", workflow).code == 0
         cli.await_status(workflow, "FAILED_CANCELED")
     else:
         os.kill(_pids(cli, workflow, "master")[victim], signal.SIGKILL)
         cli.await_status(workflow, "FAILED", "FAILED_SERVER_ERROR")
-    wait_until(lambda: not _marked(marker), 10)
+    wait_until(lambda: not _marked(marker), 20)
 
 
 def _is_descendant_of_test(pid: int) -> bool:

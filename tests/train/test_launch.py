@@ -128,7 +128,7 @@ def test_a_failing_rank_stops_the_others_with_their_children(start: Start) -> No
     assert run.wait() == 7
     assert run.error["message"]["message"] == "rank 1 ended with exit code 7"
     record = run.records[0]
-    wait_until(lambda: not is_alive(record["pid"]) and not is_alive(record["child"]), 10, "end of the sibling")
+    wait_until(lambda: not is_alive(record["pid"]) and not is_alive(record["child"]), 20, "end of the sibling")
 
 
 def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
@@ -138,14 +138,14 @@ def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
     assert run.wait() == 128 + signal.SIGKILL
     assert (run.error["rank"], run.error["pid"], run.error["signal"]) == (1, pids[1], "SIGKILL")
     everyone = [record[key] for record in run.records for key in ("pid", "child")]
-    wait_until(lambda: not any(map(is_alive, everyone)), 10, "end of all")
+    wait_until(lambda: not any(map(is_alive, everyone)), 20, "end of all")
 
 
 def test_a_killed_launcher_leaves_no_rank(start: Start) -> None:
     run = start(WAIT, "--size", "2")
     records = run.wait_for_records(2)
     run.process.kill()
-    wait_until(lambda: not any(is_alive(record["pid"]) for record in records), 10, "end of all ranks")
+    wait_until(lambda: not any(is_alive(record["pid"]) for record in records), 20, "end of all ranks")
     for record in records:
         os.kill(record["child"], signal.SIGKILL)  # of another process than ours: only the test ends it
 

@@ -12,7 +12,7 @@ __all__ = ["wait_until"]
 _T = TypeVar("_T")
 
 
-def wait_until(condition: Callable[[], _T | None], timeout_s: float = 10.0, what: str = "") -> _T:
+def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until it gives something true, and return that.
 
     Looks again after twice the time that looking took, 0.02 to 1 s: who waits shall not hold up what is waited for.

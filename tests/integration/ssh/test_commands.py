@@ -125,7 +125,7 @@ def test_the_end_of_the_connection_is_told_and_the_next_use_connects_again(make_
     assert channel.read() == b""
     assert "[ssh] gpu9: " in channel.stderr_tail()
     with pytest.raises(NodeUnreachable):
-        wait_until(lambda: channel.write(b"two\n"), 5, "the end is noticed")
+        wait_until(lambda: channel.write(b"two\n"), 15, "the end is noticed")
     channel.close()
     assert transport.run(["echo", "again"], timeout_s=20).stdout == b"again\n"
 
@@ -153,7 +153,7 @@ def test_a_server_that_is_away_is_an_error_each_time_and_comes_back(make_server:
     transport = reach(server)
     assert transport.run(["echo", "1"], timeout_s=20).stdout == b"1\n"
     server.stop()
-    wait_until(lambda: _fails(transport), 10, "the end is noticed")
+    wait_until(lambda: _fails(transport), 20, "the end is noticed")
     assert _fails(transport)
     server.start()
     assert transport.run(["echo", "2"], timeout_s=20).stdout == b"2\n"
@@ -194,7 +194,7 @@ def test_a_command_survives_the_end_of_the_connection(server: Sshd, reach: Reach
     channel = transport.open([sys.executable, "-c", code])
     assert channel.read() == b"up"
     transport.close()
-    wait_until((tmp_path / "proof").exists, 10, "the command went on after the connection")
+    wait_until((tmp_path / "proof").exists, 20, "the command went on after the connection")
 
 
 def test_fan_out_gives_one_result_or_one_error_of_each(server: Sshd, make_server: MakeServer, reach: Reach) -> None:
@@ -238,7 +238,7 @@ def test_a_frozen_server_ends_the_wait_to_start_a_command(make_server: MakeServe
     before = time.monotonic()
     with pytest.raises(NodeUnreachable, match="did not start a command within 1 s"):
         transport.run(["true"], timeout_s=1)
-    assert time.monotonic() - before < 6
+    assert time.monotonic() - before < 9  # connecting may take 10
     server.thaw()
     assert transport.run(["echo", "thawed"], timeout_s=20).stdout == b"thawed\n"
 
@@ -254,8 +254,8 @@ def test_connections_leave_nothing_behind(server: Sshd, reach: Reach) -> None:
         transport.run(["true"], timeout_s=20)
         transport.close()
         channel.close()
-    wait_until(lambda: held() <= before, 10, f"as few descriptors and threads as before: {before}")
-    wait_until(lambda: server.connections() == 0, 10, "sshd serves nobody")
+    wait_until(lambda: held() <= before, 20, f"as few descriptors and threads as before: {before}")
+    wait_until(lambda: server.connections() == 0, 20, "sshd serves nobody")
 
 
 def test_commands_that_end_while_they_are_fed_leave_the_connection_alone(server: Sshd, reach: Reach) -> None:
