@@ -87,13 +87,14 @@ def _next_of_pool(
     failures = Counter(cause.node for cause in group.earlier_causes)
     free, asked = sorted(_free(world, pool_key, views, fixed), key=lambda one: failures[one.node]), demands(plan)
     bad = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
-    if bad and _could_do_without(bad, free, asked, shared=pool.shares_nodes):
+    # The first connections are only just being made: of those nodes nothing is known yet.
+    is_connecting = any(not view.up and not view.error for view in views)
+    if bad and (is_connecting or _could_do_without(bad, free, asked, shared=pool.shares_nodes)):
         free = [one for one in free if one.node not in bad]
     else:
         bad = frozenset()
     spread = 1 if pool.shares_nodes else sum(demand.spread is not None for demand in asked)
-    if len(free) < spread and any(not view.up and not view.error for view in views):
-        # The first connections are only just being made: what the nodes have is of no interest yet.
+    if len(free) < spread and is_connecting:
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
         return
