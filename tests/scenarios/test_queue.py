@@ -78,7 +78,7 @@ def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
     rivals = [subprocess.Popen(command, env=cli.environment) for _ in range(4)]
     wait_until(lambda: sum(process.poll() == 0 for process in rivals) == 3, 60)
     assert cli.supervisor() in [process.pid for process in rivals]
-    assert cli.query(workflow)["status"] == "RUNNING"
+    cli.await_status(workflow, "RUNNING")
     go.touch()
     cli.await_status(workflow, "COMPLETED")
     for process in rivals:
