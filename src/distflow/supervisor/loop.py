@@ -15,21 +15,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from distflow.backends.base import (
-    AttemptKey,
     Backend,
     Collected,
-    CollectFailed,
-    Collecting,
     Leased,
     LeaseRefused,
-    LogComplete,
     NodeDown,
     NodeUp,
     Observation,
     PrepareFailed,
-    Staging,
     Unanswered,
-    slot_of,
 )
 from distflow.errors import InputError, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -41,6 +35,7 @@ from distflow.state.secrets import remove_secrets
 from distflow.state.store import Store
 from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.absorb import absorb, absorb_node, absorb_view, end_unstarted
+from distflow.supervisor.answering import answered
 from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wanted
 from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, is_stored, place_of, store_errand
 from distflow.supervisor.clock import Clock
@@ -49,7 +44,7 @@ from distflow.supervisor.handover import archives
 from distflow.supervisor.memo import memo_for
 from distflow.supervisor.mover import Mover
 from distflow.supervisor.preparing import launch_of, secrets_of
-from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World, key_of
+from distflow.supervisor.world import Command, CommandId, Decision, NodeView, Workflow, World, key_of
 
 __all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
 
@@ -100,7 +95,7 @@ class Supervisor:
         self._pools: dict[str, Pool] = {}
         self._nodes: dict[tuple[str, str], NodeView] = {}
         self._backends: dict[str, Backend] = {}
-        self._in_flight: dict[tuple[str, str, str, str, int], Command] = {}
+        self._in_flight: dict[CommandId, Command] = {}
 
     def tell(self, seen: Observation) -> None:
         """Hand in an observation, from any thread."""
@@ -158,7 +153,8 @@ class Supervisor:
             self._load()
 
     def _see(self, seen: Observation, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
-        self._answered(seen)
+        for identity in answered(seen):
+            self._in_flight.pop(identity, None)
         uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else getattr(seen, "key").workflow  # noqa: B009
         workflow = self._workflows.get(uuid)
         if workflow is None or isinstance(seen, Unanswered):
@@ -174,23 +170,6 @@ class Supervisor:
         if record is not workflow.record:
             changed[uuid] = record
             self._workflows[uuid] = replace(workflow, record=record)
-
-    def _answered(self, seen: Observation) -> None:
-        """Forget the commands that an observation answers: all of its attempt, as it says how things stand there."""
-        if isinstance(seen, LogComplete | Staging | Collecting):
-            return
-        if isinstance(seen, DataSeen):
-            if seen.outcome is not None:
-                self._in_flight.pop((seen.op, seen.key.workflow, seen.key.group, seen.key.task, seen.key.attempt), None)
-            return
-        if isinstance(seen, Leased | LeaseRefused):
-            self._in_flight.pop(("lease", seen.workflow, seen.group, "", seen.attempt), None)
-            return
-        key: AttemptKey = getattr(seen, "key")  # noqa: B009
-        # Of an output that is on its way, what else is said of the attempt says nothing.
-        apart = isinstance(seen, Collected | CollectFailed | Unanswered) and (seen.op == "collect" or is_checkpoint(seen.op))
-        for op in (slot_of(seen.op),) if apart else ("prepare", "start", "stop", "release"):  # type: ignore[attr-defined]
-            self._in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
     def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
         place = (seen.pool, seen.node)

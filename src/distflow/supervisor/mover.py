@@ -20,7 +20,7 @@ from distflow.state.record import Carried
 from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.carrying import DataSeen, Errand, relayed_op
 from distflow.supervisor.clock import Clock
-from distflow.supervisor.world import Command
+from distflow.supervisor.world import Command, CommandId
 
 if TYPE_CHECKING:
     from distflow.storage.base import Store
@@ -38,8 +38,6 @@ _OURS_ALONE = (
     "no node has the credentials, which are in files or a role of this machine (to make it direct: "
     "distflow credential set NAME --type DATA)"
 )
-
-_Identity = tuple[str, str, str, str, int]
 
 
 class Mover:
@@ -59,7 +57,7 @@ class Mover:
         self._clock = clock
         self._sink = sink
         self._credentials_for = credentials_for
-        self._halts: dict[_Identity, threading.Event] = {}
+        self._halts: dict[CommandId, threading.Event] = {}
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
 
     def begin(self, command: Command, errand: Errand, backend: Backend | None = None) -> None:

@@ -10,7 +10,10 @@ from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 
-__all__ = ["Command", "Decision", "NodeView", "Workflow", "World", "key_of"]
+__all__ = ["Command", "CommandId", "Decision", "NodeView", "Workflow", "World", "command_id", "key_of"]
+
+CommandId = tuple[str, str, str, str, int]
+"""What is done, workflow (uuid), group, task (empty for a lease), attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +59,9 @@ class Command:
     """Of ``collect``: only nodes will want it."""
 
     @property
-    def identity(self) -> tuple[str, str, str, str, int]:
+    def identity(self) -> CommandId:
         """Equal for commands that ask for the same."""
-        return (slot_of(self.op), self.workflow, self.group, self.task, self.attempt)
+        return command_id(self.op, self.key)
 
     @property
     def is_data(self) -> bool:
@@ -80,7 +83,7 @@ class World:
     pools: Mapping[str, Pool]
     nodes: Mapping[tuple[str, str], NodeView]
     """By pool and node."""
-    in_flight: frozenset[tuple[str, str, str, str, int]] = frozenset()
+    in_flight: frozenset[CommandId] = frozenset()
     """Identities of the commands that have not been answered."""
     lines: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
     """The last lines that failed tasks printed, by workflow (uuid), group and task."""
@@ -102,6 +105,11 @@ class Decision:
     def wake(self, at: float) -> None:
         """Look again at ``at`` at the latest."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
+
+
+def command_id(op: str, key: AttemptKey) -> CommandId:
+    """Return what commands of one attempt share that ask for the same, or may not be under way at once."""
+    return (slot_of(op), key.workflow, key.group, key.task, key.attempt)
 
 
 def key_of(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> AttemptKey | None:

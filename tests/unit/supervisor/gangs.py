@@ -7,15 +7,10 @@ from dataclasses import replace
 
 from distflow.backends.base import (
     AttemptKey,
-    Collected,
-    CollectFailed,
-    Collecting,
-    LogComplete,
     NodeDown,
     NodeUp,
     Observation,
     Unanswered,
-    slot_of,
 )
 from distflow.layout.ranks import TaskRanks
 from distflow.layout.ranks import World as RankWorld
@@ -29,11 +24,12 @@ from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeou
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.storage.identity import Identity
 from distflow.supervisor.absorb import absorb, absorb_node, absorb_view
+from distflow.supervisor.answering import answered
 from distflow.supervisor.carrying import DataSeen, absorb_data, place_data
 from distflow.supervisor.checkpointing import is_checkpoint, place_of
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import place_inputs
-from distflow.supervisor.world import Command, NodeView, Workflow, World, key_of
+from distflow.supervisor.world import Command, CommandId, NodeView, Workflow, World, key_of
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.clock import FakeClock
 
@@ -142,7 +138,7 @@ class Driver:
 
     def restart(self) -> None:
         """Forget what only the process knew, as a killed supervisor does, and ask the nodes."""
-        self.in_flight: dict[tuple[str, str, str, str, int], Command] = {}
+        self.in_flight: dict[CommandId, Command] = {}
         now = self.clock.now()
         self.nodes = {("lab", one.name): NodeView(node=one, since=now, gpus=one.gpus, cpus=one.cpus) for one in self.pool.nodes}
         self.seen.clear()
@@ -233,7 +229,8 @@ class Driver:
                         self.workflows[uuid] = replace(one, record=record)
                 continue
             uuid = getattr(seen, "workflow", None) or seen.key.workflow  # type: ignore[attr-defined]
-            self._answered(seen)
+            for identity in answered(seen):
+                self.in_flight.pop(identity, None)
             known = self.workflows.get(uuid)
             if known is None or isinstance(seen, Unanswered):
                 continue
@@ -243,22 +240,6 @@ class Driver:
                 record, events = absorb(known.record, known.plan, seen)
             self.events += events
             self.workflows[uuid] = replace(known, record=record)
-
-    def _answered(self, seen: Observation) -> None:
-        if isinstance(seen, LogComplete | Collecting):
-            return
-        if isinstance(seen, DataSeen):
-            if seen.outcome is not None:
-                self.in_flight.pop((seen.op, seen.key.workflow, seen.key.group, seen.key.task, seen.key.attempt), None)
-            return
-        key = getattr(seen, "key", None)
-        if key is None:
-            identity = ("lease", seen.workflow, seen.group, "", seen.attempt)  # type: ignore[attr-defined]
-            self.in_flight.pop(identity, None)
-            return
-        apart = isinstance(seen, Collected | CollectFailed | Unanswered) and (seen.op == "collect" or is_checkpoint(seen.op))
-        for op in (slot_of(seen.op),) if apart else ("prepare", "start", "stop", "release"):  # type: ignore[attr-defined]
-            self.in_flight.pop((op, key.workflow, key.group, key.task, key.attempt), None)
 
     def act(self, command: Command) -> None:
         """Hand a command to the backend."""
