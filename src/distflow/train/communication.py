@@ -69,7 +69,7 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
                 optimizer.step()
                 optimizer.zero_grad()
     """
-    steps = int(current_strategy().options.get("gradient_accumulation_steps", 1)) if every is None else every
+    steps = current_strategy().passes if every is None else every
     if steps < 1:
         raise ValueError(f"every is {steps}; at least 1 pass goes into a step")
     done = _passes.get(model, 0) + 1

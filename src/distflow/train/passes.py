@@ -24,7 +24,7 @@ def backward(
     """
     if isinstance(model, Pipeline):
         return model.step(inputs, targets)
-    count = int(current_strategy().options.get("gradient_accumulation_steps", 1)) if micro_batches is None else micro_batches
+    count = current_strategy().passes if micro_batches is None else micro_batches
     if not 1 <= count <= len(inputs):
         raise ValueError(f"a batch of {len(inputs)} samples cannot be cut into {count} micro-batches")
     total = torch.zeros((), device=inputs.device)

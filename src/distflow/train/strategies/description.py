@@ -61,6 +61,11 @@ class Strategy:
         """How many ranks it is for."""
         return prod(self.shape)
 
+    @property
+    def passes(self) -> int:
+        """How many passes go into a step (``gradient_accumulation_steps``)."""
+        return int(self.options.get("gradient_accumulation_steps", 1))
+
     def size(self, axis: str) -> int:
         """Return the size of an axis; 1 when the mesh has none of that name."""
         return dict(zip(self.names, self.shape, strict=True)).get(axis, 1)
