@@ -8,7 +8,6 @@ a test is about when it is about the start itself (signals, terminals, start-up 
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
 import pkgutil
@@ -17,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,19 +74,20 @@ def _read(file: Any) -> bytes:
     return content
 
 
-def _serve(connection: socket.socket) -> None:
-    """Fork for every request; tell the pid of the command, then its exit code."""
+def _is_to_run(connection: socket.socket) -> bool:
+    """Fork for every request, and tell the pid of the command, then its exit code: true in what is to be the command."""
     for module in pkgutil.walk_packages(importlib.import_module("distflow").__path__, "distflow."):
         if not module.name.startswith(_NOT_NEEDED) and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     while True:
         asked, handles, _, _ = socket.recv_fds(connection, 1 << 20, 2)
         if not asked:
-            return
+            return False
         pid = os.fork()
         if pid == 0:
             connection.close()
             _become(*json.loads(asked), *handles)
+            return True
         for handle in handles:
             os.close(handle)
         connection.sendall(str(pid).encode())
@@ -98,41 +97,17 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], environment: dict[str, str], folder: str, out: int, err: int) -> None:
-    """Be ``python -m distflow`` with these, and end."""
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8")
-    sys.stderr = io.TextIOWrapper(
-        open(2, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
+    """Take the place of ``python -m distflow`` with these."""
+    for handle, standard in ((out, 1), (err, 2)):
+        os.dup2(handle, standard)
+        os.close(handle)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["distflow", *arguments]
-    code: Any = 0
-    try:
-        from distflow.cli.entry import main
-
-        main()
-    except SystemExit as end:
-        code = end.code
-    except BaseException:  # noqa: BLE001 what a process ends with
-        traceback.print_exc()
-        code = 1
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    # What an interpreter does at its end.
-    import atexit
-    import threading
-
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+if __name__ == "__main__" and _is_to_run(socket.socket(fileno=int(sys.argv[1]))):
+    from distflow.cli.entry import main
+
+    main()
