@@ -41,11 +41,12 @@ def test_interrupting_wait_detaches_and_says_how_to_cancel(cli: Cli) -> None:
     assert process.stdout is not None
     wait_until(lambda: json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"], 60)
     cli.await_log("work-1", "up")
+    cli.await_running("work-1")
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "distflow workflow cancel work-1" in words
-    cli.await_status("work-1", "RUNNING")
+    assert cli.query("work-1")["status"] == "RUNNING"
     assert cli.run("workflow", "query", "work-1", "--exit-status").code == 4
     assert cli.run("workflow", "cancel", "work-1", "--wait", "30", "-m", "enough").code == 0
     assert cli.query("work-1")["status"] == "FAILED_CANCELED"

@@ -71,6 +71,7 @@ def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
     cli.configure(gpus=2)
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(ONE_GANG.replace("GO", str(go))))
+    cli.await_running(workflow)
     at_work = cli.supervisor()
     assert at_work is not None
     subprocess.run(["kill", "-9", str(at_work)], check=True)
@@ -78,7 +79,7 @@ def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
     rivals = [subprocess.Popen(command, env=cli.environment) for _ in range(4)]
     wait_until(lambda: sum(process.poll() == 0 for process in rivals) == 3, 60)
     assert cli.supervisor() in [process.pid for process in rivals]
-    cli.await_status(workflow, "RUNNING")
+    assert cli.query(workflow)["status"] == "RUNNING"
     go.touch()
     cli.await_status(workflow, "COMPLETED")
     for process in rivals:
