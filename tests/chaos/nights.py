@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from chaos.schedules import Fault, Schedule, behaviour
@@ -12,9 +13,11 @@ from distflow.lifecycle.exits import Action, exit_code_of
 from distflow.lifecycle.states import Reason, State, is_legal
 from distflow.plan.model import GroupPlan
 from distflow.state.record import CancelRequest, GroupRecord, TaskRecord
+from distflow.supervisor.decide import decide
+from distflow.supervisor.world import Decision, Rest, Workflow
 from unit.supervisor.gangs import Driver, node, pool
 
-__all__ = ["leaks", "lies", "play"]
+__all__ = ["leaks", "lies", "play", "unfinished"]
 
 _LEASES_END_S = 200.0
 _UNCERTAIN_S = 0.01
@@ -29,7 +32,18 @@ def play(schedule: Schedule) -> list[str]:
     except AssertionError as error:
         return [*night.wrong, str(error)[:2000]]
     stepped_s = sum(abs(fault.amount) for fault in schedule.faults if fault.kind == "step")
-    return [*night.wrong, *leaks(night.driver), *lies(night.driver, stepped_s)]
+    driver = night.driver
+    return [*night.wrong, *leaks(driver), *lies(driver.workflows, driver.backend.ends, stepped_s)]
+
+
+class _Doubting(Driver):
+    """A driver that decides everything twice: what the decision before left at rest may save work, and have no say."""
+
+    def decide(self) -> Decision:
+        found = super().decide()
+        anew = decide(replace(self.world(), rest=Rest()), self.clock.now())
+        assert replace(found, rest=anew.rest) == anew
+        return found
 
 
 class _Night:
@@ -39,7 +53,7 @@ class _Night:
         self.wrong: list[str] = []
         self._schedule = schedule
         nodes = [node(f"n{number}", gpus=gpus) for number, gpus in enumerate(schedule.nodes)]
-        self.driver = Driver(
+        self.driver = _Doubting(
             on=pool(*nodes),
             behaviour=lambda key: behaviour(schedule.seed, key.name),
             clocks={
@@ -188,7 +202,14 @@ _HAPPENS: dict[str, Callable[[_Night, Fault], None]] = {
 
 def leaks(driver: Driver) -> Iterator[str]:
     """What is left although everything has ended."""
-    for uuid, one in driver.workflows.items():
+    yield from unfinished(driver.workflows)
+    yield from (f"{name} is left on its node" for name in driver.backend.alive)
+    yield from (f"{identity} was never answered" for identity in driver.in_flight)
+
+
+def unfinished(workflows: Mapping[str, Workflow]) -> Iterator[str]:
+    """What has not ended of workflows."""
+    for uuid, one in workflows.items():
         for group in one.record.groups:
             if not group.state.is_final:
                 yield f"{uuid}/{group.name} has not ended: {group.state.value}"
@@ -197,18 +218,18 @@ def leaks(driver: Driver) -> Iterator[str]:
                     yield f"{uuid}/{group.name}/{task.name}/{task.attempt} has not ended: {task.state.value}"
                 if task.stray is not None:
                     yield f"{uuid}/{group.name}/{task.name}/{task.attempt} is still looked for"
-    yield from (f"{name} is left on its node" for name in driver.backend.alive)
-    yield from (f"{identity} was never answered" for identity in driver.in_flight)
 
 
-def lies(driver: Driver, stepped_s: float = 0.0) -> Iterator[str]:
-    """Where the record differs from what truly happened on the nodes.
+def lies(
+    workflows: Mapping[str, Workflow], ended: Mapping[AttemptKey, dict[str, Any]], stepped_s: float = 0.0
+) -> Iterator[str]:
+    """Where the records of workflows that are over differ from what truly happened on the nodes.
 
     ``stepped_s``: by how much our clock was set meanwhile; ends closer than that are not told apart.
     """
-    ends = {(key.name, key.node): end for key, end in driver.backend.ends.items()}
+    ends = {(key.name, key.node): end for key, end in ended.items()}
     unsure_s = 2 * _UNCERTAIN_S + 0.001 + stepped_s
-    for uuid, one in driver.workflows.items():
+    for uuid, one in workflows.items():
         for group in one.record.groups:
             plan = one.plan.group(group.name)
             for attempt in range(group.attempt + 1):

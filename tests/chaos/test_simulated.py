@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import pytest
 
-from chaos.nights import leaks, lies, play
-from chaos.schedules import behaviour, draw, seeds, shrink
-from distflow.supervisor.world import Workflow
-from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
+from chaos.nights import play
+from chaos.schedules import draw, seeds, shrink
 
 
 @pytest.mark.parametrize("seed", seeds(range(200)))
@@ -36,39 +31,3 @@ def test_a_schedule_shrinks_to_what_makes_it_fail() -> None:
     assert sorted(fault.kind for fault in least.faults) == ["cut", "kill"]
     assert (len(least.workflows), [fault.after_s for fault in least.faults]) == (1, [0.0, 0.0])
     assert str(least).startswith("seed 3: ")
-
-
-def test_a_thousand_nodes_lose_a_rack_and_a_supervisor() -> None:
-    """Gangs come for as long as others go, so that some hundreds run at any time; nothing grows with those that have ended."""
-    dice = random.Random(1)
-    nodes = [node(f"n{number}") for number in range(1000)]
-    rack = [one.name for one in nodes[:100]]
-    driver = Driver(on=pool(*nodes), behaviour=lambda key: replace(behaviour(0, key.name), seconds=dice.choice([100.0, 500.0])))
-    ended: dict[str, Workflow] = {}
-    waves = [[workflow(group_plan("g", dice.randint(1, 8)), uuid=f"u{wave}-{i}") for i in range(40)] for wave in range(6)]
-    for number in range(200):
-        for one in waves[number] if number < len(waves) else ():
-            driver.add(one)
-        for name in rack if number == 4 else ():
-            driver.backend.cut(name)
-        for name in rack if number == 12 else ():
-            driver.backend.heal(name)
-        if number == 6:
-            driver.restart()
-        for key in driver.backend.running[:5] if number % 3 == 0 else ():
-            driver.backend.kill(key.name)
-        driver.clock.advance(20.0)
-        driver.backend.tick()
-        driver.settle(rounds=1000)
-        over = [uuid for uuid, one in driver.workflows.items() if one.record.state.is_final and not _has_stray(one)]
-        ended |= {uuid: driver.workflows.pop(uuid) for uuid in over}
-        if number >= len(waves) and not driver.workflows:
-            break
-    assert not driver.workflows
-    driver.workflows = ended
-    assert len(ended) == 240
-    assert [*leaks(driver), *lies(driver)] == []
-
-
-def _has_stray(one: Workflow) -> bool:
-    return any(task.stray is not None for group in one.record.groups for task in group.attempts)

@@ -7,6 +7,8 @@ lost with a connection, a node or a supervisor: what is asked again answers what
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State
@@ -17,10 +19,11 @@ from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
 from distflow.supervisor.rolling import roll_up
+from distflow.supervisor.room import share_of
 from distflow.supervisor.starting import Starting
 from distflow.supervisor.step import seconds_text
 from distflow.supervisor.verdict import by_exit_actions, first_cause
-from distflow.supervisor.world import Decision, Workflow, World
+from distflow.supervisor.world import Decision, Glance, Rest, Workflow, World
 
 __all__ = ["LOG_DRAIN_S", "decide"]
 
@@ -34,32 +37,61 @@ _HANG_LOOK_S = 10.0
 def decide(world: World, now: float) -> Decision:
     """Return what follows from the world as it is at ``now`` (seconds since the epoch)."""
     decision = Decision()
-    current: dict[str, Workflow] = {}
+    known = _at_rest(world, now)
+    busy = {uuid for _, uuid, *_ in world.in_flight}
+    glances: dict[str, Glance] = {}
     for workflow in world.workflows:
-        record = workflow.record
-        for group in record.groups:
-            after = _Step(world, workflow, record, group, now, decision).run()
-            # Most of thousands stay as they are, at every decision: they cost nothing more than this look.
-            record = record if after is group else record.with_group(after)
-        before, record = record, roll_up(record, now)
-        if record is not before and record.status != before.status:
-            text = f"workflow {record.id}: {record.status}"
-            decision.events.append(Event(at=now, kind="state", text=text, workflow=record.uuid))
-        has_changed = record is not workflow.record and record != workflow.record
-        if has_changed:
-            decision.records[record.uuid] = record
-        current[record.uuid] = replace(workflow, record=record) if has_changed else workflow
-    waiting = next_leases(replace(world, workflows=tuple(current.values())), now)
+        uuid = workflow.record.uuid
+        glance = known.get(uuid)
+        # Most of thousands stay as they are, at every decision: they cost nothing more than this.
+        if glance is None or glance.share.workflow.record is not workflow.record or glance.wake_at <= now or uuid in busy:
+            glance = _look(world, workflow, now, decision)
+        elif glance.wake_at < math.inf:
+            decision.wake(glance.wake_at)
+        glances[uuid] = glance
+    waiting = next_leases(world, (glance.share for glance in glances.values()), now)
     decision.commands += waiting.commands
     for (uuid, name), message in waiting.messages.items():
-        record = decision.records.get(uuid) or current[uuid].record
+        record = decision.records.get(uuid) or glances[uuid].share.workflow.record
         group = record.group(name)
         if group.message != message:
             decision.records[uuid] = record.with_group(replace(group, message=message))
             decision.events.append(Event(at=now, kind="state", text=f"{name}: waits: {message}", workflow=uuid, group=name))
     if waiting.wake_at is not None:
         decision.wake(waiting.wake_at)
+    decision.rest = Rest(at=now, pools=world.pools, nodes=world.nodes, glances=glances)
     return decision
+
+
+def _at_rest(world: World, now: float) -> Mapping[str, Glance]:
+    """Return what of the decision before still holds: nothing when a pool or a node has changed, or time has gone back."""
+    rest = world.rest
+    is_same = rest.at <= now and rest.pools is world.pools and rest.nodes is world.nodes
+    return rest.glances if is_same else {}
+
+
+def _look(world: World, workflow: Workflow, now: float, decision: Decision) -> Glance:
+    """Take every step of a workflow that follows now."""
+    part = Decision()
+    record = workflow.record
+    for group in record.groups:
+        after = _Step(world, workflow, record, group, now, part).run()
+        record = record if after is group else record.with_group(after)
+    before, record = record, roll_up(record, now)
+    if record is not before and record.status != before.status:
+        text = f"workflow {record.id}: {record.status}"
+        part.events.append(Event(at=now, kind="state", text=text, workflow=record.uuid))
+    has_changed = record is not workflow.record and record != workflow.record
+    if has_changed:
+        decision.records[record.uuid] = record
+        workflow = replace(workflow, record=record)
+    decision.events += part.events
+    decision.commands += part.commands
+    if part.wake_at is not None:
+        decision.wake(part.wake_at)
+    is_at_rest = not (has_changed or part.events or part.commands)
+    wake_at = (math.inf if part.wake_at is None else part.wake_at) if is_at_rest else -math.inf
+    return Glance(share=share_of(workflow), wake_at=wake_at)
 
 
 class _Step(Starting):
@@ -197,10 +229,13 @@ class _Step(Starting):
         for task in (*self.group.earlier, *self.group.tasks):
             if task.stray is None:
                 continue
-            if self.pool is not None and self.now >= (task.ended_at or self.now) + self.pool.retention_s:
+            forgotten_at = (task.ended_at or self.now) + self.pool.retention_s if self.pool is not None else math.inf
+            if self.now >= forgotten_at:
                 self.group = self.group.with_task(replace(task, stray=None))
                 self._tell(f"{task.name}: {task.node} was not seen again", task)
-            elif task.stray is Stray.OUT_OF_REACH:
+                continue
+            self.decision.wake(forgotten_at)
+            if task.stray is Stray.OUT_OF_REACH:
                 self._command("stop", task, why=Reason.NODE_LOST.value)
 
     # The end.

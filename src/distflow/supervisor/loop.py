@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from distflow.backends.base import (
     Backend,
@@ -44,7 +43,7 @@ from distflow.supervisor.handover import archives
 from distflow.supervisor.memo import memo_for
 from distflow.supervisor.mover import Mover
 from distflow.supervisor.preparing import launch_of, secrets_of
-from distflow.supervisor.world import Command, CommandId, Decision, NodeView, Workflow, World, key_of
+from distflow.supervisor.world import Command, CommandId, Decision, NodeView, Rest, Workflow, World, key_of
 
 __all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
 
@@ -92,8 +91,10 @@ class Supervisor:
         self._log = log
         self._seen: queue.SimpleQueue[Observation] = queue.SimpleQueue()
         self._workflows: dict[str, Workflow] = {}
-        self._pools: dict[str, Pool] = {}
-        self._nodes: dict[tuple[str, str], NodeView] = {}
+        # These two are replaced, never changed: a decision knows by that whether anything happened.
+        self._pools: Mapping[str, Pool] = {}
+        self._nodes: Mapping[tuple[str, str], NodeView] = {}
+        self._rest = Rest()
         self._backends: dict[str, Backend] = {}
         self._in_flight: dict[CommandId, Command] = {}
 
@@ -174,7 +175,7 @@ class Supervisor:
     def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
         place = (seen.pool, seen.node)
         view = self._nodes[place]
-        self._nodes[place] = absorb_view(view, seen)
+        self._nodes = {**self._nodes, place: absorb_view(view, seen)}
         if isinstance(seen, NodeDown):
             words = f"{seen.node}: out of reach: {seen.error}"
             is_news = view.up or view.error != seen.error
@@ -232,10 +233,15 @@ class Supervisor:
         key = record.pool_key
         if key not in self._backends:
             pool = replace(self._store.pool(record.uuid), name=key)
-            self._pools[key] = pool
             now = self._clock.now()
-            for node in pool.nodes:
-                self._nodes[key, node.name] = NodeView(node=node, since=now, gpus=node.gpus, cpus=node.cpus, memory=node.memory)
+            self._pools = {**self._pools, key: pool}
+            self._nodes = {
+                **self._nodes,
+                **{
+                    (key, node.name): NodeView(node=node, since=now, gpus=node.gpus, cpus=node.cpus, memory=node.memory)
+                    for node in pool.nodes
+                },
+            }
             self._backends[key] = self._open_backend(pool, self.tell)
             self._backends[key].connect(pool.nodes)
         return self._backends[key]
@@ -247,6 +253,7 @@ class Supervisor:
         decision = Decision()
         for _ in range(_ROUNDS):
             decision = decide(self._world(), self._clock.now())
+            self._rest = decision.rest
             if decision.records or decision.events:
                 self._store.save(decision.records.values(), decision.events)
                 for event in decision.events:
@@ -279,11 +286,12 @@ class Supervisor:
         }
         return World(
             workflows=tuple(self._workflows.values()),
-            pools=MappingProxyType(self._pools),
-            nodes=MappingProxyType(self._nodes),
+            pools=self._pools,
+            nodes=self._nodes,
             in_flight=frozenset(self._in_flight),
             lines=lines,
             alive_at=self._alive_at(),
+            rest=self._rest,
         )
 
     def _alive_at(self) -> dict[tuple[str, str, str], float]:
@@ -319,7 +327,7 @@ class Supervisor:
 
     def _prepare(self, backend: Backend, command: Command) -> None:
         workflow, pool = self._workflows[command.workflow], self._pools[command.pool]
-        launch = launch_of(workflow, command, {node.name: node for node in pool.nodes})
+        launch = launch_of(workflow, command, {command.node: self._nodes[command.pool, command.node].node})
         if launch is None:
             return
         try:

@@ -8,19 +8,19 @@ Only one gang per pool asks the nodes at a time, so two never hold half of what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from distflow.backends.base import LeaseRequest
 from distflow.layout.placement import Demand, Free, Placement, Unplaced
 from distflow.layout.topology import place_near
-from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import GroupRecord, WorkflowRecord
-from distflow.supervisor.world import Command, NodeView, Workflow, World
+from distflow.supervisor.room import free
+from distflow.supervisor.world import Command, NodeView, Share, Workflow, World
 
 __all__ = ["Leases", "next_leases"]
 
@@ -46,23 +46,26 @@ class Leases:
         self.wake_at = min([*at, *([] if self.wake_at is None else [self.wake_at])], default=None)
 
 
-def next_leases(world: World, now: float) -> Leases:
-    """Return the lease commands of the gangs whose turn it is, and what the others wait for."""
+def next_leases(world: World, shares: Iterable[Share], now: float) -> Leases:
+    """Return the lease commands of the gangs whose turn it is, and what the others wait for.
+
+    ``shares``: those of all workflows, in the order of their submission.
+    """
     leases = Leases()
+    by_pool: dict[str, list[Share]] = {}
+    for share in shares:
+        by_pool.setdefault(share.workflow.record.pool_key, []).append(share)
+    asking = {uuid for op, uuid, *_ in world.in_flight if op == "lease"}
     for pool_key, pool in world.pools.items():
-        waiting = [
-            (workflow, group)
-            for workflow in world.workflows
-            for group in workflow.record.groups
-            if workflow.record.pool_key == pool_key and group.state is State.SCHEDULING and workflow.record.cancel is None
-        ]
+        of_pool = by_pool.get(pool_key, [])
+        waiting = [(share.workflow, group) for share in of_pool for group in share.waiting]
         resting = [group.resting_until for _, group in waiting if now < group.resting_until]
         leases.wake(resting)
         waiting = [one for one in waiting if now >= one[1].resting_until]
         # Those of one priority stay in the order of submission.
         waiting.sort(key=lambda one: one[0].record.priority.turn)
-        if waiting:
-            _next_of_pool(world, pool_key, pool, waiting, now, leases)
+        if waiting and not any(share.workflow.record.uuid in asking for share in (of_pool if asking else ())):
+            _next_of_pool(world, pool_key, pool, of_pool, waiting, now, leases)
     return leases
 
 
@@ -70,12 +73,11 @@ def _next_of_pool(
     world: World,
     pool_key: str,
     pool: Pool,
+    shares: Sequence[Share],
     waiting: Sequence[tuple[Workflow, GroupRecord]],
     now: float,
     leases: Leases,
 ) -> None:
-    if any(op == "lease" and _is_of(world, uuid, pool_key) for op, uuid, *_ in world.in_flight):
-        return
     views = [world.nodes[pool_key, node.name] for node in pool.nodes]
     workflow, group = waiting[0]
     # The one right before it: what stands first changes often, and every new word is an event of every gang behind it.
@@ -85,20 +87,22 @@ def _next_of_pool(
     fixed = plan.world.port if plan.world else None
     # Nodes that earlier attempts failed on come last: they are taken when there are no others.
     failures = Counter(cause.node for cause in group.earlier_causes)
-    free, asked = sorted(_free(world, pool_key, views, fixed), key=lambda one: failures[one.node]), demands(plan)
+    left, asked = free(views, shares, fixed), demands(plan)
+    if failures:
+        left.sort(key=lambda one: failures[one.node])
     bad = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
     # The first connections are only just being made: of those nodes nothing is known yet.
     is_connecting = any(not view.up and not view.error for view in views)
-    if bad and (is_connecting or _could_do_without(bad, free, asked, shared=pool.shares_nodes)):
-        free = [one for one in free if one.node not in bad]
+    if bad and (is_connecting or _could_do_without(bad, left, asked, shared=pool.shares_nodes)):
+        left = [one for one in left if one.node not in bad]
     else:
         bad = frozenset()
     spread = 1 if pool.shares_nodes else sum(demand.spread is not None for demand in asked)
-    if len(free) < spread and is_connecting:
+    if len(left) < spread and is_connecting:
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
         return
-    placed = place_near(asked, free, shared=pool.shares_nodes)
+    placed = place_near(asked, left, shared=pool.shares_nodes)
     if not isinstance(placed, Placement):
         if any(view.up or view.error for view in views):
             avoided = f"; avoided, as attempts failed there: {_few(sorted(bad), ', ')}" if bad else ""
@@ -116,9 +120,9 @@ def _next_of_pool(
     )  # fmt: skip
 
 
-def _could_do_without(bad: frozenset[str], free: Sequence[Free], asked: Sequence[Demand], *, shared: bool) -> bool:
+def _could_do_without(bad: frozenset[str], left: Sequence[Free], asked: Sequence[Demand], *, shared: bool) -> bool:
     """Whether a gang would find room on the other nodes if nobody else used them."""
-    empty = [replace(one, gpus=one.all_gpus, cpus=one.all_cpus, memory=one.all_memory) for one in free if one.node not in bad]
+    empty = [replace(one, gpus=one.all_gpus, cpus=one.all_cpus, memory=one.all_memory) for one in left if one.node not in bad]
     return isinstance(place_near(asked, empty, shared=shared), Placement)
 
 
@@ -140,55 +144,6 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
     )
 
 
-def _free(world: World, pool_key: str, views: Sequence[NodeView], fixed_port: int | None) -> tuple[Free, ...]:
-    """Return what each reachable node has left."""
-    used = {view.node.name: [0, 0, 0] for view in views}
-    ports: dict[str, set[int]] = {view.node.name: set() for view in views}
-    for group, group_plan in _holding(world, pool_key):
-        if group.binding is None:
-            continue
-        by_task = {demand.task: demand for demand in demands(group_plan)}
-        for task in group.tasks:
-            if task.node in used and not task.state.is_final:
-                _add(used[task.node], by_task[task.name])
-        master = group.binding.tasks[group_plan.master].node
-        if group.binding.port is not None and master in ports:
-            ports[master].add(group.binding.port)
-    return tuple(
-        Free(
-            node=view.node.name,
-            gpus=_left(view.gpus, used[view.node.name][0]),
-            cpus=_left(view.cpus, used[view.node.name][1]),
-            memory=_left(view.memory, used[view.node.name][2]),
-            platform=view.node.platform,
-            labels=view.node.labels,
-            all_gpus=view.gpus,
-            all_cpus=view.cpus,
-            all_memory=view.memory,
-        )
-        for view in views
-        if view.up and not (fixed_port is not None and fixed_port in ports[view.node.name])
-    )
-
-
-def _holding(world: World, pool_key: str) -> Iterator[tuple[GroupRecord, GroupPlan]]:
-    for workflow in world.workflows:
-        if workflow.record.pool_key == pool_key:
-            for group in workflow.record.groups:
-                if group.state in (State.INITIALIZING, State.RUNNING, State.STOPPING):
-                    yield group, workflow.plan.group(group.name)
-
-
-def _add(used: list[int], demand: Demand) -> None:
-    used[0] += demand.gpus
-    used[1] += demand.cpus
-    used[2] += demand.memory
-
-
-def _left(capacity: int | None, used: int) -> int | None:
-    return None if capacity is None else max(0, capacity - used)
-
-
 def _wait_words(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
     down = [f"{view.node.name}: {view.error}" for view in views if not view.up and view.error]
     connecting = [view.node.name for view in views if not view.up and not view.error]
@@ -205,7 +160,3 @@ def _few(words: Sequence[str], between: str) -> str:
     """Join words for one line: a pool may have a thousand nodes."""
     more = [f"and {len(words) - _FEW} more"] if len(words) > _FEW + 1 else []
     return between.join([*(words[:_FEW] if more else words), *more])
-
-
-def _is_of(world: World, uuid: str, pool_key: str) -> bool:
-    return any(workflow.record.uuid == uuid and workflow.record.pool_key == pool_key for workflow in world.workflows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,7 +11,20 @@ from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 
-__all__ = ["Command", "CommandId", "Decision", "NodeView", "Workflow", "World", "command_id", "key_of"]
+__all__ = [
+    "Command",
+    "CommandId",
+    "Decision",
+    "Glance",
+    "Hold",
+    "NodeView",
+    "Rest",
+    "Share",
+    "Workflow",
+    "World",
+    "command_id",
+    "key_of",
+]
 
 CommandId = tuple[str, str, str, str, int]
 """What is done, workflow (uuid), group, task (empty for a lease), attempt."""
@@ -75,6 +89,51 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """What a task, or the master's port, holds of a node."""
+
+    node: str
+    gpus: int = 0
+    cpus: int = 0
+    memory: int = 0
+    port: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What the queue looks at of a workflow."""
+
+    workflow: Workflow
+    waiting: tuple[GroupRecord, ...]
+    """Its groups that wait for nodes."""
+    holds: tuple[Hold, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """A workflow as a decision left it."""
+
+    share: Share
+    wake_at: float
+    """Until then nothing follows of itself; minus infinity: something followed just now, so more may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What one decision leaves to the next, which then need not look at what stayed as it was.
+
+    Records, views, pools and the mappings of them are replaced, never changed: the same object says that nothing happened.
+    """
+
+    at: float = math.inf
+    """When it was decided; what is older than that (our clock was set back) is looked at anew."""
+    pools: Mapping[str, Pool] | None = None
+    nodes: Mapping[tuple[str, str], NodeView] | None = None
+    glances: Mapping[str, Glance] = field(default_factory=dict)
+    """By workflow (uuid)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """Everything that a decision may depend on, but the time."""
 
@@ -88,7 +147,11 @@ class World:
     lines: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
     """The last lines that failed tasks printed, by workflow (uuid), group and task."""
     alive_at: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
-    """When running tasks gave their last sign of life, output or heartbeat, where that matters; likewise."""
+    """When running tasks gave their last sign of life, output or heartbeat, where that matters; likewise.
+
+    Like ``lines``, it is looked at when something else says that it is time: a new sign alone changes nothing at once."""
+    rest: Rest = field(default_factory=Rest)
+    """What the decision before left; without it the same is decided, at more cost."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +164,7 @@ class Decision:
     commands: list[Command] = field(default_factory=list)
     wake_at: float | None = None
     """When time alone changes something; ``None``: never."""
+    rest: Rest = field(default_factory=Rest)
 
     def wake(self, at: float) -> None:
         """Look again at ``at`` at the latest."""

@@ -7,7 +7,7 @@ to lose answers, to start anew, to kill an attempt. What runs there is described
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,11 +67,14 @@ class FakeBackend:
         self._logs = logs
         self._behaviour = behaviour
         self._clocks = dict(clocks or {})
+        self._nodes = {node.name: node for node in pool.nodes}
         self._up: dict[str, bool] = {}
         self._silent: set[str] = set()
         self._attempts: dict[AttemptKey, Attempt] = {}
         self._alive: dict[AttemptKey, Attempt] = {}
-        self._watched: dict[AttemptKey, None] = {}
+        # By node: there may be thousands, and of what happens on one the others are not asked.
+        self._held: dict[str, dict[AttemptKey, Attempt]] = {name: {} for name in self._nodes}
+        self._watched: dict[str, dict[AttemptKey, None]] = {name: {} for name in self._nodes}
         self._next_port = 20000
         self.starts: list[str] = []
         """Names of the attempts that were started, each time that they were."""
@@ -96,23 +99,22 @@ class FakeBackend:
     def watch(self, keys: Sequence[AttemptKey]) -> None:
         """Report these attempts now and after each reconnection."""
         for key in keys:
-            self._watched[key] = None
+            self._watch(key)
             if self._up.get(key.node):
                 self._report(key)
 
     def lease(self, request: LeaseRequest) -> None:
         """Grant when every node can be reached and has the GPUs."""
         chosen: dict[str, tuple[int, ...]] = {}
-        nodes = {node.name: node for node in self._pool.nodes}
         for task, name in request.nodes.items():
             key = request.key(task)
             held = self._alive.get(key)
             if held is not None:
                 chosen[task] = held.gpus
                 continue
-            taken = {gpu for one in self._alive.values() if one.key.node == name for gpu in one.gpus}
+            taken = {gpu for one in self._held[name].values() for gpu in one.gpus}
             taken |= {gpu for other, gpus in chosen.items() if request.nodes[other] == name for gpu in gpus}
-            left = [gpu for gpu in range(nodes[name].gpus or 0) if gpu not in taken]
+            left = [gpu for gpu in range(self._nodes[name].gpus or 0) if gpu not in taken]
             if not self._up.get(name) or len(left) < request.gpus[task]:
                 self._refuse(request, f"{name}: " + ("busy" if self._up.get(name) else "out of reach"))
                 return
@@ -123,10 +125,11 @@ class FakeBackend:
             port = self._next_port
         for task in request.nodes:
             key = request.key(task)
-            self._watched[key] = None
+            self._watch(key)
             if key not in self._alive:
                 expires_at = self._clock.now() + request.start_timeout_s if self.leases_expire else float("inf")
-                self._attempts[key] = self._alive[key] = Attempt(key, chosen[task], expires_at)
+                attempt = Attempt(key, chosen[task], expires_at)
+                self._attempts[key] = self._alive[key] = self._held[key.node][key] = attempt
         silent = sorted(self._silent.intersection(request.nodes.values()))
         if silent:
             self._refuse(request, f"{silent[0]}: does not answer")
@@ -192,7 +195,8 @@ class FakeBackend:
             attempt.ends_at = attempt.stopped_at + (0.0 if attempt.behaviour.obeys_term else grace_s)
             attempt.phase = "stopping"
             self._tell(StopAccepted, key)
-            self.tick()
+            if attempt.ends_at <= self._clock.now():
+                self._finish(attempt, attempt.ends_at)
         else:
             self._report(key)
 
@@ -202,8 +206,7 @@ class FakeBackend:
             attempt = self._attempts.get(key)
             has_run = attempt is not None and attempt.started_at > 0
             if not has_run:
-                self._attempts.pop(key, None)
-                self._alive.pop(key, None)
+                self._drop(key)
                 self._tell(Released, key)
             else:
                 self._report(key)
@@ -285,22 +288,26 @@ class FakeBackend:
             self.cut(node)
         if not self._up.get(node):
             self._up[node] = True
-            self._say_up(next(one for one in self._pool.nodes if one.name == node))
-            for key in list(self._watched):
-                if key.node == node:
-                    self._report(key)
+            self._say_up(self._nodes[node])
+            for key in list(self._watched[node]):
+                self._report(key)
 
     def reboot(self, node: str) -> None:
         """End everything on a node; it is out of reach then, and knows afterwards what it was."""
         self.cut(node)
-        for attempt in [one for one in self._alive.values() if one.key.node == node]:
+        for attempt in list(self._held[node].values()):
             self._finish(attempt, self._clock.now(), "rebooted")
 
     def forget(self, node: str) -> None:
         """Let nothing be left on a node, no process and no file."""
-        for held in (self._attempts, self._alive):
-            for key in [key for key in held if key.node == node]:
-                del held[key]
+        for key in [key for key in self._attempts if key.node == node]:
+            self._drop(key)
+
+    def clean(self, workflows: Container[str]) -> None:
+        """Let nothing be left of workflows that have ended, as nodes do some time later."""
+        for key in [key for key in self._attempts if key.workflow in workflows]:
+            self._drop(key)
+            self._watched[key.node].pop(key, None)
 
     def step(self, seconds: float) -> None:
         """Our clock was just set forward or back; those of the nodes were not, and that is known."""
@@ -350,6 +357,7 @@ class FakeBackend:
 
     def _is_over(self, attempt: Attempt) -> None:
         self._alive.pop(attempt.key, None)
+        self._held[attempt.key.node].pop(attempt.key, None)
         if self._up.get(attempt.key.node):
             self._report(attempt.key)
 
@@ -371,6 +379,14 @@ class FakeBackend:
             self._say(Ended(at=self._clock.now(), key=key, end=end, clock=clock), key)
             self._tell(LogComplete, key)
 
+    def _watch(self, key: AttemptKey) -> None:
+        self._watched[key.node][key] = None
+
+    def _drop(self, key: AttemptKey) -> None:
+        self._attempts.pop(key, None)
+        self._alive.pop(key, None)
+        self._held[key.node].pop(key, None)
+
     def _clock_of(self, key: AttemptKey) -> Clock:
         return self._clocks.get(key.node, _RIGHT)
 
@@ -378,7 +394,7 @@ class FakeBackend:
         self._sink(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))
 
     def _reaches(self, key: AttemptKey, op: str) -> bool:
-        self._watched[key] = None
+        self._watch(key)
         if self._up.get(key.node):
             return True
         self._sink(Unanswered(at=self._clock.now(), key=key, op=op))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -16,7 +17,6 @@ from distflow.layout.ranks import TaskRanks
 from distflow.layout.ranks import World as RankWorld
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
-from distflow.plan.bind import bind
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
@@ -25,11 +25,11 @@ from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Workflo
 from distflow.storage.identity import Identity
 from distflow.supervisor.absorb import absorb, absorb_node, absorb_view
 from distflow.supervisor.answering import answered
-from distflow.supervisor.carrying import DataSeen, absorb_data, place_data
+from distflow.supervisor.carrying import DataSeen, absorb_data
 from distflow.supervisor.checkpointing import is_checkpoint, place_of
 from distflow.supervisor.decide import decide
-from distflow.supervisor.handover import place_inputs
-from distflow.supervisor.world import Command, CommandId, NodeView, Workflow, World, key_of
+from distflow.supervisor.preparing import launch_of
+from distflow.supervisor.world import Command, CommandId, Decision, NodeView, Rest, Workflow, World, key_of
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.clock import FakeClock
 
@@ -123,8 +123,11 @@ class Driver:
         clocks: Mapping[str, Clock] | None = None,
     ) -> None:
         self.pool = on or pool()
+        self.pools = {"lab": self.pool}
         self.clock = FakeClock()
-        self.seen: list[Observation] = []
+        self.seen: deque[Observation] = deque()
+        self.count = 0
+        """What was seen so far."""
         self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behaviour=behaviour, clocks=clocks)
         self.events: list[Event] = []
         self.workflows = {one.record.uuid: one for one in workflows}
@@ -139,6 +142,7 @@ class Driver:
     def restart(self) -> None:
         """Forget what only the process knew, as a killed supervisor does, and ask the nodes."""
         self.in_flight: dict[CommandId, Command] = {}
+        self.rest = Rest()
         now = self.clock.now()
         self.nodes = {("lab", one.name): NodeView(node=one, since=now, gpus=one.gpus, cpus=one.cpus) for one in self.pool.nodes}
         self.seen.clear()
@@ -179,7 +183,8 @@ class Driver:
         wake_at = None
         for _ in range(rounds):
             self.absorb()
-            decision = decide(self.world(), self.clock.now())
+            decision = self.decide()
+            self.rest = decision.rest
             self.events += decision.events
             for uuid, record in decision.records.items():
                 self.workflows[uuid] = replace(self.workflows[uuid], record=record)
@@ -207,19 +212,25 @@ class Driver:
             self.backend.tick()
             wake_at = self.settle()
 
+    def decide(self) -> Decision:
+        """What follows now; nothing is done about it."""
+        return decide(self.world(), self.clock.now())
+
     def world(self) -> World:
         """What the decision sees."""
         return World(
-            workflows=tuple(self.workflows.values()), pools={"lab": self.pool}, nodes=self.nodes,
-            in_flight=frozenset(self.in_flight), alive_at=self.alive_at,
+            workflows=tuple(self.workflows.values()), pools=self.pools, nodes=self.nodes,
+            in_flight=frozenset(self.in_flight), alive_at=self.alive_at, rest=self.rest,
         )  # fmt: skip
 
     def absorb(self) -> None:
         """Take what the backend said."""
         while self.seen:
-            seen = self.seen.pop(0)
+            seen = self.seen.popleft()
+            self.count += 1
             if isinstance(seen, NodeUp | NodeDown):
-                self.nodes[seen.pool, seen.node] = absorb_view(self.nodes[seen.pool, seen.node], seen)
+                place = (seen.pool, seen.node)
+                self.nodes = {**self.nodes, place: absorb_view(self.nodes[place], seen)}
                 if isinstance(seen, NodeDown):
                     self.in_flight = {i: c for i, c in self.in_flight.items() if c.node != seen.node}
                 for uuid, one in self.workflows.items():
@@ -248,12 +259,8 @@ class Driver:
             self.backend.lease(command.lease)
         elif command.op == "prepare":
             one = self.workflows[command.workflow]
-            binding = one.record.group(command.group).binding
-            assert binding is not None
-            nodes = {each.name: each for each in self.pool.nodes}
-            launches = bind(one.plan.group(command.group), binding, workflow_id=one.record.id, nodes=nodes)
-            launch = place_inputs(launches[command.task], one.plan.group(command.group).launch(command.task).inputs, one.record)
-            launch = place_data(launch, one.plan.group(command.group), one.record, one.record.group(command.group))
+            launch = launch_of(one, command, {command.node: self.nodes[command.pool, command.node].node})
+            assert launch is not None
             self.launches[command.key.name] = launch
             stores = {} if command.node in self.bare_nodes else {one.op: Identity(environment={}) for one in launch.brings}
             self.backend.prepare(command.key, launch, GivenSecrets(stores=stores), 30.0)

@@ -441,11 +441,38 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
     assert (driver.group().state, driver.group().message) == (State.RUNNING, said)
     driver.advance(100.0)
     assert [event.text for event in driver.events].count(f"train: {said}") == 1
-    driver.alive_at["u1", "train", "t0"] = driver.clock.now()
-    assert driver.settle() == driver.clock.now() + 30
+    driver.alive_at["u1", "train", "t0"] = spoke = driver.clock.now()
+    wake_at = driver.settle()
+    assert wake_at is not None
+    driver.clock.advance(wake_at - driver.clock.now())
+    assert driver.settle() == spoke + 30
     assert driver.group().message == ""
     assert driver.events[-1].text == "train: gives signs of life again"
     # A node that is out of reach cannot be heard, which says nothing of the gang.
     driver.backend.cut("n1")
     driver.advance(40.0)
     assert driver.group().message == ""
+
+
+def test_only_what_changed_is_looked_at_again() -> None:
+    gangs = [workflow(group_plan(tasks=1, gpus=1), uuid=f"u{number}") for number in range(3)]
+    driver = Driver(*gangs, behaviour=lambda _: HANG)
+    driver.settle()
+    before = driver.rest.glances
+    driver.backend.kill(driver.backend.running[1].name)
+    driver.settle()
+    after = driver.rest.glances
+    assert [after[uuid] is before[uuid] for uuid in ("u0", "u1", "u2")] == [True, False, True]
+    # A node that goes or comes may mean something to any of them.
+    driver.backend.cut("n1")
+    driver.settle()
+    assert not any(driver.rest.glances[uuid] is after[uuid] for uuid in after)
+
+
+def test_a_clock_that_is_set_back_lets_everything_be_looked_at_again() -> None:
+    driver = Driver(workflow(), behaviour=lambda _: HANG)
+    driver.settle()
+    before = driver.rest.glances["u1"]
+    driver.clock.advance(-3600.0)
+    driver.settle()
+    assert driver.rest.glances["u1"] is not before

@@ -8,6 +8,7 @@ from distflow.lifecycle.states import State
 from distflow.plan.binding import Binding, TaskBinding
 from distflow.state.record import Priority
 from distflow.supervisor.queue import Leases, next_leases
+from distflow.supervisor.room import share_of
 from distflow.supervisor.world import NodeView, World
 from unit.supervisor.gangs import group_plan, node, pool, workflow
 
@@ -17,7 +18,8 @@ def _asked(tasks: int, views: list[NodeView]) -> Leases:
     groups = tuple(replace(group, state=State.SCHEDULING) for group in one.record.groups)
     waiting = replace(one, record=replace(one.record, groups=groups))
     nodes = {("lab", view.node.name): view for view in views}
-    return next_leases(World(workflows=(waiting,), pools={"lab": pool(*(view.node for view in views))}, nodes=nodes), 0.0)
+    world = World(workflows=(waiting,), pools={"lab": pool(*(view.node for view in views))}, nodes=nodes)
+    return next_leases(world, [share_of(waiting)], 0.0)
 
 
 def _view(number: int, *, up: bool = False, error: str = "") -> NodeView:
@@ -68,7 +70,8 @@ def test_priorities_come_before_the_order_of_submission_and_that_within_one() ->
     served: list[str] = []
     told: dict[str, str] = {}
     while left:
-        leases = next_leases(World(workflows=tuple(left.values()), pools={"lab": pool(node("n0"))}, nodes=views), 0.0)
+        world = World(workflows=tuple(left.values()), pools={"lab": pool(node("n0"))}, nodes=views)
+        leases = next_leases(world, [share_of(one) for one in left.values()], 0.0)
         (command,) = leases.commands
         served.append(command.workflow)
         words = {uuid: message for (uuid, _), message in leases.messages.items()}
@@ -95,6 +98,6 @@ def test_a_gang_that_has_its_nodes_keeps_them_whatever_comes() -> None:
         pools={"lab": pool(node("n0"))},
         nodes={("lab", "n0"): _view(0, up=True)},
     )
-    leases = next_leases(world, 0.0)
+    leases = next_leases(world, [share_of(one) for one in world.workflows], 0.0)
     assert leases.commands == []
     assert leases.messages["high", "train"].startswith("no room for t0")

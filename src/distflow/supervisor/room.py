@@ -1,0 +1,74 @@
+"""What gangs hold of their nodes, and what is left there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from distflow.layout.placement import Free
+from distflow.lifecycle.states import State
+from distflow.plan.compile import demands
+from distflow.plan.model import GroupPlan
+from distflow.state.record import GroupRecord
+from distflow.supervisor.world import Hold, NodeView, Share, Workflow
+
+__all__ = ["free", "share_of"]
+
+_HOLDING = (State.INITIALIZING, State.RUNNING, State.STOPPING)
+_NOTHING = (0, 0, 0)
+
+
+def share_of(workflow: Workflow) -> Share:
+    """Return what a workflow waits for and holds."""
+    groups = workflow.record.groups
+    waits = workflow.record.cancel is None
+    return Share(
+        workflow=workflow,
+        waiting=tuple(group for group in groups if waits and group.state is State.SCHEDULING),
+        holds=tuple(
+            hold for group in groups if group.state in _HOLDING for hold in _holds(group, workflow.plan.group(group.name))
+        ),
+    )
+
+
+def _holds(group: GroupRecord, plan: GroupPlan) -> Iterator[Hold]:
+    if group.binding is None:
+        return
+    if group.binding.port is not None:
+        yield Hold(node=group.binding.tasks[plan.master].node, port=group.binding.port)
+    by_task = {demand.task: demand for demand in demands(plan)}
+    for task in group.tasks:
+        if task.node is not None and not task.state.is_final:
+            asked = by_task[task.name]
+            yield Hold(node=task.node, gpus=asked.gpus, cpus=asked.cpus, memory=asked.memory)
+
+
+def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | None) -> list[Free]:
+    """Return what each reachable node of a pool has left, beside what the shares of that pool hold.
+
+    Without those where ``fixed_port`` is taken.
+    """
+    used: dict[str, tuple[int, int, int]] = {}
+    taken: set[str] = set()
+    for share in shares:
+        for hold in share.holds:
+            gpus, cpus, memory = used.get(hold.node, _NOTHING)
+            used[hold.node] = (gpus + hold.gpus, cpus + hold.cpus, memory + hold.memory)
+            if fixed_port is not None and hold.port == fixed_port:
+                taken.add(hold.node)
+    found = []
+    for view in views:
+        node = view.node
+        if not view.up or node.name in taken:
+            continue
+        gpus, cpus, memory = used.get(node.name, _NOTHING)
+        found.append(
+            Free(
+                node=node.name, gpus=_left(view.gpus, gpus), cpus=_left(view.cpus, cpus), memory=_left(view.memory, memory),
+                platform=node.platform, labels=node.labels, all_gpus=view.gpus, all_cpus=view.cpus, all_memory=view.memory,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _left(capacity: int | None, used: int) -> int | None:
+    return None if capacity is None else max(0, capacity - used)
