@@ -91,12 +91,16 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     if shared:
         demands = [replace(demand, spread=None) for demand in demands]
     chosen, left = _greedy(demands, nodes)
-    if left:
+    # Of tasks that all ask the same, those are placed that can be.
+    if left and any(_what(demand) != _what(demands[0]) for demand in demands):
         chosen = _matched(demands, nodes) or _searched(demands, nodes) or chosen
     if len(chosen) == len(demands):
         names = {demands[task].task: nodes[at].node for task, at in sorted(chosen.items())}
         return Placement(nodes=MappingProxyType(names))
-    return tuple(_unplaced(task, demands, nodes, chosen) for task in range(len(demands)) if task not in chosen)
+    beside: dict[int, list[int]] = {}
+    for task, at in chosen.items():
+        beside.setdefault(at, []).append(task)
+    return tuple(_unplaced(task, demands, nodes, beside) for task in range(len(demands)) if task not in chosen)
 
 
 def _greedy(demands: Sequence[Demand], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
@@ -105,15 +109,20 @@ def _greedy(demands: Sequence[Demand], nodes: Sequence[Free]) -> tuple[dict[int,
     left: list[int] = []
     state = list(nodes)
     held: set[tuple[int, str]] = set()
+    asked, start = None, 0
     for task, demand in enumerate(demands):
-        for at, node in enumerate(state):
-            if (at, demand.spread) not in held and not _lacks(demand, node):
-                chosen[task] = at
-                state[at] = _less(node, demand)
+        if _what(demand) != asked:
+            asked, start = _what(demand), 0
+        # Nodes that were too full for the task before are too full for its like.
+        for at in range(start, len(state)):
+            if (at, demand.spread) not in held and not _lacks(demand, state[at]):
+                chosen[task] = start = at
+                state[at] = _less(state[at], demand)
                 if demand.spread is not None:
                     held.add((at, demand.spread))
                 break
         else:
+            start = len(state)
             left.append(task)
     return chosen, left
 
@@ -185,6 +194,11 @@ def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int
     return {}
 
 
+def _what(demand: Demand) -> tuple[object, ...]:
+    """Return what is asked, whoever asks."""
+    return (demand.gpus, demand.cpus, demand.memory, demand.platform, demand.nodes_excluded, demand.labels, demand.spread)
+
+
 def _less(node: Free, demand: Demand) -> Free:
     return replace(
         node,
@@ -225,20 +239,21 @@ def _bytes(count: int) -> str:
     return f"{count}B"
 
 
-def _unplaced(task: int, demands: Sequence[Demand], nodes: Sequence[Free], chosen: Mapping[int, int]) -> Unplaced:
+def _unplaced(task: int, demands: Sequence[Demand], nodes: Sequence[Free], beside: Mapping[int, Sequence[int]]) -> Unplaced:
+    """Return why a task is left over; ``beside``: the tasks that each node takes."""
     demand = demands[task]
     reasons = []
     for at, node in enumerate(nodes):
-        beside = [other for other, where in chosen.items() if where == at]
+        others = beside.get(at, ())
         left = node
-        for other in beside:
+        for other in others:
             left = _less(left, demands[other])
         lacks = _lacks(demand, node)
-        world = [demands[other].task for other in beside if demand.spread and demands[other].spread == demand.spread]
+        world = [demands[other].task for other in others if demand.spread and demands[other].spread == demand.spread]
         if not lacks and world:
             lacks = f"taken by {world[0]} of the same world"
         elif not lacks and (less := _lacks(demand, left)):
-            names = ", ".join(demands[other].task for other in beside)
+            names = ", ".join(demands[other].task for other in others)
             lacks = f"{less} beside {names}"
         reasons.append(f"{node.node}: {lacks or 'fits alone, but not with the rest of its gang'}")
     return Unplaced(task=demand.task, reasons=tuple(reasons) or ("the pool has no nodes",))
