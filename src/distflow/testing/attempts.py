@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.backends.base import AttemptKey
 from distflow.lifecycle.clocks import Clock
 
-__all__ = ["Attempt", "Behaviour"]
+__all__ = ["Attempt", "Attempts", "Behaviour"]
 
 _NEVER = float("inf")
 
@@ -84,3 +86,48 @@ class Attempt:
         self.stopped_at = None if self.stopped_at is None else self.stopped_at + seconds
         if self.end is not None:
             self.end |= {name: self.end[name] + seconds for name in self.end if name.endswith("_at") and self.end[name]}
+
+
+class Attempts:
+    """What the nodes know of attempts, and who is told of which; found by node, as there may be thousands of those."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self.known: dict[AttemptKey, Attempt] = {}
+        self.alive: dict[AttemptKey, Attempt] = {}
+        """Those that run or hold a lease."""
+        self._alive_on: dict[str, dict[AttemptKey, Attempt]] = defaultdict(dict)
+        self._watched_on: dict[str, dict[AttemptKey, None]] = defaultdict(dict)
+
+    def on(self, node: str) -> list[Attempt]:
+        """Those of a node that run or hold a lease."""
+        return list(self._alive_on[node].values())
+
+    def watched(self, node: str) -> list[AttemptKey]:
+        """Those of a node that somebody wants to hear of."""
+        return list(self._watched_on[node])
+
+    def watch(self, key: AttemptKey) -> None:
+        """Somebody wants to hear of it from now on."""
+        self._watched_on[key.node][key] = None
+
+    def add(self, attempt: Attempt) -> None:
+        """Take a new one."""
+        self.known[attempt.key] = self.alive[attempt.key] = self._alive_on[attempt.key.node][attempt.key] = attempt
+
+    def end(self, key: AttemptKey) -> None:
+        """It neither runs nor holds anything any more."""
+        self.alive.pop(key, None)
+        self._alive_on[key.node].pop(key, None)
+
+    def drop(self, key: AttemptKey) -> None:
+        """Nothing is left of it."""
+        self.end(key)
+        self.known.pop(key, None)
+
+    def forget(self, which: Callable[[AttemptKey], bool], *, unwatch: bool = False) -> None:
+        """Nothing is left of some of them; with ``unwatch`` nobody wants to hear that, either."""
+        for key in [key for key in self.known if which(key)]:
+            self.drop(key)
+            if unwatch:
+                self._watched_on[key.node].pop(key, None)

@@ -40,7 +40,7 @@ from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
 from distflow.storage.delivery import Delivered, NotDirect
 from distflow.supervisor.clock import Clock as OurClock
-from distflow.testing.attempts import Attempt, Behaviour
+from distflow.testing.attempts import Attempt, Attempts, Behaviour
 
 __all__ = ["Behaviour", "FakeBackend"]
 
@@ -70,11 +70,7 @@ class FakeBackend:
         self._nodes = {node.name: node for node in pool.nodes}
         self._up: dict[str, bool] = {}
         self._silent: set[str] = set()
-        self._attempts: dict[AttemptKey, Attempt] = {}
-        self._alive: dict[AttemptKey, Attempt] = {}
-        # By node: there may be thousands, and of what happens on one the others are not asked.
-        self._held: dict[str, dict[AttemptKey, Attempt]] = {name: {} for name in self._nodes}
-        self._watched: dict[str, dict[AttemptKey, None]] = {name: {} for name in self._nodes}
+        self._attempts = Attempts()
         self._next_port = 20000
         self.starts: list[str] = []
         """Names of the attempts that were started, each time that they were."""
@@ -99,7 +95,7 @@ class FakeBackend:
     def watch(self, keys: Sequence[AttemptKey]) -> None:
         """Report these attempts now and after each reconnection."""
         for key in keys:
-            self._watch(key)
+            self._attempts.watch(key)
             if self._up.get(key.node):
                 self._report(key)
 
@@ -108,11 +104,11 @@ class FakeBackend:
         chosen: dict[str, tuple[int, ...]] = {}
         for task, name in request.nodes.items():
             key = request.key(task)
-            held = self._alive.get(key)
+            held = self._attempts.alive.get(key)
             if held is not None:
                 chosen[task] = held.gpus
                 continue
-            taken = {gpu for one in self._held[name].values() for gpu in one.gpus}
+            taken = {gpu for one in self._attempts.on(name) for gpu in one.gpus}
             taken |= {gpu for other, gpus in chosen.items() if request.nodes[other] == name for gpu in gpus}
             left = [gpu for gpu in range(self._nodes[name].gpus or 0) if gpu not in taken]
             if not self._up.get(name) or len(left) < request.gpus[task]:
@@ -125,11 +121,10 @@ class FakeBackend:
             port = self._next_port
         for task in request.nodes:
             key = request.key(task)
-            self._watch(key)
-            if key not in self._alive:
+            self._attempts.watch(key)
+            if key not in self._attempts.alive:
                 expires_at = self._clock.now() + request.start_timeout_s if self.leases_expire else float("inf")
-                attempt = Attempt(key, chosen[task], expires_at)
-                self._attempts[key] = self._alive[key] = self._held[key.node][key] = attempt
+                self._attempts.add(Attempt(key, chosen[task], expires_at))
         silent = sorted(self._silent.intersection(request.nodes.values()))
         if silent:
             self._refuse(request, f"{silent[0]}: does not answer")
@@ -156,7 +151,7 @@ class FakeBackend:
         """Make an attempt ready."""
         if not self._reaches(key, "prepare"):
             return
-        attempt = self._attempts.get(key)
+        attempt = self._attempts.known.get(key)
         if attempt is None:
             self._tell(Absent, key)
             return
@@ -175,7 +170,7 @@ class FakeBackend:
         """Start an attempt, once."""
         if not self._reaches(key, "start"):
             return
-        attempt = self._attempts.get(key)
+        attempt = self._attempts.known.get(key)
         if attempt is not None and attempt.phase == "prepared":
             self.starts.append(key.name)
             attempt.phase, attempt.started_at = "running", self._clock.now()
@@ -186,7 +181,7 @@ class FakeBackend:
         """Stop an attempt, at once or after the grace."""
         if not self._reaches(key, "stop"):
             return
-        attempt = self._attempts.get(key)
+        attempt = self._attempts.known.get(key)
         if attempt is None:
             self._tell(Absent, key)
             return
@@ -203,10 +198,10 @@ class FakeBackend:
     def release(self, key: AttemptKey) -> None:
         """Forget an attempt that has not started."""
         if self._reaches(key, "release"):
-            attempt = self._attempts.get(key)
+            attempt = self._attempts.known.get(key)
             has_run = attempt is not None and attempt.started_at > 0
             if not has_run:
-                self._drop(key)
+                self._attempts.drop(key)
                 self._tell(Released, key)
             else:
                 self._report(key)
@@ -223,7 +218,7 @@ class FakeBackend:
 
         Of a directory (``place``) each look finds something new.
         """
-        attempt = self._attempts.get(key)
+        attempt = self._attempts.known.get(key)
         if not self._reaches(key, op) or self.holds_outputs:
             return
         now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
@@ -247,7 +242,7 @@ class FakeBackend:
     def tick(self) -> None:
         """Let everything end whose time has come."""
         now = self._clock.now()
-        for attempt in [one for one in self._alive.values() if one.due_at <= now]:
+        for attempt in [one for one in self._attempts.alive.values() if one.due_at <= now]:
             if attempt.started_at > 0 or attempt.ends_at <= now:
                 self._finish(attempt, attempt.ends_at)
             else:
@@ -289,29 +284,26 @@ class FakeBackend:
         if not self._up.get(node):
             self._up[node] = True
             self._say_up(self._nodes[node])
-            for key in list(self._watched[node]):
+            for key in self._attempts.watched(node):
                 self._report(key)
 
     def reboot(self, node: str) -> None:
         """End everything on a node; it is out of reach then, and knows afterwards what it was."""
         self.cut(node)
-        for attempt in list(self._held[node].values()):
+        for attempt in self._attempts.on(node):
             self._finish(attempt, self._clock.now(), "rebooted")
 
     def forget(self, node: str) -> None:
         """Let nothing be left on a node, no process and no file."""
-        for key in [key for key in self._attempts if key.node == node]:
-            self._drop(key)
+        self._attempts.forget(lambda key: key.node == node)
 
     def clean(self, workflows: Container[str]) -> None:
         """Let nothing be left of workflows that have ended, as nodes do some time later."""
-        for key in [key for key in self._attempts if key.workflow in workflows]:
-            self._drop(key)
-            self._watched[key.node].pop(key, None)
+        self._attempts.forget(lambda key: key.workflow in workflows, unwatch=True)
 
     def step(self, seconds: float) -> None:
         """Our clock was just set forward or back; those of the nodes were not, and that is known."""
-        for attempt in self._attempts.values():
+        for attempt in self._attempts.known.values():
             attempt.step(seconds)
         for node in self._pool.nodes:
             known = self._clocks.get(node.name, _RIGHT)
@@ -324,27 +316,27 @@ class FakeBackend:
     @property
     def alive(self) -> list[str]:
         """Names of the attempts that run or hold a lease."""
-        return [key.name for key in self._alive]
+        return [key.name for key in self._attempts.alive]
 
     @property
     def running(self) -> list[AttemptKey]:
         """The attempts that run, also where nobody can see it."""
-        return [key for key, attempt in self._alive.items() if attempt.is_running]
+        return [key for key, attempt in self._attempts.alive.items() if attempt.is_running]
 
     @property
     def ends(self) -> dict[AttemptKey, dict[str, Any]]:
         """How the attempts ended that nodes know of, whoever was told; times by our clock."""
-        return {key: attempt.end for key, attempt in self._attempts.items() if attempt.end is not None}
+        return {key: attempt.end for key, attempt in self._attempts.known.items() if attempt.end is not None}
 
     @property
     def next_end(self) -> float:
         """When the next attempt ends by itself."""
-        return min((attempt.due_at for attempt in self._alive.values()), default=float("inf"))
+        return min((attempt.due_at for attempt in self._attempts.alive.values()), default=float("inf"))
 
     # Inside.
 
     def _named(self, name: str, *phases: str) -> list[Attempt]:
-        return [one for key, one in self._alive.items() if key.name == name and one.phase in phases]
+        return [one for key, one in self._attempts.alive.items() if key.name == name and one.phase in phases]
 
     def _finish(self, attempt: Attempt, at: float, why: str = "") -> None:
         attempt.finish(at, why)
@@ -356,13 +348,12 @@ class FakeBackend:
         self._is_over(attempt)
 
     def _is_over(self, attempt: Attempt) -> None:
-        self._alive.pop(attempt.key, None)
-        self._held[attempt.key.node].pop(attempt.key, None)
+        self._attempts.end(attempt.key)
         if self._up.get(attempt.key.node):
             self._report(attempt.key)
 
     def _report(self, key: AttemptKey) -> None:
-        attempt = self._attempts.get(key)
+        attempt = self._attempts.known.get(key)
         if attempt is None:
             self._tell(Absent, key)
         elif attempt.phase == "prepared":
@@ -379,14 +370,6 @@ class FakeBackend:
             self._say(Ended(at=self._clock.now(), key=key, end=end, clock=clock), key)
             self._tell(LogComplete, key)
 
-    def _watch(self, key: AttemptKey) -> None:
-        self._watched[key.node][key] = None
-
-    def _drop(self, key: AttemptKey) -> None:
-        self._attempts.pop(key, None)
-        self._alive.pop(key, None)
-        self._held[key.node].pop(key, None)
-
     def _clock_of(self, key: AttemptKey) -> Clock:
         return self._clocks.get(key.node, _RIGHT)
 
@@ -394,7 +377,7 @@ class FakeBackend:
         self._sink(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))
 
     def _reaches(self, key: AttemptKey, op: str) -> bool:
-        self._watch(key)
+        self._attempts.watch(key)
         if self._up.get(key.node):
             return True
         self._sink(Unanswered(at=self._clock.now(), key=key, op=op))
