@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from distflow.testing.waiting import wait_until
 from scenarios.commands import Commands
 from scenarios.conftest import Cli
+from scenarios.lab import Lab
 
 ONE_GANG = """
 workflow:
@@ -100,4 +103,27 @@ def test_two_people_are_not_promised_the_same_cpus(cli: Cli, commands: Commands,
     go.touch()
     theirs.await_status(waiting, "COMPLETED")
     cli.await_status(mine, "COMPLETED")
+    wait_until(lambda: not theirs.processes(), 30)
+
+
+@pytest.mark.ssh
+def test_two_people_share_a_pool_without_standing_in_line_for_the_same_node(
+    lab: Lab, commands: Commands, tmp_path: Path
+) -> None:
+    cli, go = lab.cli, lab.cli.folder / "go"
+    lab.configure(names=("gpu1", "gpu2"))
+    spec = ONE_GANG.replace("GO", str(go))
+    mine = cli.submit(cli.spec(spec))
+    cli.await_running(mine)
+    (tmp_path / "theirs").mkdir()
+    theirs = Cli(tmp_path / "theirs", commands)
+    theirs.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
+    second, third = theirs.submit(theirs.spec(spec)), theirs.submit(theirs.spec(spec))
+    theirs.await_running(second)
+    nodes = [one.query(name)["groups"][0]["tasks"][0]["node_name"] for one, name in ((cli, mine), (theirs, second))]
+    assert sorted(nodes) == ["gpu1", "gpu2"]
+    wait_until(lambda: "gpu" in theirs.query(third)["groups"][0]["message"], 30)
+    go.touch()
+    for one, name in ((cli, mine), (theirs, second), (theirs, third)):
+        one.await_status(name, "COMPLETED")
     wait_until(lambda: not theirs.processes(), 30)

@@ -145,7 +145,8 @@ class LeaseRefused(Observation):
     workflow: str
     group: str
     attempt: int
-    message: str
+    nodes: Mapping[str, str]
+    """What each node said that refused, or did not answer."""
     is_final: bool = False
     """Trying again would not help."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["did_you_mean", "listed"]
+__all__ = ["did_you_mean", "few", "listed"]
+
+_FEW = 4
 
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str:
@@ -25,6 +27,12 @@ def listed(names: Iterable[str]) -> str:
     """Return names as a list to read: ```a`, `b` and `c```."""
     quoted = [f"`{name}`" for name in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}" if quoted else "nothing"
+
+
+def few(words: Sequence[str], between: str) -> str:
+    """Join words for one line, the first four of many and how many more there are: a pool may have a thousand nodes."""
+    more = [f"and {len(words) - _FEW} more"] if len(words) > _FEW + 1 else []
+    return between.join([*(words[:_FEW] if more else words), *more])
 
 
 def _plain(name: str) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "Kept",
     "OutOfReach",
     "Priority",
+    "Refusal",
     "Saved",
     "Stray",
     "TaskRecord",
@@ -123,6 +124,17 @@ class OutOfReach:
     since: float
     error: str
     """Why, as it was seen last, and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A node was asked for a lease and said no."""
+
+    node: str
+    message: str
+    until: float
+    """It is not asked again before."""
+    times: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +253,8 @@ class GroupRecord:
     """Its data at URLs that was fetched or written, or never will be."""
     resting_until: float = 0.0
     """It was rescheduled: until then it does not stand in its pool's queue."""
-    lease_tries: int = 0
+    refusals: tuple[Refusal, ...] = ()
+    """Of the nodes that were asked for a lease and said no."""
 
     @property
     def status(self) -> str:

@@ -30,11 +30,12 @@ from distflow.backends.base import (
     StopAccepted,
 )
 from distflow.documents.quantities import bytes_text
+from distflow.documents.words import few
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, Plan
-from distflow.state.record import Event, GroupRecord, OutOfReach, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
+from distflow.state.record import Event, GroupRecord, OutOfReach, Refusal, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.carrying import absorb_not_brought
 from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
@@ -43,7 +44,7 @@ from distflow.supervisor.world import NodeView
 __all__ = ["absorb", "absorb_node", "absorb_view", "end_unstarted", "stop_unstarted"]
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
-"""Waits between tries for nodes that refused."""
+"""How long a node is left alone that refused, the first time, the second, …"""
 
 
 def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[WorkflowRecord, list[Event]]:
@@ -153,19 +154,24 @@ def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
         )
         for task in group.tasks
     )
-    return replace(group, state=State.INITIALIZING, binding=binding, tasks=tasks, initializing_at=at, message="", lease_tries=0)
+    return replace(group, state=State.INITIALIZING, binding=binding, tasks=tasks, initializing_at=at, message="", refusals=())
 
 
 def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> tuple[WorkflowRecord, list[Event]]:
+    known = {one.node: one for one in group.refusals}
+    for node, words in seen.nodes.items():
+        times = known[node].times if node in known else 0
+        until = seen.at + LEASE_BACKOFF_S[min(times, len(LEASE_BACKOFF_S) - 1)]
+        known[node] = Refusal(node=node, message=words, until=until, times=times + 1)
+    message = few([one.message for one in known.values()], "; ")  # what each said last
     if seen.is_final:
-        failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, seen.message, seen.at)
-        event = _event(record, seen.at, "state", f"{group.name}: cannot start: {seen.message}", group.name)
+        failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, seen.at)
+        event = _event(record, seen.at, "state", f"{group.name}: cannot start: {message}", group.name)
         return record.with_group(failed), [event]
-    wait = LEASE_BACKOFF_S[min(group.lease_tries, len(LEASE_BACKOFF_S) - 1)]
-    again = replace(group, message=seen.message, not_before=seen.at + wait, lease_tries=group.lease_tries + 1)
-    if group.message == seen.message:
-        return record.with_group(again), []
-    return record.with_group(again), [_event(record, seen.at, "state", f"{group.name}: waits: {seen.message}", group.name)]
+    again = record.with_group(replace(group, message=message, refusals=tuple(known.values())))
+    if group.message == message:
+        return again, []
+    return again, [_event(record, seen.at, "state", f"{group.name}: waits: {message}", group.name)]
 
 
 _LEASE_LOST = ("start_timeout", "released", "runner_died", "keeper_died", "both_died")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from distflow.backends.base import LeaseRequest
+from distflow.documents.words import few
 from distflow.layout.placement import Demand, Free, Placement, Unplaced
 from distflow.layout.topology import place_near
 from distflow.plan.compile import demands
@@ -23,9 +24,6 @@ from distflow.supervisor.room import free
 from distflow.supervisor.world import Command, NodeView, Share, Workflow, World
 
 __all__ = ["Leases", "next_leases"]
-
-_FEW = 4
-"""Nodes that a message names; of more it says how many."""
 
 _LEASE_OUTLIVES_S = 15.0
 """How much longer than the start barrier nodes hold a lease: what becomes of a gang that is late is decided here. A node that
@@ -102,10 +100,17 @@ def _next_of_pool(
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
         return
-    placed = place_near(asked, left, shared=pool.shares_nodes)
+    # Nodes that refused are left alone for a while; others that would do are asked meanwhile.
+    refused = {one.node: one.until for one in group.refusals if now < one.until}
+    placed = place_near(asked, [one for one in left if one.node not in refused], shared=pool.shares_nodes)
+    if refused and not isinstance(placed, Placement):
+        placed = place_near(asked, left, shared=pool.shares_nodes)
+        if isinstance(placed, Placement):
+            leases.wake(list(refused.values()))
+            return
     if not isinstance(placed, Placement):
         if any(view.up or view.error for view in views):
-            avoided = f"; avoided, as attempts failed there: {_few(sorted(bad), ', ')}" if bad else ""
+            avoided = f"; avoided, as attempts failed there: {few(sorted(bad), ', ')}" if bad else ""
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, placed) + avoided
         # Otherwise the first connections are only just being made.
         return
@@ -147,16 +152,10 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
 def _wait_words(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
     down = [f"{view.node.name}: {view.error}" for view in views if not view.up and view.error]
     connecting = [view.node.name for view in views if not view.up and not view.error]
-    words = [f"connecting to {_few(connecting, ', ')}"] if connecting else []
+    words = [f"connecting to {few(connecting, ', ')}"] if connecting else []
     # Errors come last: some have a remedy of several lines.
     if len(down) == len(views):
-        return "no node can be reached: " + _few(down, "; ")
+        return "no node can be reached: " + few(down, "; ")
     if any(view.up for view in views):
-        words = [*(f"no room for {one.task}: {_few(one.reasons, ', ')}" for one in unplaced[:1]), *words]
-    return "; ".join([*words, *([f"out of reach: {_few(down, '; ')}"] if down else [])])
-
-
-def _few(words: Sequence[str], between: str) -> str:
-    """Join words for one line: a pool may have a thousand nodes."""
-    more = [f"and {len(words) - _FEW} more"] if len(words) > _FEW + 1 else []
-    return between.join([*(words[:_FEW] if more else words), *more])
+        words = [*(f"no room for {one.task}: {few(one.reasons, ', ')}" for one in unplaced[:1]), *words]
+    return "; ".join([*words, *([f"out of reach: {few(down, '; ')}"] if down else [])])

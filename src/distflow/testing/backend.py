@@ -112,7 +112,7 @@ class FakeBackend:
             taken |= {gpu for other, gpus in chosen.items() if request.nodes[other] == name for gpu in gpus}
             left = [gpu for gpu in range(self._nodes[name].gpus or 0) if gpu not in taken]
             if not self._up.get(name) or len(left) < request.gpus[task]:
-                self._refuse(request, f"{name}: " + ("busy" if self._up.get(name) else "out of reach"))
+                self._refuse(request, name, "busy" if self._up.get(name) else "out of reach")
                 return
             chosen[task] = tuple(left[: request.gpus[task]])
         port = request.port
@@ -127,7 +127,7 @@ class FakeBackend:
                 self._attempts.add(Attempt(key, chosen[task], expires_at))
         silent = sorted(self._silent.intersection(request.nodes.values()))
         if silent:
-            self._refuse(request, f"{silent[0]}: does not answer")
+            self._refuse(request, silent[0], "does not answer")
             return
         bindings = {
             task: TaskBinding(node=name, address="192.0.2.1", interface="fake0", gpu_ids=chosen[task])
@@ -383,12 +383,13 @@ class FakeBackend:
         self._sink(Unanswered(at=self._clock.now(), key=key, op=op))
         return False
 
-    def _refuse(self, request: LeaseRequest, message: str) -> None:
+    def _refuse(self, request: LeaseRequest, node: str, why: str) -> None:
         self._sink(
             LeaseRefused(
-                at=self._clock.now(), workflow=request.workflow, group=request.group, attempt=request.attempt, message=message
+                at=self._clock.now(), workflow=request.workflow, group=request.group, attempt=request.attempt,
+                nodes={node: f"{node}: {why}"},
             )
-        )
+        )  # fmt: skip
 
     def _tell(self, kind: type[Observation], key: AttemptKey) -> None:
         self._say(kind(at=self._clock.now(), key=key), key)  # type: ignore[call-arg]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.backends.base import AttemptKey, Staging
+from distflow.backends.base import AttemptKey, LeaseRequest, Staging
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import CancelRequest, Stray
@@ -476,3 +476,50 @@ def test_a_clock_that_is_set_back_lets_everything_be_looked_at_again() -> None:
     driver.clock.advance(-3600.0)
     driver.settle()
     assert driver.rest.glances["u1"] is not before
+
+
+def _held_by_others(driver: Driver, *nodes: str) -> None:
+    """Let somebody have nodes of whom this supervisor knows nothing."""
+    driver.absorb()
+    for name in nodes:
+        driver.backend.lease(
+            LeaseRequest(
+                workflow="theirs", group=name, attempt=0, nodes={"t": name}, gpus={"t": 8}, master="t", port=None,
+                start_timeout_s=60.0,
+            )
+        )  # fmt: skip
+    driver.seen.clear()
+
+
+def test_a_node_that_refuses_is_passed_by_for_another() -> None:
+    driver = Driver(workflow(group_plan(tasks=1)), behaviour=lambda _: HANG)
+    _held_by_others(driver, "n1")
+    driver.settle()
+    assert (driver.group().state, driver.group().tasks[0].node) == (State.RUNNING, "n2")
+    assert driver.group().refusals == ()
+
+
+def test_nodes_that_refused_are_asked_again_after_a_while_and_whichever_is_free_is_taken() -> None:
+    driver = Driver(workflow(group_plan(tasks=1)), behaviour=lambda _: HANG)
+    _held_by_others(driver, "n1", "n2")
+    wake_at = driver.settle()
+    assert wake_at == driver.clock.now() + 1.0
+    assert driver.group().message == "n1: busy; n2: busy"
+    driver.advance(1.0)
+    # The second time they are left alone for longer, and nobody is told what is known.
+    assert [one.until - driver.clock.now() for one in driver.group().refusals] == [2.0, 2.0]
+    assert len([event for event in driver.events if "n1: busy" in event.text]) == 2
+    driver.backend.release(AttemptKey(workflow="theirs", group="n2", task="t", attempt=0, node="n2"))
+    driver.seen.clear()
+    driver.advance(2.0)
+    assert (driver.group().state, driver.group().tasks[0].node) == (State.RUNNING, "n2")
+
+
+def test_a_gang_that_needs_the_node_that_refused_waits_for_it_and_holds_no_other() -> None:
+    driver = Driver(workflow(group_plan(tasks=2)), workflow(group_plan(tasks=1), uuid="u2"), behaviour=lambda _: HANG)
+    _held_by_others(driver, "n2")
+    driver.settle()
+    assert driver.group().state is State.SCHEDULING
+    assert driver.backend.alive == ["theirs/n2/t/0"]
+    # Nor is it overtaken.
+    assert driver.group("u2").message == "behind w-u1"

@@ -64,16 +64,15 @@ class GangLease:
                 # One that did not answer may have leased all the same.
                 key = self._request.key(task)
                 self._connections[key.node].give_back(key)
-        task, first = next(iter(refusals.items()))
-        kind = first.kind if isinstance(first, AgentError) else "unreachable"
+        kinds = {answer.kind if isinstance(answer, AgentError) else "unreachable" for answer in refusals.values()}
         self._sink(
             LeaseRefused(
                 at=now(),
                 workflow=self._request.workflow,
                 group=self._request.group,
                 attempt=self._request.attempt,
-                message=first.message,
-                is_final=kind not in _WORTH_ANOTHER_TRY,
+                nodes={self._request.nodes[task]: answer.message for task, answer in refusals.items()},
+                is_final=not kinds & _WORTH_ANOTHER_TRY,
             )
         )
 
