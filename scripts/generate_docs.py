@@ -456,6 +456,17 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("strategy_without_ranks", "There are ranks."),
         ),
     ),
+    (
+        "An elastic group is right in each of its sizes",
+        (
+            ("elastic_min", "There is a smaller one."),
+            ("elastic_without_ranks", "It shares a world."),
+            ("elastic_literal_world_size", "Numbers that follow from the size are not written out."),
+            ("elastic_mesh", "The strategy fits each of them."),
+            ("elastic_names_a_worker", "Nobody needs the address of a task that may be left out."),
+            ("elastic_output", "Nor its output."),
+        ),
+    ),
 )
 
 

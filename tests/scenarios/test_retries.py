@@ -137,3 +137,53 @@ workflow:
     lab.servers[first].start()
     lab.await_stray_end(ident, "one")
     lab.await_nothing_left()
+
+
+ELASTIC = """
+workflow:
+  name: elastic
+  groups:
+  - name: train
+    elastic: {min: 2, wait: 1s}
+    retry: {backoff: 100ms}
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 2}
+      command: &command
+      - sh
+      - -c
+      - |
+        echo "node $NODE_RANK of $NNODES, $DISTFLOW_WORLD_SIZE ranks, {{world_size}} in all"
+        while [ ! -e GO ]; do sleep 0.1; done
+      exitActions: &actions {RESCHEDULE: "3001"}
+    - name: worker
+      replicas: 2
+      ranks: {size: 2}
+      command: *command
+      exitActions: *actions
+"""
+
+
+@pytest.mark.ssh
+def test_an_elastic_gang_goes_on_without_the_host_that_is_lost(lab: Lab) -> None:
+    lab.configure(connect_timeout="2s", node_lost_after="4s")
+    cli, go = lab.cli, lab.cli.folder / "go"
+    ident = cli.submit(cli.spec(ELASTIC.replace("GO", str(go))))
+    tasks = cli.await_running(ident)
+    assert len(tasks) == 3
+    lost = tasks["worker-1"]["node_name"]
+    lab.servers[lost].freeze()
+    wait_until(lambda: cli.query(ident)["groups"][0]["left_out"] == ["worker-1"], 60)
+    tasks = cli.await_running(ident)
+    assert lost not in [task["node_name"] for task in tasks.values()]
+    assert "runs without worker-1, for want of room (elastic)" in cli.run("workflow", "query", ident).out
+    for number, task in enumerate(("master", "worker-0")):
+        wait_until(lambda task=task: "in all" in cli.logs(ident, "--task", task, "--retry-id", "1"), 60)  # type: ignore[misc]
+        expected = f"node {number} of 2, 4 ranks, 4 in all"
+        assert cli.logs(ident, "--task", task, "--retry-id", "1").strip().endswith(expected)
+    assert "of 3, 6 ranks, 6 in all" in cli.logs(ident, "--task", "master", "--retry-id", "0")
+    lab.servers[lost].thaw()
+    lab.await_stray_end(ident, "worker-1")
+    go.touch()
+    cli.await_status(ident, "COMPLETED")

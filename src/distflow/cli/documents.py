@@ -43,12 +43,12 @@ def workflow_json(
     Times are ISO 8601 in UTC without a zone; what is not known is null.
 
     distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group its ``exec_timeout`` and
-    ``queue_timeout``, ``upstream_groups``, ``message`` (what
-    it waits for, or why it ended), ``kept_from`` (the id of the workflow in which it completed, when this one restarts
-    that), ``first_cause`` (``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
-    ``signal``, ``time`` by this machine's clock and how sure that is between nodes, ``rivals`` that failed at the same time
-    as far as the clocks tell, ``lines``, ``traceback``, what the ``kernel`` said) and ``earlier_causes`` (one for each
-    earlier attempt), ``metrics`` (the latest of its first rank, as far as the end of its log shows them: ``task``,
+    ``queue_timeout``, ``upstream_groups``, ``message`` (what it waits for, or why it ended), ``left_out`` (tasks that this
+    attempt of an elastic group runs without), ``kept_from`` (the id of the workflow in which it completed, when this one
+    restarts that), ``first_cause`` (``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the
+    command, ``signal``, ``time`` by this machine's clock and how sure that is between nodes, ``rivals`` that failed at the
+    same time as far as the clocks tell, ``lines``, ``traceback``, what the ``kernel`` said) and ``earlier_causes`` (one for
+    each earlier attempt), ``metrics`` (the latest of its first rank, as far as the end of its log shows them: ``task``,
     ``retry_id``, ``rank``, ``step``, ``values``; null without any); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``,
     ``transfer`` (of its files or output that are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``, the
     ``url`` that they come from or go to, the ``image`` that is pulled), ``pid``, ``signal``, ``duration``, ``last_line``,
@@ -157,6 +157,7 @@ def _group_json(
         "downstream_groups": [one.name for one in record.groups if group.name in one.upstream],
         "failure_message": group.message or None if group.state in (State.FAILED, State.CANCELED) else None,
         "message": group.message,
+        "left_out": list(group.left_out),
         "kept_from": group.kept.id if group.kept else None,
         "first_cause": cause_json(group.cause) if group.cause else None,
         "earlier_causes": [cause_json(cause) for cause in group.earlier_causes],

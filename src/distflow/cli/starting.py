@@ -17,7 +17,8 @@ from distflow.documents.problems import Problem
 from distflow.errors import WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.directory import StateDirectory
-from distflow.state.record import Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
+from distflow.state.fresh import fresh_tasks
+from distflow.state.record import Event, GroupRecord, Priority, WorkflowRecord
 from distflow.state.secrets import remove_secrets, write_secrets
 from distflow.state.store import Store
 
@@ -54,15 +55,7 @@ def store_workflow(
             or GroupRecord(
                 name=group.name,
                 upstream=group.upstream,
-                tasks=tuple(
-                    TaskRecord(
-                        name=launch.task,
-                        lead=launch.lead,
-                        ranks=launch.ranks.text if launch.ranks else "",
-                        outputs=launch.outputs,
-                    )
-                    for launch in group.launches
-                ),
+                tasks=fresh_tasks(group),
             )
             for group in ready.plan.groups
         ),

@@ -17,7 +17,7 @@ from distflow.documents.urls import parse_url
 from distflow.errors import InputError
 from distflow.layout.checks import check_layout
 from distflow.layout.drawing import draw_world
-from distflow.layout.placement import Free, Placement
+from distflow.layout.placement import Free, Placement, Unplaced
 from distflow.layout.ranks import World
 from distflow.layout.topology import place_near
 from distflow.plan.compile import compile_plan, demands
@@ -213,19 +213,23 @@ def propose(
     placement: dict[str, str] = {}
     problems: list[Problem] = []
     for group in plan.groups:
-        placed = place_near(demands(group), free, shared=pool.shares_nodes)
-        if isinstance(placed, Placement):
-            placement.update(placed.nodes)
-            continue
-        mark = next(one.mark for one in spec.groups if one.name == group.name)
-        problems.append(
-            Problem(
-                where=mark,
-                severity=severity,
-                message=f"group {group.name!r} can never run in pool {pool.name!r}",
-                hint="\n".join(f"{one.task}: {reason}" for one in placed for reason in one.reasons),
+        unplaced: tuple[Unplaced, ...] = ()
+        for size in (group, *group.smaller):
+            placed = place_near(demands(size), free, shared=pool.shares_nodes)
+            if isinstance(placed, Placement):
+                placement.update(placed.nodes)
+                break
+            unplaced = placed
+        else:
+            mark = next(one.mark for one in spec.groups if one.name == group.name)
+            problems.append(
+                Problem(
+                    where=mark,
+                    severity=severity,
+                    message=f"group {group.name!r} can never run in pool {pool.name!r}",
+                    hint="\n".join(f"{one.task}: {reason}" for one in unplaced for reason in one.reasons),
+                )
             )
-        )
     return placement, tuple(problems)
 
 

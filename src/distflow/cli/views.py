@@ -10,6 +10,7 @@ from distflow.cli.reach import nodes_away
 from distflow.cli.tables import Paint, cut, plain, table
 from distflow.cli.times import duration, local_minute, local_second
 from distflow.documents.quantities import bytes_text
+from distflow.documents.words import few
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
 from distflow.lifecycle.upstream import waits_for
@@ -197,6 +198,9 @@ def cause_words(cause: Cause) -> str:
 
 
 def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> Iterator[str]:
+    if group.left_out:
+        verb = "ran" if group.state.is_final else "runs"
+        yield f"{verb} without {few(group.left_out, ', ')}, for want of room (elastic)"
     older = len(group.earlier_causes) - _FEW_ATTEMPTS
     if older > 0:
         yield f"Attempts 1 to {older} are shown by `query -v` and `events`"

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from distflow.documents.problems import Problem, Severity, errors_of
 from distflow.layout.claims import RANK_KEYS, Claim, Invocation, TaskClaims, read_claims
+from distflow.layout.elastic import smaller_worlds
 from distflow.layout.launchers import launcher_problems, uneven_problems
 from distflow.layout.members import Member, and_list, change, place, ranks_field
 from distflow.layout.ranks import World
@@ -40,8 +42,12 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     scattered = False
     for group in spec.groups:
         alone = _alone(spec, group)
-        world, found = _check_group(spec, group, alone)
+        world, found = _check_group(spec, group, alone=alone)
         found += [] if errors_of(found) else list(group_strategy(group, world)[1])
+        if group.elastic is not None and not errors_of(found):
+            smaller, wrong = smaller_worlds(spec, group, world, partial(_check_group, spec, alone=alone))
+            world = replace(world, smaller=smaller) if world is not None else None
+            found += wrong
         if alone and any(problem.hint == alone for problem in found):
             if scattered:
                 continue  # one mistake: its fellows are named with the first
@@ -52,7 +58,7 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     return MappingProxyType(worlds), tuple(problems)
 
 
-def _check_group(spec: WorkflowSpec, group: GroupSpec, alone: str) -> tuple[World | None, list[Problem]]:
+def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[World | None, list[Problem]]:
     claims = [read_claims(task, spec.resources.get(task.resource)) for task in group.tasks]
     started = launcher_problems(group, claims)
     problems = list(errors_of(started)) or [problem for item in claims for problem in _inside_one_task(item)]

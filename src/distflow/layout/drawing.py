@@ -55,7 +55,12 @@ def rank_text(start: int, stop: int) -> str:
 
 def draw_world(world: World) -> str:
     """Return the picture of a correct layout."""
-    return draw([Bar(name=item.task, offset=item.offset, size=item.size) for item in world.tasks], world.world_size)
+    sure = len(world.smaller[-1].tasks) if world.smaller else len(world.tasks)
+    bars = [
+        Bar(name=item.task, offset=item.offset, size=item.size, note="may be left out" if item.node_rank >= sure else "")
+        for item in world.tasks
+    ]
+    return draw(bars, world.world_size)
 
 
 def draw(bars: Sequence[Bar], world_size: int | None = None) -> str:

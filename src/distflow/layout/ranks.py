@@ -51,6 +51,8 @@ class World:
     """Which kind of claim it came from: ``ranks``, ``flags`` or ``torchrun``."""
     port: int | None = None
     """The rendezvous port that the spec names; ``None``: distflow chooses a free one."""
+    smaller: tuple[World, ...] = ()
+    """What an elastic group may run as instead, the largest first: worlds of its first tasks."""
 
     @property
     def master(self) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from distflow.layout.elastic import staying
 from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
 from distflow.layout.strategies import group_strategy
@@ -66,8 +67,7 @@ def _with_datasets(group: GroupPlan, url: str) -> GroupPlan:
     def filled(found: tuple[DataSpec, ...]) -> tuple[DataSpec, ...]:
         return tuple(replace(one, url=url) if one.dataset else one for one in found)
 
-    launches = (replace(one, url_inputs=filled(one.url_inputs), url_outputs=filled(one.url_outputs)) for one in group.launches)
-    return replace(group, launches=tuple(launches))
+    return group.with_launches(lambda one: replace(one, url_inputs=filled(one.url_inputs), url_outputs=filled(one.url_outputs)))
 
 
 def _group(
@@ -92,6 +92,12 @@ def _group(
         retry=group.retry,
         upstream=group.upstream,
         ends_with_lead=group.framework is not None and FRAMEWORKS[group.framework.value].ends_with_lead,
+        smaller=tuple(
+            _group(spec, replace(group, tasks=staying(group, world, len(one.tasks))), one, bundles, secret_names)
+            for one in (world.smaller if world is not None else ())
+            if world is not None
+        ),
+        smaller_after_s=group.elastic.wait_s if group.elastic is not None else 0.0,
     )
 
 

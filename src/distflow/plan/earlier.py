@@ -33,8 +33,7 @@ def with_earlier(plan: Plan, brought: Mapping[tuple[str, str], Brought]) -> Plan
         )  # fmt: skip
         return replace(launch, files=(*launch.files, *files))
 
-    groups = (replace(group, launches=tuple(complete(launch) for launch in group.launches)) for group in plan.groups)
-    return replace(plan, groups=tuple(groups))
+    return replace(plan, groups=tuple(group.with_launches(complete) for group in plan.groups))
 
 
 def planned_blobs(plan: Plan) -> frozenset[str]:

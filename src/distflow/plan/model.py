@@ -20,8 +20,8 @@ Where only the nodes know a value, a string of the plan holds a placeholder of t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.lifecycle.exits import Codes, ExitActions
@@ -174,6 +174,10 @@ class GroupPlan:
     """Groups that must have completed before it is queued."""
     ends_with_lead: bool = False
     """Whether its other tasks serve the lead, which are stopped when it has completed, though their failures count."""
+    smaller: tuple[GroupPlan, ...] = ()
+    """What it may run as instead when there is no room for all of its tasks, the largest first."""
+    smaller_after_s: float = 0.0
+    """How long it waits for that room."""
 
     @property
     def lead(self) -> Launch:
@@ -193,6 +197,18 @@ class GroupPlan:
     def counts(self, task: str) -> bool:
         """Return whether the failure of a task is one of the group."""
         return not self.ignore_nonlead_status or self.launch(task).lead
+
+    def sized(self, tasks: int) -> GroupPlan:
+        """Return what it runs as with so many tasks."""
+        return next((one for one in self.smaller if len(one.launches) == tasks), self)
+
+    def with_launches(self, change: Callable[[Launch], Launch]) -> GroupPlan:
+        """Return the group with each of its launches changed, in every size."""
+        return replace(
+            self,
+            launches=tuple(change(launch) for launch in self.launches),
+            smaller=tuple(one.with_launches(change) for one in self.smaller),
+        )
 
     def launch(self, task: str) -> Launch:
         """Return the entry of one task."""

@@ -103,6 +103,8 @@ def _headline(group: GroupPlan) -> str:
     if group.world:
         port = group.world.port if group.world.port is not None else "a free port"
         words.append(f"one world of {group.world.world_size} ranks, master {group.master}, {port}")
+    if group.smaller:
+        words.append(f"at least {len(group.smaller[-1].launches)} tasks after {group.smaller_after_s:g} s (elastic)")
     if group.upstream:
         words.append(waits_for(group.upstream))
     if group.timeouts.exec_s is not None:

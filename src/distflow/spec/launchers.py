@@ -1,4 +1,4 @@
-"""``launcher``, ``framework`` and ``strategy``: what starts the ranks of a task, and what they then do together."""
+"""``launcher``, ``framework``, ``strategy`` and ``elastic``: what starts the ranks of a task, and what they do together."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from distflow.documents.document import Text
+from distflow.documents.quantities import parse_duration
 from distflow.documents.view import View
-from distflow.spec.model import Launcher, Ranks, StrategyBlock, TaskSpec
+from distflow.spec.model import Elastic, Launcher, Ranks, StrategyBlock, TaskSpec
 
-__all__ = ["parse_framework", "parse_launcher", "parse_strategy_block", "with_launchers"]
+__all__ = ["parse_elastic", "parse_framework", "parse_launcher", "parse_strategy_block", "with_launchers"]
 
 _WITHOUT_RANKS = ("custom",)
 """Frameworks that say nothing of how many processes a task starts."""
@@ -30,6 +31,17 @@ def parse_strategy_block(group: View) -> StrategyBlock | None:
     below = (place for place in document.places if place[: len(path)] == path)
     marks = MappingProxyType({place: document.key_mark_at(place) for place in below})
     return StrategyBlock(value=MappingProxyType(value), path=path, marks=marks)
+
+
+def parse_elastic(group: View) -> Elastic | None:
+    """Return with how few of its tasks the group may run; ``None``: with all or none."""
+    given = group.view("elastic")
+    least = given.whole("min")
+    if least is None:
+        return None
+    wait_s = given.parsed("wait", parse_duration)
+    mark = given.key_mark("min")
+    return Elastic(least=least, mark=mark) if wait_s is None else Elastic(least=least, wait_s=wait_s, mark=mark)
 
 
 def parse_launcher(owner: View) -> Launcher | None:

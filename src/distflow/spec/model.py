@@ -16,6 +16,7 @@ __all__ = [
     "CredentialUse",
     "DataSpec",
     "EarlierInput",
+    "Elastic",
     "FileSpec",
     "GroupSpec",
     "InputSpec",
@@ -256,6 +257,17 @@ class TaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """With how few of its tasks a world may run."""
+
+    least: int
+    """Tasks, counted from rank 0."""
+    wait_s: float = 60.0
+    """How long it waits for room for all of them."""
+    mark: Mark = Mark("")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
     """Tasks that start and stop together."""
 
@@ -271,6 +283,7 @@ class GroupSpec:
     framework: Text | None = None
     """What its tasks train with, such as ``deepspeed``."""
     strategy: StrategyBlock | None = None
+    elastic: Elastic | None = None
     debug: bool = False
     """Whether torch checks collectives against each other and records them."""
     mark: Mark = Mark("")

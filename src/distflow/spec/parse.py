@@ -18,7 +18,7 @@ from distflow.documents.view import View
 from distflow.documents.yaml_text import parse_yaml
 from distflow.spec.exits import parse_retry
 from distflow.spec.inputs import Graph, upstream_of
-from distflow.spec.launchers import parse_framework, parse_strategy_block, with_launchers
+from distflow.spec.launchers import parse_elastic, parse_framework, parse_strategy_block, with_launchers
 from distflow.spec.model import GroupSpec, InputSpec, Near, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
 from distflow.spec.schema import spec_problems
@@ -154,6 +154,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 upstream=upstream_of(specs, homes),
                 framework=parse_framework(group),
                 strategy=parse_strategy_block(group),
+                elastic=parse_elastic(group),
                 debug=group.flag("debug") is True,
                 mark=group.key_mark("name"),
             )

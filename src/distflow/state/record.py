@@ -255,6 +255,8 @@ class GroupRecord:
     """It was rescheduled: until then it does not stand in its pool's queue."""
     refusals: tuple[Refusal, ...] = ()
     """Of the nodes that were asked for a lease and said no."""
+    left_out: tuple[str, ...] = ()
+    """Tasks that this attempt runs without, as there was no room for them; they do not stand in ``tasks``."""
 
     @property
     def status(self) -> str:
@@ -292,10 +294,11 @@ class GroupRecord:
 
     @property
     def attempts(self) -> tuple[TaskRecord, ...]:
-        """Every attempt of every task: task by task, the latest first."""
-        return tuple(
-            one for task in self.tasks for one in (task, *(old for old in reversed(self.earlier) if old.name == task.name))
-        )
+        """Every attempt of every task: task by task, the latest first; then those of tasks that this one runs without."""
+        found: dict[str, list[TaskRecord]] = {task.name: [task] for task in self.tasks}
+        for old in reversed(self.earlier):
+            found.setdefault(old.name, []).append(old)
+        return tuple(one for attempts in found.values() for one in attempts)
 
     def find(self, name: str, attempt: int) -> TaskRecord | None:
         """Return one attempt of a task; ``None`` when there is none of that number."""

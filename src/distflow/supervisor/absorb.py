@@ -54,9 +54,10 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
         if group.attempt != seen.attempt or group.state is not State.SCHEDULING:
             return record, []
         if isinstance(seen, Leased):
-            return record.with_group(_leased(group, seen.binding, seen.at)), [
-                _event(record, seen.at, "state", f"{group.name}: has its nodes: {_places(seen.binding)}", group.name)
-            ]
+            leased = _leased(group, seen.binding, seen.at)
+            words = f"{group.name}: has its nodes: {_places(seen.binding)}"
+            words += f"; runs without {few(leased.left_out, ', ')}" if leased.left_out else ""
+            return record.with_group(leased), [_event(record, seen.at, "state", words, group.name)]
         return _refused(record, group, seen)
     key = getattr(seen, "key", None)
     if key is None:
@@ -153,8 +154,13 @@ def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
             transfer=None,
         )
         for task in group.tasks
+        if task.name in binding.tasks
     )
-    return replace(group, state=State.INITIALIZING, binding=binding, tasks=tasks, initializing_at=at, message="", refusals=())
+    left_out = tuple(task.name for task in group.tasks if task.name not in binding.tasks)
+    return replace(
+        group, state=State.INITIALIZING, binding=binding, tasks=tasks, left_out=left_out, initializing_at=at, message="",
+        refusals=(),
+    )  # fmt: skip
 
 
 def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> tuple[WorkflowRecord, list[Event]]:

@@ -26,7 +26,7 @@ def launch_of(workflow: Workflow, command: Command, nodes: Mapping[str, Node]) -
     group, plan = workflow.record.group(command.group), workflow.plan.group(command.group)
     if group.binding is None:
         return None
-    launch = bind_task(plan, command.task, group.binding, workflow.record.id, nodes, command.attempt)
+    launch = bind_task(plan.sized(len(group.tasks)), command.task, group.binding, workflow.record.id, nodes, command.attempt)
     launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
     return place_checkpoints(place_data(launch, plan, workflow.record, group), plan, group)
 

@@ -82,47 +82,64 @@ def _next_of_pool(
     for (before, _), (other, later) in pairwise(waiting):
         leases.messages[other.record.uuid, later.name] = f"behind {before.record.id}"
     plan = workflow.plan.group(group.name)
-    fixed = plan.world.port if plan.world else None
-    # Nodes that earlier attempts failed on come last: they are taken when there are no others.
-    failures = Counter(cause.node for cause in group.earlier_causes)
-    left, asked = free(views, shares, fixed), demands(plan)
-    if failures:
-        left.sort(key=lambda one: failures[one.node])
-    bad = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
-    # The first connections are only just being made: of those nodes nothing is known yet.
-    is_connecting = any(not view.up and not view.error for view in views)
-    if bad and (is_connecting or _could_do_without(bad, left, asked, shared=pool.shares_nodes)):
-        left = [one for one in left if one.node not in bad]
-    else:
-        bad = frozenset()
-    spread = 1 if pool.shares_nodes else sum(demand.spread is not None for demand in asked)
+    left, bad, is_connecting = _usable(plan, group, views, shares, shared=pool.shares_nodes)
+    spread = 1 if pool.shares_nodes else sum(demand.spread is not None for demand in demands(plan))
     if len(left) < spread and is_connecting:
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
         return
     # Nodes that refused are left alone for a while; others that would do are asked meanwhile.
     refused = {one.node: one.until for one in group.refusals if now < one.until}
-    placed = place_near(asked, [one for one in left if one.node not in refused], shared=pool.shares_nodes)
-    if refused and not isinstance(placed, Placement):
-        placed = place_near(asked, left, shared=pool.shares_nodes)
+    willing = [one for one in left if one.node not in refused]
+    unplaced: tuple[Unplaced, ...] = ()
+    sizes = _sizes(plan, group, now, leases)
+    for size in sizes:
+        placed = place_near(demands(size), willing, shared=pool.shares_nodes)
         if isinstance(placed, Placement):
-            leases.wake(list(refused.values()))
+            if now < group.not_before:
+                leases.wake([group.not_before])
+            else:
+                lease = _request(workflow.record, group, size, placed.nodes, pool)
+                leases.commands.append(
+                    Command(
+                        op="lease", pool=pool_key, workflow=lease.workflow, group=group.name, attempt=group.attempt, lease=lease
+                    )
+                )
             return
-    if not isinstance(placed, Placement):
-        if any(view.up or view.error for view in views):
-            avoided = f"; avoided, as attempts failed there: {few(sorted(bad), ', ')}" if bad else ""
-            leases.messages[workflow.record.uuid, group.name] = _wait_words(views, placed) + avoided
-        # Otherwise the first connections are only just being made.
-        return
-    if now < group.not_before:
-        leases.wake([group.not_before])
-        return
-    leases.commands.append(
-        Command(
-            op="lease", pool=pool_key, workflow=workflow.record.uuid, group=group.name, attempt=group.attempt,
-            lease=_request(workflow.record, group, plan, placed.nodes, pool),
-        )
-    )  # fmt: skip
+        unplaced = unplaced or placed
+    if refused and isinstance(place_near(demands(sizes[-1]), left, shared=pool.shares_nodes), Placement):
+        leases.wake(list(refused.values()))
+    elif any(view.up or view.error for view in views):  # else the first connections are only just being made
+        words = _wait_words(views, unplaced)
+        words += f"; avoided, as attempts failed there: {few(sorted(bad), ', ')}" if bad else ""
+        leases.messages[workflow.record.uuid, group.name] = words
+
+
+def _sizes(plan: GroupPlan, group: GroupRecord, now: float, leases: Leases) -> Sequence[GroupPlan]:
+    """Return what a gang may start as now: all of it, and after a while with fewer tasks, where its spec allows that."""
+    patient_until = (group.scheduling_at or now) + plan.smaller_after_s
+    if plan.smaller and now < patient_until:
+        leases.wake([patient_until])
+        return (plan,)
+    return (plan, *plan.smaller)
+
+
+def _usable(
+    plan: GroupPlan, group: GroupRecord, views: Sequence[NodeView], shares: Sequence[Share], *, shared: bool
+) -> tuple[list[Free], frozenset[str], bool]:
+    """Return what the nodes have left that may be taken, those that are avoided, and whether some are being connected to."""
+    # Nodes that earlier attempts failed on come last: they are taken when there are no others.
+    failures = Counter(cause.node for cause in group.earlier_causes)
+    left = free(views, shares, plan.world.port if plan.world else None)
+    if failures:
+        left.sort(key=lambda one: failures[one.node])
+    bad = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
+    # The first connections are only just being made: of those nodes nothing is known yet.
+    is_connecting = any(not view.up and not view.error for view in views)
+    least = (plan, *plan.smaller)[-1]
+    if bad and (is_connecting or _could_do_without(bad, left, demands(least), shared=shared)):
+        return [one for one in left if one.node not in bad], bad, is_connecting
+    return left, frozenset(), is_connecting
 
 
 def _could_do_without(bad: frozenset[str], left: Sequence[Free], asked: Sequence[Demand], *, shared: bool) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from distflow.lifecycle.exits import Action, action_of
 from distflow.lifecycle.states import State
 from distflow.plan.model import GroupPlan
-from distflow.state.record import Cause, GroupRecord, TaskRecord
+from distflow.state.fresh import fresh_tasks
+from distflow.state.record import Cause, GroupRecord
 from distflow.supervisor.carrying import kept
 
 __all__ = ["is_rescheduled", "try_again"]
@@ -39,12 +40,7 @@ def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> 
         checkpoints=group.checkpoints,
         earlier=(*group.earlier, *(replace(task, state=State.RESCHEDULED) for task in group.tasks)),
         earlier_causes=(*group.earlier_causes, cause),
-        tasks=tuple(
-            TaskRecord(
-                name=task.name, lead=task.lead, attempt=attempt, state=State.SCHEDULING, ranks=task.ranks, outputs=task.outputs
-            )
-            for task in group.tasks
-        ),
+        tasks=fresh_tasks(plan, attempt, State.SCHEDULING),
         # Its rest does not count as waiting for nodes.
         scheduling_at=now + wait_s,
         resting_until=now + wait_s,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
+from distflow.state.fresh import fresh_tasks
 from distflow.state.record import TaskRecord
 from distflow.supervisor.absorb import end_unstarted
 from distflow.supervisor.carrying import Carriage, carry_in
@@ -119,8 +120,8 @@ class Starting(Step):
             for task in held:
                 self._command("release", task)
             return
-        tasks = tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks)
-        self.group = replace(self.group, tasks=tasks, binding=None, withdrawing=False, initializing_at=None)
+        tasks = fresh_tasks(self.plan, self.group.attempt, State.SCHEDULING)
+        self.group = replace(self.group, tasks=tasks, left_out=(), binding=None, withdrawing=False, initializing_at=None)
         self._become(State.SCHEDULING, message="its lease was lost before the start; queued again", not_before=self.now + 1.0)
 
     def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:

@@ -296,7 +296,7 @@ def test_distflows_own_keys_are_marked() -> None:
     definitions = json.loads(schema_text())["$defs"]
     marked = {
         (name, key)
-        for name in ("group", "task", "ranks", "launcher")
+        for name in ("group", "task", "ranks", "launcher", "elastic")
         for key, rule in definitions[name]["properties"].items()
         if rule.get("x-distflow")
     }
@@ -307,6 +307,9 @@ def test_distflows_own_keys_are_marked() -> None:
         ("group", "framework"),
         ("group", "strategy"),
         ("group", "debug"),
+        ("group", "elastic"),
+        ("elastic", "min"),
+        ("elastic", "wait"),
         ("task", "launcher"),
         ("launcher", "kind"),
         ("launcher", "max_restarts"),
