@@ -556,7 +556,7 @@ def test_a_gpu_that_somebody_else_computes_on_is_not_given_out(node: NodeUnderTe
     script = tmp_path / "apps"
     smi.write_text(
         f'#!/bin/sh\ncase "$1" in *apps*) cat {script};; -L) printf "GPU 0: A\\nGPU 1: A\\n";; '
-        '*) printf "0, GPU-a\\n1, GPU-b\\n";; esac\n'
+        '*) printf "0, GPU-a, 00000000:17:00.0\\n1, GPU-b, 00000000:3B:00.0\\n";; esac\n'
     )
     smi.chmod(0o755)
     gone = subprocess.Popen(["true"])
@@ -573,6 +573,50 @@ def test_a_gpu_that_somebody_else_computes_on_is_not_given_out(node: NodeUnderTe
     assert link.request("lease", attempt=node.attempt(), gpus=1, share_gpus=True, **lease)["gpu_ids"] == [0]
 
 
+NO_KERNEL_BUFFER = """\
+import ctypes
+class NoBuffer(ctypes.CDLL):
+    klogctl = staticmethod(lambda *_: -1)
+ctypes.CDLL = NoBuffer
+"""
+
+
+@pytest.mark.parametrize(
+    ("smi_answers", "told"),
+    [("0, GPU-a, 00000000:17:00.0\n1, GPU-b, 00000000:3B:00.0\n", ["3b", "ca"]), ("", ["17", "3b", "ca"])],
+    ids=["nvidia-smi", "it fails"],
+)
+@pytest.mark.parametrize("share_gpus", [False, True])
+def test_errors_of_a_neighbours_gpu_are_not_told_with_the_end_of_a_task(
+    node: NodeUnderTest, tmp_path: Path, smi_answers: str, told: list[str], share_gpus: bool
+) -> None:
+    """Of three GPUs with errors one is leased, one is another's, and one was never listed. They are read from a journal."""
+    tools, journal, listed = tmp_path / "bin", tmp_path / "journal", tmp_path / "listed"
+    tools.mkdir()
+    listed.write_text(smi_answers)
+    for name, script in {"nvidia-smi": f"test -s {listed} && cat {listed}", "journalctl": f"cat {journal}"}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tools / name).chmod(0o755)
+    (tmp_path / "prefix.py").write_text(NO_KERNEL_BUFFER)
+    start = [f"export PATH={tools}:$PATH", "shift 3", "stub=$1", "shift"]
+    wrapper = python_that(tmp_path, *start, f'exec {PYTHON} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"')
+    link = node.connect(python=wrapper)
+    lease: dict[str, Any] = {"gpu_ids": [1], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    attempt = node.attempt()
+    link.request("lease", attempt=attempt, gpus=1, share_gpus=share_gpus, **lease)
+    listed.write_text("")  # nvidia-smi fails from now on, as it does when a GPU has fallen off the bus
+    fail = (
+        "import sys, time; file = open(sys.argv[1], 'w'); at = f'[{time.monotonic():.6f}] here kernel: NVRM: Xid '; "
+        "[file.write(f'{at}(PCI:0000:{bus}:00): 79, GPU has fallen off the bus.\\n') for bus in ('17', '3b', 'ca')]; "
+        "file.close(); sys.exit(3)"
+    )
+    link.request("prepare", attempt=attempt, launch=launch_of([PYTHON, "-c", fail, str(journal)]))
+    link.request("start", attempt=attempt)
+    end = node.end(attempt)
+    assert end["exit_code"] == 3
+    assert [line.removeprefix("NVRM: Xid (PCI:0000:")[:2] for line in end["kernel"]["lines"]] == told
+
+
 @pytest.mark.skipif(
     os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC, reason="a container has other process ids than the driver"
 )
@@ -586,7 +630,7 @@ def test_a_gpu_is_given_back_when_nothing_is_left_on_it(node: NodeUnderTest, tmp
     goes = f"test $(wc -l < {asked}) -gt 2 ||" if not stays else ""
     smi.write_text(
         f'#!/bin/sh\ncase "$1" in *apps*) echo >> {asked}; {goes} echo "GPU-a, {gone.pid}, python, 512";; '
-        '-L) echo "GPU 0: A";; *) echo "0, GPU-a";; esac\n'
+        '-L) echo "GPU 0: A";; *) echo "0, GPU-a, 00000000:17:00.0";; esac\n'
     )
     smi.chmod(0o755)
     link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))

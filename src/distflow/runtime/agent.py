@@ -175,14 +175,15 @@ class _Agent:
         self._loop.job(lambda: facts.gather(self._root), known, is_quick=facts.is_quick())
 
     def _lease(self, request: Json, answer: _Answer, tries: int = 0) -> None:
-        if request.get("gpus") and not request.get("share_gpus") and "users" not in request:
+        if request.get("gpus") and "users" not in request:
             from distflow.runtime import gpuusers
 
-            def found(users: Union[Json, OpError]) -> None:
-                known = [] if isinstance(users, OpError) else users["users"]
-                self._again(dict(request, users=known), answer, tries)
+            def found(seen: Union[Json, OpError]) -> None:
+                known = {"users": []} if isinstance(seen, OpError) else seen
+                self._again(dict(request, **known), answer, tries)
 
-            self._loop.job(lambda: {"users": gpuusers.find()}, found, is_quick=facts.is_quick())
+            with_users = not request.get("share_gpus")
+            self._loop.job(lambda: gpuusers.look(with_users), found, is_quick=facts.is_quick())
             return
         attempt = request["attempt"]
         directory = attempts.directory_of(self._root, attempt)

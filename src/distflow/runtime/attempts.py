@@ -7,7 +7,7 @@ import os
 import re
 from typing import Callable, Iterator, List, Tuple
 
-from distflow.runtime import control, leases, records, runner, secretfiles
+from distflow.runtime import control, gpubuses, leases, records, runner, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.facts import user_name
 from distflow.runtime.grip import Grip
@@ -176,6 +176,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
             port_sockets=held.port_sockets,
             umask=umask,
             gpu_ids=held.gpu_ids,
+            other_gpus=gpubuses.others(request.get("gpu_addresses") or {}, held.gpu_ids),
             port=held.port,
             link=link,
             link_port=link_port,

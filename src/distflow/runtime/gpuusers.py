@@ -1,15 +1,17 @@
-"""Who computes on the node's GPUs, by ``nvidia-smi``: a GPU on which somebody else does is not leased."""
+"""Where the node's GPUs are and who computes on them, by ``nvidia-smi``: a GPU on which somebody else does is not leased."""
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Collection, Dict, List
+from typing import Collection, Dict, List, Tuple
 
+from distflow.runtime import gpubuses
 from distflow.runtime.facts import nvidia_smi, user_name
 from distflow.runtime.processes import mark_of, said_by
+from distflow.runtime.wire import Json
 
-__all__ = ["GpuUser", "await_empty", "find"]
+__all__ = ["GpuUser", "await_empty", "find", "look"]
 
 _TOOL_S = 10.0
 _EMPTY_S = 5.0
@@ -24,12 +26,34 @@ GpuUser = Dict[str, object]
 def find() -> List[GpuUser]:
     """Every process on a GPU that can be seen here; none when ``nvidia-smi`` is not there, or fails."""
     smi = nvidia_smi()
-    if smi is None:
-        return []
-    index = {row[1]: row[0] for row in _ask(smi, "--query-gpu=index,uuid") if len(row) == 2}
+    return _users(smi, _gpus(smi)) if smi is not None else []
+
+
+def look(with_users: bool) -> Json:
+    """What a lease wants to know: ``users``, as ``find`` has them, and ``gpu_addresses``, by index.
+
+    An address must be asked for now: a GPU that falls off the bus later is not listed any more.
+    """
+    smi = nvidia_smi()
+    gpus = _gpus(smi) if smi is not None else []
+    placed = {index: gpubuses.address_of(bus) for index, _, bus in gpus}
+    return {
+        "users": _users(smi, gpus) if smi is not None and with_users else [],
+        "gpu_addresses": {index: address for index, address in placed.items() if address is not None},
+    }
+
+
+def _gpus(smi: str) -> List[Tuple[str, str, str]]:
+    """Index, uuid and PCI address of each GPU."""
+    rows = _ask(smi, "--query-gpu=index,uuid,pci.bus_id")
+    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdigit()]
+
+
+def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
+    index = {uuid: index for index, uuid, _ in gpus}
     users: List[GpuUser] = []
     for row in _ask(smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
-        if len(row) < 4 or not row[1].isdigit() or not index.get(row[0], "").isdigit():
+        if len(row) < 4 or not row[1].isdigit() or row[0] not in index:
             continue
         # A process may have commas in its name.
         users.append({"gpu": int(index[row[0]]), "pid": int(row[1]), "words": _words(row[1], ", ".join(row[2:-1]), row[-1])})

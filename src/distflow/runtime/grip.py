@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from typing import List, NamedTuple, Optional, Set
+from typing import FrozenSet, List, NamedTuple, Optional, Set
 
 from distflow.runtime.wire import Json
 
@@ -34,6 +34,8 @@ class Grip(NamedTuple):
     umask: int
     """The node's usual one, for the command; ours is 077."""
     gpu_ids: List[int]
+    other_gpus: FrozenSet[str]
+    """Where those of the node's GPUs are on the PCI bus that are not the attempt's, as far as that is known."""
     port: Optional[int]
     link: int
     """Where the gang link's hub listens; -1 for a task that is not it."""

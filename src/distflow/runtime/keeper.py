@@ -287,7 +287,9 @@ class _Keeper:
         pids = {self._command.pid} | self._killed | kernellog.named_pids(self._grip.directory, known["error"])
         is_killed = number == signal.SIGKILL or code == _KILLED_CODE
         box = records.read_text(self._grip.directory, "container.id") if self._container is not None else ""
-        return kernellog.ask(self._state["started_at"], known.get("ended_at") or now(), pids, is_killed, box)
+        return kernellog.ask(
+            self._state["started_at"], known.get("ended_at") or now(), pids, is_killed, box, self._grip.other_gpus
+        )
 
     # -- requests
 

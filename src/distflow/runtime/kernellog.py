@@ -12,7 +12,7 @@ import re
 import time
 from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Set
 
-from distflow.runtime import processes
+from distflow.runtime import gpubuses, processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
@@ -58,12 +58,18 @@ class Kill(NamedTuple):
 
 
 def ask(
-    began_at: Optional[float], ended_at: float, pids: Collection[int], is_killed: bool, container: str = ""
+    began_at: Optional[float],
+    ended_at: float,
+    pids: Collection[int],
+    is_killed: bool,
+    container: str = "",
+    other_gpus: Collection[str] = (),
 ) -> Optional[Json]:
     """What the kernel says of an attempt that ran from ``began_at`` to ``ended_at``; None when nothing, or nobody may ask.
 
     ``pids`` are those that are known to be of it; ``is_killed``: its command ended by SIGKILL, or as a shell tells of one;
-    ``container``: the number of the container that it ran in, after which engines name its cgroup.
+    ``container``: the number of the container that it ran in, after which engines name its cgroup; ``other_gpus``:
+    where those GPUs are that are not its own.
     """
     try:
         at, here = now(), time.monotonic()
@@ -79,7 +85,7 @@ def ask(
                 return is_killed and container in (kill.cgroup or "")
             return is_killed and abs(kill.at - ended) <= slack_s and kill.uid in (None, me) and kill.cgroup == place
 
-        return judge(seen, pids, is_likely)
+        return judge(seen, pids, is_likely, other_gpus)
     except Exception:  # whatever an unusual kernel says: the end of the attempt is told all the same
         return None
 
@@ -122,15 +128,18 @@ def kills(lines: List[Line]) -> Iterator[Kill]:
         before = []
 
 
-def judge(lines: List[Line], pids: Collection[int], is_likely: Callable[[Kill], bool]) -> Optional[Json]:
+def judge(
+    lines: List[Line], pids: Collection[int], is_likely: Callable[[Kill], bool], other_gpus: Collection[str] = ()
+) -> Optional[Json]:
     """What lines of an attempt's time mean for it: ``{"oom_pid", "lines"}``; None for nothing.
 
     A kill is its own when the process is known to be, else when it ``is_likely`` (in the moments of the attempt's own end by
-    SIGKILL, in its cgroup): a shell tells that its child was killed, and not which process that was.
+    SIGKILL, in its cgroup): a shell tells that its child was killed, and not which process that was. An error of a GPU
+    is told unless that is known to be another's: one in a place that nobody named may be the attempt's.
     """
     everything = list(kills(lines))
     own = [kill for kill in everything if kill.pid in pids] or [kill for kill in everything if is_likely(kill)]
-    xids = [line.text for line in lines if _XID.search(line.text)]
+    xids = [line.text for line in lines if _XID.search(line.text) and not gpubuses.is_of_another(line.text, other_gpus, pids)]
     told = (own[0].lines if own else []) + xids
     if not told:
         return None

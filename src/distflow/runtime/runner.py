@@ -106,6 +106,7 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
     known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(grip.directory, mask))
     from distflow.runtime import kernellog  # it may have been the keeper itself that the kernel chose
 
-    known["kernel"] = kernellog.ask(state.get("started_at"), known.get("ended_at") or now(), {command, keeper_pid}, False)
+    ended_at, pids = known.get("ended_at") or now(), {command, keeper_pid}
+    known["kernel"] = kernellog.ask(state.get("started_at"), ended_at, pids, is_killed=False, other_gpus=grip.other_gpus)
     known["message"] = hunt.message or trouble or "the process that keeps the task {}".format(tell(keeper_status))
     os.fsync(records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known)))

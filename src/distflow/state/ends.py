@@ -31,7 +31,7 @@ class End:
     oom_pid: int | None = None
     """The process of it that the kernel killed for want of memory."""
     kernel: tuple[str, ...] = ()
-    """What the kernel said of that, and of errors of the node's GPUs (``NVRM: Xid``) while it ran."""
+    """What the kernel said of that, and of errors of its GPUs (``NVRM: Xid``) while it ran."""
     clock: Clock | None = None
     """How far the node's clock was from ours, which the times were corrected by; ``None`` where nobody measured it."""
 

@@ -92,6 +92,14 @@ def test_errors_of_gpus_are_hints_and_no_kill() -> None:
     assert [line[:12] for line in found["lines"]] == ["NVRM: Xid (P"] * 2
 
 
+def test_errors_of_other_gpus_are_not_told_and_leave_room_for_its_own() -> None:
+    flood = XIDS.split("\n", 1)[1] * 20
+    found = judge(parse(flood + XIDS), {1}, _never, {"0000:17:00"})
+    assert found is not None
+    assert [line[:25] for line in found["lines"]] == ["NVRM: Xid (PCI:0000:3b:00"]
+    assert judge(parse(flood), {1}, _never, {"0000:17:00"}) is None
+
+
 def test_the_first_of_several_kills_is_told_and_not_all_of_a_flood() -> None:
     text = "".join(f"[  {i}.000000] Killed process {i} (a) total-vm:1kB\n" for i in range(1, 4)) + XIDS * 20
     found = judge(parse(text), {2, 3}, _never)
