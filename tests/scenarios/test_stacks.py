@@ -172,3 +172,46 @@ def test_ranks_of_distflow_train_need_no_tool(cli: Cli) -> None:
     assert ", rank 0)\n    compute (train.py:10)\n" in shown
     assert cli.tasks(workflow)["one"]["status"] == "RUNNING"
     assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0
+
+
+COLLECTIVES = """
+workflow:
+  name: collectives
+  groups:
+  - name: train
+    launcher: spawn
+    tasks:
+    - name: one
+      lead: true
+      ranks: {size: 3}
+      command: [python3, /train.py]
+      files:
+      - path: /train.py
+        contents: |
+          import time
+          import torch
+          import torch.distributed as dist
+          from distflow import train
+
+          place = train.init()
+          dist.all_reduce(torch.ones(2))
+          train.report(step=1)
+          if place.rank == 1:
+              time.sleep(600)
+          dist.all_reduce(torch.ones(2))
+"""
+
+
+@pytest.mark.torch
+def test_the_rank_that_others_wait_for_in_a_collective_is_named(cli: Cli) -> None:
+    workflow = cli.submit(cli.spec(COLLECTIVES))
+    wait_until(lambda: cli.logs(workflow).count('"step": 1') == 3, 120)
+    both = "in all_reduce, collective 2: ranks 0, 2\n"
+    wait_until(lambda: both in cli.run("workflow", "stacks", workflow).out, 60)
+    shown = cli.run("workflow", "stacks", workflow).out
+    assert f"process group 0 default_pg, ranks 0-2\n    {both}    after all_reduce, collective 1: rank 1\n" in shown
+    assert "\n  ranks 0, 2 wait in all_reduce for rank 1 (one on local)\n" in shown
+    (task,) = json.loads(cli.run("workflow", "stacks", workflow, "--format-type", "json").out)["tasks"]
+    assert [(one["rank"], one["groups"][0]["entered"]) for one in task["collectives"]] == [(0, 2), (1, 1), (2, 2)]
+    assert cli.tasks(workflow)["one"]["status"] == "RUNNING"
+    assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0

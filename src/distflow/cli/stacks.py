@@ -30,7 +30,8 @@ def stacks(
     """Show where the processes of a running workflow are just now: the Python calls of each rank, equal ones together.
 
     Nothing is stopped or slowed down. Python stacks need py-spy on the nodes, but for ranks of distflow.train, which write
-    theirs themselves; without either the kernel's word is shown.
+    theirs themselves; without either the kernel's word is shown. Ranks of distflow.train also tell which collective they are
+    at: who has not come to the one that others wait in is named.
     """
     with open_workflow(workflow) as (_, store, record):
         chosen = [
@@ -47,7 +48,12 @@ def stacks(
 
         nodes = {node.name: node for node in pool.nodes}
         asked = [
-            Asked(task=one.name, attempt=attempt_name(record.uuid, group, one.name, one.attempt), node=nodes[one.node or ""])
+            Asked(
+                task=one.name,
+                group=group,
+                attempt=attempt_name(record.uuid, group, one.name, one.attempt),
+                node=nodes[one.node or ""],
+            )
             for group, one in chosen
         ]
         bottom = Bottom(sys.stderr)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from distflow.cli.collectivetext import collective_lines
 from distflow.cli.tables import Paint, plain
 from distflow.cli.times import duration
 
@@ -41,6 +42,7 @@ def stacks_text(workflow: str, tasks: Sequence[TaskStacks], paint: Paint) -> str
     if len(crowded) > 1 and len(crowded[0][1]) > len(places) / 2:
         others = [one for _, who in crowded[1:] for one in who]
         lines += [f"elsewhere than most: {_few(others)}", ""]
+    lines += collective_lines(tasks, paint)
     lines += _heartbeats(tasks)
     lines += _troubles(tasks)
     if not places and not any(task.error for task in tasks):
@@ -60,6 +62,7 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
                 "heartbeat_age_s": (task.seen or {}).get("heartbeat_age_s"),
                 "tool": (task.seen or {}).get("tool"),
                 "processes": (task.seen or {}).get("processes") or [],
+                "collectives": (task.seen or {}).get("collectives") or [],
             }
             for task in tasks
         ],

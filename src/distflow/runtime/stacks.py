@@ -14,7 +14,7 @@ import subprocess
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from distflow.runtime import attempts, command, processes, records, tracebacks
+from distflow.runtime import attempts, collectives, command, processes, records, tracebacks
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json, OpError
 
@@ -29,7 +29,7 @@ _RANK = {b"RANK", b"LOCAL_RANK"}
 
 
 def collect(root: str, request: Json) -> Callable[[], Json]:
-    """The work that looks at every process of the attempt: ``processes``, and ``tool``, null where py-spy is missing.
+    """The work that looks at every process of the attempt: ``processes``, ``collectives``; ``tool``, null without py-spy.
 
     Raises ``not_running`` for an attempt that does not run.
     """
@@ -47,7 +47,13 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
         if tool is not None:
             _add_python(tool, [one for one in found if one["is_python"]], env)
         tracebacks.add_tracebacks(found, directory)
-        return {"tool": tool, "processes": found, "host_rule": _host_rule(), "heartbeat_age_s": _heartbeat_age(directory)}
+        return {
+            "tool": tool,
+            "processes": found,
+            "collectives": collectives.ask(directory),
+            "host_rule": _host_rule(),
+            "heartbeat_age_s": _heartbeat_age(directory),
+        }
 
     return work
 

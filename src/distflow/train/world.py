@@ -29,6 +29,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     set_debug_level_from_env,
 )
 
+from distflow.train.collectives import answer_collectives
+
 __all__ = ["World", "WorldError", "control_group", "finish", "init", "is_debug", "world"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -72,7 +74,8 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
     torch's variables this process is a world of one. The group is left when the process ends well.
 
     SIGUSR1 then prints the stack of every thread on standard error; in a task of distflow, to a file in the attempt's directory
-    from which ``distflow workflow stacks`` reads it. With ``DISTFLOW_DEBUG=1`` collectives are checked against each other.
+    from which ``distflow workflow stacks`` reads it, and there the rank says which collective it is at. With
+    ``DISTFLOW_DEBUG=1`` collectives are checked against each other.
 
     Raises ``WorldError``.
     """
@@ -97,7 +100,8 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
         timeout=None if timeout is None else _delta(timeout),
         device_id=place.device if place.device.type == "cuda" else None,
     )
-    _control = dist.new_group(backend="gloo")
+    _control = dist.new_group(backend="gloo", group_desc="distflow")
+    answer_collectives()
     if is_debug():
         dist.monitored_barrier(_control, timeout=_delta(start_timeout), wait_all_ranks=True)
     atexit.register(_finish_at_exit)

@@ -22,7 +22,7 @@ def process(pid: int, *calls: str, rank: int | None = None, error: str | None = 
 def task(name: str, *processes: dict[str, Any], tool: str | None = "/bin/py-spy", rule: int = 0, error: str = "") -> TaskStacks:
     node = Node(name=f"n-{name}", host="h", root="~/.distflow", python="/opt/python")
     seen = None if error else {"tool": tool, "processes": list(processes), "host_rule": rule}
-    return TaskStacks(asked=Asked(task=name, attempt="a", node=node), seen=seen, error=error)
+    return TaskStacks(asked=Asked(task=name, group="g", attempt="a", node=node), seen=seen, error=error)
 
 
 def shown(*tasks: TaskStacks) -> str:

@@ -24,6 +24,8 @@ class Asked:
     """A running task whose processes are looked at."""
 
     task: str
+    group: str
+    """The workflow's, whose tasks have one world."""
     attempt: str
     """As its node calls it."""
     node: Node

@@ -1,0 +1,65 @@
+"""What ranks say of where they are, asked over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.runtime import collectives
+
+GROUP = {"name": "0 default_pg", "ranks": [0, 1], "number": 5, "operation": "all_reduce", "is_over": False, "entered": 5}
+
+
+def listener(folder: Path, name: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    at = os.open(folder, os.O_RDONLY)
+    made.bind(f"/proc/self/fd/{at}/{name}")
+    os.close(at)
+    made.listen()
+    return made
+
+
+def answer(made: socket.socket, said: bytes) -> None:
+    def once() -> None:
+        caller, _ = made.accept()
+        with caller:
+            caller.sendall(said)
+
+    threading.Thread(target=once, daemon=True).start()
+
+
+def test_those_that_answer_are_told_by_rank_and_nobody_is_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "_WAIT_S", 0.5)
+    folder = tmp_path / ("long" * 30)  # more than an address of a socket can be
+    folder.mkdir()
+    made = {name: listener(folder, f"collectives-{name}") for name in ("1", "2", "3", "hangs", "gone")}
+    answer(made["1"], json.dumps({"rank": 1, "groups": [GROUP]}).encode())
+    answer(made["2"], json.dumps({"rank": 0, "groups": []}).encode())
+    answer(made["3"], b"rubbish")
+    made["gone"].close()
+    (folder / "collectives-file").touch()
+    assert collectives.ask(str(folder)) == [{"rank": 0, "groups": []}, {"rank": 1, "groups": [GROUP]}]
+    for one in made.values():
+        one.close()
+    assert collectives.ask(str(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize("said", [None, 3, [], {}, {"rank": "x", "groups": []}, {"rank": 1, "groups": [{"name": "a"}]}])
+def test_of_anything_else_nothing_is_told(said: Any) -> None:
+    assert collectives.shaped(said) is None
+
+
+def test_only_what_is_known_is_passed_on() -> None:
+    said = {"rank": 1, "groups": [dict(GROUP, more="x", name="n" * 1000)] * 100, "more": "x"}
+    shaped = collectives.shaped(said)
+    assert shaped is not None
+    assert (set(shaped), len(shaped["groups"]), set(shaped["groups"][0])) == ({"rank", "groups"}, 64, set(GROUP))
+    assert len(shaped["groups"][0]["name"]) == 100
