@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -67,20 +68,23 @@ dist.barrier()
 """
 
 
+def told(folder: Path, pid: int) -> Any:
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(f"/proc/self/fd/{at}/collectives-{pid}")
+            return json.loads(b"".join(iter(lambda: caller.recv(65536), b"")))
+    finally:
+        os.close(at)
+
+
 def test_ranks_that_wait_in_torch_answer_all_the_same(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / ("attempt" * 20)  # more than an address of a socket can be
     folder.mkdir()
     run = start(SCRIPT, "--size", "2", DISTFLOW_ATTEMPT_DIR=str(folder))
     pids = {record["rank"]: record["pid"] for record in run.wait_for_records(2)}
-    (tmp_path / "short").symlink_to(folder)
-
-    def told(rank: int) -> Any:
-        with socket.socket(socket.AF_UNIX) as caller:
-            caller.connect(f"{tmp_path}/short/collectives-{pids[rank]}")
-            return json.loads(b"".join(iter(lambda: caller.recv(65536), b"")))
-
-    wait_until(lambda: told(0)["groups"][0]["operation"] == "barrier", DEADLINE_S)
-    waiting, elsewhere = told(0), told(1)
+    wait_until(lambda: told(folder, pids[0])["groups"][0]["operation"] == "barrier", DEADLINE_S)
+    waiting, elsewhere = (told(folder, pids[rank]) for rank in (0, 1))
     assert waiting["groups"][0] == {
         "name": "0 default_pg", "ranks": [0, 1], "number": 4, "operation": "barrier", "is_over": False, "entered": 4,
     }  # fmt: skip
@@ -88,3 +92,8 @@ def test_ranks_that_wait_in_torch_answer_all_the_same(start: Start, tmp_path: Pa
     assert (elsewhere["rank"], default["number"], default["operation"], default["is_over"]) == (1, 3, "all_reduce", True)
     assert control["name"].endswith(" distflow")
     assert (mine["name"].split()[-1], mine["ranks"], mine["number"]) == ("mine", [1], 0)
+
+
+def test_a_record_that_does_not_name_its_groups_is_not_guessed_at(start: Start, tmp_path: Path) -> None:
+    run = start(SCRIPT, "--size", "2", DISTFLOW_ATTEMPT_DIR=str(tmp_path), DISTFLOW_DEBUG="1")
+    assert [told(tmp_path, record["pid"]) for record in run.wait_for_records(2)] == [{}, {}]

@@ -61,10 +61,16 @@ def _serve(listener: socket.socket) -> None:
 
 
 def known_collectives() -> dict[str, Any]:
-    """Return ``rank`` and, of each process group that it is in, ``name``, ``ranks`` and ``where`` it is there."""
+    """Return ``rank`` and, of each process group that it is in, ``name``, ``ranks`` and ``where`` it is there.
+
+    Nothing without a world, and where the record does not say whose its entries are: that of gloo with
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does not (torch 2.13).
+    """
     if not dist.is_initialized():
         return {}
     entries = [entry for name in _DUMPS for entry in _entries(name)]
+    if any(not entry["process_group"][0] for entry in entries):
+        return {}
     known = distributed_c10d._world  # noqa: SLF001  nothing else lists the groups
     return {
         "rank": dist.get_rank(),
