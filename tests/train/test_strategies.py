@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from train.evaluation_checks import EVALUATED
 from train.worlds import run_world
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -70,6 +71,20 @@ def test_every_stage_knows_the_loss(worlds: dict[int, dict[str, Any]]) -> None:
         losses = worlds[world][name]["losses"]
         assert len(set(losses)) == 1
         assert losses[0] > 1
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in EVALUATED.items() for name in names])
+def test_ranks_evaluate_as_one_process_does_between_steps(worlds: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    found = worlds[world][f"{name}, evaluated"]
+    assert found["evaluations"] < TOLERANCE
+    assert found["parameters"] < TOLERANCE
+
+
+def test_an_evaluation_leaves_modes_and_shards_as_they_were(worlds: dict[int, dict[str, Any]]) -> None:
+    for kind, found in worlds[2]["evaluation mode"].items():
+        assert found["difference"] < TOLERANCE, kind
+        assert found["modes"] == [True, True], kind
+    assert "every rank needs at least one" in worlds[2]["no samples"]["said"]
 
 
 def test_a_traced_model_is_cut_too(worlds: dict[int, dict[str, Any]]) -> None:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+TESTS = Path(__file__).resolve().parents[1]
+"""Where scripts find each other, as tests do."""
 DEADLINE_S = 150.0
 """For a whole world, on a machine that is busy with other things."""
 
@@ -18,6 +20,7 @@ def run_world(script: Path, ranks: int, folder: Path) -> dict[str, Any]:
     results = folder / "results.json"
     environment = {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",

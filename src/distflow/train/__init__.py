@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
     from distflow.train.monitor import CommunicationMonitor as CommunicationMonitor
     from distflow.train.monitor import scaling_efficiency as scaling_efficiency
     from distflow.train.passes import backward as backward
+    from distflow.train.passes import evaluate as evaluate
     from distflow.train.safeguards import GradientGuard as GradientGuard
     from distflow.train.safeguards import MemoryGuard as MemoryGuard
     from distflow.train.safeguards import NonFiniteGradients as NonFiniteGradients
@@ -79,6 +80,7 @@ _MODULES = {
     "current_strategy": "strategies.description",
     "data_shard": "strategies.description",
     "equal_batches": "batching",
+    "evaluate": "passes",
     "finish": "world",
     "full_state_dict": "strategies.states",
     "init": "world",

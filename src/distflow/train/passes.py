@@ -1,15 +1,19 @@
-"""One call for the passes of a step, so that one training loop serves every strategy."""
+"""One call for the passes of a step, and one for an evaluation, so that one training loop serves every strategy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distflow.train.communication import accumulate
 from distflow.train.strategies.description import current_strategy
 from distflow.train.strategies.stages import Loss, Pipeline
 
-__all__ = ["backward"]
+__all__ = ["backward", "evaluate"]
 
 
 def backward(
@@ -34,3 +38,39 @@ def backward(
             share.backward()
         total += share.detach()
     return total
+
+
+def evaluate(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """Return the mean loss of a batch over all ranks' shares, a scalar without gradient that is equal on every rank.
+
+    All ranks must call it, each with its own share (``data_shard``) of at least one sample; shares may differ in size. The
+    model is in evaluation mode meanwhile. ``loss`` is any mean over samples: accuracy, too. Of a pipeline it is computed in the
+    last stage, from the whole share, and need not be the one of training. Raises ``ValueError`` for no samples.
+    """
+    samples = len(inputs)
+    if not samples:
+        raise ValueError("evaluate() was given no samples; every rank needs at least one")
+    with torch.no_grad(), _evaluating(model):
+        mean = model.evaluate(inputs, targets, loss) if isinstance(model, Pipeline) else loss(model(inputs), targets)
+        if not dist.is_initialized():
+            return mean
+        # Each share is held by equally many ranks, so that those who share a tensor or a pipeline change nothing.
+        total = torch.stack([mean.double() * samples, mean.new_tensor(samples, dtype=torch.float64)])
+        dist.all_reduce(total)
+        return (total[0] / total[1]).to(mean.dtype)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each module back into its own; let shards that were gathered go."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for module in model.modules():
+            # FSDP2's keep what the backward pass would need; the parameters would not be shards until then.
+            if (reshard := getattr(module, "reshard", None)) is not None:
+                reshard()

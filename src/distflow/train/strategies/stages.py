@@ -20,8 +20,12 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From outputs and targets of a micro-batch to its mean loss."""
 
 
+_Schedules = Callable[[int, bool], Any]
+"""From the number of micro-batches, and whether they train, to a schedule of torch's for batches of one shape."""
+
+
 class Pipeline(nn.Module):
-    """This rank's stage, and the schedule by which micro-batches flow through all stages.
+    """This rank's stage, and the schedules by which micro-batches flow through all stages.
 
     Its parameters are those of the stage; their names are those of the whole model.
     """
@@ -29,7 +33,8 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         part: nn.Module,
-        schedule: Any,
+        schedules: _Schedules,
+        micro_batches: int,
         group: dist.ProcessGroup,
         device: torch.device,
         replicas: dist.ProcessGroup | None = None,
@@ -37,11 +42,14 @@ class Pipeline(nn.Module):
         super().__init__()
         self.part = part
         """The stage's module."""
+        self.micro_batches = micro_batches
+        """Into how many a batch is cut; fewer where they would not be of one size."""
         self.is_first = dist.get_rank(group) == 0
         """Whether inputs enter here."""
         self.is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
         """Whether the loss is computed here."""
-        self._schedule, self._group, self._device, self._replicas = schedule, group, device, replicas
+        self._schedules, self._group, self._device, self._replicas = schedules, group, device, replicas
+        self._made: dict[bool, tuple[torch.Size, Any]] = {}
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward pass of a batch, and return its mean loss on every rank.
@@ -51,12 +59,36 @@ class Pipeline(nn.Module):
         """
         losses: list[torch.Tensor] = []
         given = (inputs,) if self.is_first else ()
-        self._schedule.step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
+        self._schedule(inputs, trains=True).step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
         if self._replicas is not None:
             all_reduce_mean([one.grad for one in self.part.parameters() if one.grad is not None], group=self._replicas)
-        loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self._device)
-        dist.broadcast(loss, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
-        return loss
+        return self._from_last(torch.stack(losses).mean() if losses else None)
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
+        """Run the forward pass of a batch without gradients, and return its mean loss on every rank.
+
+        All stages are given the same batch. The ``loss`` sees it as a whole, in the last stage, and may be another than that of
+        training.
+        """
+        with torch.no_grad():
+            outputs = self._schedule(inputs, trains=False).step(*((inputs,) if self.is_first else ()))
+            return self._from_last(loss(outputs, targets) if self.is_last else None)
+
+    def _schedule(self, inputs: torch.Tensor, *, trains: bool) -> Any:
+        """Return the schedule for batches of this shape: torch's expect the shape of their first batch ever after."""
+        shape, schedule = self._made.get(trains, (None, None))
+        if shape != inputs.shape:
+            # Of one size, because stages receive into buffers of one size, and so that the mean of their means is the batch's.
+            count = max(number for number in range(1, self.micro_batches + 1) if len(inputs) % number == 0)
+            schedule = self._schedules(count, trains)
+            self._made[trains] = inputs.shape, schedule
+        return schedule
+
+    def _from_last(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """Return the last stage's scalar on every rank."""
+        value = torch.zeros((), device=self._device) if loss is None else loss.detach()
+        dist.broadcast(value, dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1), group=self._group)
+        return value
 
     def over_stages(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a value over the stages, on every rank."""
@@ -94,7 +126,10 @@ def make_pipeline(
         raise ValueError(f"pipeline: {count} stages begin at {count - 1} split_points; here are {len(points)}")
     if isinstance(model, nn.Sequential):
         part: nn.Module = _children(model, count, points)[index].to(device)
-        stage: Any = pipelining.PipelineStage(part, index, count, device, group=group)
+
+        def stage() -> Any:
+            return pipelining.PipelineStage(part, index, count, device, group=group)
+
     elif example is None or not points:
         raise ValueError(
             "pipeline: a model that is no nn.Sequential is traced: say split_points, the modules that begin a stage, and give "
@@ -103,10 +138,18 @@ def make_pipeline(
     else:
         pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
         part = pipe.get_stage_module(index).to(device)
-        stage = pipelining.build_stage(part, index, pipe.info(), device, group)
-    schedule = pipelining.ScheduleGPipe if options.get("schedule") == "gpipe" else pipelining.Schedule1F1B
+
+        def stage() -> Any:
+            return pipelining.build_stage(part, index, pipe.info(), device, group)
+
+    training = pipelining.ScheduleGPipe if options.get("schedule") == "gpipe" else pipelining.Schedule1F1B
+
+    def schedules(micro_batches: int, trains: bool) -> Any:
+        # Without a loss, torch's schedule ends with the forward pass and gives the outputs.
+        return training(stage(), micro_batches, loss_fn=loss) if trains else pipelining.ScheduleGPipe(stage(), micro_batches)
+
     replicas = mesh["dp"].get_group() if "dp" in names and mesh["dp"].size() > 1 else None
-    return Pipeline(part, schedule(stage, options.get("micro_batches", count), loss_fn=loss), group, device, replicas)
+    return Pipeline(part, schedules, options.get("micro_batches", count), group, device, replicas)
 
 
 def balanced_parts(weights: Sequence[int], count: int) -> list[range]:

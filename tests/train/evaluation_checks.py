@@ -1,0 +1,113 @@
+"""Evaluation in the worlds of ``test_strategies``: between steps of training, on batches of several sizes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from distflow.train import backward, evaluate, parallelize
+from distflow.train.samples.gpt import loss_of
+from distflow.train.strategies.description import Strategy, make_strategy
+from train.ranks import Found, batch, new_model, optimizer_of, whole
+
+__all__ = ["EVALUATED", "evaluations"]
+
+TRAINED = (8, 4, 8)
+"""Sizes of the batches of the steps."""
+SIZES = (8, 7, 5, 8)
+"""Of the batches that are evaluated: the middle ones are cut neither into equal shares nor into four micro-batches."""
+EVALUATED: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "ddp": {},
+        "fsdp": {},
+        "fsdp SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+        "tp": {},
+        "pipeline": {"micro_batches": 4},
+        "pipeline gpipe": {"schedule": "gpipe", "micro_batches": 4},
+    },
+    4: {"ddp": {}, "fsdp": {}, "hybrid": {"tp_size": 2}, "pipeline": {}, "pipeline of replicas": {"stages": 2}},
+}
+"""Ranks → name of a check, which begins with the kind → options."""
+
+
+def evaluations(world: int) -> dict[str, Callable[[], Found]]:
+    """The checks for so many ranks."""
+    found: dict[str, Callable[[], Found]] = {
+        f"{name}, evaluated": partial(_between_steps, make_strategy(name.split()[0], world, options))
+        for name, options in EVALUATED[world].items()
+    }
+    return found | ({"evaluation mode": _mode, "no samples": _none} if world == 2 else {})
+
+
+def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Another mean than that of training."""
+    return (logits.argmax(-1) == targets).float().mean()
+
+
+def _between_steps(strategy: Strategy) -> Found:
+    """How far evaluations, and the parameters in the end, are from those of one process that trains and evaluates alike."""
+    model, alone = parallelize(new_model(), strategy, loss=loss_of), new_model()
+    optimizers = optimizer_of(model), optimizer_of(alone)
+    index, count = strategy.data_shard(dist.get_rank())
+
+    def cut(tensors: tuple[torch.Tensor, ...], size: int) -> list[torch.Tensor]:
+        return [one[:size] for one in tensors]
+
+    def mine(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [one.tensor_split(count)[index] for one in tensors]
+
+    worst = 0.0
+    for step, size in enumerate(TRAINED):
+        whole_batch = cut(batch(step), size)
+        inputs, targets = mine(whole_batch)
+        backward(model, inputs, targets, loss_of)
+        loss_of(alone(whole_batch[0]), whole_batch[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for samples in SIZES:
+            whole_batch = cut(batch(100), samples)
+            inputs, targets = mine(whole_batch)
+            for mean in (loss_of, accuracy):
+                found = evaluate(model, inputs, targets, mean)
+                assert not found.requires_grad
+                wanted = mean(alone(whole_batch[0]), whole_batch[1]).item()
+                worst = max(worst, abs(found.item() - wanted) / max(1.0, wanted))
+    target, got = dict(alone.named_parameters()), whole(model)
+    farthest = torch.tensor([worst, max((got[name] - target[name]).abs().max().item() for name in got)])
+    dist.all_reduce(farthest, dist.ReduceOp.MAX)
+    return {"evaluations": farthest[0].item(), "parameters": farthest[1].item()}
+
+
+def _mode() -> Found:
+    """Dropout is off meanwhile; afterwards each module is in the mode in which it was, and shards are shards."""
+    inputs, targets = batch(0)
+    found: Found = {}
+    for kind in ("ddp", "fsdp", "pipeline"):
+        alone, model = (nn.Sequential(OrderedDict([*new_model().named_children(), ("off", nn.Dropout(0.9))])) for _ in range(2))
+        wanted = loss_of(alone.eval()(inputs), targets).item()
+        model.get_submodule("block1").eval()
+        ready = parallelize(model, kind, loss=loss_of)
+        before = [module.training for module in ready.modules()]
+        difference = abs(evaluate(ready, inputs, targets, loss_of).item() - wanted)
+        sharded = all(isinstance(one, DTensor) for one in ready.parameters())
+        after = [module.training for module in ready.modules()]
+        found[kind] = {"difference": difference, "modes": [set(map(str, before)) == {"True", "False"}, before == after]}
+        assert sharded == (kind == "fsdp")
+    return found
+
+
+def _none() -> Found:
+    inputs, targets = batch(0)
+    try:
+        evaluate(new_model(), inputs[:0], targets[:0], loss_of)
+    except ValueError as error:
+        return {"said": str(error)}
+    return {"said": "nothing"}

@@ -1,0 +1,77 @@
+"""What the ranks of ``test_strategies`` share: a small model, its batches, what one process makes of them, and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from distflow.train.samples.gpt import Gpt, loss_of
+from distflow.train.strategies.stages import Pipeline
+
+STEPS, BATCH, TIME = 3, 8, 12
+Found = dict[str, Any]
+
+
+def new_model(seed: int = 0) -> Gpt:
+    torch.manual_seed(seed)
+    return Gpt(layers=4, hidden=32, heads=4, context=TIME)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(256, (BATCH, TIME + 1), generator=draw)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def reference() -> dict[str, torch.Tensor]:
+    """The parameters after single-process training on the whole batch."""
+    model = new_model()
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that this rank knows, put together from their shards."""
+    inner = model.part if isinstance(model, Pipeline) else model
+    return {
+        name.removeprefix("module."): (one.full_tensor() if isinstance(one, DTensor) else one).detach()
+        for name, one in inner.named_parameters()
+    }
+
+
+def answer(checks: Mapping[int, Mapping[str, Callable[[], Found]]]) -> None:
+    """Run every check of this world's size; one that fails ends the world, because the others wait for it."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['MEETING']}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    results: Found = {}
+    for name, check in checks[world].items():
+        try:
+            results[name] = check()
+        except Exception:  # noqa: BLE001  the others wait for this rank in the next check
+            traceback.print_exc()
+            print(f"rank {rank}: {name!r} failed", flush=True)
+            os._exit(1)
+    if rank == 0:
+        Path(os.environ["RESULTS"]).write_text(json.dumps(results))
+    dist.destroy_process_group()
