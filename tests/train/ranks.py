@@ -37,9 +37,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def reference() -> dict[str, torch.Tensor]:
-    """The parameters after single-process training on the whole batch."""
-    model = new_model()
+def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """The parameters after single-process training on the whole batch, of a new model by default."""
+    model = model or new_model()
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         inputs, targets = batch(step)

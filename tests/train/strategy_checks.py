@@ -27,6 +27,7 @@ from distflow.train.strategies.build import make_mesh
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
 from train.evaluation_checks import evaluations
+from train.meta_checks import first_values
 from train.ranks import STEPS, Found, answer, batch, new_model, optimizer_of, reference, whole
 
 
@@ -317,6 +318,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         "whole state": whole_state,
         "refusals": refusals,
         **evaluations(2),
+        **first_values(2),
     },
     4: {
         "ddp": made("ddp"),
@@ -334,6 +336,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
         ),
         "mesh groups": mesh_groups,
         **evaluations(4),
+        **first_values(4),
     },
 }
 

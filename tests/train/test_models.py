@@ -7,11 +7,13 @@ import sys
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from distflow.train.samples.gpt import Block, Gpt
+from distflow.train.strategies.build import parallelize
 from distflow.train.strategies.layers import large_modules, repeated_layers
 from distflow.train.strategies.stages import balanced_parts
 from distflow.train.strategies.tensors import derive_plan
@@ -40,6 +42,20 @@ def test_repeated_layers_are_found_by_themselves() -> None:
 
 def test_layers_are_found_by_class() -> None:
     assert [type(layer).__name__ for layer in repeated_layers(Gpt(layers=2), ["Mlp"])] == ["Mlp", "Mlp"]
+
+
+def test_a_model_of_the_meta_device_gets_the_values_of_its_constructors() -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Embedding(8, 4, padding_idx=0), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    torch.manual_seed(0)
+    wanted = made().state_dict()
+    with torch.device("meta"):
+        model = made()
+    torch.manual_seed(0)
+    filled = parallelize(model, "none").state_dict()
+    assert set(filled) == set(wanted)
+    assert all(torch.equal(one, wanted[name]) for name, one in filled.items())
 
 
 def test_modules_are_wrapped_by_what_is_left_of_them() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from train.evaluation_checks import EVALUATED
+from train.meta_checks import FILLED
 from train.worlds import run_world
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -85,6 +86,35 @@ def test_an_evaluation_leaves_modes_and_shards_as_they_were(worlds: dict[int, di
         assert found["difference"] < TOLERANCE, kind
         assert found["modes"] == [True, True], kind
     assert "every rank needs at least one" in worlds[2]["no samples"]["said"]
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in FILLED.items() for name in names])
+def test_a_model_of_the_meta_device_begins_as_one_process_does(
+    worlds: dict[int, dict[str, Any]], world: int, name: str
+) -> None:
+    found = worlds[world][f"{name}, filled"]
+    assert found["first"] == 0
+    assert found["trained"] < TOLERANCE
+    # A part of the model, and one matrix; of what tensor parallelism cuts, a part is on all ranks.
+    assert 0 < found["held"] < (1.2 if name == "ddp" else 0.8)
+
+
+def test_whatever_a_module_holds_is_filled_alike(worlds: dict[int, dict[str, Any]]) -> None:
+    assert worlds[2]["odd modules"] == {"alike": True, "finite": True, "table": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bare", "by reset_parameters() or init_weights(); without either: 1"),
+        ("tied", "0.weight and 1.weight"),
+        ("partly", "only partly on the meta device: 1.weight is not"),
+        ("forgotten", "reset_parameters of 0 (_Scale) leaves table as it was"),
+        ("traced", "a model on the meta device cannot be traced"),
+    ],
+)
+def test_what_cannot_be_filled_is_said(worlds: dict[int, dict[str, Any]], name: str, message: str) -> None:
+    assert message in worlds[2]["cannot be filled"][name]
 
 
 def test_a_traced_model_is_cut_too(worlds: dict[int, dict[str, Any]]) -> None:

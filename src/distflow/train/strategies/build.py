@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.train.strategies.description import Strategy, check_options, current_strategy, make_strategy
+from distflow.train.strategies.initial import allocate, check_empty, fill
 from distflow.train.strategies.layers import checkpoint_activations
 from distflow.train.strategies.replicas import replicate
 from distflow.train.strategies.stages import Loss, make_pipeline
@@ -35,6 +36,9 @@ def parallelize(
     of its own. Every rank then starts from rank 0's parameters. Create the optimiser afterwards, from the parameters of what is
     returned. A pipeline needs ``loss`` and is stepped (``model.step(inputs, targets)``); all others are called as before.
 
+    A model that was made under ``torch.device("meta")`` is cut first, and then each rank is given its part of the values that
+    rank 0's random numbers give: no rank ever holds the whole, but under ``ddp`` and ``none``.
+
     Raises ``ValueError`` when the model does not fit the strategy, or the strategy the number of ranks.
     """
     chosen = _strategy(strategy, options)
@@ -43,29 +47,21 @@ def parallelize(
             "DataParallel is for one process alone, and each rank would copy to all GPUs: pass the module inside it"
         )
     device = _device()
-    model = model.to(device)
+    if not (empty := check_empty(model)):
+        model = model.to(device)
     if chosen.options.get("activation_checkpointing"):
         checkpoint_activations(model, chosen.options)
     if chosen.kind == "none" or (chosen.world_size == 1 and chosen.kind != "pipeline"):
-        return model
+        return fill(allocate(model, device), device) if empty else model
     mesh = make_mesh(chosen)
     if chosen.kind == "ddp" or chosen.options.get("sharding_strategy") == "NO_SHARD":
-        return replicate(model, device, chosen.options)
-    _start_alike(model)
-    if chosen.kind == "pipeline":
-        if loss is None:
-            raise ValueError("a pipeline computes the loss in its last stage: parallelize(model, loss=…)")
-        return make_pipeline(model, mesh, device, chosen.options, loss=loss, example=example)
-    # Each kind imports what it needs of torch, which is a second or two: replicas need nothing.
-    if chosen.size("tp") > 1:
-        from distflow.train.strategies.tensors import split_tensors  # noqa: PLC0415
-
-        split_tensors(model, mesh["tp"], chosen.options.get("plan"))
-    if chosen.kind == "fsdp" or (chosen.kind == "hybrid" and chosen.size("fsdp") > 1):
-        from distflow.train.strategies.shards import shard  # noqa: PLC0415
-
-        shard(model, mesh if chosen.kind == "fsdp" else mesh["fsdp"], chosen.options)
-    return model
+        return replicate(fill(allocate(model, device), device) if empty else model, device, chosen.options)
+    if not empty:
+        _start_alike(model)
+    ready = _cut(model, mesh, device, chosen, loss, example)
+    if empty:
+        fill(model, device)
+    return ready
 
 
 def make_mesh(strategy: Strategy) -> DeviceMesh:
@@ -76,6 +72,31 @@ def make_mesh(strategy: Strategy) -> DeviceMesh:
         shape = " × ".join(map(str, strategy.shape))
         raise ValueError(f"the strategy is for {shape} = {strategy.world_size} ranks, but there are {dist.get_world_size()}")
     return init_device_mesh(_device().type, strategy.shape, mesh_dim_names=strategy.names)
+
+
+def _cut(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    strategy: Strategy,
+    loss: Loss | None,
+    example: tuple[torch.Tensor, ...] | None,
+) -> nn.Module:
+    """Return what this rank holds of a model: a stage, or the model with parts of its tensors."""
+    if strategy.kind == "pipeline":
+        if loss is None:
+            raise ValueError("a pipeline computes the loss in its last stage: parallelize(model, loss=…)")
+        return make_pipeline(model, mesh, device, strategy.options, loss=loss, example=example)
+    # Each kind imports what it needs of torch, which is a second or two: replicas need nothing.
+    if strategy.size("tp") > 1:
+        from distflow.train.strategies.tensors import split_tensors  # noqa: PLC0415
+
+        split_tensors(model, mesh["tp"], strategy.options.get("plan"))
+    if strategy.kind == "fsdp" or (strategy.kind == "hybrid" and strategy.size("fsdp") > 1):
+        from distflow.train.strategies.shards import shard  # noqa: PLC0415
+
+        shard(model, mesh if strategy.kind == "fsdp" else mesh["fsdp"], strategy.options)
+    return allocate(model, device, offload=bool(strategy.options.get("cpu_offload")))
 
 
 def _strategy(given: Strategy | str | None, options: Mapping[str, Any]) -> Strategy:
@@ -101,5 +122,4 @@ def _start_alike(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0, as DDP does by itself."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
-                dist.broadcast(tensor.detach(), 0)
+            dist.broadcast(tensor.detach(), 0)

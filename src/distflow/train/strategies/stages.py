@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.train.communication import all_reduce_mean
+from distflow.train.strategies.initial import allocate
 
 __all__ = ["Loss", "Pipeline", "balanced_parts", "make_pipeline"]
 
@@ -125,7 +126,7 @@ def make_pipeline(
     if points and len(points) != count - 1:
         raise ValueError(f"pipeline: {count} stages begin at {count - 1} split_points; here are {len(points)}")
     if isinstance(model, nn.Sequential):
-        part: nn.Module = _children(model, count, points)[index].to(device)
+        part: nn.Module = allocate(_children(model, count, points)[index], device)
 
         def stage() -> Any:
             return pipelining.PipelineStage(part, index, count, device, group=group)
@@ -135,6 +136,8 @@ def make_pipeline(
             "pipeline: a model that is no nn.Sequential is traced: say split_points, the modules that begin a stage, and give "
             "parallelize(…, example=(inputs of one micro-batch,))"
         )
+    elif any(tensor.is_meta for tensor in model.parameters()):
+        raise ValueError("pipeline: a model on the meta device cannot be traced; make it an nn.Sequential, or on the CPU")
     else:
         pipe = pipelining.pipeline(model, example, split_spec=dict.fromkeys(points, pipelining.SplitPoint.BEGINNING))
         part = pipe.get_stage_module(index).to(device)

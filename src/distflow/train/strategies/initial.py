@@ -1,0 +1,134 @@
+"""First values for models that were made on torch's meta device: shapes alone, so that no rank ever holds the whole.
+
+A model is cut first; then its modules are filled one after the other, children before parents: rank 0 draws a module's tensors
+by its ``reset_parameters``, all ranks receive them, and each keeps its part. A rank thus holds its part of the model and one
+module. The values are those of rank 0's random numbers, whatever the ranks and the strategy.
+
+Source: "Meta device and parameter initialisation" of torch's FSDP tutorial, which fills shards in place; their random numbers
+would depend on the cut. https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["allocate", "check_empty", "fill"]
+
+_METHODS = ("reset_parameters", "_reset_parameters", "init_weights")
+"""Names under which modules set their own tensors; the second is that of torch's attention."""
+
+
+def check_empty(model: nn.Module) -> bool:
+    """Return whether the model is on the meta device.
+
+    Raises ``ValueError``, the same on every rank, when only a part of it is, when a module cannot set its tensors, and when two
+    modules share one (which is lost where tensors are made anew).
+    """
+    meta = {tensor.is_meta for module in model.modules() for tensor in _own(module).values()}
+    if True not in meta:
+        return False
+    if False in meta:
+        there = next(name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if not tensor.is_meta)
+        raise ValueError(f"the model is only partly on the meta device: {there} is not")
+    if unable := [name or "the model itself" for name, module in model.named_modules() if _own(module) and not _method(module)]:
+        raise ValueError(
+            f"modules of a model on the meta device set their own tensors by reset_parameters() or init_weights(); "
+            f"without either: {', '.join(unable)}"
+        )
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    if shared := [" and ".join(several) for several in names.values() if len(several) > 1]:
+        raise ValueError(f"modules that share parameters cannot be filled from the meta device: {', '.join(shared)}")
+    return True
+
+
+def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> nn.Module:
+    """Give a module of the meta device memory on a device, without values; any other is left as it is. Return the module.
+
+    With ``offload`` its parameters are in the node's memory, as FSDP keeps them then, and only its buffers on the device.
+    """
+    if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+        module.to_empty(device="cpu" if offload else device)
+        for part in module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, buffer.to(device))
+    return module
+
+
+def fill(model: nn.Module, device: torch.device) -> nn.Module:
+    """Give every module its first values, which rank 0 draws on ``device``, and return the model.
+
+    What is still on the meta device is left there: other ranks hold it.
+
+    All ranks must call it, with the whole model's modules. What a module would set in its children is theirs to set. Raises
+    ``ValueError`` for a module that left some of its tensors as they were.
+    """
+    many = dist.is_initialized() and dist.get_world_size() > 1
+    for name, module in _children_first(model):
+        kept = _own(module)
+        drawn = {one: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for one, tensor in kept.items()}
+        if not many or dist.get_rank() == 0:
+            _draw(module, drawn)
+        for one, tensor in drawn.items():
+            if many:
+                dist.broadcast(tensor, 0)
+            if tensor.is_floating_point() and tensor.isnan().any():
+                raise ValueError(f"{_method(module)} of {name or 'the model'} ({type(module).__name__}) leaves {one} as it was")
+            if not kept[one].is_meta:
+                _keep(kept[one], tensor)
+    return model
+
+
+def _draw(module: nn.Module, drawn: dict[str, torch.Tensor]) -> None:
+    """Let the module set these tensors in place of its own; its children have none meanwhile."""
+    own = {part: _own(part) for part in module.modules()}
+    for part, tensors in own.items():
+        for name, tensor in tensors.items():
+            new = drawn[name] if part is module else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if new.is_floating_point():
+                new.fill_(float("nan"))
+            setattr(part, name, nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new)
+    try:
+        with torch.no_grad():
+            getattr(module, _method(module))()
+    finally:
+        for part, tensors in own.items():
+            for name, tensor in tensors.items():
+                setattr(part, name, tensor)
+
+
+def _keep(kept: torch.Tensor, drawn: torch.Tensor) -> None:
+    """Copy a whole tensor, or this rank's part of it, to where it belongs."""
+    # Here, for who trains replicas: it takes a second to import.
+    from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: PLC0415
+
+    if isinstance(kept, DTensor):
+        # Without a source every rank cuts its own part, and nothing is sent.
+        drawn = distribute_tensor(drawn, kept.device_mesh, kept.placements, src_data_rank=None).to_local()
+        kept = kept.to_local()
+    with torch.no_grad():
+        kept.copy_(drawn)
+
+
+def _own(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a module itself, without its children's."""
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _method(module: nn.Module) -> str:
+    """Return the name of the method by which a module sets its own tensors; empty when it has none."""
+    return next((name for name in _METHODS if callable(getattr(module, name, None))), "")
+
+
+def _children_first(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        yield from _children_first(child, f"{prefix}{name}.")
+    if _own(model):
+        yield prefix.rstrip("."), model

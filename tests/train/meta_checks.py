@@ -1,0 +1,163 @@
+"""Models of the meta device in the worlds of ``test_strategies``: each rank gets its part of what one process begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from distflow.train import backward, parallelize
+from distflow.train.samples.gpt import Gpt, loss_of
+from distflow.train.strategies.description import Strategy, make_strategy
+from train.ranks import STEPS, TIME, Found, batch, optimizer_of, reference, whole
+
+__all__ = ["FILLED", "first_values"]
+
+FILLED: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"ddp": {}, "fsdp": {}, "fsdp offloaded": {"cpu_offload": True}, "tp": {}, "pipeline": {}},
+    4: {
+        "fsdp": {},
+        "fsdp HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2},
+        "hybrid": {"tp_size": 2},
+        "pipeline of replicas": {"stages": 2},
+    },
+}
+"""Ranks → name of a check, which begins with the kind → options."""
+
+
+def first_values(world: int) -> dict[str, Callable[[], Found]]:
+    """The checks for so many ranks."""
+    found: dict[str, Callable[[], Found]] = {
+        f"{name}, filled": partial(_filled, make_strategy(name.split()[0], world, options))
+        for name, options in FILLED[world].items()
+    }
+    return found | ({"cannot be filled": _refused, "odd modules": _odd} if world == 2 else {})
+
+
+def _filled(strategy: Strategy) -> Found:
+    """How far its first values and those after training are from one process's, and the most that a rank held meanwhile."""
+    alone, model = _on_meta(), _on_meta()
+    torch.manual_seed(0)
+    parallelize(alone, "none")
+    torch.manual_seed(dist.get_rank())  # rank 0's random numbers count
+    with _watching(model) as held:
+        ready = parallelize(model, strategy, loss=loss_of)
+    first = _difference(whole(ready), dict(alone.named_parameters()))
+    optimizer = optimizer_of(ready)
+    index, count = strategy.data_shard(dist.get_rank())
+    for step in range(STEPS):
+        inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
+        backward(ready, inputs, targets, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    everything = sum(one.numel() for one in alone.parameters())
+    return {"first": first, "trained": _difference(whole(ready), reference(alone)), "held": max(held) / everything}
+
+
+def _on_meta() -> Gpt:
+    with torch.device("meta"):
+        return Gpt(layers=4, hidden=32, heads=4, context=TIME)
+
+
+def _difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    worst = torch.tensor(max((got[name].detach() - wanted[name].detach()).abs().max().item() for name in got))
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[list[int]]:
+    """Note how many values the model has on rank 0 whenever a matrix is set there."""
+    held: list[int] = [0]
+    plain = nn.Linear.reset_parameters
+
+    def noting(self: nn.Linear) -> None:
+        plain(self)
+        parts = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
+        held.append(self.weight.numel() + sum(one.numel() for one in parts if not one.is_meta))
+
+    nn.Linear.reset_parameters = noting  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        nn.Linear.reset_parameters = plain  # type: ignore[method-assign]
+
+
+class _Scale(nn.Module):
+    """A module with a parameter, a table that no state dictionary has, and a child; ``sets`` says which it sets."""
+
+    table: torch.Tensor
+
+    def __init__(self, *sets: str) -> None:
+        super().__init__()
+        self.sets = sets
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.inner.bias)
+        if "scale" in self.sets:
+            nn.init.normal_(self.scale)
+        if "table" in self.sets:
+            self.table.copy_(torch.arange(4.0))
+
+
+def _odd() -> Found:
+    """Modules with tables, statistics and children that they set: alike on all ranks, and complete."""
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = nn.Sequential(_Scale("scale", "table"), nn.BatchNorm1d(4), nn.MultiheadAttention(4, 2))
+    ready = parallelize(model, "fsdp")
+    values = torch.cat([one.flatten().float() for one in (*whole(ready).values(), *ready.buffers())])
+    others = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, values)
+    table = ready.get_buffer("0.table").tolist()
+    return {
+        "alike": all(bool((one == values).all()) for one in others),
+        "finite": bool(values.isfinite().all()),
+        "table": table,
+    }
+
+
+def _refused() -> Found:
+    def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+        with torch.device("meta"):
+            return make()
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    def partly() -> nn.Module:
+        return nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), nn.Linear(4, 4))
+
+    wrong: dict[str, Callable[[], object]] = {
+        "bare": lambda: parallelize(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), Bare())), "fsdp"),
+        "tied": lambda: parallelize(on_meta(tied), "fsdp"),
+        "partly": lambda: parallelize(partly(), "fsdp"),
+        "forgotten": lambda: parallelize(on_meta(lambda: nn.Sequential(_Scale("scale"))), "fsdp"),
+        "traced": lambda: parallelize(
+            on_meta(lambda: _Scale("scale")), "pipeline", loss=loss_of, example=(torch.ones(2, 4),), split_points=["inner"]
+        ),
+    }
+    found = {}
+    for name, call in wrong.items():
+        try:
+            call()
+            found[name] = "nothing"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
