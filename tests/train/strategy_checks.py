@@ -258,6 +258,14 @@ def whole_state() -> Found:
     return found
 
 
+def fused(name: str, width: int) -> nn.Module:
+    """Query, key and value in one matrix, for attention on vectors of 8."""
+    model = nn.Module()
+    model.add_module(name, nn.Linear(8, width))
+    model.add_module("out", nn.Linear(8, 8))
+    return model
+
+
 def refusals() -> Found:
     """Each wrong request, and what is said; all fail before anything is sent."""
     wrong: dict[str, Callable[[], object]] = {
@@ -266,6 +274,8 @@ def refusals() -> Found:
         "trace": lambda: parallelize(Plain(), "pipeline", loss=loss_of),
         "plan": lambda: parallelize(Plain(), "tp"),
         "unknown plan": lambda: parallelize(Plain(), "tp", plan={"thrid": "colwise"}),
+        "fused by name": lambda: parallelize(fused("c_attn", 16), "tp", plan={"c_attn": "colwise", "out": "rowwise"}),
+        "fused by shape": lambda: parallelize(fused("mixed", 24), "tp", plan={"mixed": "colwise", "out": "rowwise"}),
         "heads": lambda: parallelize(Gpt(heads=1, hidden=32), "tp"),
         "layers": lambda: parallelize(Plain(), "ddp", activation_checkpointing=True),
         "class": lambda: parallelize(new_model(), "fsdp", transformer_layer_cls=["Blok"]),

@@ -205,6 +205,8 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: dict[int, dict[str, A
         ("trace", "say split_points"),
         ("plan", "no attention or MLP with names that we know"),
         ("unknown plan", "the plan names 'thrid'"),
+        ("fused by name", "c_attn seems to hold several matrices at once"),
+        ("fused by shape", "mixed seems to hold several matrices at once"),
         ("heads", "block0.attention.q_proj has 1 heads (num_heads), which 2 ranks cannot share"),
         ("layers", "name their class in transformer_layer_cls"),
         ("class", "the model has no layer of class Blok; it has Attention, Block"),

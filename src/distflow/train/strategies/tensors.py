@@ -30,20 +30,27 @@ ROWWISE = frozenset(
     }
 )
 """Names of matrices that are cut by rows: each rank takes some of the inputs, and the results are summed."""
+FUSED = frozenset(
+    {
+        *("qkv", "wqkv", "qkv_proj", "c_attn", "in_proj", "query_key_value", "w_pack", "kv", "kv_proj"),
+        *("gate_up", "gate_up_proj", "w12", "w13"),
+    }
+)
+"""Names, in small letters, of matrices that hold several at once: cut by columns, ranks would share out their pieces mixed."""
 _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_value_heads", "n_kv_heads", "heads")
 
 
 def derive_plan(model: nn.Module) -> dict[str, str]:
     """Return a plan from the names of the model's linear layers; empty when no pair has a name that we know.
 
-    A matrix that holds query, key and value at once is left whole, and so is its partner: cutting it by columns would mix them.
+    A matrix that holds query, key and value at once is left whole, and so are those beside it: cutting it would mix them.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
         linear = [child for child, inner in module.named_children() if isinstance(inner, nn.Linear)]
         columns = [child for child in linear if child in COLWISE]
         rows = [child for child in linear if child in ROWWISE]
-        if columns and len(rows) == 1:
+        if columns and len(rows) == 1 and not any(child.lower() in FUSED for child in linear):
             prefix = f"{name}." if name else ""
             plan |= {f"{prefix}{child}": "colwise" for child in columns}
             plan[f"{prefix}{rows[0]}"] = "rowwise"
@@ -75,6 +82,15 @@ def _check(name: str, modules: Mapping[str, nn.Module], style: str, ranks: int) 
     module = modules[name]
     if not isinstance(module, nn.Linear):
         raise TypeError(f"tensor parallelism: {name} is a {type(module).__name__}; only linear layers can be cut")
+    last = name.rpartition(".")[2]
+    # Three times as wide without a name that we know: query, key and value under another name.
+    tripled = module.out_features == 3 * module.in_features and last not in COLWISE
+    if style == "colwise" and (last.lower() in FUSED or tripled):
+        raise ValueError(
+            f"tensor parallelism: {name} seems to hold several matrices at once (such as query, key and value), which a cut by "
+            "columns would mix: make them layers of their own (q_proj, k_proj, v_proj; or up_proj, when it is one), or leave "
+            "this layer and the one after it out of the plan"
+        )
     what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
     if features % ranks:
         raise ValueError(f"tensor parallelism: {name} has {features} {what}, which {ranks} ranks cannot share equally")
