@@ -15,14 +15,21 @@ from torch.distributed.tensor import DTensor
 from distflow.train import backward, evaluate, parallelize
 from distflow.train.samples.gpt import loss_of
 from distflow.train.strategies.description import Strategy, make_strategy
+from distflow.train.strategies.stages import Loss
 from train.ranks import Found, batch, new_model, optimizer_of, whole
 
 __all__ = ["EVALUATED", "evaluations"]
 
+
+def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Another mean than that of training."""
+    return (logits.argmax(-1) == targets).float().mean()
+
+
 TRAINED = (8, 4, 8)
 """Sizes of the batches of the steps."""
-SIZES = (8, 7, 5, 8)
-"""Of the batches that are evaluated: the middle ones are cut neither into equal shares nor into four micro-batches."""
+EVALUATIONS: tuple[tuple[int, Loss], ...] = ((8, loss_of), (7, loss_of), (7, accuracy))
+"""After each step: size and mean. Seven are cut neither into equal shares nor into several micro-batches."""
 EVALUATED: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "ddp": {},
@@ -32,7 +39,7 @@ EVALUATED: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline": {"micro_batches": 4},
         "pipeline gpipe": {"schedule": "gpipe", "micro_batches": 4},
     },
-    4: {"ddp": {}, "fsdp": {}, "hybrid": {"tp_size": 2}, "pipeline": {}, "pipeline of replicas": {"stages": 2}},
+    4: {"hybrid": {"tp_size": 2}, "pipeline": {}, "pipeline of replicas": {"stages": 2}},
 }
 """Ranks → name of a check, which begins with the kind → options."""
 
@@ -44,11 +51,6 @@ def evaluations(world: int) -> dict[str, Callable[[], Found]]:
         for name, options in EVALUATED[world].items()
     }
     return found | ({"evaluation mode": _mode, "no samples": _none} if world == 2 else {})
-
-
-def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Another mean than that of training."""
-    return (logits.argmax(-1) == targets).float().mean()
 
 
 def _between_steps(strategy: Strategy) -> Found:
@@ -72,14 +74,13 @@ def _between_steps(strategy: Strategy) -> Found:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for samples in SIZES:
+        for samples, mean in EVALUATIONS:
             whole_batch = cut(batch(100), samples)
             inputs, targets = mine(whole_batch)
-            for mean in (loss_of, accuracy):
-                found = evaluate(model, inputs, targets, mean)
-                assert not found.requires_grad
-                wanted = mean(alone(whole_batch[0]), whole_batch[1]).item()
-                worst = max(worst, abs(found.item() - wanted) / max(1.0, wanted))
+            found = evaluate(model, inputs, targets, mean)
+            assert not found.requires_grad
+            wanted = mean(alone(whole_batch[0]), whole_batch[1]).item()
+            worst = max(worst, abs(found.item() - wanted) / max(1.0, wanted))
     target, got = dict(alone.named_parameters()), whole(model)
     farthest = torch.tensor([worst, max((got[name] - target[name]).abs().max().item() for name in got)])
     dist.all_reduce(farthest, dist.ReduceOp.MAX)

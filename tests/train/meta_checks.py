@@ -22,7 +22,6 @@ __all__ = ["FILLED", "first_values"]
 FILLED: dict[int, dict[str, dict[str, Any]]] = {
     2: {"ddp": {}, "fsdp": {}, "fsdp offloaded": {"cpu_offload": True}, "tp": {}, "pipeline": {}},
     4: {
-        "fsdp": {},
         "fsdp HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2},
         "hybrid": {"tp_size": 2},
         "pipeline of replicas": {"stages": 2},
