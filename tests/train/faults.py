@@ -30,6 +30,8 @@ from distflow import train
 
 LIMIT_S = 90
 """For one rank; then SIGALRM ends it."""
+LATE_S = 10.0
+"""Until a rank that shall meet the others is given up: all faults start at the same moment."""
 
 
 def check_collectives() -> None:
@@ -124,12 +126,12 @@ def told_missing() -> None:
 
 def told_twice() -> None:
     os.environ["RANK"] = min(os.environ["RANK"], "1")
-    train.init(start_timeout=2)
+    train.init(start_timeout=LATE_S)
 
 
 def told_size() -> None:
     os.environ["WORLD_SIZE"] = "3" if os.environ["RANK"] == "0" else "2"
-    train.init(start_timeout=2)
+    train.init(start_timeout=LATE_S)
 
 
 def told_no_master() -> None:

@@ -100,7 +100,12 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     beside: dict[int, list[int]] = {}
     for task, at in chosen.items():
         beside.setdefault(at, []).append(task)
-    return tuple(_unplaced(task, demands, nodes, beside) for task in range(len(demands)) if task not in chosen)
+    reasons: dict[tuple[object, ...], tuple[str, ...]] = {}
+    for task, demand in enumerate(demands):
+        if task not in chosen and _what(demand) not in reasons:
+            reasons[_what(demand)] = _reasons(demand, demands, nodes, beside)
+    left_over = (demand for task, demand in enumerate(demands) if task not in chosen)
+    return tuple(Unplaced(task=demand.task, reasons=reasons[_what(demand)]) for demand in left_over)
 
 
 def _greedy(demands: Sequence[Demand], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
@@ -196,7 +201,8 @@ def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int
 
 def _what(demand: Demand) -> tuple[object, ...]:
     """Return what is asked, whoever asks."""
-    return (demand.gpus, demand.cpus, demand.memory, demand.platform, demand.nodes_excluded, demand.labels, demand.spread)
+    labels = tuple(sorted(demand.labels.items()))
+    return (demand.gpus, demand.cpus, demand.memory, demand.platform, demand.nodes_excluded, labels, demand.spread)
 
 
 def _less(node: Free, demand: Demand) -> Free:
@@ -239,9 +245,10 @@ def _bytes(count: int) -> str:
     return f"{count}B"
 
 
-def _unplaced(task: int, demands: Sequence[Demand], nodes: Sequence[Free], beside: Mapping[int, Sequence[int]]) -> Unplaced:
-    """Return why a task is left over; ``beside``: the tasks that each node takes."""
-    demand = demands[task]
+def _reasons(
+    demand: Demand, demands: Sequence[Demand], nodes: Sequence[Free], beside: Mapping[int, Sequence[int]]
+) -> tuple[str, ...]:
+    """Return for each node why it does not take what is asked; ``beside``: the tasks that each takes."""
     reasons = []
     for at, node in enumerate(nodes):
         others = beside.get(at, ())
@@ -256,4 +263,4 @@ def _unplaced(task: int, demands: Sequence[Demand], nodes: Sequence[Free], besid
             names = ", ".join(demands[other].task for other in others)
             lacks = f"{less} beside {names}"
         reasons.append(f"{node.node}: {lacks or 'fits alone, but not with the rest of its gang'}")
-    return Unplaced(task=demand.task, reasons=tuple(reasons) or ("the pool has no nodes",))
+    return tuple(reasons) or ("the pool has no nodes",)
