@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No test hangs on how fast the machine is at the moment.
+settings.register_profile("untimed", settings(), deadline=None)
+settings.load_profile("untimed")
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_LIBRARY_PATH", "CI")
 

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -85,7 +85,6 @@ def test_matrices_are_cut_in_pairs(children: tuple[str, ...], plan: list[str]) -
     assert derive_plan(model) == {f"layer.{name}": style for name, style in zip(children, plan, strict=False)}
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 8))
 def test_parts_are_as_even_as_they_can_be(weights: list[int], count: int) -> None:
     if count > len(weights):

@@ -203,7 +203,7 @@ def test_the_normal_form_means_the_same(given_block: tuple[dict[str, Any], tuple
     assert again == strategy, found
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.sampled_from([*OPTIONS, "kind", "mesh", "mesh_shape", "cluster", "training", "model", "options", "stages", "x"]),

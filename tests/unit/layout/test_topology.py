@@ -83,7 +83,7 @@ MACHINES = st.tuples(st.sampled_from(["r1", "r2", ""]), st.sampled_from(["z1", "
 WISHES = st.lists(st.sampled_from([RACK, ZONE, Near(key="rack", group="b")]), max_size=2, unique_by=lambda near: near.key)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(MACHINES, min_size=2, max_size=5), st.lists(WISHES, max_size=3))
 def test_a_placement_is_found_exactly_when_there_is_one(machines: list[tuple[str, str, int]], wishes: list[list[Near]]) -> None:
     nodes = [

@@ -190,7 +190,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(PIECES)
 def test_every_word_of_a_template_is_found_in_its_line(pieces: list[str]) -> None:
     text = "".join(f"{piece}w{number:02}" for number, piece in enumerate(pieces))
@@ -204,7 +204,7 @@ def test_every_word_of_a_template_is_found_in_its_line(pieces: list[str]) -> Non
             assert words[0] in source[line - 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text("ab{}%#\n '\"", max_size=30))
 def test_any_text_is_rendered_or_refused_in_words(text: str) -> None:
     with contextlib.suppress(ProblemsFound):

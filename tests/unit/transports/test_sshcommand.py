@@ -44,7 +44,7 @@ def test_words_arrive_as_they_are(shell: str) -> None:
     assert done.stdout.decode().split("\0")[:-1] == WORDS, done.stderr
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=5))
 def test_any_text_arrives(words: list[str]) -> None:
     done = subprocess.run(
