@@ -57,6 +57,8 @@ class Free:
     """What the node has when nothing runs there; ``None``: as much as is free."""
     all_cpus: int | None = None
     all_memory: int | None = None
+    closed: str = ""
+    """Why nothing may be placed there for now, in words."""
 
     @classmethod
     def whole(cls, node: Node) -> Free:
@@ -216,6 +218,8 @@ def _less(node: Free, demand: Demand) -> Free:
 
 def _lacks(demand: Demand, node: Free) -> str:
     """Return what the node lacks for the task, in words; empty when it fits."""
+    if node.closed:
+        return node.closed
     if node.node in demand.nodes_excluded:
         return "excluded by nodesExcluded"
     if demand.platform is not None and node.platform is not None and demand.platform != node.platform:

@@ -144,7 +144,11 @@ def _usable(
 
 def _could_do_without(bad: frozenset[str], left: Sequence[Free], asked: Sequence[Demand], *, shared: bool) -> bool:
     """Whether a gang would find room on the other nodes if nobody else used them."""
-    empty = [replace(one, gpus=one.all_gpus, cpus=one.all_cpus, memory=one.all_memory) for one in left if one.node not in bad]
+    empty = [
+        replace(one, gpus=one.all_gpus, cpus=one.all_cpus, memory=one.all_memory, closed="")
+        for one in left
+        if one.node not in bad
+    ]
     return isinstance(place_near(asked, empty, shared=shared), Placement)
 
 

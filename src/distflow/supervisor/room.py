@@ -25,7 +25,12 @@ def share_of(workflow: Workflow) -> Share:
         workflow=workflow,
         waiting=tuple(group for group in groups if waits and group.state is State.SCHEDULING),
         holds=tuple(
-            hold for group in groups if group.state in _HOLDING for hold in _holds(group, workflow.plan.group(group.name))
+            hold
+            for group in groups
+            for hold in (
+                *(_holds(group, workflow.plan.group(group.name)) if group.state in _HOLDING else ()),
+                *(Hold(node=task.node, is_stray=True) for task in group.attempts if task.stray is not None and task.node),
+            )
         ),
     )
 
@@ -45,26 +50,29 @@ def _holds(group: GroupRecord, plan: GroupPlan) -> Iterator[Hold]:
 def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | None) -> list[Free]:
     """Return what each reachable node of a pool has left, beside what the shares of that pool hold.
 
-    Without those where ``fixed_port`` is taken.
+    Closed are those where ``fixed_port`` is taken, and those where an attempt is that was given up: it is stopped first.
     """
     used: dict[str, tuple[int, int, int]] = {}
-    taken: set[str] = set()
+    closed: dict[str, str] = {}
     for share in shares:
         for hold in share.holds:
             gpus, cpus, memory = used.get(hold.node, _NOTHING)
             used[hold.node] = (gpus + hold.gpus, cpus + hold.cpus, memory + hold.memory)
             if fixed_port is not None and hold.port == fixed_port:
-                taken.add(hold.node)
+                closed[hold.node] = f"port {fixed_port} is taken"
+            if hold.is_stray:
+                closed[hold.node] = "an earlier attempt is being stopped there"
     found = []
     for view in views:
         node = view.node
-        if not view.up or node.name in taken:
+        if not view.up:
             continue
         gpus, cpus, memory = used.get(node.name, _NOTHING)
         found.append(
             Free(
                 node=node.name, gpus=_left(view.gpus, gpus), cpus=_left(view.cpus, cpus), memory=_left(view.memory, memory),
                 platform=node.platform, labels=node.labels, all_gpus=view.gpus, all_cpus=view.cpus, all_memory=view.memory,
+                closed=closed.get(node.name, ""),
             )
         )  # fmt: skip
     return found

@@ -90,13 +90,15 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """What a task, or the master's port, holds of a node."""
+    """What a task, the master's port or a stray holds of a node."""
 
     node: str
     gpus: int = 0
     cpus: int = 0
     memory: int = 0
     port: int | None = None
+    is_stray: bool = False
+    """By an attempt that was given up, and that nobody has seen stopped yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

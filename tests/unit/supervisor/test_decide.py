@@ -8,6 +8,7 @@ import pytest
 
 from distflow.backends.base import AttemptKey, LeaseRequest, Staging
 from distflow.lifecycle.clocks import Clock
+from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import CancelRequest, Stray
 from distflow.supervisor.decide import decide
@@ -523,3 +524,29 @@ def test_a_gang_that_needs_the_node_that_refused_waits_for_it_and_holds_no_other
     assert driver.backend.alive == ["theirs/n2/t/0"]
     # Nor is it overtaken.
     assert driver.group("u2").message == "behind w-u1"
+
+
+def test_nothing_new_begins_on_a_node_before_what_was_given_up_there_is_stopped() -> None:
+    plan = group_plan(tasks=1, gpus=0, world=False, exit_actions=ExitActions(reschedule=((3001, 3001),)))
+    driver = Driver(workflow(plan), on=pool(node("n1"), node_lost_after_s=30.0), behaviour=lambda _: HANG)
+    driver.settle()
+    driver.backend.cut("n1")
+    driver.advance(31.0)
+    driver.advance(10.0)
+    assert (driver.group().attempt, driver.group().state) == (1, State.SCHEDULING)
+    driver.backend.heal("n1")
+    driver.absorb()
+    assert [(command.op, command.attempt) for command in driver.decide().commands] == [("stop", 0)]
+    assert "t0: n1: an earlier attempt is being stopped there" in driver.decide().records["u1"].groups[0].message
+    driver.settle()
+    assert (driver.group().state, driver.backend.running) == (
+        State.RUNNING, [AttemptKey(workflow="u1", group="train", task="t0", attempt=1, node="n1")],
+    )  # fmt: skip
+    assert driver.backend.starts == ["u1/train/t0/0", "u1/train/t0/1"]
+
+
+def test_a_port_that_another_gang_has_is_named() -> None:
+    driver = Driver(workflow(group_plan(tasks=1, gpus=1, port=29500)), on=pool(node("n1")), behaviour=lambda _: HANG)
+    driver.add(workflow(group_plan(tasks=1, gpus=1, port=29500), uuid="u2"))
+    driver.settle()
+    assert driver.group("u2").message == "no room for t0: n1: port 29500 is taken"
