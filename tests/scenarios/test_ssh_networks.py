@@ -189,6 +189,28 @@ def _pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
+def test_a_link_that_loses_every_tenth_packet_ends_nothing_and_loses_no_line(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+    cli, go = far_lab.cli, far_lab.cli.folder / "go"
+    far_lab.configure(connect_timeout="10s", node_lost_after="5m")
+    workflow = far_lab.submit(
+        go, COUNTING.replace("TASKS", COUNTER.replace("NAME", "master").replace("LEAD", "\n      lead: true"))
+    )
+    name = cli.await_running(workflow)["master"]["node_name"]
+    try:
+        hosts[name].lose(10)
+    except OSError as error:
+        pytest.skip(f"packets cannot be lost here: {error}")
+    there = len(_numbers(cli.logs(workflow), "master"))
+    wait_until(lambda: len(_numbers(cli.logs(workflow), "master")) > there + 200, 120, "its lines come all the same")
+    go.touch()
+    cli.await_status(workflow, "COMPLETED", timeout=120)
+    log = cli.logs(workflow)
+    numbers = _numbers(log, "master")
+    assert numbers == list(range(len(numbers)))
+    assert f"[master] master ends after {numbers[-1]}" in log
+    assert sum("started on" in line for line in cli.run("workflow", "events", workflow).out.splitlines()) == 1
+
+
 def test_cancel_of_a_task_out_of_reach_says_so_and_is_done_as_soon_as_it_can_be(
     far_lab: Lab, hosts: dict[str, NetnsHost]
 ) -> None:

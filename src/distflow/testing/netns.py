@@ -166,12 +166,15 @@ class NetnsHost:
         """Let packets through again."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
-    def slow(self, delay_ms: int, loss_percent: float = 0.0) -> None:
-        """Delay packets to this host, and lose some. Raises ``OSError`` where the kernel cannot."""
-        command = ["tc", "qdisc", "replace", "dev", self._link, "root", "netem", "delay", f"{delay_ms}ms"]
-        done = subprocess.run([*command, "loss", f"{loss_percent}%"], capture_output=True, check=False, timeout=30)
-        if done.returncode != 0:
-            raise OSError(done.stderr.decode().strip())
+    def lose(self, percent: float) -> None:
+        """Lose that share of all packets, at random, both ways. Raises ``OSError`` where iptables or the kernel cannot."""
+        for chain in ("INPUT", "OUTPUT"):
+            rule = ["-A", chain, "-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:g}", "-j", "DROP"]
+            done = subprocess.run(
+                [*self.prefix, "iptables", "-w", *rule], capture_output=True, check=False, text=True, timeout=30
+            )
+            if done.returncode != 0:
+                raise OSError(done.stderr.strip())
 
     def close(self) -> None:
         """Take it down. May be called twice."""
