@@ -16,7 +16,7 @@ from distflow.cli import wiring
 from distflow.cli.metrictext import holds_rank
 from distflow.cli.times import local_second
 from distflow.errors import NotFound
-from distflow.state.directory import StateDirectory, find_state_directory
+from distflow.state.directory import StateDirectory, find_state_directory, has_room
 
 if TYPE_CHECKING:
     from distflow.state.record import TaskRecord, WorkflowRecord
@@ -131,4 +131,5 @@ def _tell_age(directory: StateDirectory, store: Store, record: WorkflowRecord) -
         if is_running(directory):
             return
     seen = max([record.submitted_at, *(event.at for event in store.events(record.uuid))])
-    print(f"no supervisor was at work: this is as of {local_second(seen)}; one is starting now", file=sys.stderr)
+    then = "one is starting now" if has_room(directory) else f"none can be, as the disk of {directory.path} is full"
+    print(f"no supervisor was at work: this is as of {local_second(seen)}; {then}", file=sys.stderr)

@@ -14,7 +14,10 @@ from pathlib import Path
 
 from distflow.errors import StateError
 
-__all__ = ["StateDirectory", "find_state_directory", "is_locked", "state_errors"]
+__all__ = ["StateDirectory", "find_state_directory", "has_room", "is_locked", "state_errors"]
+
+_ROOM = 1 << 20
+"""Bytes; a decision takes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,12 @@ def state_errors(path: Path) -> Iterator[None]:
             f"cannot use the state directory: {where}: {error.strerror}",
             hint="free space there or make it writable, or point DISTFLOW_STATE at another directory",
         ) from error
+
+
+def has_room(directory: StateDirectory) -> bool:
+    """Return whether anything can be written there: false for a disk that is full."""
+    found = os.statvfs(directory.path)
+    return found.f_bavail * found.f_frsize >= _ROOM
 
 
 def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from distflow.backends.base import AttemptKey, Backend, Observation
 from distflow.backends.registry import open_backend, preload
+from distflow.errors import StateError
 from distflow.pools.model import Pool
-from distflow.state.directory import StateDirectory
+from distflow.state.directory import StateDirectory, has_room
 from distflow.state.mirror import Mirror
 from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
@@ -25,6 +26,9 @@ from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.process import Lock, open_wake_socket
 
 __all__ = ["main"]
+
+_PATIENCE_S = 86400.0
+_LOOK_S = 5.0
 
 
 class _Logs:
@@ -58,24 +62,67 @@ def main(argv: list[str]) -> int:
             return 0
     gc.freeze()
     gc.enable()
-    lock = Lock(directory.lock)
+    starter, lock = _Starter(ready), Lock(directory.lock)
     while True:
         if not lock.take():
-            _say(ready, b"other")
+            starter.tell(b"other")
             return 0
-        with Store(directory.store) as store:
-            if store.has_unfinished():
-                _work(directory, store, ready)
-            else:
-                _say(ready, b"ready")
-            ready = -1
-            lock.give_up()
-            # Work that came after the last look found the lock taken, so it is ours.
-            if not store.has_unfinished():
+        try:
+            if _serve(directory, starter, lock):
                 return 0
+        except (StateError, OSError) as error:
+            _log(f"cannot go on: {error}")
+            lock.give_up()
+            # Who started us waits for a word, and is told why there is none by the last line of the log.
+            if starter.waits or not _await_room(directory):
+                return 1
+            _log("there is room again")
 
 
-def _work(directory: StateDirectory, store: Store, ready: int) -> None:
+class _Starter:
+    """Who started this process, and waits on a pipe to hear that it works."""
+
+    def __init__(self, ready: int) -> None:
+        self._ready = ready
+        self.waits = True
+
+    def tell(self, word: bytes) -> None:
+        """Say it, once."""
+        if self.waits:
+            self.waits = False
+            with contextlib.suppress(OSError):
+                os.write(self._ready, word)
+                os.close(self._ready)
+
+
+def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
+    """Work until nothing is unfinished, and give up the lock; return whether nothing has come meanwhile."""
+    with Store(directory.store) as store:
+        if store.has_unfinished():
+            _work(directory, store, starter)
+        else:
+            starter.tell(b"ready")
+        lock.give_up()
+        # Work that came after the last look found the lock taken, so it is ours.
+        return not store.has_unfinished()
+
+
+def _await_room(directory: StateDirectory) -> bool:
+    """Wait while the disk of the state is full; return false when it is not, or stays so for too long.
+
+    What happens meanwhile is not lost: nodes keep it, and a gang that fails stops without us.
+    """
+    if has_room(directory):
+        return False
+    until, pause = time.monotonic() + _PATIENCE_S, threading.Event()
+    while not has_room(directory):
+        if time.monotonic() > until:
+            return False
+        pause.wait(_LOOK_S)
+    return True
+
+
+def _work(directory: StateDirectory, store: Store, starter: _Starter) -> None:
     mirror = Mirror(directory.logs)
 
     def open_one(pool: Pool, sink: Callable[[Observation], None]) -> Backend:
@@ -92,21 +139,13 @@ def _work(directory: StateDirectory, store: Store, ready: int) -> None:
                 supervisor.wake()
 
     threading.Thread(target=listen, name="wake", daemon=True).start()
-    _say(ready, b"ready")
+    starter.tell(b"ready")
     _log(f"supervisor {os.getpid()} at work")
     try:
         supervisor.run()
     finally:
         knock.close()
     _log("nothing left to do")
-
-
-def _say(ready: int, word: bytes) -> None:
-    """Tell who started us; nothing when that was done already (-1)."""
-    if ready >= 0:
-        with contextlib.suppress(OSError):
-            os.write(ready, word)
-            os.close(ready)
 
 
 def _log(text: str) -> None:

@@ -1,0 +1,87 @@
+"""The disk of the state directory fills up while a gang runs: nothing that happened is lost once there is room again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.lifecycle.states import WorkflowState
+from distflow.state.store import Store
+from distflow.testing.waiting import wait_until
+from scenarios.conftest import Cli
+
+SPEC = """
+workflow:
+  name: full
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: [sh, -c, 'echo begins; while [ ! -e GO ]; do sleep 0.1; done; echo ends; exit 7']
+    - name: worker
+      ranks: {size: 1}
+      command: [sh, -c, 'while :; do sleep 0.1; done']
+"""
+
+
+@pytest.fixture
+def small(cli: Cli) -> Iterator[Cli]:
+    """A state directory on a disk of its own, of 8 MiB."""
+    cli.state.mkdir(mode=0o700)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(cli.state)], check=False).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield cli
+    finally:
+        subprocess.run(["umount", "-l", str(cli.state)], check=True)
+
+
+def _fill(folder: Path) -> Path:
+    """Leave no room at all."""
+    path = folder / "filler"
+    with path.open("wb") as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    os.write(file.fileno(), bytes(size))
+            except OSError:
+                continue
+    return path
+
+
+def _state(cli: Cli, ident: str) -> WorkflowState:
+    with Store(cli.state / "distflow.sqlite3") as store:
+        return store.find(ident).state
+
+
+def test_what_happens_while_the_disk_of_the_state_is_full_is_read_afterwards(small: Cli) -> None:
+    cli, go = small, small.folder / "go"
+    ident = cli.submit(cli.spec(SPEC.replace("GO", str(go))))
+    cli.await_running(ident)
+    cli.await_log(ident, "begins")
+    filler = _fill(cli.state)
+    go.touch()
+    # The gang falls on its nodes, whoever can write it down.
+    wait_until(lambda: not [line for _, line in cli.processes() if "sleep 0.1; done" in line], 60, "nothing of it runs")
+    wait_until(lambda: cli.supervisor() is None, 30, "it can write nothing down")
+    told = cli.run("workflow", "query", ident)
+    assert (told.code, "Status       RUNNING" in told.out) == (0, True)
+    assert f"none can be, as the disk of {cli.state} is full" in told.err
+    refused = cli.run("workflow", "submit", cli.spec(SPEC, "other.yaml"))
+    assert (refused.code, "No space left on device" in refused.err) == (5, True)
+    assert "Traceback" not in (cli.state / "supervisor.log").read_text()
+    # Nobody has to come: the supervisor waits for room.
+    filler.unlink()
+    wait_until(lambda: _state(cli, ident).is_final, 60, "it is written down")
+    body = cli.await_status(ident, "FAILED")
+    tasks = cli.tasks(ident)
+    assert tasks["master"]["exit_code"] == 7
+    assert body["groups"][0]["first_cause"]["task"] == "master"
+    assert cli.logs(ident).splitlines() == ["[master] begins", "[master] ends"]
+    wait_until(lambda: cli.supervisor() is None, 30)
