@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.test_runtime_faults import agent_of, is_dead, kill_together
+from contract.test_runtime_faults import agent_of, cgroup_of, is_dead, kill_together
 from distflow.runtime.processes import read_process
 from distflow.testing.waiting import wait_until
 
@@ -93,6 +93,25 @@ def test_what_a_dead_pair_left_is_named_and_then_ended(node: NodeUnderTest) -> N
     assert not is_dead(node.state(bystander)["command"]["pid"])
     again = reap(node)
     assert (rows(again, *left), again["settled"]) == ([], [])
+
+
+def test_a_daemon_without_mark_session_or_parent_is_found_by_its_cgroup(node: NodeUnderTest) -> None:
+    link = node.connect()
+    script = 'env -i setsid sh -c "sleep 600 & echo \\$!"; wait; exec sleep 600'
+    attempt = node.start(link, ["sh", "-c", script])
+    wait_until(lambda: node.output(attempt).count("\n") == 1)
+    group = cgroup_of(node, attempt)
+    empty = group.with_name("distflow-nobodys")
+    empty.mkdir()
+    agent, state, left = agent_of(link), node.state(attempt), int(node.output(attempt))
+    link.close()
+    wait_until(lambda: is_dead(agent), what="nobody is there to adopt it")
+    kill_together(state)
+    wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
+    assert not is_dead(left)
+    assert rows(reap(node), left) == [(left, attempt, "those who watched the attempt are gone", True)]
+    assert is_dead(left)
+    assert (group.exists(), empty.exists()) == (False, False)
 
 
 def test_what_outlived_its_record_is_ended_also_when_the_directory_is_gone(node: NodeUnderTest, spawn: Spawn) -> None:

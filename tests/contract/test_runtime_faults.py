@@ -296,6 +296,50 @@ def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left
     assert_lease_is_free(node, link)
 
 
+def cgroup_of(node: NodeUnderTest, attempt: str) -> Path:
+    """The cgroup of an attempt that runs; the test is skipped where its user may make none."""
+    path = node.state(attempt)["command"]["cgroup"]
+    if path is None:
+        pytest.skip("no cgroup (v2) can be made here")
+    return Path(path)
+
+
+def test_what_hides_from_everything_else_is_found_by_its_cgroup(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    attempt = node.start(link, hostile(marker), lease={"gpus": 1, "gpu_ids": [0]})
+    wait_until(lambda: node.output(attempt))
+    group = cgroup_of(node, attempt)
+    agent = agent_of(link)
+    link.close()
+    wait_until(lambda: is_dead(agent), what="nobody is there to adopt them")
+    state = node.state(attempt)
+    kill_together(state)
+    wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
+    # The daemons have sessions of their own and no environment, and their parents are gone.
+    assert processes_with(marker)
+    link = node.connect()
+    node.watch(link, attempt)
+    assert node.end(attempt)["reason"] == "both_died"
+    assert_nothing_is_left(node, attempt, marker)
+    assert_lease_is_free(node, link)
+    assert not group.exists()
+
+
+@pytest.mark.parametrize("victim", ["nobody", "keeper"])
+def test_no_cgroup_outlives_its_attempt(node: NodeUnderTest, marker: str, victim: str) -> None:
+    link = node.connect()
+    attempt = node.start(link, hostile(marker, ["still"]))
+    wait_until(lambda: node.output(attempt))
+    group = cgroup_of(node, attempt)
+    assert group.joinpath("cgroup.procs").read_text().split()
+    if victim == "keeper":
+        kill(node.state(attempt)["keeper"]["pid"])
+    else:
+        link.request("stop", attempt=attempt, grace_s=0.1, why="by the test")
+    node.end(attempt)
+    assert not group.exists()
+
+
 def test_the_lease_is_free_as_soon_as_the_end_is_told(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")

@@ -11,7 +11,7 @@ import os
 import signal
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from distflow.runtime import nc, processes
+from distflow.runtime import cgroups, nc, processes
 from distflow.runtime.wire import Json
 
 __all__ = ["HEARTBEAT", "PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn", "with_prelude"]
@@ -34,6 +34,13 @@ class Spawned(NamedTuple):
     """Write a byte here and it execs; close it and it ends."""
     failure: int
     """Reads end of file when the exec worked, else why it did not (``read_failure``)."""
+    cgroup: Optional[str]
+    """Where everything that it starts stays; None where this user may make none."""
+
+    @property
+    def record(self) -> Json:
+        """What ``runner.json`` says of it."""
+        return {"pid": self.pid, "start": self.start, "cgroup": self.cgroup}
 
 
 def fill(launch: Json, directory: str) -> Json:
@@ -113,7 +120,7 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
     os.read(failure_read, 1)  # its word that it is ready; end of file when it was killed before
     os.set_blocking(failure_read, False)
     process = processes.read_process(pid)
-    return Spawned(pid, process.start if process else 0, go_write, failure_read)
+    return Spawned(pid, process.start if process else 0, go_write, failure_read, cgroups.enclose(pid, directory))
 
 
 def _become(

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
 
-from distflow.runtime import command, limits, masking, processes, records, secretfiles
+from distflow.runtime import cgroups, command, limits, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.control import Visitors
 from distflow.runtime.ends import as_exit, how
@@ -252,6 +252,7 @@ class _Keeper:
         known = dict(self._exit or {})
         secretfiles.remove(self._grip.directory)
         known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory, self._mask))
+        cgroups.remove(self._state["command"] or {})
         known["kernel"] = self._ask_kernel(known)
         known["message"] = self._hunt.message or (self._mask.text(self._message or "") if self._mask else self._message)
         self._see_gpus_empty(known)
@@ -348,7 +349,7 @@ class _Keeper:
         os.close(self._output_write)
         # The secrets are the command's now.
         self._launch = {name: self._launch.get(name) for name in ("stop_grace_s", "gang", "self_stop_after_s")}
-        self._change(phase="running", started_at=now(), command={"pid": spawned.pid, "start": spawned.start})
+        self._change(phase="running", started_at=now(), command=spawned.record)
         try:
             os.write(spawned.go, b"g")
         except OSError:

@@ -12,7 +12,7 @@ import re
 import time
 from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Set
 
-from distflow.runtime import gpubuses, processes
+from distflow.runtime import cgroups, gpubuses, processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
@@ -83,7 +83,7 @@ def ask(
         def is_likely(kill: Kill) -> bool:
             if container:
                 return is_killed and container in (kill.cgroup or "")
-            return is_killed and abs(kill.at - ended) <= slack_s and kill.uid in (None, me) and kill.cgroup == place
+            return is_killed and abs(kill.at - ended) <= slack_s and kill.uid in (None, me) and _is_at(kill.cgroup, place)
 
         return judge(seen, pids, is_likely, other_gpus)
     except Exception:  # whatever an unusual kernel says: the end of the attempt is told all the same
@@ -170,6 +170,11 @@ def _memory_cgroup() -> str:
     with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
         places = dict(line.rstrip("\n").split(":", 2)[1:] for line in file)
     return places.get("memory") or places.get("") or "/"
+
+
+def _is_at(cgroup: Optional[str], place: str) -> bool:
+    """Whether a killed process was where we are, or in a cgroup that we made there for an attempt."""
+    return cgroup == place or (cgroup is not None and cgroups.is_one(cgroup) and os.path.dirname(cgroup) == place)
 
 
 def _syslog() -> str:

@@ -7,7 +7,7 @@ import os
 import select
 from typing import AbstractSet, List
 
-from distflow.runtime import attempts, placing, processes, records, secretfiles
+from distflow.runtime import attempts, cgroups, placing, processes, records, secretfiles
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.wire import Json
 
@@ -44,6 +44,7 @@ def settle(root: str, attempt: str) -> Json:
             reason, message = "rebooted", "the node was restarted while the task was on it"
         else:
             message = _end_left(attempt, state) or message
+        cgroups.remove(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         size = os.stat(attempts.LOG, dir_fd=dir_fd).st_size
         secretfiles.remove(directory)
@@ -60,9 +61,10 @@ def settle(root: str, attempt: str) -> Json:
 
 
 def _end_left(attempt: str, state: Json) -> str:
-    """End what carries the attempt's mark or belongs to its command's session, and everything below those."""
+    """End what is in the attempt's cgroup, carries its mark or belongs to its command's session, and all below those."""
     command = state.get("command") or {}
     session, start = int(command.get("pid") or 0), int(command.get("start") or 0)
+    group = cgroups.name_of(command)
     spare = {os.getpid(), os.getppid()}
 
     def owns(process: processes.Process) -> bool:
@@ -73,7 +75,9 @@ def _end_left(attempt: str, state: Json) -> str:
             leader = processes.read_process(session)
             if leader is None or leader.start == start:
                 return True
-        return processes.carries(process.pid, "DISTFLOW_ATTEMPT=" + attempt)
+        return (bool(group) and cgroups.of(process.pid) == group) or processes.carries(
+            process.pid, "DISTFLOW_ATTEMPT=" + attempt
+        )
 
     def find(everything: List[processes.Process]) -> List[processes.Process]:
         found = {process.pid: process for process in everything if owns(process)}
@@ -82,6 +86,7 @@ def _end_left(attempt: str, state: Json) -> str:
                 found[below.pid] = below
         return list(found.values())
 
+    cgroups.end(command)
     hunt = Hunt(find, owns)
     while hunt.step() and not hunt.is_over:
         select.select([], [], [], hunt.pause_s)

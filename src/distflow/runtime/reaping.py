@@ -11,7 +11,7 @@ import select
 import time
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from distflow.runtime import attempts, containers, gpuusers, orphans, processes, records
+from distflow.runtime import attempts, cgroups, containers, gpuusers, orphans, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.facts import user_name
 from distflow.runtime.hunt import Hunt
@@ -64,6 +64,7 @@ def reap(root: str, request: Json) -> Json:
         if name not in busy:
             orphans.settle(root, name)
             answer["settled"].append(name)
+    cgroups.sweep()
     return answer
 
 
@@ -87,6 +88,7 @@ class _Scene:
         self._root = root
         self._boot = processes.boot_id()
         self._sessions: Dict[int, List[Tuple[str, Json]]] = {}
+        self._cgroups: Dict[str, str] = {}
         self._engines: List[Tuple[str, Dict[str, str]]] = containers.engines()
         for workflow in attempts.workflows(root):
             for name, directory in attempts.each(root, workflow):
@@ -102,6 +104,9 @@ class _Scene:
         session = int((state.get("command") or {}).get("pid") or 0)
         if session > 1 and state.get("boot_id") == self._boot:
             self._sessions.setdefault(session, []).append((name, state))
+        group = cgroups.name_of(state.get("command") or {})
+        if group and state.get("boot_id") == self._boot:
+            self._cgroups[group] = name
         known = state.get("container")
         if known and (known["program"], known["env"]) not in self._engines:
             self._engines.append((known["program"], known["env"]))
@@ -148,7 +153,7 @@ class _Scene:
         """What makes a process a leftover; None when it is none."""
         if process.pid in self._line or process.pid <= 1:
             return None
-        claim = self._by_mark(process) or self._by_session(process)
+        claim = self._by_mark(process) or self._by_session(process) or self._by_cgroup(process)
         return None if claim is None or _is_guarded(process) else claim
 
     def _by_mark(self, process: Process) -> Optional[_Claim]:
@@ -186,6 +191,15 @@ class _Scene:
                 continue
             return _Claim(name, _why(directory), _owner(process.pid) == os.getuid())
         return None
+
+    def _by_cgroup(self, process: Process) -> Optional[_Claim]:
+        name = self._cgroups.get(cgroups.of(process.pid)) if self._cgroups else None
+        if name is None:
+            return None
+        directory = attempts.directory_of(self._root, name)
+        if not os.path.isdir(directory) or orphans.is_watched(directory):
+            return None
+        return _Claim(name, _why(directory), _owner(process.pid) == os.getuid())
 
     def containers(self) -> List[Tuple[Json, Json]]:
         """Every container of an attempt that is over, and what ``remove`` wants to know of it."""

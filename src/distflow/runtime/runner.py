@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from distflow.runtime import keeper, masking, processes, records, secretfiles
+from distflow.runtime import cgroups, keeper, masking, processes, records, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.ends import as_exit, tell
 from distflow.runtime.grip import Grip
@@ -79,7 +79,8 @@ def _guard(grip: Grip, keeper_pid: int, output_read: int, shared: mmap.mmap) -> 
 def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int, shared: mmap.mmap) -> None:
     """End what the keeper left, which is ours now, and record it."""
     state: Json = records.read_state(grip.directory) or {}
-    command = (state.get("command") or {}).get("pid", 0)
+    spawned = state.get("command") or {}
+    command = spawned.get("pid", 0)
     known: Json = {}
     trouble = None
     if state.get("container"):
@@ -97,6 +98,7 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
             break
         hunt.step()
         signal.sigtimedwait({signal.SIGCHLD}, hunt.pause_s)
+    cgroups.remove(spawned)
     output = Output(output_read, grip.log, grip.stamps, int(state.get("lost_output_bytes") or 0))
     mask = masking.read_shared(shared)
     output.mask(mask)
