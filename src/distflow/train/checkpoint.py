@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save as save_tensors_later
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from distflow.train import manifest as files
 from distflow.train.places import find_places
 from distflow.train.randomness import random_state, set_random_state
+from distflow.train.strategies.states import set_training_state, training_state
 from distflow.train.votes import from_all
 
 __all__ = ["CheckpointError", "Checkpoints", "Stateful"]
@@ -93,7 +93,7 @@ class Checkpoints:
         is there already is replaced. Raises ``CheckpointError``; the checkpoints of before are then still there.
         """
         folder = self._begin(step, others)
-        state = _state_of(model, optimizer)
+        state = training_state(model, optimizer, self._group)
         self._together(lambda: save_tensors(state, storage_writer=FileSystemWriter(folder), process_group=self._group))
         self._finish(step)
 
@@ -106,7 +106,7 @@ class Checkpoints:
         meanwhile is raised there.
         """
         folder = self._begin(step, others)
-        state = _state_of(model, optimizer)
+        state = training_state(model, optimizer, self._group)
         writing = save_tensors_later(state, storage_writer=FileSystemWriter(folder), process_group=self._group)
 
         def write() -> None:
@@ -248,11 +248,11 @@ class Checkpoints:
         self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None,
         others: Mapping[str, Stateful],
     ) -> None:  # fmt: skip
-        state = _state_of(model, optimizer)
+        state = training_state(model, optimizer, self._group)
 
         def load() -> None:
             load_tensors(state, storage_reader=FileSystemReader(folder), process_group=self._group)
-            set_state_dict(model, optimizer or (), model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
+            set_training_state(model, optimizer, state)
 
         def load_others() -> None:
             extra = torch.load(folder / _EXTRA, map_location="cpu", weights_only=True)
@@ -294,12 +294,6 @@ class Checkpoints:
 
 def _random_name(rank: int) -> str:
     return f"random-{rank:05d}.pt"
-
-
-def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Return the state of both, with names that no strategy changes."""
-    model_state, optimizer_state = get_state_dict(model, optimizer or ())
-    return {"model": model_state} if optimizer is None else {"model": model_state, "optimizer": optimizer_state}
 
 
 def _write(value: object, path: Path) -> None:

@@ -28,7 +28,7 @@ _Schedules = Callable[[int, bool], Any]
 class Pipeline(nn.Module):
     """This rank's stage, and the schedules by which micro-batches flow through all stages.
 
-    Its parameters are those of the stage; their names are those of the whole model.
+    Its parameters are those of the stage. In checkpoints, and in ``part``, their names are those of the whole model.
     """
 
     def __init__(

@@ -1,15 +1,19 @@
-"""The whole model's state from its shards, for files that other programs read."""
+"""The state of a model in parts, and of its optimizer, under the names of the whole model: for checkpoints and files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 
 from distflow.train.strategies.stages import Pipeline
+from distflow.train.votes import from_all
 
-__all__ = ["full_state_dict"]
+__all__ = ["full_state_dict", "set_training_state", "training_state"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -20,3 +24,52 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if isinstance(model, Pipeline):
         return {name: tensor.detach().cpu() for name, tensor in model.part.state_dict().items()}
     return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+
+
+def training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Return what this rank holds of ``model`` and, if given, ``optimizer``, with names that no strategy changes.
+
+    Of a pipeline these are the tensors of its stage, and the optimizer's groups (``param_groups``) of all stages, for which
+    all ranks of ``group`` must call it.
+    """
+    model_state, optimizer_state = get_state_dict(_held(model), optimizer or ())
+    if optimizer is None:
+        return {"model": model_state}
+    if isinstance(model, Pipeline):
+        optimizer_state["param_groups"] = _joined(from_all(optimizer_state["param_groups"], group))  # type: ignore[arg-type]
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
+    """Take over a state as ``training_state`` has it, with the optimizer's groups as any strategy left them."""
+    held = _held(model)
+    optimizer_state = dict(state.get("optimizer", {}))
+    if optimizer_state and isinstance(model, Pipeline):
+        own = {name for name, _ in held.named_parameters()}
+        optimizer_state["param_groups"] = [
+            {**one, "params": names}
+            for one in optimizer_state["param_groups"]
+            if (names := [name for name in one["params"] if name in own])
+        ]
+    set_state_dict(held, optimizer or (), model_state_dict=state["model"], optim_state_dict=optimizer_state)
+
+
+def _held(model: nn.Module) -> nn.Module:
+    """Return the module whose names are those of the whole model."""
+    return model.part if isinstance(model, Pipeline) else model
+
+
+def _joined(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the groups of all stages; those that are alike but for their parameters, and at the same place, become one."""
+    joined: list[tuple[int, dict[str, Any]]] = []
+    for groups in stages:
+        for place, one in enumerate(groups):
+            for known_place, known in joined:
+                if known_place == place and {**known, "params": ()} == {**one, "params": ()}:
+                    known["params"] = list(dict.fromkeys([*known["params"], *one["params"]]))
+                    break
+            else:
+                joined.append((place, dict(one)))
+    return [one for _, one in joined]
