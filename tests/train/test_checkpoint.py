@@ -237,6 +237,23 @@ TWO = (
     equal = [all(torch.equal(sent[name], state[name]) for name in sent) for state in (before, received)]
     train.report(step=5, what="worker", names=str(sorted(received)), equal=str(equal), falls=losses[-1] < losses[0])
 
+    # Also to and from a pipeline, whose stages hold a part each.
+    stages = train.parallelize(build("none")[0], "pipeline", loss=lambda outputs, targets: (outputs - targets).square().mean())
+    piped = train.Worker(stages, torch.optim.AdamW(stages.parameters(), lr=0.01), loss_of)
+    before = piped.get_model_state()
+    piped.set_model_state(sent if rank == 0 else {})
+    arrived = piped.get_model_state()
+    losses = [piped.train_step((torch.ones(4, 6), torch.ones(4, 2))) for _ in range(5)]
+    trained = piped.get_model_state()
+    other.set_model_state(trained if rank == 0 else {})
+    back = other.get_model_state()
+    equal = [all(torch.equal(a[name], b[name]) for name in sent) for a, b in ((sent, before), (sent, arrived), (trained, back))]
+    try:
+        piped.set_model_state({"0.weight": sent["0.weight"], "9.bias": sent["0.bias"]} if rank == 0 else {})
+    except RuntimeError as error:
+        falls = losses[-1] < losses[0]
+        train.report(step=5, what="piped", names=str(sorted(arrived)), equal=str(equal), falls=falls, error=str(error))
+
     # What fails on one rank fails on all, and says where.
     class Bad:
         def state_dict(self):
@@ -294,6 +311,10 @@ def test_ranks_save_together_and_fail_together(start: Start, tmp_path: Path) -> 
         worker = records["worker", rank]
         assert worker["names"] == "['0.bias', '0.weight', '2.bias', '2.weight']"
         assert (worker["equal"], worker["falls"]) == ("[False, True]", True)
+        piped = records["piped", rank]
+        assert piped["names"] == worker["names"]
+        assert (piped["equal"], piped["falls"]) == ("[False, True, True]", True)
+        assert piped["error"].endswith("this model: they differ in 0.bias, 2.bias, 2.weight, 9.bias")
         assert records["bad", rank]["error"] == "rank 0: OSError: no room"
         for lost in (0, 1):
             apart = records[f"apart without {lost}", rank]

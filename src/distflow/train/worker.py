@@ -10,11 +10,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from distflow.train.strategies.stages import Pipeline
+from distflow.train.votes import from_all, from_first
+
 __all__ = ["Worker"]
 
 
 class Worker:
-    """A model with its optimizer, under any strategy. Every method is called on all ranks of the model."""
+    """A model with its optimizer, under any strategy. Every method is called on all ranks of the model.
+
+    Of a pipeline a batch is a pair of inputs and targets, and the loss is the one that the pipeline was made with.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module, Any], torch.Tensor]
@@ -26,13 +32,19 @@ class Worker:
         """Take one step on this rank's batch; return this rank's loss before it."""
         self.model.train()
         self.optimizer.zero_grad()
-        loss = self._loss_of(self.model, batch)
-        loss.backward()
+        if isinstance(self.model, Pipeline):
+            loss = self.model.step(*batch)
+        else:
+            loss = self._loss_of(self.model, batch)
+            loss.backward()
         self.optimizer.step()
         return loss.item()
 
     def get_model_state(self) -> dict[str, torch.Tensor]:
         """Return all weights, whole and on the CPU, on every rank, under the names of the model without any strategy."""
+        if isinstance(self.model, Pipeline):
+            stages = from_all({name: value.cpu() for name, value in self.model.part.state_dict().items()})
+            return {name: value for stage in stages for name, value in stage.items()}
         state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
         return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
 
@@ -41,7 +53,18 @@ class Worker:
 
         Raises ``RuntimeError`` when they are not of this model.
         """
+        if isinstance(self.model, Pipeline):
+            _set_stage(self.model.part, dict(state))
+            return
         together = dist.is_initialized()
         set_model_state_dict(
             self.model, dict(state), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=together)
         )
+
+
+def _set_stage(part: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Take over the weights of this rank's stage from those of rank 0."""
+    given, own = from_first(state), list(part.state_dict())
+    if wrong := given.keys() ^ {name for names in from_all(own) for name in names}:
+        raise RuntimeError(f"the weights are not those of this model: they differ in {', '.join(sorted(wrong))}")
+    part.load_state_dict({name: given[name] for name in own})
