@@ -22,6 +22,9 @@ __all__ = ["Measurement", "Optimizer", "Precision", "app"]
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 _GIB = 2**30
+_AUTOCAST = (
+    '    with torch.autocast("cuda", torch.bfloat16):  # in the program, around the forward pass; without it: --precision fp32'
+)
 
 
 class Precision(str, Enum):
@@ -119,7 +122,10 @@ def _text(advice: Advice) -> str:
     else:
         rows = [(line.what, f"{line.bytes / _GIB:.2f} GiB", line.formula) for line in chosen.lines]
         arithmetic = table(("Each rank", "Memory", "From"), [*rows, ("in all", f"{chosen.bytes / _GIB:.2f} GiB", "")])
-        lines += [f"take {_name(chosen)}: {chosen.why}", "", f"    {_block(chosen)}", "", arithmetic]
+        lines += [f"take {_name(chosen)}: {chosen.why}", "", f"    {_block(chosen)}"]
+        if chosen.needs_autocast:
+            lines.append(_AUTOCAST)
+        lines += ["", arithmetic]
     choices = [
         (_name(choice), "x".join(map(str, choice.shape)), f"{choice.bytes / _GIB:.1f} GiB", "yes" if choice.fits else "no")
         for choice in advice.choices

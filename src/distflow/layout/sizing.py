@@ -56,6 +56,8 @@ class Choice:
     shape: tuple[int, ...]
     names: tuple[str, ...]
     options: Mapping[str, str | bool | int]
+    precision: str
+    """Of the arithmetic, one of ``PRECISIONS``; what the lines count with."""
     lines: tuple[Line, ...]
     fits: bool
     why: str
@@ -66,12 +68,18 @@ class Choice:
         """The sum over the lines."""
         return sum(line.bytes for line in self.lines)
 
+    @property
+    def needs_autocast(self) -> bool:
+        """Whether the program itself must ask for this precision: the strategy's kind has no option for it."""
+        return self.precision != "fp32" and "mixed_precision" not in self.options
+
     def as_json(self) -> dict[str, object]:
         """Return it as a JSON object."""
         lines = [{"what": line.what, "formula": line.formula, "bytes": line.bytes} for line in self.lines]
         mesh = {"shape": list(self.shape), "names": list(self.names)}
         strategy = {"kind": self.kind, "mesh": mesh, "options": dict(self.options)}
-        return {"strategy": strategy, "fits": self.fits, "bytes": self.bytes, "lines": lines, "why": self.why}
+        precision = {"precision": self.precision, "autocast": self.needs_autocast}
+        return {"strategy": strategy, **precision, "fits": self.fits, "bytes": self.bytes, "lines": lines, "why": self.why}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +199,10 @@ def _choices(sizes: _Sizes, usable: int, gpus: int, per_node: int) -> Iterator[C
         fits = need <= usable
         if not fits:
             why = f"needs {need / _GIB:.1f} GiB of {usable / _GIB:.1f} GiB"
-        return Choice(kind=kind, shape=shape, names=names, options=MappingProxyType(options), lines=lines, fits=fits, why=why)
+        return Choice(
+            kind=kind, shape=shape, names=names, options=MappingProxyType(options), precision=sizes.precision, lines=lines,
+            fits=fits, why=why,
+        )  # fmt: skip
 
     if gpus == 1:
         yield choice("none", (1,), ("dp",), "the model fits on the one GPU")

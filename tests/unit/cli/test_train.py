@@ -18,6 +18,21 @@ def test_advice_shows_the_strategy_and_its_arithmetic(capsys: pytest.CaptureFixt
     assert "strategy: {kind: fsdp, mixed_precision: bf16}" in printed
     assert "adamw states     3.26 GiB   7B × 8 B / 16" in printed
     assert "ddp                                 16    125.8 GiB  no" in printed
+    assert "autocast" not in printed
+
+
+@pytest.mark.parametrize(("precision", "said"), [("bf16", 1), ("fp32", 0)])
+def test_a_precision_that_the_strategy_has_no_option_for_is_the_programs(
+    precision: str, said: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--params", "350m", "--gpus", "2", "--gpu-memory", "24Gi", "--precision", precision]
+    assert run(["train", "advise", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "    strategy: {kind: ddp}\n" in printed
+    assert printed.count('\n    with torch.autocast("cuda", torch.bfloat16):  # in the program, ') == said
+    assert run(["train", "advise", *arguments, "-t", "json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert (chosen["precision"], chosen["autocast"]) == (precision, bool(said))
 
 
 def test_advice_for_programs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,17 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert (first.kind, first.fits, first.why) == ("ddp", False, "needs 125.8 GiB of 72.0 GiB")
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+def test_a_precision_that_is_counted_is_asked_for(gpus: int, precision: str) -> None:
+    """By an option where the kind has one, else by the program; never by both, and not for fp32."""
+    for choice in advise(SEVEN, gpus=gpus, gpus_per_node=8, gpu_memory=80 * GIB, precision=precision).choices:
+        assert choice.precision == precision
+        by_option = precision == "bf16" and choice.kind in ("fsdp", "hybrid")
+        assert (choice.options.get("mixed_precision") == "bf16") is by_option
+        assert choice.needs_autocast is (precision == "bf16" and not by_option)
+
+
 def test_tensors_are_cut_over_ranks_of_one_node_only() -> None:
     advice = advise(SEVEN, gpus=8, gpus_per_node=2, gpu_memory=80 * GIB)
     assert [choice.shape for choice in advice.choices if "tp" in choice.names] == [(4, 2)]
