@@ -112,8 +112,14 @@ def test_ranks_decide_together(start: Start) -> None:
         assert (records["last"]["loss"], records["last"]["worst"]) == (0.5, "nan")
     assert by_rank[0]["batches"]["value"] == "[[1], [2], [3, 4], [5]]"
     assert by_rank[1]["batches"]["value"] == "[[1], [2], [3], [4]]"
-    (pace,) = (record for record in run.records if "imbalance" in record)
-    assert (pace["rank"], pace["step"], pace["stragglers"]) == (0, 2, "1")
+    paces = {record["rank"]: record for record in run.records if "step_s" in record}
+    assert [pace["step"] for pace in paces.values()] == [2, 2]
+    assert paces[0]["stragglers"] == "1"
+    assert "stragglers" not in paces[1], "rank 0 tells of all"
+    assert paces[0]["step_s"] < 0.1 < paces[1]["step_s"] == paces[0]["slowest_step_s"]
+    assert min(pace["memory_bytes"] for pace in paces.values()) > 1e7
+    shares = [paces[rank]["samples_per_s"] for rank in (0, 1)]
+    assert sum(shares) == pytest.approx(paces[0]["total_samples_per_s"], abs=0.01)
     assert "Warning" not in run.stderr
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from distflow.cli.command import command_app
-from distflow.cli.metrictext import PACE, metrics_table, pace_words
+from distflow.cli.metrictext import PACE, PACE_OF_ALL, metrics_table, pace_words
 from distflow.cli.output import log_sources
 from distflow.cli.plot import plot
 from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
@@ -95,7 +95,8 @@ def metrics(
         elif newest and plotted:
             _draw(key or _to_draw(newest), read)
         elif newest:
-            print(metrics_table(newest, names, width=terminal_width(sys.stdout)), end="")
+            columns = [name for name in names if name in (key or ()) or name not in PACE_OF_ALL]
+            print(metrics_table(newest, columns, width=terminal_width(sys.stdout)), end="")
             for words in _paces(record, newest):
                 print(words)
 

@@ -12,15 +12,27 @@ if TYPE_CHECKING:
     from distflow.state.metrics import Latest, Scalar
     from distflow.state.record import GroupRecord
 
-__all__ = ["NO_METRICS", "PACE", "GroupMetrics", "holds_rank", "metric_lines", "metrics_table", "pace_words", "value_text"]
+__all__ = [
+    "NO_METRICS",
+    "PACE",
+    "PACE_OF_ALL",
+    "GroupMetrics",
+    "holds_rank",
+    "metric_lines",
+    "metrics_table",
+    "pace_words",
+    "value_text",
+]
 
 GroupMetrics = Mapping[str, "Latest"]
 """What the first rank of each group said last, by the group's name."""
 
 NO_METRICS: GroupMetrics = MappingProxyType({})
 
-PACE = ("step_s", "samples_per_s", "imbalance", "stragglers", "max_memory_bytes")
-"""The names that ``distflow.train.StepTimer`` prints."""
+PACE_OF_ALL = ("slowest_step_s", "total_samples_per_s", "imbalance", "stragglers")
+"""The names under which rank 0's ``distflow.train.StepTimer`` tells of all ranks together: ``pace_words`` says them."""
+PACE = ("step_s", "samples_per_s", "memory_bytes", *PACE_OF_ALL)
+"""All names that a ``StepTimer`` prints; the first ones are each rank's own."""
 
 _IN_ONE_LINE = 6
 _STRAGGLERS = 8
@@ -55,9 +67,9 @@ def metric_lines(group: GroupRecord, latest: Latest) -> Iterator[str]:
 def pace_words(group: GroupRecord, values: Mapping[str, Scalar]) -> str:
     """Return what a ``StepTimer`` measured, stragglers with their task and node; empty when nothing was."""
     words = []
-    if isinstance(step_s := values.get("step_s"), int | float):
+    if isinstance(step_s := values.get("slowest_step_s"), int | float):
         words.append(f"{step_s:.3g} s a step")
-    if isinstance(samples := values.get("samples_per_s"), int | float):
+    if isinstance(samples := values.get("total_samples_per_s"), int | float):
         words.append(f"{samples:.4g} samples/s")
     if isinstance(imbalance := values.get("imbalance"), int | float):
         words.append(f"the slowest rank takes {imbalance:.3g} × the mean")

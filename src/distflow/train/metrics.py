@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +59,8 @@ class Pace:
     steps: int
     step_s: tuple[float, ...]
     """Mean time of one step in seconds, by rank, without the time for waiting if the loop told of it."""
-    samples_per_s: float
-    """Of all ranks together, by the slowest."""
+    samples_per_s: tuple[float, ...]
+    """By rank, over the time that the slowest took with all waiting."""
     memory_bytes: tuple[int, ...]
     """Peak by rank: of the GPU, else of the process."""
 
@@ -78,21 +77,27 @@ class Pace:
         slow = [rank for rank, seconds in enumerate(self.step_s) if seconds > factor * median]
         return tuple(sorted(slow, key=lambda rank: -self.step_s[rank]))
 
-    @property
-    def values(self) -> Mapping[str, Scalar]:
-        """Return it as metrics for ``report``."""
-        slow = self.stragglers()
+    def of_rank(self, rank: int) -> dict[str, Scalar]:
+        """Return a rank's own metrics for ``report``."""
         return {
-            "step_s": round(max(self.step_s), 6),
-            "samples_per_s": round(self.samples_per_s, 3),
+            "step_s": round(self.step_s[rank], 6),
+            "samples_per_s": round(self.samples_per_s[rank], 3),
+            "memory_bytes": self.memory_bytes[rank],
+        }
+
+    @property
+    def of_all(self) -> dict[str, Scalar]:
+        """Return the metrics of all ranks together for ``report``; stragglers as in ``3,1``."""
+        return {
+            "slowest_step_s": round(max(self.step_s), 6),
+            "total_samples_per_s": round(sum(self.samples_per_s), 3),
             "imbalance": round(self.imbalance, 3),
-            "stragglers": ",".join(map(str, slow)),
-            "max_memory_bytes": max(self.memory_bytes),
+            "stragglers": ",".join(map(str, self.stragglers())),
         }
 
 
 class StepTimer:
-    """Measures the steps of every rank, and lets rank 0 report them every ``every`` steps.
+    """Measures the steps of every rank; every ``every`` steps each reports its own, and rank 0 those of all together.
 
     Wrap the rank's own work in ``with timer.work():``; what is outside it, above all the reductions that wait for the slowest
     rank, does not count as that rank's time. Then call ``timer.step(samples)``, on all ranks: every ``every``-th call is a
@@ -125,7 +130,7 @@ class StepTimer:
         self._work_s = (self._work_s or 0.0) + time.perf_counter() - self._entered
 
     def step(self, samples: int = 0) -> Pace | None:
-        """Say that a step with ``samples`` of this rank is done. Every ``every`` steps return the pace; rank 0 prints it."""
+        """Say that a step with ``samples`` of this rank is done. Every ``every`` steps report and return the pace."""
         self._steps += 1
         self._total += 1
         self._samples += samples
@@ -135,14 +140,15 @@ class StepTimer:
         mine = elapsed if self._work_s is None else self._work_s
         figures = torch.tensor([mine / self._steps, elapsed, self._samples, _peak_memory()], dtype=torch.float64)
         rows = _gather(figures)
+        slowest = max(row[1] for row in rows)
         pace = Pace(
             steps=self._steps,
             step_s=tuple(row[0] for row in rows),
-            samples_per_s=sum(row[2] for row in rows) / max(row[1] for row in rows),
+            samples_per_s=tuple(row[2] / slowest for row in rows),
             memory_bytes=tuple(int(row[3]) for row in rows),
         )
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            report(step=self._total, **pace.values)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        report(step=self._total, **pace.of_rank(rank), **(pace.of_all if rank == 0 else {}))
         self._steps = self._samples = 0
         self._work_s = None
         self._begin = time.perf_counter()

@@ -24,7 +24,9 @@ def metric(**values: object) -> bytes:
     return f"{json.dumps(values)}\n".encode()
 
 
-PACE = {"step_s": 0.2, "samples_per_s": 320.5, "imbalance": 1.9, "stragglers": "9", "max_memory_bytes": 1000}
+OWN = {"step_s": 0.05, "samples_per_s": 160.25, "memory_bytes": 1000}
+PACE = {**OWN, "slowest_step_s": 0.2, "total_samples_per_s": 320.5, "imbalance": 1.9, "stragglers": "9"}
+SLOW = {"step_s": 0.2, "samples_per_s": 160.25, "memory_bytes": 3000}
 
 
 def fill(screen: Screen, record: WorkflowRecord) -> None:
@@ -32,7 +34,12 @@ def fill(screen: Screen, record: WorkflowRecord) -> None:
     said = [metric(step=step, loss=8.0 / step, rank=0) for step in (1, 2, 4, 8)]
     task_log(screen.directory, record, "master", [(T0 + 20, b"begins\n"), *((T0 + 30, line) for line in said)])
     task_log(screen.directory, record, "master", [(T0 + 31, metric(step=8, rank=0, **PACE) + b"{not a metric}\n")])
-    task_log(screen.directory, record, "worker", [(T0 + 29.5, metric(step=7, loss=float("nan"), rank=9))])
+    task_log(
+        screen.directory,
+        record,
+        "worker",
+        [(T0 + 29.5, metric(step=7, loss=float("nan"), rank=9) + metric(step=8, rank=9, **SLOW))],
+    )
 
 
 @pytest.fixture
@@ -48,12 +55,16 @@ def test_the_latest_values_stand_by_task_and_rank(screen: Screen, trained: Workf
     assert screen.err == ""
     hold_against("metrics.txt", screen.out)
     assert "slow: rank 9 (worker on worker-node)" in screen.out
+    assert screen.run("metrics", trained.id, "-k", "step_s", "-k", "imbalance") == 0
+    assert [line.split() for line in screen.out.splitlines()[2:4]] == [
+        ["master", "0", "8", "0.05", "1.9"], ["worker", "9", "8", "0.2", "-"]
+    ]  # fmt: skip
 
 
 def test_programs_get_every_line(screen: Screen, trained: WorkflowRecord) -> None:
     assert screen.run("metrics", trained.id, "-t", "json") == 0
     hold_against("metrics.json", screen.out)
-    assert [one["step"] for one in json.loads(screen.out)["metrics"]] == [1, 2, 4, 8, 8, 7]
+    assert [one["step"] for one in json.loads(screen.out)["metrics"]] == [1, 2, 4, 8, 8, 7, 8]
     assert screen.run("metrics", trained.id, "-t", "csv", "-k", "loss") == 0
     rows = list(csv.reader(io.StringIO(screen.out)))
     assert rows[0] == ["task", "retry_id", "rank", "step", "time", "loss"]
@@ -66,7 +77,7 @@ def test_programs_get_every_line(screen: Screen, trained: WorkflowRecord) -> Non
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        (("--rank", "9"), [7]), (("--task", "master"), [1, 2, 4, 8, 8]), (("-k", "step_s"), [8]), (("-r", "1"), []),
+        (("--rank", "9"), [7, 8]), (("--task", "master"), [1, 2, 4, 8, 8]), (("-k", "step_s"), [8, 8]), (("-r", "1"), []),
         (("-k", "loss", "-k", "step_s", "--rank", "0"), [1, 2, 4, 8, 8]),
     ],
 )  # fmt: skip
@@ -168,8 +179,9 @@ def test_tensorboard_gets_a_run_for_each_rank(
     assert [row for row in written if row[1] == "loss"] == [
         ("master-rank-0", "loss", 8.0 / step, step, T0 + 30) for step in (1, 2, 4, 8)
     ]
-    assert closed == ["master-rank-0"]  # the worker's only value is NaN
-    assert screen.out.startswith("8 values written to ")
+    assert closed == ["master-rank-0", "worker-rank-9"]
+    assert ("worker-rank-9", "loss") not in {row[:2] for row in written}  # NaN
+    assert screen.out.startswith("13 values written to ")
     assert screen.run("metrics", trained.id, "--tensorboard", str(folder)) == 2
     assert "is there already" in screen.err
 
