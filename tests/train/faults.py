@@ -7,11 +7,13 @@ of a signal.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -190,6 +192,48 @@ def file_missing() -> None:
     Path("no/such/data.npz").read_bytes()
 
 
+def devices_mixed() -> None:
+    nn.functional.layer_norm(torch.ones(2, 2), (2,), torch.ones(2, device="meta"))
+
+
+def states_mixed() -> None:
+    state = torch.ones(1, 1, 2, device="meta")
+    nn.LSTM(2, 2)(torch.ones(1, 1, 2), (state, state))
+
+
+def take_small_disk() -> None:
+    """Have 1 MiB of shared memory, on a file system of this process alone."""
+    if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS
+        raise OSError("no mount namespaces here")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
+
+
+class Large(torch.utils.data.Dataset[torch.Tensor]):
+    """Two samples of 4 MiB."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1 << 20)
+
+
+def shared_memory_full() -> None:
+    take_small_disk()
+    list(torch.utils.data.DataLoader(Large(), num_workers=1))
+
+
+def disk_full() -> None:
+    take_small_disk()
+    Path("/dev/shm/samples.bin").write_bytes(bytes(1 << 22))
+
+
+def disk_full_of_a_model() -> None:
+    take_small_disk()
+    torch.save({"weights": torch.ones(1 << 20)}, "/dev/shm/model.pt")
+
+
 FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         fault.__name__: fault
@@ -197,10 +241,13 @@ FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
             master_unreachable, master_unknown, rank_missing, rank_twice, world_size_differs, another_collective, another_shape,
             another_size_unchecked, barrier_missed, collective_missed, rank_killed, rank_raises, no_such_interface,
             mesh_too_big, parameters_unused, no_memory, port_taken, variable_missing, module_missing, file_missing,
-            told_missing, told_twice, told_size, told_no_master,
+            told_missing, told_twice, told_size, told_no_master, devices_mixed, states_mixed, shared_memory_full, disk_full,
+            disk_full_of_a_model,
         )
     }
 )  # fmt: skip
+MOUNTING = ("shared_memory_full", "disk_full", "disk_full_of_a_model")
+"""Faults that only who may mount a file system can suffer; the others leave them out."""
 THREE = ("rank_missing", "rank_twice", "told_missing", "told_twice")
 """Faults of a world of three; the others are of two."""
 
@@ -231,8 +278,10 @@ def start(folder: Path, name: str, rank: int, port: int) -> int:
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
+    mounts = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+    faults = [name for name in FAULTS if mounts or name not in MOUNTING]
     sockets = {}
-    for name in FAULTS:
+    for name in faults:
         # Bound like this and not listening, a port is kept from everybody but a store that asks for it by number.
         sockets[name] = socket.socket()
         sockets[name].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -240,11 +289,11 @@ def main() -> None:
     sockets["port_taken"].listen()
     ports = {name: one.getsockname()[1] for name, one in sockets.items()}
     pids = {}
-    for name in FAULTS:
+    for name in faults:
         (root / name).mkdir(parents=True)
         for rank in range(3 if name in THREE else 2):
             pids[start(root / name, name, rank, ports[name])] = (name, rank)
-    results: dict[str, dict[str, int]] = {name: {} for name in FAULTS}
+    results: dict[str, dict[str, int]] = {name: {} for name in faults}
     while pids:
         pid, status = os.wait()
         name, rank = pids.pop(pid)

@@ -18,6 +18,9 @@ from distflow.diagnosis.diagnose import diagnose
 from distflow.diagnosis.model import Case, Diagnosis, First, Witness
 from distflow.lifecycle.states import Reason
 
+MOUNTING = ("shared_memory_full", "disk_full", "disk_full_of_a_model")
+"""As in ``faults.py``, which is not imported here because it imports torch."""
+
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 NAMES = ("master", "worker", "third")
@@ -88,12 +91,19 @@ EXPECTED = {
     "told_missing": ("rank-missing", "rank 2 (third on gpu3) did not come"),
     "told_twice": ("rank-twice", "rank 1, as seen by rank "),
     "told_size": ("world-size-mismatch", "was told of"),
+    "devices_mixed": ("devices-mixed", "on rank 0 (master on gpu1), rank 1 (worker on gpu2)"),
+    "states_mixed": ("devices-mixed", "on rank 0 (master on gpu1)"),
+    "shared_memory_full": ("shared-memory", "on rank 0 (master on gpu1)"),
+    "disk_full": ("disk-full", "on rank 0 (master on gpu1)"),
+    "disk_full_of_a_model": ("disk-full", "on rank 0 (master on gpu1)"),
     "told_no_master": ("master-unreachable", "rank 1 (worker on gpu2) did not reach 127.0.0.1, port "),
 }
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_the_cause_is_named(cases: dict[str, Case], fault: str) -> None:
+    if fault in MOUNTING and fault not in cases:
+        pytest.skip("no mount namespaces here")
     key, found = EXPECTED[fault]
     told = diagnose(cases[fault])
     assert told, _printed(cases[fault])
@@ -103,7 +113,7 @@ def test_the_cause_is_named(cases: dict[str, Case], fault: str) -> None:
 
 
 def test_each_fault_is_expected(cases: dict[str, Case]) -> None:
-    assert set(cases) == set(EXPECTED)
+    assert set(EXPECTED) - set(MOUNTING) <= set(cases) <= set(EXPECTED)
 
 
 def test_a_killed_rank_is_named_with_whom_it_left_behind(cases: dict[str, Case]) -> None:

@@ -157,22 +157,24 @@ RULES: tuple[Rule, ...] = (
     HOST_MEMORY,
     Rule(
         key="shared-memory",
-        shows="`Error while creating shared memory segment`, `DataLoader worker … Bus error`, `unable to mmap … </torch_`",
+        shows="`Error while creating shared memory segment`, `DataLoader worker … Bus error`, `unable to allocate "
+        "shared memory(shm) for file </torch_`",
         cause="the shared memory of a node or container (/dev/shm) is full or too small",
         remedy="NCCL and the data loader's workers share memory there: give the container more (docker's default is 64 MB; "
         "--shm-size), remove leftovers of dead processes from /dev/shm, or take fewer workers.",
         patterns=_any(
             r"Error while creating shared memory segment", r"DataLoader worker .*(?:Bus error|shared memory)",
             r"unable to mmap \d+ bytes from file </torch_", r"unable to write to file </torch_",
+            r"unable to allocate shared memory\(shm\) for file </torch_",
         ),
     ),
     Rule(
         key="disk-full",
-        shows="`No space left on device`",
+        shows="`No space left on device`; of `torch.save`, `inline_container.cc … unexpected pos`",
         cause="a disk is full",
         remedy="See `df -h` on the node; `distflow node clean` removes attempts that ended long ago, `keep_last` bounds "
         "checkpoints.",
-        patterns=_any(r"No space left on device"),
+        patterns=_any(r"No space left on device", r"inline_container\.cc:\d+\].*unexpected pos \d+ vs \d+"),
     ),
     Rule(
         key="nccl-versions",
@@ -204,6 +206,19 @@ RULES: tuple[Rule, ...] = (
         patterns=_any(
             r"invalid device ordinal", r"rank \d+ wants GPU \d+, but this machine shows \d+",
             r"Duplicate GPU detected : rank \d+ and rank \d+ both on CUDA device \w+",
+        ),
+    ),
+    Rule(
+        key="devices-mixed",
+        shows="`Expected all tensors to be on the same device`, `Tensor on device cpu is not on the expected device meta`",
+        cause="a calculation was given tensors of different devices",
+        remedy="Move the model to the rank's device before the optimiser is made, and every batch with its targets "
+        "(`world.device` of `train.init()`). Left behind are most often tensors made in the forward pass, and those that are "
+        "neither a parameter nor a registered buffer. What is on `meta` has no values yet: `train.parallelize` gives them.",
+        patterns=_any(
+            r"Expected all tensors to be on the same device", r"Tensor on device \S+ is not on the expected device \S+",
+            r"Input type \((?:torch\.\w+\) and weight type \(torch\.cuda\.\w+|torch\.cuda\.\w+\) and weight type "
+            r"\(torch\.\w+)\) should be the same", r"tensors? are not at the same device, found",
         ),
     ),
     Rule(

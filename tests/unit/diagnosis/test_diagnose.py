@@ -42,6 +42,13 @@ VERSIONS = "gpu2:812 NCCL WARN Mismatched NCCL version detected : rank 8 version
 LOOPBACK = "NCCL WARN socketPollConnect: connect to 127.0.1.1<41234> returned Connection refused, exceeded error retry count"
 
 
+SAME_DEVICE = """
+[rank11]: RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:3 and cpu! (when
+ checking argument for argument mat1 in method wrapper_CUDA_addmm)
+""".replace("\n", "")
+CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same"
+
+
 @pytest.mark.parametrize(
     ("line", "key", "found"),
     [
@@ -57,6 +64,8 @@ LOOPBACK = "NCCL WARN socketPollConnect: connect to 127.0.1.1<41234> returned Co
         ("CUDA error: no kernel image is available for execution on the device", "unlike-gpus", "worker on gpu2"),
         ("RuntimeError: CUDA error: invalid device ordinal", "too-few-gpus", "worker on gpu2"),
         ("Duplicate GPU detected : rank 8 and rank 9 both on CUDA device 1a000", "too-few-gpus", "worker on gpu2"),
+        (SAME_DEVICE, "devices-mixed", "on rank 11 (worker on gpu2)"),
+        (CONVOLUTION, "devices-mixed", "worker on gpu2"),
         ("NCCL WARN Bootstrap : no socket interface found", "wrong-interface", "found no interface"),
         (LOOPBACK, "wrong-interface", "was given 127.0.1.1 as the address of a rank of another node"),
         ("Bootstrap Root : mismatch in rank count from procs 16 : 8", "world-size-mismatch", "told of 16 ranks, another"),
@@ -74,6 +83,13 @@ def test_what_only_a_gpu_shows_is_known_by_its_text(line: str, key: str, found: 
     assert found in told[0].found
     assert told[0].line == line
     assert told[0].task == "worker"
+
+
+def test_two_precisions_are_not_two_devices() -> None:
+    told = diagnose(
+        case("RuntimeError: Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be …")
+    )
+    assert [one.key for one in told] == ["peer-died"]
 
 
 def test_the_kernels_word_outranks_all_others() -> None:
