@@ -57,7 +57,10 @@ def parse_launcher(owner: View) -> Launcher | None:
     if restarts and kind == "command":
         message = "`max_restarts` has no effect: `launcher: command` starts nothing"
         given.add(message, "choose torchrun or spawn; for the whole gang use `exitActions` and `retry`", key="max_restarts")
-    return Launcher(kind=kind or "command", max_restarts=restarts, mark=mark)
+    numa = given.flag("numa") or False
+    if numa and kind in ("torchrun", "command"):
+        given.add(f"`numa` has no effect with `{kind}`: only `spawn` binds ranks", "choose `kind: spawn`", key="numa")
+    return Launcher(kind=kind or "command", max_restarts=restarts, numa=numa, mark=mark)
 
 
 def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:

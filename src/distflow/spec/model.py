@@ -114,6 +114,8 @@ class Launcher:
     """``torchrun``, ``spawn`` (distflow's own), or ``command``: the command itself."""
     max_restarts: int = 0
     """How often it starts all ranks of the task anew before the task fails."""
+    numa: bool = False
+    """Whether it binds each rank to the CPUs of its GPU's NUMA node."""
     mark: Mark = Mark("")
 
     @property

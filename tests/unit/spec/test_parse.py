@@ -313,6 +313,7 @@ def test_distflows_own_keys_are_marked() -> None:
         ("task", "launcher"),
         ("launcher", "kind"),
         ("launcher", "max_restarts"),
+        ("launcher", "numa"),
         ("task", "ranks"),
         ("task", "replicas"),
         *(("ranks", key) for key in ("offset", "size", "world_size")),

@@ -42,6 +42,7 @@ def spawn(place: Place) -> Started:
     words += ["--size", str(place.ranks.size), "--world_size", str(place.world.world_size)]
     if place.launcher.max_restarts:
         words += ["--max-restarts", str(place.launcher.max_restarts)]
+    words += ["--numa"] if place.launcher.numa else []
     return Started(argv=(*words, *_target(place)))
 
 
