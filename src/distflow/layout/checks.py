@@ -25,7 +25,7 @@ from distflow.layout.members import Member, and_list, change, place, ranks_field
 from distflow.layout.ranks import World
 from distflow.layout.rendezvous import address_problems, check_port
 from distflow.layout.spans import spans_world
-from distflow.layout.strategies import group_strategy
+from distflow.layout.strategies import group_strategy, unread_strategy
 from distflow.layout.torchrun import is_shared, torchrun_world
 from distflow.spec.model import GroupSpec, WorkflowSpec
 
@@ -43,7 +43,7 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     for group in spec.groups:
         alone = _alone(spec, group)
         world, found = _check_group(spec, group, alone=alone)
-        found += [] if errors_of(found) else list(group_strategy(group, world)[1])
+        found += [] if errors_of(found) else [*group_strategy(group, world)[1], *unread_strategy(group)]
         if group.elastic is not None and not errors_of(found):
             smaller, wrong = smaller_worlds(spec, group, world, partial(_check_group, spec, alone=alone))
             world = replace(world, smaller=smaller) if world is not None else None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from distflow.documents.problems import Problem
+from distflow.documents.problems import Problem, Severity
 from distflow.layout.ranks import World
 from distflow.layout.strategy import Strategy, parse_strategy
 from distflow.spec.model import GroupSpec
 
-__all__ = ["group_strategy"]
+__all__ = ["group_strategy", "unread_strategy"]
+
+_OF_THEIR_OWN = ("accelerate", "deepspeed", "horovod", "jax", "tensorflow")
+"""Frameworks that share out a model as their own configuration, or the program, says."""
 
 
 def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | None, tuple[Problem, ...]]:
@@ -20,3 +23,13 @@ def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | No
         hint = "give its tasks `ranks: {size: N}`, or the group a `launcher`"
         return None, (Problem(where=block.mark_at(block.path), message=message, hint=hint),)
     return parse_strategy(block.value, [item.size for item in world.tasks], path=block.path, locate=block.mark_at)
+
+
+def unread_strategy(group: GroupSpec) -> tuple[Problem, ...]:
+    """Return a warning for a ``strategy`` beside a framework that does not read it."""
+    block, framework = group.strategy, group.framework
+    if block is None or framework is None or framework.value not in _OF_THEIR_OWN:
+        return ()
+    message = f"`framework: {framework.value}` does not read `strategy`: it trains as its own configuration says"
+    hint = "say it there, or take `framework: pytorch`; a program that calls `distflow.train.parallelize` itself follows it"
+    return (Problem(where=block.mark_at(block.path), severity=Severity.WARNING, message=message, hint=hint),)
