@@ -17,7 +17,7 @@ from distflow.supervisor.decide import decide
 from distflow.supervisor.world import Decision, Rest, Workflow
 from unit.supervisor.gangs import Driver, node, pool
 
-__all__ = ["leaks", "lies", "play", "unfinished"]
+__all__ = ["doubles", "leaks", "lies", "play", "unfinished"]
 
 _LEASES_END_S = 200.0
 _UNCERTAIN_S = 0.01
@@ -93,13 +93,7 @@ class _Night:
     def _look(self) -> None:
         """What must hold at every instant."""
         self._gang_links()
-        seen: set[tuple[str, str, str]] = set()
-        for key in self.driver.backend.running:
-            if self.driver.backend.reaches(key.node):
-                task = (key.workflow, key.group, key.task)
-                if task in seen:
-                    self.wrong.append(f"{task} runs twice at once")
-                seen.add(task)
+        self.wrong += doubles(self.driver)
         for uuid, one in self.driver.workflows.items():
             for group in one.record.groups:
                 before = self._states.get((uuid, group.name), group.state)
@@ -198,6 +192,17 @@ _HAPPENS: dict[str, Callable[[_Night, Fault], None]] = {
     "step": _Night._step,
     "nothing": _Night._nothing,
 }
+
+
+def doubles(driver: Driver) -> Iterator[str]:
+    """Tasks that run twice at once on nodes that can be reached."""
+    seen: set[tuple[str, str, str]] = set()
+    for key in driver.backend.running:
+        if driver.backend.reaches(key.node):
+            task = (key.workflow, key.group, key.task)
+            if task in seen:
+                yield f"{task} runs twice at once"
+            seen.add(task)
 
 
 def leaks(driver: Driver) -> Iterator[str]:

@@ -9,7 +9,7 @@ import os
 import random
 from dataclasses import replace
 
-from chaos.nights import leaks, lies, unfinished
+from chaos.nights import doubles, leaks, lies, unfinished
 from chaos.schedules import behaviour
 from distflow.supervisor.world import Workflow
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -50,6 +50,7 @@ def test_three_thousand_nodes_lose_racks_processes_and_supervisors() -> None:
         driver.clock.advance(dice.uniform(1.0, 40.0))
         driver.backend.tick()
         driver.settle(rounds=1000)
+        wrong += doubles(driver)
         over = {uuid: one for uuid, one in driver.workflows.items() if _is_over(one)}
         for uuid in over:
             del driver.workflows[uuid]
