@@ -26,6 +26,7 @@ from distflow.train.samples.gpt import Gpt, loss_of
 from distflow.train.strategies.build import make_mesh
 from distflow.train.strategies.description import Strategy, make_strategy
 from distflow.train.strategies.stages import Pipeline
+from train.choice_checks import told
 from train.evaluation_checks import evaluations
 from train.meta_checks import first_values
 from train.ranks import STEPS, Found, answer, batch, new_model, optimizer_of, reference, whole
@@ -345,6 +346,7 @@ CHECKS: dict[int, dict[str, Callable[[], Found]]] = {
             make_strategy("pipeline", 4, {"stages": 2}),
         ),
         "mesh groups": mesh_groups,
+        "told": told,
         **evaluations(4),
         **first_values(4),
     },

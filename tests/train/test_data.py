@@ -16,7 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 import distflow.train
-from distflow.train import DynamicBatcher, EpochSampler, Loader, balanced_split, batch_sizes, equal_batches, join
+from distflow.train import (
+    DynamicBatcher,
+    EpochSampler,
+    Loader,
+    balanced_split,
+    batch_sizes,
+    current_strategy,
+    data_shard,
+    equal_batches,
+    finish,
+    join,
+)
+from distflow.train.strategies.description import choose, make_strategy
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -74,6 +86,13 @@ def test_a_batch_size_that_was_multiplied_already_is_noticed() -> None:
 def test_wrong_batch_sizes_are_explained(given: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         batch_sizes(**given)
+
+
+def test_who_leaves_the_world_leaves_its_strategy() -> None:
+    choose(make_strategy("hybrid", 4, {"tp_size": 2, "gradient_accumulation_steps": 3}), rank=2)
+    assert (data_shard(), current_strategy().passes) == ((1, 2), 3)
+    finish()
+    assert (data_shard({}), current_strategy().kind) == ((0, 1), "none")
 
 
 def samplers(world_size: int, length: int = 11, **options: Any) -> list[EpochSampler]:

@@ -117,6 +117,26 @@ def test_what_cannot_be_filled_is_said(worlds: dict[int, dict[str, Any]], name: 
     assert message in worlds[2]["cannot be filled"][name]
 
 
+def test_what_parallelize_is_told_holds_for_data_and_passes_too(worlds: dict[int, dict[str, Any]]) -> None:
+    found = worlds[4]["told"]
+    assert found["difference"] < TOLERANCE
+    assert found["passes"] == 2 * 3
+    first, second, third, fourth = found["taken"]
+    assert first == second
+    assert third == fourth
+    assert sorted(first + third) == list(range(8))
+
+
+def test_shares_that_change_are_not_passed_over(worlds: dict[int, dict[str, Any]]) -> None:
+    found = worlds[4]["told"]
+    assert "made for share 0 of 4, but this rank's is 0 of 2 now: make it after init() and parallelize()" in found["early"]
+    assert found["given"] == 8
+    assert found["beside a teacher"] == [0, 2]
+    (warning,) = found["warned"]
+    assert "for hybrid, another for ddp" in warning
+    assert found["of the last"] == [0, 4]
+
+
 def test_a_traced_model_is_cut_too(worlds: dict[int, dict[str, Any]]) -> None:
     found = worlds[2]["traced pipeline"]
     assert found["gradients"] == 2

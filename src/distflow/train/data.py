@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-__all__ = ["BatchSizes", "balanced_split", "batch_sizes", "join"]
+from distflow.train.strategies.description import said_strategy
+
+__all__ = ["BatchSizes", "balanced_split", "batch_sizes", "join", "own_share"]
 
 _TUTORIAL_BATCH = 32
 
@@ -26,6 +28,14 @@ class BatchSizes:
     world_size: int
     accumulation: int
     """How many batches each rank takes before the optimizer steps."""
+
+
+def own_share() -> tuple[int, int]:
+    """Return this rank's share of the data and the number of shares; without a strategy its rank and the number of ranks."""
+    if not dist.is_initialized():
+        return 0, 1
+    strategy = said_strategy()
+    return (dist.get_rank(), dist.get_world_size()) if strategy is None else strategy.data_shard(dist.get_rank())
 
 
 def balanced_split(n: int, parts: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, cast
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from distflow.train.strategies.description import current_strategy
+from distflow.train.data import own_share
 
 __all__ = ["EpochSampler", "Loader", "Samples", "Uneven"]
 
@@ -40,20 +39,20 @@ class EpochSampler(Sampler[int]):
         self, length: int, *, shuffle: bool = True, seed: int = 0, uneven: Uneven = "pad", rank: int | None = None,
         world_size: int | None = None,
     ) -> None:  # fmt: skip
-        """Take ``rank`` and ``world_size``; default the share of the data that the spec's ``strategy`` gives this rank.
+        """Take ``rank`` and ``world_size``; default the share of the data that the strategy gives this rank (``data_shard``).
 
         (Ranks that share a tensor take the same samples.) Without a strategy they are those of the process group, else 0 of 1.
+        Raises ``ValueError``.
         """
         if length < 1:
             raise ValueError("the dataset is empty: give one with at least one sample")
         if uneven not in ("pad", "keep", "drop"):
             raise ValueError(f'uneven={uneven!r}: give "pad", "keep" or "drop"')
-        together = dist.is_initialized()
-        if together and rank is None and world_size is None and os.environ.get("DISTFLOW_STRATEGY"):
-            rank, world_size = current_strategy().data_shard(dist.get_rank())
+        self._by_strategy = rank is None and world_size is None
+        own = own_share()
         self.length, self.shuffle, self.seed, self.uneven = length, shuffle, seed, uneven
-        self.rank = rank if rank is not None else dist.get_rank() if together else 0
-        self.world_size = world_size if world_size is not None else dist.get_world_size() if together else 1
+        self.rank = own[0] if rank is None else rank
+        self.world_size = own[1] if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} is no rank of a world of {self.world_size}")
         self.epoch = 0
@@ -61,7 +60,15 @@ class EpochSampler(Sampler[int]):
         """How many samples of the epoch all ranks together are past."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of this rank that are left in the epoch."""
+        """Yield the indices of this rank that are left in the epoch.
+
+        Raises ``ValueError`` when the strategy that gave the share is no longer that of the process.
+        """
+        if self._by_strategy and dist.is_initialized() and (own := own_share()) != (self.rank, self.world_size):
+            raise ValueError(
+                f"the loader was made for share {self.rank} of {self.world_size}, but this rank's is {own[0]} of {own[1]} now: "
+                "make it after init() and parallelize(), or give rank and world_size"
+            )
         return iter(self._left()[self.rank :: self.world_size])
 
     def __len__(self) -> int:

@@ -30,6 +30,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from distflow.train.collectives import answer_collectives
+from distflow.train.strategies.description import forget
 
 __all__ = ["World", "WorldError", "control_group", "finish", "init", "is_debug", "world"]
 
@@ -135,10 +136,11 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def finish() -> None:
-    """Leave the world; ``init`` may join another one. Does nothing when there is none."""
+    """Leave the world, and its strategy; ``init`` may join another one. Does nothing when there is none."""
     global _joined, _control  # noqa: PLW0603
     _joined = _control = None
     atexit.unregister(_finish_at_exit)
+    forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 

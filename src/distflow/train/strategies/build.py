@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distflow.train.strategies.description import Strategy, check_options, current_strategy, make_strategy
+from distflow.train.strategies.description import Strategy, check_options, choose, current_strategy, make_strategy
 from distflow.train.strategies.initial import allocate, check_empty, fill
 from distflow.train.strategies.layers import checkpoint_activations
 from distflow.train.strategies.replicas import replicate
@@ -33,7 +33,9 @@ def parallelize(
     """Return the model, trained by all ranks together as the strategy says.
 
     ``strategy`` is a kind (``"fsdp"``), a ``Strategy``, or by default what ``DISTFLOW_STRATEGY`` says; ``options`` come on top
-    of its own. Every rank then starts from rank 0's parameters. Create the optimiser afterwards, from the parameters of what is
+    of its own. The last call decides what ``current_strategy``, ``data_shard`` and a new ``Loader`` answer, until ``finish``.
+
+    Every rank then starts from rank 0's parameters. Create the optimiser afterwards, from the parameters of what is
     returned. A pipeline needs ``loss`` and is stepped (``model.step(inputs, targets)``); all others are called as before.
 
     A model that was made under ``torch.device("meta")`` is cut first, and then each rank is given its part of the values that
@@ -42,6 +44,23 @@ def parallelize(
     Raises ``ValueError`` when the model does not fit the strategy, or the strategy the number of ranks.
     """
     chosen = _strategy(strategy, options)
+    ready = _ready(model, chosen, loss, example)
+    choose(chosen, dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
+    return ready
+
+
+def make_mesh(strategy: Strategy) -> DeviceMesh:
+    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` when there is another number of ranks."""
+    if not dist.is_initialized():
+        raise ValueError("the ranks are not connected yet: call torch.distributed.init_process_group() before parallelize()")
+    if strategy.world_size != dist.get_world_size():
+        shape = " × ".join(map(str, strategy.shape))
+        raise ValueError(f"the strategy is for {shape} = {strategy.world_size} ranks, but there are {dist.get_world_size()}")
+    return init_device_mesh(_device().type, strategy.shape, mesh_dim_names=strategy.names)
+
+
+def _ready(model: nn.Module, chosen: Strategy, loss: Loss | None, example: tuple[torch.Tensor, ...] | None) -> nn.Module:
+    """Return the model on this rank's device, wrapped or cut as the strategy says."""
     if isinstance(model, nn.DataParallel) and chosen.world_size > 1:
         raise ValueError(
             "DataParallel is for one process alone, and each rank would copy to all GPUs: pass the module inside it"
@@ -62,16 +81,6 @@ def parallelize(
     if empty:
         fill(model, device)
     return ready
-
-
-def make_mesh(strategy: Strategy) -> DeviceMesh:
-    """Return torch's mesh over all ranks for a strategy. Raises ``ValueError`` when there is another number of ranks."""
-    if not dist.is_initialized():
-        raise ValueError("the ranks are not connected yet: call torch.distributed.init_process_group() before parallelize()")
-    if strategy.world_size != dist.get_world_size():
-        shape = " × ".join(map(str, strategy.shape))
-        raise ValueError(f"the strategy is for {shape} = {strategy.world_size} ranks, but there are {dist.get_world_size()}")
-    return init_device_mesh(_device().type, strategy.shape, mesh_dim_names=strategy.names)
 
 
 def _cut(

@@ -1,7 +1,7 @@
-"""Which strategy this process is part of: read from ``DISTFLOW_STRATEGY``, which distflow sets from the spec.
+"""Which strategy this process is part of: what ``parallelize`` was told, or ``DISTFLOW_STRATEGY``, which distflow sets.
 
-The JSON has been checked before the process was started; without the variable, ranks replicate the model. Knows nothing of
-torch, so that a data loader can ask for its share before anything heavy is imported.
+The JSON has been checked before the process was started; without either, ranks replicate the model. Knows nothing of torch,
+so that a data loader can ask for its share before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["CHOICES", "OPTIONS", "Strategy", "check_options", "current_strategy", "data_shard", "make_strategy"]
+__all__ = [
+    "CHOICES", "OPTIONS", "Strategy", "check_options", "choose", "current_strategy", "data_shard", "forget", "make_strategy",
+    "said_strategy",
+]  # fmt: skip
 
 OPTIONS = frozenset(
     {
@@ -89,12 +93,54 @@ class Strategy:
         return index, count
 
 
-def current_strategy(environ: Mapping[str, str] = os.environ) -> Strategy:
-    """Return the strategy of this process. Raises ``ValueError`` when the variable holds something else."""
-    text = environ.get("DISTFLOW_STRATEGY", "")
-    world = int(environ.get("WORLD_SIZE", "1"))
+_chosen: tuple[Strategy, int] | None = None
+"""What ``parallelize`` was told last, and this process's rank in it."""
+
+
+def choose(strategy: Strategy, rank: int) -> None:
+    """Let ``current_strategy`` and ``data_shard`` answer with this strategy from now on.
+
+    The last one counts; one that gives this rank another share of the data than the one before is warned of. A model of kind
+    ``none``, such as a frozen teacher beside the one that is trained, changes nothing.
+    """
+    global _chosen  # noqa: PLW0603 (a process is in one world)
+    before = said_strategy()
+    if strategy.kind == "none" and before is not None and before.kind != "none":
+        return
+    if _chosen is not None and _chosen[0].data_shard(rank) != strategy.data_shard(rank):
+        warnings.warn(
+            f"a model was made ready for {_chosen[0].kind}, another for {strategy.kind}, and this rank's share of the data is "
+            f"not the same for both: data_shard() and Loader now give {strategy.kind}'s; for the other model pass rank and "
+            "world_size yourself",
+            stacklevel=3,
+        )
+    _chosen = strategy, rank
+
+
+def forget() -> None:
+    """Undo ``choose``: what the variable says counts again."""
+    global _chosen  # noqa: PLW0603
+    _chosen = None
+
+
+def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
+    """Return the strategy of this process: what ``parallelize`` was told, else the variable's, else replicas of all ranks.
+
+    With an ``environ`` it is the one that these variables say. Raises ``ValueError`` when the variable holds something else.
+    """
+    if (said := said_strategy(environ)) is not None:
+        return said
+    world = int((os.environ if environ is None else environ).get("WORLD_SIZE", "1"))
+    return make_strategy("ddp" if world > 1 else "none", world)
+
+
+def said_strategy(environ: Mapping[str, str] | None = None) -> Strategy | None:
+    """Return ``current_strategy``, but ``None`` where neither ``parallelize`` nor the variable has said one."""
+    if environ is None and _chosen is not None:
+        return _chosen[0]
+    text = (os.environ if environ is None else environ).get("DISTFLOW_STRATEGY", "")
     if not text:
-        return make_strategy("ddp" if world > 1 else "none", world)
+        return None
     try:
         value = json.loads(text)
         mesh = value["mesh"]
@@ -109,9 +155,15 @@ def current_strategy(environ: Mapping[str, str] = os.environ) -> Strategy:
         raise ValueError(f"DISTFLOW_STRATEGY is {text!r}, not JSON such as {example}") from error
 
 
-def data_shard(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return this rank's share of the data and the number of shares: rank and num_replicas for a ``DistributedSampler``."""
-    return current_strategy(environ).data_shard(int(environ.get("RANK", "0")))
+def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """Return this rank's share of the data and the number of shares: rank and num_replicas for a ``DistributedSampler``.
+
+    They are those of ``current_strategy``: ask after ``parallelize``, unless the spec says the strategy.
+    """
+    if environ is None and _chosen is not None:
+        strategy, rank = _chosen
+        return strategy.data_shard(rank)
+    return current_strategy(environ).data_shard(int((os.environ if environ is None else environ).get("RANK", "0")))
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -1,0 +1,55 @@
+"""Strategies that ``parallelize`` is told, without a spec: everything else then follows them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distflow.train import EpochSampler, Loader, backward, data_shard, parallelize
+from distflow.train.samples.gpt import loss_of
+from distflow.train.strategies.description import forget
+from train.ranks import BATCH, STEPS, Found, batch, new_model, optimizer_of, reference, whole
+
+__all__ = ["told"]
+
+
+def told() -> Found:
+    """How far training is from that of one process, which data each rank took, and what else was said."""
+    forget()
+    early, other = Loader(range(BATCH), BATCH), EpochSampler(BATCH, rank=0, world_size=1)
+    model = parallelize(new_model(), "hybrid", tp_size=2, gradient_accumulation_steps=2)
+    optimizer, (index, count), passes = optimizer_of(model), data_shard(), 0
+
+    def counted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        return loss_of(outputs, targets)
+
+    for step in range(STEPS):
+        inputs, targets = (one.tensor_split(count)[index] for one in batch(step))
+        backward(model, inputs, targets, counted)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted, got = reference(), whole(model)
+    worst = torch.tensor(max((got[name] - wanted[name]).abs().max().item() for name in got))
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    taken: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(taken, [sample for some in Loader(range(BATCH), 2) for sample in some.tolist()])
+    found: Found = {"difference": worst.item(), "passes": passes, "taken": taken, "given": len(list(other)), "early": "nothing"}
+    try:
+        list(early)
+    except ValueError as error:
+        found["early"] = str(error)
+    parallelize(nn.Linear(2, 2), "none")
+    found["beside a teacher"] = data_shard()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(nn.Linear(2, 2), "ddp")
+    found["warned"] = [str(one.message) for one in caught if "made ready" in str(one.message)]
+    found["of the last"] = data_shard()
+    forget()
+    return found
