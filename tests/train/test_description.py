@@ -6,13 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from itertools import combinations
 
 import pytest
 
 from distflow.layout.strategy import parse_strategy
-from distflow.layout.strategyoptions import OPTIONS as CHECKED
-from distflow.layout.strategyoptions import Wrong
-from distflow.train.strategies.description import CHOICES, OPTIONS, Strategy, current_strategy, data_shard, make_strategy
+from distflow.train.strategies.description import Strategy, current_strategy, data_shard, make_strategy
+from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS
 
 
 def test_what_the_spec_says_is_what_a_rank_reads() -> None:
@@ -27,12 +27,66 @@ def test_what_the_spec_says_is_what_a_rank_reads() -> None:
     )
 
 
-def test_both_sides_know_the_same_options() -> None:
-    assert set(CHECKED) == OPTIONS
-    for name, words in CHOICES.items():
-        assert [CHECKED[name].check(word) for word in words] == list(words)
-        with pytest.raises(Wrong):
-            CHECKED[name].check("zip")
+VALUES: dict[str, list[object]] = {
+    "bucket_cap_mb": [1, 0], "static_graph": [True, 1], "find_unused_parameters": [True], "gradient_as_bucket_view": [False],
+    "compression": ["bf16", "none", "zip"], "powersgd_rank": [2], "sync_gradients_every": [1, 2],
+    "sharding_strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "no_shard", "HALF"],
+    "mixed_precision": [True, False, "bf16", "bf17"], "reduce_dtype": ["fp32", "none"], "cpu_offload": [True, False, "yes"],
+    "activation_checkpointing": [True], "auto_wrap_policy": ["size", "none", "transformer_layer"],
+    "transformer_layer_cls": ["Block", ["Block"], 3], "min_num_params": [1000], "state_dict_type": ["FULL_STATE_DICT"],
+    "plan": [{"up": "colwise"}, {"up": "columns"}], "schedule": ["gpipe", "1f1b", "2f2b"], "split_points": [["one"]],
+    "micro_batches": [2, 4], "gradient_accumulation_steps": [2, 0], "micro_batch_size": [3], "global_batch_size": [16, 10],
+    "timeout_s": [60, -1], "tp_size": [2, 4, 3], "shard_size": [2], "stages": [2, 8],
+}  # fmt: skip
+"""Of each option some values, also wrong ones."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_sides_refuse_the_same(kind: str) -> None:
+    """Every pair of options, for 4 ranks: what the spec may not say, the program may not either, and in the same words."""
+    assert set(VALUES) == {*OPTIONS, *MESH_SIZES}
+    needed = {"tp_size": 2} if kind == "hybrid" else {}
+    single = [(name, value) for name, values in VALUES.items() for value in values]
+    refused = 0
+    for pair in [*((one,) for one in single), *combinations(single, 2)]:
+        options = {**needed, **dict(pair)}
+        strategy, problems = parse_strategy({"kind": kind, **options}, (4,))
+        made: Strategy | str
+        try:
+            made = make_strategy(kind, 4, options)
+        except ValueError as error:
+            made = str(error)
+        if strategy is None:
+            refused += 1
+            assert isinstance(made, str), (options, [problem.message for problem in problems])
+        else:
+            assert isinstance(made, Strategy), (options, made)
+            assert (made.shape, made.names, made.options) == (strategy.shape, strategy.names, strategy.options)
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("ddp", {"cpu_offload": True}, "`cpu_offload` does not go with ddp: only sharded parameters"),
+        ("hybrid", {"tp_size": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD does not go with a mesh of fsdp and tp"),
+        ("fsdp", {"mixed_precision": "bf17"}, "mixed_precision is 'bf17': give one of `none`, `bf16`, `fp16`"),
+        ("tp", {"tp_size": 2}, "`tp_size` is 2, but there are 4 ranks"),
+        ("ddp", {"bucket_cap": 1}, "a strategy has no option 'bucket_cap': did you mean 'bucket_cap_mb'?"),
+    ],
+)
+def test_options_that_do_not_go_together_are_explained(kind: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_strategy(kind, 4, options)
+
+
+def test_options_on_top_of_a_strategy_are_held_against_its_own() -> None:
+    strategy = make_strategy("fsdp", 2, {"sharding_strategy": "NO_SHARD"})
+    assert strategy.having({"timeout_s": 5}).options == {"sharding_strategy": "NO_SHARD", "timeout_s": 5}
+    with pytest.raises(ValueError, match="`cpu_offload` needs shards, and NO_SHARD makes none"):
+        strategy.having({"cpu_offload": True})
+    with pytest.raises(ValueError, match="a strategy has no option 'tp_size'"):
+        strategy.having({"tp_size": 2})
 
 
 @pytest.mark.parametrize(("world", "kind"), [("1", "none"), ("4", "ddp")])

@@ -234,11 +234,14 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: dict[int, dict[str, A
         ("stages", "1 layers cannot be cut into 2 stages"),
         ("option", "no option 'mixd_precision': did you mean 'mixed_precision'?"),
         ("option of the spec", "no option 'bucket_cap'"),
-        ("word", "mixed_precision is 'bf17', not one of none, bf16, fp16"),
+        ("word", "mixed_precision is 'bf17': give one of `none`, `bf16`, `fp16`"),
+        ("kind and option", "`cpu_offload` does not go with ddp"),
+        ("options", "`compression` and `sync_gradients_every` exclude each other"),
+        ("option on top", "`compression` does not go with fsdp"),
         ("data parallel", "DataParallel is for one process alone"),
         ("kind", "there is no strategy 'zero'"),
         ("local", "local SGD needs replicas"),
-        ("compression", "compression is 'zip', not one of none, fp16, bf16, powersgd"),
+        ("compression", "compression is 'zip': give one of `none`, `fp16`, `bf16`, `powersgd`"),
     ],
 )
 def test_what_cannot_be_done_is_said(worlds: dict[int, dict[str, Any]], name: str, message: str) -> None:

@@ -9,7 +9,7 @@ one node; stages divide the ranks; options go with the kind and with each other;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
@@ -19,21 +19,10 @@ from distflow.documents.document import Path
 from distflow.documents.problems import Mark, Problem, errors_of
 from distflow.documents.words import did_you_mean
 from distflow.layout.strategyforms import Draft, read_forms
-from distflow.layout.strategyoptions import KINDS, MESH_SIZES, OPTIONS, Wrong
+from distflow.train.strategies.options import AXES, KINDS, MESH_SIZES, OPTIONS, Misfit, Wrong, clashes, misfits
 
 __all__ = ["Strategy", "parse_strategy"]
 
-_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "ddp": ("dp",),
-        "fsdp": ("dp", "fsdp"),
-        "tp": ("tp",),
-        "hybrid": ("fsdp", "tp"),
-        "pipeline": ("pp", "dp"),
-        "none": ("dp",),
-    }
-)
-"""The mesh axes of each kind, in the order in which ranks fill them when nobody gave a mesh."""
 _MAIN = {"ddp": "dp", "fsdp": "fsdp", "tp": "tp", "hybrid": "tp", "pipeline": "pp", "none": "dp"}
 _FROM_AXES: Mapping[frozenset[str], str] = MappingProxyType(
     {
@@ -60,17 +49,12 @@ class Strategy:
     names: tuple[str, ...]
     """The axes of the mesh: ``dp`` (replicas), ``fsdp`` (shards), ``tp`` (parts of tensors), ``pp`` (stages)."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """The options that were given, in their normal form (``strategyoptions.OPTIONS``)."""
+    """The options that were given, in their normal form (``options.OPTIONS``)."""
 
     @property
     def world_size(self) -> int:
         """How many ranks it is for."""
         return prod(self.shape)
-
-    @property
-    def data_ranks(self) -> int:
-        """How many ranks, or groups of ranks, get batches of their own."""
-        return prod(size for size, name in zip(self.shape, self.names, strict=True) if name in ("dp", "fsdp"))
 
     def normalised(self) -> dict[str, Any]:
         """Return it as the JSON object that the ranks read from ``DISTFLOW_STRATEGY``."""
@@ -99,7 +83,7 @@ def parse_strategy(
     kind = _kind(draft, world)
     if errors_of(draft.problems):
         return None, tuple(draft.problems)
-    _fit(draft, kind, options)
+    _report(draft, misfits(kind, options))
     shape, names = _mesh(draft, kind, options, sizes)
     if errors_of(draft.problems):
         return None, tuple(draft.problems)
@@ -108,12 +92,16 @@ def parse_strategy(
     for name in MESH_SIZES:
         options.pop(name, None)
     strategy = Strategy(kind=kind, shape=shape, names=names, options=MappingProxyType(options))
-    _together(draft, strategy)
+    _report(draft, clashes(kind, dict(zip(names, shape, strict=True)), options))
     _tasks(draft, strategy, sizes)
-    _batches(draft, strategy)
     if errors_of(draft.problems):
         return None, tuple(draft.problems)
     return strategy, tuple(draft.problems)
+
+
+def _report(draft: Draft, found: Iterable[Misfit]) -> None:
+    for name, message, hint in found:
+        draft.add(draft.options[name].path if name in draft.options else draft.path, message, hint)
 
 
 # -- values, kind, claims ---------------------------------------------------------------------------------------------
@@ -148,7 +136,7 @@ def _kind(draft: Draft, world: int) -> str:
             return "pipeline"
         return meant if draft.mesh_path else "ddp" if world > 1 else "none"
     kind = str(draft.kind.value)
-    if draft.mesh_path and active and (not active <= set(_AXES[kind]) or _MAIN[kind] not in (active | _one_of(draft))):
+    if draft.mesh_path and active and (not active <= set(AXES[kind]) or _MAIN[kind] not in (active | _one_of(draft))):
         axes = ", ".join(draft.names)
         draft.add(
             draft.mesh_path, f"a mesh of {axes} means {meant}, but the kind is {kind}", f"say kind: {meant}, or leave one out"
@@ -179,58 +167,6 @@ def _ranks(sizes: Sequence[int]) -> str:
     world = sum(sizes)
     spread = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
     return f"{world} rank{'s' if world != 1 else ''}{spread}"
-
-
-# -- options with the kind and with each other ------------------------------------------------------------------------
-
-
-def _fit(draft: Draft, kind: str, options: Mapping[str, Any]) -> None:
-    for name in options:
-        if name in OPTIONS and kind not in OPTIONS[name].kinds:
-            option = OPTIONS[name]
-            hint = option.instead or f"it goes with {', '.join(option.kinds)}"
-            draft.add(draft.options[name].path, f"`{name}` does not go with {kind}", hint)
-        if name in MESH_SIZES and (MESH_SIZES[name] not in _AXES[kind] or kind == "ddp"):
-            draft.add(draft.options[name].path, f"`{name}` does not go with {kind}", f"{kind} has no axis {MESH_SIZES[name]}")
-
-
-def _together(draft: Draft, strategy: Strategy) -> None:
-    """Report options that exclude each other, or that mean nothing without another one."""
-    options = strategy.options
-
-    def clash(name: str, message: str, hint: str) -> None:
-        draft.add(draft.options[name].path if name in draft.options else draft.path, message, hint)
-
-    sharding = options.get("sharding_strategy", "FULL_SHARD")
-    if sharding == "NO_SHARD":
-        for name in ("cpu_offload", "mixed_precision", "reduce_dtype"):
-            if options.get(name, False) not in (False, "none"):
-                clash(name, f"`{name}` needs shards, and NO_SHARD makes none", "say FULL_SHARD, or leave it out")
-    if strategy.kind == "hybrid" and sharding in ("HYBRID_SHARD", "NO_SHARD"):
-        message = f"{sharding} does not go with a mesh of fsdp and tp"
-        clash("sharding_strategy", message, "say FULL_SHARD or SHARD_GRAD_OP; without shards, kind: tp")
-    if strategy.kind == "fsdp" and "dp" in strategy.names and sharding != "HYBRID_SHARD":
-        clash("sharding_strategy", f"a mesh of dp and fsdp is HYBRID_SHARD, not {sharding}", "say HYBRID_SHARD, or one axis")
-    if "powersgd_rank" in options and options.get("compression") != "powersgd":
-        clash("powersgd_rank", "`powersgd_rank` without PowerSGD", "say compression: powersgd")
-    if options.get("sync_gradients_every", 1) > 1 and options.get("compression", "none") != "none":
-        message = "`compression` and `sync_gradients_every` exclude each other: between two averages no gradient is sent"
-        clash("compression", message, "keep one of the two")
-    if strategy.kind in ("fsdp", "hybrid"):
-        _wrapping(options, clash)
-    if strategy.kind == "pipeline" and options.get("schedule") != "gpipe" and "micro_batches" in options:
-        stages, count = strategy.shape[strategy.names.index("pp")], options["micro_batches"]
-        if count < stages:
-            message = f"1F1B keeps {stages} stages busy only with at least {stages} micro-batches; here are {count}"
-            clash("micro_batches", message, f"say micro_batches: {stages} or more, or schedule: gpipe")
-
-
-def _wrapping(options: Mapping[str, Any], clash: Callable[[str, str, str], None]) -> None:
-    policy = options.get("auto_wrap_policy")
-    if "min_num_params" in options and policy != "size":
-        clash("min_num_params", "`min_num_params` without wrapping by size", "say auto_wrap_policy: size")
-    if "transformer_layer_cls" in options and policy in ("size", "none"):
-        clash("transformer_layer_cls", f"`transformer_layer_cls` with auto_wrap_policy: {policy}", "say transformer_layer")
 
 
 # -- the mesh ---------------------------------------------------------------------------------------------------------
@@ -275,9 +211,9 @@ def _written(draft: Draft, kind: str, options: Mapping[str, Any]) -> tuple[tuple
     two = kind == "hybrid" or (kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD")
     found = dict(zip(draft.names, draft.shape, strict=True))
     if two:
-        for axis in _AXES[kind]:
+        for axis in AXES[kind]:
             found.setdefault(axis, 1)
-    kept = {name: size for name, size in found.items() if size > 1 or name == _MAIN[kind] or (two and name in _AXES[kind])}
+    kept = {name: size for name, size in found.items() if size > 1 or name == _MAIN[kind] or (two and name in AXES[kind])}
     kept = kept or {_MAIN[kind]: 1}
     inner = {"hybrid": "tp", "fsdp": "fsdp"}.get(kind)
     if inner in kept and list(kept)[-1] != inner:
@@ -329,21 +265,3 @@ def _tasks(draft: Draft, strategy: Strategy, sizes: Sequence[int]) -> None:
         fitting = [number for number in range(1, max(sizes) + 1) if all(size % number == 0 for size in sizes)]
         hint = f"here tp can be {', '.join(map(str, fitting))}; use the other ranks for fsdp"
         draft.add(at, message, hint)
-
-
-def _batches(draft: Draft, strategy: Strategy) -> None:
-    """Report batch sizes that do not add up: global = per rank × data ranks × accumulation."""
-    options = strategy.options
-    whole = options.get("global_batch_size")
-    if whole is None:
-        return
-    steps = options.get("gradient_accumulation_steps", options.get("micro_batches", 1))
-    data, path = strategy.data_ranks, draft.options["global_batch_size"].path
-    parts = f"{data} data rank{'s' if data != 1 else ''} × {steps} micro-batch{'es' if steps != 1 else ''}"
-    micro = options.get("micro_batch_size")
-    if micro is not None and whole != micro * data * steps:
-        message = f"a global batch of {whole} is not {micro} × {parts} = {micro * data * steps}"
-        draft.add(path, message, f"say {micro * data * steps}, or leave one of the three out")
-    elif whole % (data * steps):
-        message = f"a global batch of {whole} cannot be divided over {parts}"
-        draft.add(path, message, f"use a multiple of {data * steps}")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from distflow.documents.problems import Mark, Severity
 from distflow.layout.strategy import Strategy, parse_strategy
-from distflow.layout.strategyoptions import KINDS, OPTIONS
+from distflow.train.strategies.options import KINDS, OPTIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "strategies.md"
 ROW = re.compile(r"^\| `(\{.*\})` \| ([0-9 +]+) \| (.*) \|$", re.MULTILINE)

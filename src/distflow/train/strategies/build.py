@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distflow.train.strategies.description import Strategy, check_options, choose, current_strategy, make_strategy
+from distflow.train.strategies.description import Strategy, choose, make_strategy, said_strategy
 from distflow.train.strategies.initial import allocate, check_empty, fill
 from distflow.train.strategies.layers import checkpoint_activations
 from distflow.train.strategies.replicas import replicate
@@ -41,7 +39,8 @@ def parallelize(
     A model that was made under ``torch.device("meta")`` is cut first, and then each rank is given its part of the values that
     rank 0's random numbers give: no rank ever holds the whole, but under ``ddp`` and ``none``.
 
-    Raises ``ValueError`` when the model does not fit the strategy, or the strategy the number of ranks.
+    Raises ``ValueError`` when the model does not fit the strategy, the strategy the number of ranks, or the options each other:
+    what a spec may not say is refused here too.
     """
     chosen = _strategy(strategy, options)
     ready = _ready(model, chosen, loss, example)
@@ -109,12 +108,13 @@ def _cut(
 
 
 def _strategy(given: Strategy | str | None, options: Mapping[str, Any]) -> Strategy:
+    if given is None and (given := said_strategy()) is None:
+        # One rank too, so that it takes the options that more ranks will take.
+        given = "ddp"
     if isinstance(given, str):
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         return make_strategy(given, world, options)
-    check_options(options)
-    strategy = current_strategy() if given is None else given
-    return replace(strategy, options=MappingProxyType({**strategy.options, **options}))
+    return given.having(options)
 
 
 def _device() -> torch.device:

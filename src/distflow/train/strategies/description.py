@@ -10,40 +10,16 @@ import difflib
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
-__all__ = [
-    "CHOICES", "OPTIONS", "Strategy", "check_options", "choose", "current_strategy", "data_shard", "forget", "make_strategy",
-    "said_strategy",
-]  # fmt: skip
+from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS, Misfit, Wrong, clashes, misfits
 
-OPTIONS = frozenset(
-    {
-        *("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"),
-        *("compression", "powersgd_rank", "sync_gradients_every"),
-        *("sharding_strategy", "mixed_precision", "reduce_dtype", "cpu_offload", "state_dict_type"),
-        *("activation_checkpointing", "auto_wrap_policy", "transformer_layer_cls", "min_num_params"),
-        *("plan", "schedule", "split_points", "micro_batches"),
-        *("gradient_accumulation_steps", "micro_batch_size", "global_batch_size", "timeout_s"),
-    }
-)
-"""The names of all options; the spec side checks their values too."""
-CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "compression": ("none", "fp16", "bf16", "powersgd"),
-        "sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"),
-        "mixed_precision": ("none", "bf16", "fp16"),
-        "reduce_dtype": ("fp32", "bf16", "fp16"),
-        "auto_wrap_policy": ("none", "transformer_layer", "size"),
-        "schedule": ("gpipe", "1f1b"),
-        "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
-    }
-)
-"""Options whose value is one of a few words."""
+__all__ = ["Strategy", "choose", "current_strategy", "data_shard", "forget", "make_strategy", "said_strategy"]
+
 _DATA_AXES = ("dp", "fsdp")
 
 
@@ -73,6 +49,13 @@ class Strategy:
     def size(self, axis: str) -> int:
         """Return the size of an axis; 1 when the mesh has none of that name."""
         return dict(zip(self.names, self.shape, strict=True)).get(axis, 1)
+
+    def having(self, options: Mapping[str, Any]) -> Strategy:
+        """Return this strategy with more options, or others. Raises ``ValueError`` for those that a spec could not say."""
+        together = _normal({**self.options, **options}, list(OPTIONS))
+        _refuse(misfits(self.kind, together))
+        _refuse(clashes(self.kind, dict(zip(self.names, self.shape, strict=True)), together))
+        return replace(self, options=MappingProxyType(together))
 
     def data_shard(self, rank: int) -> tuple[int, int]:
         """Return which share of the data a rank takes, and how many shares there are.
@@ -166,27 +149,19 @@ def data_shard(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     return current_strategy(environ).data_shard(int((os.environ if environ is None else environ).get("RANK", "0")))
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for an option that does not exist, with the nearest that does, and for a word it does not take."""
-    for name, value in options.items():
-        if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
-            raise ValueError(f"a strategy has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-        if value not in CHOICES.get(name, (value,)):
-            raise ValueError(f"{name} is {value!r}, not one of {', '.join(CHOICES[name])}")
-
-
 def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = None) -> Strategy:
     """Return the strategy of a kind over all ranks. ``tp_size``, ``shard_size`` and ``stages`` give the second axis its size.
 
-    Raises ``ValueError`` when the ranks cannot be divided so.
+    Raises ``ValueError`` when the ranks cannot be divided so, and for options that a spec could not say either.
     """
-    left = dict(options or {})
-    wanted = {name: left.pop(name, None) for name in ("tp_size", "shard_size", "stages")}
-    check_options(left)
+    if kind not in KINDS:
+        raise ValueError(f"there is no strategy {kind!r}: {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    given = _normal(options or {}, [*OPTIONS, *MESH_SIZES])
+    _refuse(misfits(kind, given))
+    wanted = {name: given.pop(name, None) for name in MESH_SIZES}
 
     def over(inner: int, outer: str, axis: str) -> tuple[tuple[int, int], tuple[str, str]]:
-        if inner < 1 or world % inner:
+        if world % inner:
             raise ValueError(f"{kind}: {axis} of {inner} does not divide {world} ranks")
         return (world // inner, inner), (outer, axis)
 
@@ -195,14 +170,40 @@ def make_strategy(kind: str, world: int, options: Mapping[str, Any] | None = Non
     if kind == "hybrid":
         if wanted["tp_size"] is None:
             raise ValueError("hybrid: say tp_size, the number of ranks that share a tensor")
-        shape, names = over(int(wanted["tp_size"]), "fsdp", "tp")
-    elif kind == "fsdp" and left.get("sharding_strategy") == "HYBRID_SHARD":
-        shape, names = over(int(wanted["shard_size"] or os.environ.get("LOCAL_WORLD_SIZE") or world), "dp", "fsdp")
+        shape, names = over(wanted["tp_size"], "fsdp", "tp")
+    elif kind == "fsdp" and given.get("sharding_strategy") == "HYBRID_SHARD":
+        shape, names = over(wanted["shard_size"] or int(os.environ.get("LOCAL_WORLD_SIZE") or world), "dp", "fsdp")
     elif kind == "pipeline":
-        (replicas, stages), _ = over(int(wanted["stages"] or world), "dp", "pp")
+        (replicas, stages), _ = over(wanted["stages"] or world, "dp", "pp")
         shape, names = ((stages, replicas), ("pp", "dp")) if replicas > 1 else ((stages,), ("pp",))
     elif kind in ("fsdp", "tp"):
         names = (kind,)
-    elif kind not in ("ddp", "none"):
-        raise ValueError(f"there is no strategy {kind!r}: ddp, fsdp, tp, hybrid, pipeline or none")
-    return Strategy(kind=kind, shape=tuple(shape), names=tuple(names), options=MappingProxyType(left))
+        if wanted["shard_size"] is not None:
+            raise ValueError(
+                "`shard_size` without HYBRID_SHARD: all ranks share the shards: say sharding_strategy: HYBRID_SHARD"
+            )
+        if wanted["tp_size"] not in (None, world):
+            raise ValueError(
+                f"`tp_size` is {wanted['tp_size']}, but there are {world} ranks: hybrid uses the others for shards"
+            )
+    return Strategy(kind=kind, shape=tuple(shape), names=tuple(names)).having(given)
+
+
+def _normal(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Return options in their normal form. Raises ``ValueError`` for one that does not exist, or has a value it cannot have."""
+    normal = {}
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"a strategy has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+        try:
+            # Sizes of mesh axes are counts, as this one is.
+            normal[name] = OPTIONS[name if name in OPTIONS else "micro_batches"].check(value)
+        except Wrong as wrong:
+            raise ValueError(f"{name} is {value!r}: give {wrong}") from None
+    return normal
+
+
+def _refuse(found: Iterable[Misfit]) -> None:
+    for _, message, hint in found:
+        raise ValueError(f"{message}: {hint}")

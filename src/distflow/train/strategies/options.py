@@ -1,0 +1,226 @@
+"""The options of training strategies: their names, what values they take, and with which kinds and options they go. Pure.
+
+The one table of both sides: specs are checked against it before anything starts, and ``parallelize`` when it is called. The
+names are torch's where torch has one (``bucket_cap_mb``, ``sharding_strategy``), so that a reader finds them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+__all__ = ["AXES", "KINDS", "MESH_SIZES", "OPTIONS", "Misfit", "Option", "Wrong", "clashes", "misfits"]
+
+AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "ddp": ("dp",),
+        "fsdp": ("dp", "fsdp"),
+        "tp": ("tp",),
+        "hybrid": ("fsdp", "tp"),
+        "pipeline": ("pp", "dp"),
+        "none": ("dp",),
+    }
+)
+"""The mesh axes of each kind, in the order in which ranks fill them when nobody gave a mesh."""
+KINDS = tuple(AXES)
+"""What a strategy can be: replicated, sharded, tensor parallel, sharded × tensor parallel, in stages, or a plain module."""
+
+MESH_SIZES: Mapping[str, str] = MappingProxyType({"tp_size": "tp", "shard_size": "fsdp", "stages": "pp"})
+"""Options that give the size of a mesh axis, and that axis; the other axis takes what is left of the ranks."""
+
+
+class Wrong(Exception):
+    """A value does not fit an option; the text says what would."""
+
+
+def _flag(value: object) -> object:
+    if isinstance(value, bool):
+        return value
+    raise Wrong("true or false")
+
+
+def _count(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise Wrong("a whole number of at least 1")
+
+
+def _number(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+        return value
+    raise Wrong("a number above 0")
+
+
+def _names(value: object) -> object:
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list | tuple) and names and all(isinstance(name, str) and name for name in names):
+        return list(names)
+    raise Wrong("a name, or a list of names")
+
+
+def _plan(value: object) -> object:
+    if isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value):
+        styles = list(value.values())
+        if all(style in ("colwise", "rowwise") for style in styles):
+            return dict(value)
+    raise Wrong("a mapping from module names (`blocks.*.attention.q`) to `colwise` or `rowwise`")
+
+
+def _choice(*words: str, lower: bool = True) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        word = (value.lower() if lower else value.upper()) if isinstance(value, str) else value
+        if word in words:
+            return word
+        raise Wrong(f"one of {', '.join(f'`{known}`' for known in words)}")
+
+    return check
+
+
+def _precision(value: object) -> object:
+    """Return the precision; ``true`` is bf16, as the guides' ``mixed_precision: true`` sets it."""
+    if isinstance(value, bool):
+        return "bf16" if value else "none"
+    return _choice("none", "bf16", "fp16")(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option."""
+
+    kinds: tuple[str, ...]
+    """The kinds that it goes with."""
+    check: Callable[[object], object]
+    """Returns the value in its normal form, or raises ``Wrong``."""
+    instead: str = ""
+    """What to say to those who use it with another kind; empty for nothing."""
+
+
+_SHARDED = ("fsdp", "hybrid")
+_REPEATED = ("ddp", "fsdp", "tp", "hybrid")
+
+OPTIONS: Mapping[str, Option] = MappingProxyType(
+    {
+        "bucket_cap_mb": Option(kinds=("ddp",), check=_number),
+        "static_graph": Option(kinds=("ddp",), check=_flag),
+        "find_unused_parameters": Option(kinds=("ddp",), check=_flag),
+        "gradient_as_bucket_view": Option(kinds=("ddp",), check=_flag),
+        "compression": Option(
+            kinds=("ddp",),
+            check=_choice("none", "fp16", "bf16", "powersgd"),
+            instead="with sharding, `reduce_dtype: bf16` halves what is sent",
+        ),
+        "powersgd_rank": Option(kinds=("ddp",), check=_count),
+        "sync_gradients_every": Option(
+            kinds=("ddp",), check=_count, instead="only replicas can drift apart between two averages: use `kind: ddp`"
+        ),
+        "sharding_strategy": Option(
+            kinds=_SHARDED, check=_choice("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", lower=False)
+        ),
+        "mixed_precision": Option(
+            kinds=_SHARDED,
+            check=_precision,
+            instead="with ddp, `compression: bf16` halves what is sent; for bf16 arithmetic use torch.autocast in the program",
+        ),
+        "reduce_dtype": Option(
+            kinds=_SHARDED, check=_choice("fp32", "bf16", "fp16"), instead="with ddp, say `compression: bf16` or `fp16`"
+        ),
+        "cpu_offload": Option(
+            kinds=_SHARDED, check=_flag, instead="only sharded parameters can be kept on the CPU: `kind: fsdp`"
+        ),
+        "activation_checkpointing": Option(kinds=_REPEATED, check=_flag),
+        "auto_wrap_policy": Option(kinds=_SHARDED, check=_choice("none", "transformer_layer", "size")),
+        "transformer_layer_cls": Option(kinds=_REPEATED, check=_names),
+        "min_num_params": Option(kinds=_SHARDED, check=_count),
+        "state_dict_type": Option(kinds=_SHARDED, check=_choice("FULL_STATE_DICT", "SHARDED_STATE_DICT", lower=False)),
+        "plan": Option(kinds=("tp", "hybrid"), check=_plan),
+        "schedule": Option(kinds=("pipeline",), check=_choice("gpipe", "1f1b")),
+        "split_points": Option(kinds=("pipeline",), check=_names),
+        "micro_batches": Option(
+            kinds=("pipeline",), check=_count, instead="without stages, micro-batches are `gradient_accumulation_steps`"
+        ),
+        "gradient_accumulation_steps": Option(
+            kinds=("ddp", "fsdp", "tp", "hybrid", "none"), check=_count, instead="in a pipeline these are the `micro_batches`"
+        ),
+        "micro_batch_size": Option(kinds=KINDS, check=_count),
+        "global_batch_size": Option(kinds=KINDS, check=_count),
+        "timeout_s": Option(kinds=KINDS, check=_number),
+    }
+)
+"""Every option by its name. Sizes of mesh axes (``MESH_SIZES``) are read before and do not stand here."""
+
+
+class Misfit(NamedTuple):
+    """An option that does not go with the kind, or with another option."""
+
+    name: str
+    """The option's."""
+    message: str
+    hint: str
+    """What to do instead."""
+
+
+def misfits(kind: str, names: Iterable[str]) -> Iterator[Misfit]:
+    """Yield the options that do not go with a kind; names that are no options are passed over."""
+    for name in names:
+        if name in OPTIONS and kind not in OPTIONS[name].kinds:
+            option = OPTIONS[name]
+            yield Misfit(name, f"`{name}` does not go with {kind}", option.instead or f"it goes with {', '.join(option.kinds)}")
+        if name in MESH_SIZES and (MESH_SIZES[name] not in AXES[kind] or kind == "ddp"):
+            yield Misfit(name, f"`{name}` does not go with {kind}", f"{kind} has no axis {MESH_SIZES[name]}")
+
+
+def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
+    """Yield options that exclude each other, that mean nothing without another one, or that do not fit the mesh.
+
+    ``mesh`` is axis → size; the options are in their normal form.
+    """
+    sharding = options.get("sharding_strategy", "FULL_SHARD")
+    if sharding == "NO_SHARD":
+        for name in ("cpu_offload", "mixed_precision", "reduce_dtype"):
+            if options.get(name, False) not in (False, "none"):
+                yield Misfit(name, f"`{name}` needs shards, and NO_SHARD makes none", "say FULL_SHARD, or leave it out")
+    if kind == "hybrid" and sharding in ("HYBRID_SHARD", "NO_SHARD"):
+        message = f"{sharding} does not go with a mesh of fsdp and tp"
+        yield Misfit("sharding_strategy", message, "say FULL_SHARD or SHARD_GRAD_OP; without shards, kind: tp")
+    if kind == "fsdp" and "dp" in mesh and sharding != "HYBRID_SHARD":
+        message = f"a mesh of dp and fsdp is HYBRID_SHARD, not {sharding}"
+        yield Misfit("sharding_strategy", message, "say HYBRID_SHARD, or one axis")
+    if "powersgd_rank" in options and options.get("compression") != "powersgd":
+        yield Misfit("powersgd_rank", "`powersgd_rank` without PowerSGD", "say compression: powersgd")
+    if options.get("sync_gradients_every", 1) > 1 and options.get("compression", "none") != "none":
+        message = "`compression` and `sync_gradients_every` exclude each other: between two averages no gradient is sent"
+        yield Misfit("compression", message, "keep one of the two")
+    if kind in ("fsdp", "hybrid"):
+        yield from _wrapping(options)
+    if kind == "pipeline" and options.get("schedule") != "gpipe" and "micro_batches" in options:
+        stages, count = mesh["pp"], options["micro_batches"]
+        if count < stages:
+            message = f"1F1B keeps {stages} stages busy only with at least {stages} micro-batches; here are {count}"
+            yield Misfit("micro_batches", message, f"say micro_batches: {stages} or more, or schedule: gpipe")
+    if "global_batch_size" in options:
+        yield from _batches(mesh, options)
+
+
+def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:
+    policy = options.get("auto_wrap_policy")
+    if "min_num_params" in options and policy != "size":
+        yield Misfit("min_num_params", "`min_num_params` without wrapping by size", "say auto_wrap_policy: size")
+    if "transformer_layer_cls" in options and policy in ("size", "none"):
+        message = f"`transformer_layer_cls` with auto_wrap_policy: {policy}"
+        yield Misfit("transformer_layer_cls", message, "say transformer_layer")
+
+
+def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
+    """Yield batch sizes that do not add up: global = per rank × data ranks × accumulation."""
+    whole, micro = options["global_batch_size"], options.get("micro_batch_size")
+    steps = options.get("gradient_accumulation_steps", options.get("micro_batches", 1))
+    data = mesh.get("dp", 1) * mesh.get("fsdp", 1)
+    parts = f"{data} data rank{'s' if data != 1 else ''} × {steps} micro-batch{'es' if steps != 1 else ''}"
+    if micro is not None and whole != micro * data * steps:
+        message = f"a global batch of {whole} is not {micro} × {parts} = {micro * data * steps}"
+        yield Misfit("global_batch_size", message, f"say {micro * data * steps}, or leave one of the three out")
+    elif whole % (data * steps):
+        message = f"a global batch of {whole} cannot be divided over {parts}"
+        yield Misfit("global_batch_size", message, f"use a multiple of {data * steps}")
