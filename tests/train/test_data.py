@@ -60,32 +60,63 @@ def test_a_split_is_balanced() -> None:
 
 
 def test_batch_sizes_are_named_apart() -> None:
-    sizes = batch_sizes(global_batch_size=256, world_size=8, accumulation=2)
-    assert (sizes.per_rank, sizes.total, sizes.world_size, sizes.accumulation) == (16, 256, 8, 2)
-    assert batch_sizes(per_rank_batch_size=16, world_size=8).total == 128
+    sizes = batch_sizes(global_batch_size=256, shares=8, accumulation=2)
+    assert (sizes.per_rank, sizes.total, sizes.shares, sizes.accumulation) == (16, 256, 8, 2)
+    assert batch_sizes(per_rank_batch_size=16, shares=8).total == 128
     assert batch_sizes(per_rank_batch_size=64).total == 64, "a world of one"
 
 
 def test_a_batch_size_that_was_multiplied_already_is_noticed() -> None:
     with pytest.warns(UserWarning, match=r"256 is 32 x 8 ranks.*2048 samples.*global_batch_size=256"):
-        batch_sizes(per_rank_batch_size=256, world_size=8)
+        batch_sizes(per_rank_batch_size=256, shares=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        batch_sizes(per_rank_batch_size=256, global_batch_size=2048, world_size=8)
+        batch_sizes(per_rank_batch_size=256, global_batch_size=2048, shares=8)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"global_batch_size": 100, "world_size": 8}, "multiple of 8, such as 96"),
-        ({"global_batch_size": 64, "per_rank_batch_size": 16, "world_size": 8}, "= 128: leave one of them out"),
-        ({"world_size": 8}, "give global_batch_size or per_rank_batch_size"),
+        ({"global_batch_size": 100, "shares": 8}, "multiple of 8, such as 96"),
+        ({"global_batch_size": 64, "per_rank_batch_size": 16, "shares": 8}, "= 128: leave one of them out"),
+        ({"shares": 8}, "give global_batch_size or per_rank_batch_size: the strategy says neither"),
         ({"per_rank_batch_size": 0}, "per_rank_batch_size=0: give 1 or more"),
     ],
 )
 def test_wrong_batch_sizes_are_explained(given: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         batch_sizes(**given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sizes"),
+    [
+        # What each share's loader gives, and the samples of a step.
+        ("ddp", {"global_batch_size": 16}, (4, 16)),
+        ("tp", {"global_batch_size": 16}, (16, 16)),
+        ("hybrid", {"tp_size": 2, "global_batch_size": 16}, (8, 16)),
+        ("hybrid", {"tp_size": 2, "micro_batch_size": 3, "gradient_accumulation_steps": 2}, (6, 12)),
+        ("pipeline", {"stages": 2, "micro_batch_size": 3, "micro_batches": 4}, (12, 24)),
+        ("pipeline", {"global_batch_size": 16, "micro_batch_size": 4, "micro_batches": 4}, (16, 16)),
+    ],
+)
+def test_batches_are_those_of_the_strategy(
+    tmp_path: Path, kind: str, options: dict[str, int], sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+        choose(make_strategy(kind, 4, options), rank=0)
+        found = batch_sizes()
+        assert (found.per_rank, found.total) == sizes
+        assert batch_sizes(global_batch_size=32).per_rank == 32 // found.shares, "what is given goes first"
+        if found.shares == 2:
+            with pytest.warns(UserWarning, match=r"128 is 32 x 4 ranks: each of 2 shares.*256 samples"):
+                batch_sizes(per_rank_batch_size=128)
+        elif found.shares == 1:
+            assert batch_sizes(per_rank_batch_size=128).total == 128, "nothing is multiplied"
+    finally:
+        finish()
 
 
 def test_who_leaves_the_world_leaves_its_strategy() -> None:

@@ -19,13 +19,14 @@ _TUTORIAL_BATCH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """The sizes of one optimizer step, in samples: ``per_rank * world_size * accumulation == total``."""
+    """The sizes of one optimizer step, in samples: ``per_rank * shares * accumulation == total``."""
 
     per_rank: int
-    """What one rank's loader gives at a time."""
+    """What one rank's loader gives at a time; without ``accumulation`` also what ``backward`` takes, which cuts it itself."""
     total: int
     """What the gradients of one optimizer step are averaged over."""
-    world_size: int
+    shares: int
+    """How many ranks, or groups of ranks, get batches of their own."""
     accumulation: int
     """How many batches each rank takes before the optimizer steps."""
 
@@ -55,49 +56,51 @@ def batch_sizes(
     *,
     global_batch_size: int | None = None,
     per_rank_batch_size: int | None = None,
-    world_size: int | None = None,
+    shares: int | None = None,
     accumulation: int = 1,
 ) -> BatchSizes:
-    """Work out the one batch size from the other; give both to have them checked.
+    """Work out the one batch size from the other, in samples; give both to have them checked, neither for the strategy's.
 
-    ``world_size``: default that of the process group, else 1. A loader takes the per-rank size. Warns when that looks as if it
-    had been multiplied by the world size already (``32 * world_size`` in each rank is ``32 * world_size ** 2`` per step).
-    Raises ``ValueError``.
+    ``shares`` is into how many the global batch is divided: default as many as the strategy has (``data_shard``; ranks that
+    share a tensor or a pipeline count once), without one the number of ranks. A loader takes the per-rank size. Warns when that
+    looks as if it had been multiplied by the world size already (``32 * world_size`` in each of N shares is N times that per
+    step). Raises ``ValueError``.
     """
-    if world_size is None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if shares is None:
+        shares = own_share()[1]
+    ranks = dist.get_world_size() if dist.is_initialized() else shares
+    if global_batch_size is None and per_rank_batch_size is None and (strategy := said_strategy()) is not None:
+        global_batch_size = strategy.batch_size
     for name, value in (
-        ("global_batch_size", global_batch_size), ("per_rank_batch_size", per_rank_batch_size), ("world_size", world_size),
+        ("global_batch_size", global_batch_size), ("per_rank_batch_size", per_rank_batch_size), ("shares", shares),
         ("accumulation", accumulation),
     ):  # fmt: skip
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: give 1 or more")
-    times = world_size * accumulation
+    times = shares * accumulation
     if per_rank_batch_size is None:
         if global_batch_size is None:
-            raise ValueError("give global_batch_size or per_rank_batch_size")
+            raise ValueError("give global_batch_size or per_rank_batch_size: the strategy says neither")
         if global_batch_size % times:
             near = max(1, round(global_batch_size / times)) * times
             raise ValueError(
-                f"global_batch_size={global_batch_size} does not divide evenly over {world_size} ranks with accumulation "
+                f"global_batch_size={global_batch_size} does not divide evenly over {shares} shares with accumulation "
                 f"{accumulation}: give a multiple of {times}, such as {near}"
             )
         per_rank_batch_size = global_batch_size // times
     elif global_batch_size not in (None, per_rank_batch_size * times):
         raise ValueError(
-            f"global_batch_size={global_batch_size} is not per_rank_batch_size={per_rank_batch_size} x {world_size} ranks x "
+            f"global_batch_size={global_batch_size} is not per_rank_batch_size={per_rank_batch_size} x {shares} shares x "
             f"accumulation {accumulation} = {per_rank_batch_size * times}: leave one of them out"
         )
-    elif global_batch_size is None and world_size > 1 and per_rank_batch_size == _TUTORIAL_BATCH * world_size:
+    elif global_batch_size is None and shares > 1 and per_rank_batch_size == _TUTORIAL_BATCH * ranks:
         warnings.warn(
-            f"per_rank_batch_size={per_rank_batch_size} is {_TUTORIAL_BATCH} x {world_size} ranks: each rank takes that many, "
-            f"so a step has {per_rank_batch_size * times} samples; if {per_rank_batch_size} in all were meant, give "
+            f"per_rank_batch_size={per_rank_batch_size} is {_TUTORIAL_BATCH} x {ranks} ranks: each of {shares} shares takes "
+            f"that many, so a step has {per_rank_batch_size * times} samples; if {per_rank_batch_size} in all were meant, give "
             f"global_batch_size={per_rank_batch_size}; if not, give both to say so",
             stacklevel=2,
         )
-    return BatchSizes(
-        per_rank=per_rank_batch_size, total=per_rank_batch_size * times, world_size=world_size, accumulation=accumulation
-    )
+    return BatchSizes(per_rank=per_rank_batch_size, total=per_rank_batch_size * times, shares=shares, accumulation=accumulation)
 
 
 def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[Any]:

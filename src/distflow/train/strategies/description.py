@@ -16,7 +16,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS, Misfit, Wrong, clashes, misfits
+from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS, Misfit, Wrong, clashes, micro_batches, misfits
 
 __all__ = ["Strategy", "choose", "current_strategy", "data_shard", "forget", "make_strategy", "said_strategy"]
 
@@ -45,6 +45,13 @@ class Strategy:
     def passes(self) -> int:
         """How many passes go into a step (``gradient_accumulation_steps``)."""
         return int(self.options.get("gradient_accumulation_steps", 1))
+
+    @property
+    def batch_size(self) -> int | None:
+        """The samples of one step over all ranks, as ``global_batch_size`` or ``micro_batch_size`` says; ``None`` without."""
+        if "micro_batch_size" not in self.options:
+            return self.options.get("global_batch_size")
+        return int(self.options["micro_batch_size"]) * micro_batches(self.options) * self.data_shard(0)[1]
 
     def size(self, axis: str) -> int:
         """Return the size of an axis; 1 when the mesh has none of that name."""

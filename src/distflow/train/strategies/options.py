@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["AXES", "KINDS", "MESH_SIZES", "OPTIONS", "Misfit", "Option", "Wrong", "clashes", "misfits"]
+__all__ = ["AXES", "KINDS", "MESH_SIZES", "OPTIONS", "Misfit", "Option", "Wrong", "clashes", "micro_batches", "misfits"]
 
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -203,6 +203,11 @@ def clashes(kind: str, mesh: Mapping[str, int], options: Mapping[str, Any]) -> I
         yield from _batches(mesh, options)
 
 
+def micro_batches(options: Mapping[str, Any]) -> int:
+    """Return how many micro-batches the options say that each share of a step is cut into."""
+    return int(options.get("gradient_accumulation_steps", options.get("micro_batches", 1)))
+
+
 def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:
     policy = options.get("auto_wrap_policy")
     if "min_num_params" in options and policy != "size":
@@ -215,7 +220,7 @@ def _wrapping(options: Mapping[str, Any]) -> Iterator[Misfit]:
 def _batches(mesh: Mapping[str, int], options: Mapping[str, Any]) -> Iterator[Misfit]:
     """Yield batch sizes that do not add up: global = per rank × data ranks × accumulation."""
     whole, micro = options["global_batch_size"], options.get("micro_batch_size")
-    steps = options.get("gradient_accumulation_steps", options.get("micro_batches", 1))
+    steps = micro_batches(options)
     data = mesh.get("dp", 1) * mesh.get("fsdp", 1)
     parts = f"{data} data rank{'s' if data != 1 else ''} × {steps} micro-batch{'es' if steps != 1 else ''}"
     if micro is not None and whole != micro * data * steps:
