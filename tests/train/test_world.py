@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.layout.strategy import parse_strategy
 from distflow.testing.waiting import wait_until
 from distflow.train.world import WorldError, _meet, _place
 from train.conftest import DEADLINE_S, Start
@@ -188,6 +190,32 @@ def test_debug_mode_names_both_sides_of_a_mismatch(start: Start) -> None:
     assert "Rank 0 " in message
     assert "Rank 1 " in message
     assert [record["recorded"] for record in run.records] == [True, True]
+
+
+@pytest.mark.parametrize(("strategy_s", "given"), [(5, ""), (300, "timeout=5")])
+def test_a_stuck_collective_ends_after_the_time_of_the_strategy(start: Start, strategy_s: int, given: str) -> None:
+    strategy, _ = parse_strategy({"kind": "ddp", "timeout_s": strategy_s}, (2,))
+    assert strategy is not None
+    run = start(
+        f"""
+        import threading, time, torch, torch.distributed as dist
+        from distflow import train
+        place = train.init({given})
+        if place.rank == 1:
+            threading.Event().wait(100)
+        begin = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            train.report(step=0, waited_s=time.monotonic() - begin, said=str(error))
+            raise SystemExit(7)
+        """,
+        "--size", "2", DISTFLOW_STRATEGY=json.dumps(strategy.normalised()),
+    )  # fmt: skip
+    assert run.wait() == 7, run.stderr
+    (record,) = run.records
+    assert 4 < record["waited_s"] < 60
+    assert "imed out" in record["said"]
 
 
 def test_a_process_alone_is_a_world_of_one(start: Start) -> None:

@@ -30,7 +30,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from distflow.train.collectives import answer_collectives
-from distflow.train.strategies.description import forget
+from distflow.train.strategies.description import forget, said_strategy
 
 __all__ = ["World", "WorldError", "control_group", "finish", "init", "is_debug", "world"]
 
@@ -71,14 +71,15 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
     """Join the world, choose this rank's device, and return its place; called again, return the same.
 
     ``backend``: ``auto`` is ``cpu:gloo,cuda:nccl`` where there is CUDA, else ``gloo``. ``timeout`` (seconds) bounds each
-    collective; ``None`` is torch's default. ``start_timeout`` (seconds) bounds the wait for the other ranks. Without any of
-    torch's variables this process is a world of one. The group is left when the process ends well.
+    collective; ``None`` is the ``timeout_s`` of the spec's strategy, without one torch's default. ``start_timeout`` (seconds)
+    bounds the wait for the other ranks. Without any of torch's variables this process is a world of one. The group is left when
+    the process ends well.
 
     SIGUSR1 then prints the stack of every thread on standard error; in a task of distflow, to a file in the attempt's directory
     from which ``distflow workflow stacks`` reads it, and there the rank says which collective it is at. With
     ``DISTFLOW_DEBUG=1`` collectives are checked against each other.
 
-    Raises ``WorldError``.
+    Raises ``WorldError``, and ``ValueError`` for a ``DISTFLOW_STRATEGY`` that is none.
     """
     global _joined, _control  # noqa: PLW0603 (a process is in one world)
     if _joined is not None:
@@ -91,6 +92,8 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
             os.environ.setdefault(name, value)
         set_debug_level_from_env()
     place = _place(os.environ, backend)
+    if timeout is None and (strategy := said_strategy()) is not None:
+        timeout = strategy.options.get("timeout_s")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     dist.init_process_group(
