@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distflow.documents.document import Path
-from distflow.documents.problems import Mark, Problem, errors_of
+from distflow.documents.problems import Mark, Problem, Severity, errors_of
 from distflow.documents.words import did_you_mean
 from distflow.layout.strategyforms import Draft, read_forms
 from distflow.train.strategies.options import AXES, KINDS, MESH_SIZES, OPTIONS, Misfit, Wrong, clashes, misfits
@@ -116,6 +116,10 @@ def _values(draft: Draft) -> dict[str, Any]:
             options[name] = check(given.value)
         except Wrong as wrong:
             draft.add(given.path, f"`{given.path[-1]}` is {given.value!r}", f"give {wrong}")
+    if "state_dict_type" in options:
+        message = "`state_dict_type` changes nothing: which state is saved, the program says by the call it makes"
+        hint = "full_state_dict(model) is the whole one, on rank 0; Checkpoints writes shards that every strategy reads"
+        draft.add(draft.options["state_dict_type"].path, message, hint, severity=Severity.WARNING)
     kind = draft.kind
     if kind is not None and kind.value not in KINDS:
         draft.add(kind.path, f"`{kind.value}` is no kind of strategy", did_you_mean(str(kind.value), KINDS, what="kinds"))

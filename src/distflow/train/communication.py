@@ -6,10 +6,11 @@ rounds differently from the others drifts away from them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ __all__ = ["accumulate", "all_reduce_mean", "compress_gradients", "local_sgd"]
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """How many backward passes each model has made since its gradients were last reduced."""
+_averaged: WeakSet[nn.Module] = WeakSet()
+"""Models that were given to ``local_sgd``, or of which it was said that they should be."""
 
 
 # -- fewer bytes ------------------------------------------------------------------------------------------------------
@@ -60,7 +63,8 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
     """Run one micro-batch's forward and backward pass; only every ``every``-th reduces gradients over the ranks.
 
     Gives true in the pass that reduces: then step the optimiser and zero the gradients. Divide the loss by ``every`` yourself,
-    as without ranks. By default ``every`` is the strategy's ``gradient_accumulation_steps``::
+    as without ranks. By default ``every`` is the strategy's ``gradient_accumulation_steps``. Warns once when the strategy's
+    ``sync_gradients_every`` asks for ``local_sgd``, and the model was never given to it::
 
         for inputs, targets in micro_batches:
             with accumulate(model, every=4) as is_last:
@@ -72,6 +76,14 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
     steps = current_strategy().passes if every is None else every
     if steps < 1:
         raise ValueError(f"every is {steps}; at least 1 pass goes into a step")
+    apart = int(current_strategy().options.get("sync_gradients_every", 1))
+    if apart > 1 and isinstance(model, DistributedDataParallel) and model not in _averaged:
+        _averaged.add(model)
+        warnings.warn(
+            f"the strategy says sync_gradients_every: {apart}, but gradients are averaged in every step: make the optimiser "
+            "optimizer = local_sgd(model, optimizer)",
+            stacklevel=3,
+        )
     done = _passes.get(model, 0) + 1
     is_last = done >= steps
     # FSDP2's, found by what it can do: its module is imported only where it is used.
@@ -95,6 +107,7 @@ def local_sgd(
     steps = int(current_strategy().options.get("sync_gradients_every", 1)) if every is None else every
     if steps < 1:
         raise ValueError(f"every is {steps}; at least 1 step lies between two averages")
+    _averaged.add(model)
     if steps == 1 or not dist.is_initialized() or dist.get_world_size() == 1:
         return optimizer
     # torch compiles scripts when this is imported, and warns of its own way to do so.
