@@ -1,4 +1,8 @@
-"""The README's script trains under every strategy: only the word in the spec changes."""
+"""The README's script trains under every strategy: only the word in the spec changes.
+
+Its ranks have different samples and it steps by the gradient itself (SGD), so that the loss over all samples would be another
+one if gradients were summed, or not brought together at all.
+"""
 
 from __future__ import annotations
 
