@@ -18,12 +18,13 @@ from train.conftest import DEADLINE_S, Start, is_alive
 
 HELLO = """
     import json, os, sys
-    print(json.dumps({"argv": sys.argv, "path": sys.path[0], "ppid": os.getppid(), "env": dict(os.environ)}), flush=True)
+    told = {"argv": sys.argv, "path": sys.path[0], "ppid": os.getppid(), "env": dict(os.environ)}
+    os.write(1, json.dumps(told).encode() + b"\\n")
 """
 WAIT = """
     import json, os, signal, subprocess, sys
     child = subprocess.Popen(["sleep", "600"])
-    print(json.dumps({"rank": int(os.environ["RANK"]), "pid": os.getpid(), "child": child.pid}), flush=True)
+    os.write(1, json.dumps({"rank": int(os.environ["RANK"]), "pid": os.getpid(), "child": child.pid}).encode() + b"\\n")
     signal.pause()
 """
 
@@ -119,7 +120,7 @@ def test_a_failing_rank_stops_the_others_with_their_children(start: Start) -> No
             sys.exit(7)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen(["sleep", "600"])
-        print(json.dumps({"pid": os.getpid(), "child": child.pid}), flush=True)
+        os.write(1, json.dumps({"pid": os.getpid(), "child": child.pid}).encode() + b"\\n")
         pathlib.Path("ready").touch()
         signal.pause()
         """,
@@ -155,7 +156,7 @@ def test_a_request_to_stop_is_passed_on_and_ranks_get_time(start: Start) -> None
         import json, os, pathlib, signal, sys, threading
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        print(json.dumps({"pid": os.getpid()}), flush=True)
+        os.write(1, json.dumps({"pid": os.getpid()}).encode() + b"\\n")
         stop.wait()
         pathlib.Path("checkpoint-" + os.environ["RANK"]).touch()
         sys.exit(143)
@@ -177,7 +178,8 @@ def test_a_restart_has_a_new_port(start: Start) -> None:
     run = start(
         """
         import json, os, sys
-        print(json.dumps({name: os.environ[name] for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")}), flush=True)
+        told = {name: os.environ[name] for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")}
+        os.write(1, json.dumps(told).encode() + b"\\n")
         sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "2")
         """,
         "--max-restarts", "3", "--master-port", "29123",
@@ -197,7 +199,8 @@ def test_a_function_is_launched_from_a_script(start: Start) -> None:
         from distflow.train import launch
 
         def train(word):
-            print(json.dumps({"rank": os.environ["RANK"], "word": word, "torch": "torch" in sys.modules}), flush=True)
+            told = {"rank": os.environ["RANK"], "word": word, "torch": "torch" in sys.modules}
+            os.write(1, json.dumps(told).encode() + b"\\n")
             if word == "bad":
                 raise ValueError("bad word")
 
