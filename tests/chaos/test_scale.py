@@ -9,6 +9,8 @@ import os
 import random
 from dataclasses import replace
 
+import pytest
+
 from chaos.nights import doubles, leaks, lies, unfinished
 from chaos.schedules import behaviour
 from distflow.supervisor.world import Workflow
@@ -19,6 +21,8 @@ MOST_TASKS = 16
 AHEAD = 60
 """Gangs that have not started at any time."""
 EVENTS = int(os.environ.get("CHAOS_EVENTS", "30000"))
+
+pytestmark = pytest.mark.timeout(max(180, EVENTS // 500))
 
 
 def test_three_thousand_nodes_lose_racks_processes_and_supervisors() -> None:

@@ -60,6 +60,25 @@ def test_places_that_cannot_be_used_are_said_in_words(node: NodeUnderTest) -> No
         node.root.chmod(0o700)
 
 
+def test_paths_are_told_apart_by_names_and_sizes(node: NodeUnderTest, tmp_path: Path) -> None:
+    link = node.connect()
+    for name, files in (
+        ("a", {"x/1": b"one", "2": b"two!"}),
+        ("b", {"x/1": b"eno", "2": b"two!"}),
+        ("c", {"1": b"one", "2": b"two!"}),
+    ):
+        for place, data in files.items():
+            (tmp_path / name / place).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / place).write_bytes(data)
+    places = [str(tmp_path / name) for name in ("a", "b", "c", "none")] + [str(tmp_path / "a/2")]
+    said = link.request("probe", lease_dir=str(node.lease_dir), paths=places)["paths"]
+    a, b, c, none, file = (said[place] for place in places)
+    assert (a["files"], a["bytes"], a["is_complete"], a["error"]) == (2, 7, True, None)
+    assert a["digest"] == b["digest"] != c["digest"]
+    assert none == {"error": f"{tmp_path}/none: No such file or directory"}
+    assert (file["files"], file["bytes"]) == (1, 4)
+
+
 def test_tools_are_quoted_as_they_speak(node: NodeUnderTest, tmp_path: Path) -> None:
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()

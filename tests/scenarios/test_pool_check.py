@@ -229,6 +229,19 @@ def test_only_the_named_nodes_are_asked(hosts: Hosts) -> None:
     assert "the pool 'lab' has no node 'gpu4'" in done.err
 
 
+def test_a_path_that_is_not_on_a_node_keeps_a_gang_from_running(hosts: Hosts) -> None:
+    there = hosts.cli.folder / "data"
+    there.mkdir()
+    (there / "one").write_text("1234")
+    answer = hosts.check("--path", str(there), "--node", "gpu1", "--node", "gpu2", code=0)
+    assert [node["paths"][str(there)]["bytes"] for node in answer["nodes"]] == [4, 4]
+    missing = f"{there}/two"
+    answer = hosts.check("--path", str(there), "--path", missing, "--node", "gpu1", code=3)
+    (found,) = [one for one in answer["findings"] if one["about"] == "path"]
+    assert (found["grade"], found["nodes"]) == ("error", ["gpu1"])
+    assert found["message"] == f"{missing} cannot be read: {missing}: No such file or directory"
+
+
 def test_a_hostfile_is_checked_and_run_with_the_settings_of_the_pool(hosts: Hosts) -> None:
     cli = hosts.cli
     (cli.folder / "hosts.txt").write_text("gpu3 slots=0\ngpu1 slots=0\n")

@@ -142,6 +142,7 @@ def _node_json(measured: Measured, state: str) -> dict[str, Any]:
         "shm": probe.get("shm"),
         "limits": probe.get("limits"),
         "xids": probe.get("xids") or [],
+        "paths": probe.get("paths") or {},
         "root": probe.get("root"),
         "lease_dir": probe.get("leases"),
         "python": {"version": torch.python, "executable": torch.executable} if torch and torch.python else None,

@@ -62,6 +62,7 @@ def list_pools(
 
 @app.command(
     epilog="Examples: distflow pool check  ·  distflow pool check --hostfile hosts.txt  ·  distflow pool check --all-reduce"
+    "  ·  distflow pool check --path /data/train"
 )
 def check(
     pool: Annotated[str | None, typer.Option("--pool", "-p", help="This pool; else the default one.")] = None,
@@ -69,6 +70,10 @@ def check(
     all_reduce: Annotated[
         bool, typer.Option("--all-reduce", help="Sum over all nodes with torch, and show the bandwidth (some 10 s more).")
     ] = False,
+    path: Annotated[
+        list[str] | None,
+        typer.Option("--path", help="Look whether this path of the nodes is there and holds the same; may be repeated."),
+    ] = None,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
@@ -87,7 +92,9 @@ def check(
 
     bottom = Bottom(sys.stderr)
     try:
-        checked = check_pool(chosen, nodes, lambda text: bottom.show(f"checking: {text} …"), with_all_reduce=all_reduce)
+        checked = check_pool(
+            chosen, nodes, lambda text: bottom.show(f"checking: {text} …"), with_all_reduce=all_reduce, paths=path or ()
+        )
     finally:
         bottom.clear()
     found = verdict(checked.nodes, checked.pairs, checked.all_reduce)

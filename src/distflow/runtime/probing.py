@@ -15,7 +15,7 @@ import subprocess
 import time
 from typing import Callable, Dict, List, NamedTuple, Optional
 
-from distflow.runtime import command, leases, processes
+from distflow.runtime import command, leases, pathsums, processes
 from distflow.runtime.conditions import conditions
 from distflow.runtime.facts import user_name
 from distflow.runtime.wire import Json, OpError
@@ -32,7 +32,7 @@ _LOGIND = ("KillUserProcesses", "KillExcludeUsers", "KillOnlyUsers")
 
 def probe(root: str, request: Json) -> Callable[[], Json]:
     """The work that measures the node."""
-    lease_dir = str(request["lease_dir"])
+    lease_dir, paths = str(request["lease_dir"]), [str(path) for path in request.get("paths") or []]
 
     def work() -> Json:
         apps = _tool("nvidia-smi", "--query-compute-apps=" + _APP_FIELDS, "--format=csv,noheader,nounits")
@@ -44,6 +44,7 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
             "gpu_apps": apps,
             "gpu_owners": _owners((apps or {}).get("stdout", "")),
             "logind": _logind(),
+            "paths": pathsums.look(paths),
             **conditions(),
         }
 

@@ -31,6 +31,7 @@ __all__ = ["Checked", "check_pool"]
 _AT_ONCE = 32
 _PINGS = 5
 _PROBE_S = 90.0
+_PATH_S = 45.0
 _PYTHON_S = 120.0
 _LISTEN_S = 300.0
 _REACH_S = 5.0
@@ -72,13 +73,21 @@ class _Session:
 
 
 def check_pool(
-    pool: Pool, nodes: Sequence[Node], progress: Progress = lambda _: None, *, with_all_reduce: bool = False
+    pool: Pool,
+    nodes: Sequence[Node],
+    progress: Progress = lambda _: None,
+    *,
+    with_all_reduce: bool = False,
+    paths: Sequence[str] = (),
 ) -> Checked:
-    """Measure these nodes of a pool. Never raises for what a node does or does not."""
+    """Measure these nodes of a pool. Never raises for what a node does or does not.
+
+    ``paths`` are looked at on every node: data that is to be the same everywhere.
+    """
     sessions = {node.name: _Session(pool, node) for node in nodes}
     waiting = _Waiting(sessions, progress)
     try:
-        _each(list(sessions.values()), lambda one: _ask(pool, one), lambda one: waiting.done(one.node.name))
+        _each(list(sessions.values()), lambda one: _ask(pool, one, paths), lambda one: waiting.done(one.node.name))
         asked = [session for session in sessions.values() if session.link is not None]
         pairs: list[Pair] = []
         found: AllReduce | None = None
@@ -146,7 +155,7 @@ def _each(
     fan_out([session.transport for session in sessions], act, limit=_AT_ONCE)
 
 
-def _ask(pool: Pool, session: _Session) -> None:
+def _ask(pool: Pool, session: _Session, paths: Sequence[str]) -> None:
     node, transport = session.node, session.transport
     try:
         link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s, ping_s=pool.ping_s)
@@ -160,13 +169,13 @@ def _ask(pool: Pool, session: _Session) -> None:
         answered(link.request("ping"))
     address, interface = training_address(node, transport, facts)
     session.measured = replace(session.measured, facts=facts, address=address, interface=interface, clock=watch.clock)
-    session.measured = replace(session.measured, **_probed(link, node))
+    session.measured = replace(session.measured, **_probed(link, node, paths))
     session.measured = replace(session.measured, torch=parse_python(_python_of(link, node, facts)))
 
 
-def _probed(link: AgentLink, node: Node) -> Mapping[str, Any]:
+def _probed(link: AgentLink, node: Node, paths: Sequence[str]) -> Mapping[str, Any]:
     """Return what the agent measured, as fields of ``Measured``."""
-    probe = link.request("probe", lease_dir=node.lease_dir, timeout_s=_PROBE_S)
+    probe = link.request("probe", lease_dir=node.lease_dir, paths=list(paths), timeout_s=_PROBE_S + _PATH_S * len(paths))
     gpus, apps = probe.get("gpus"), probe.get("gpu_apps")
     if gpus is None:
         return {"probe": probe}

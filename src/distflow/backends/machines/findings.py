@@ -45,6 +45,7 @@ def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
     yield from _unlike("gpus", "the GPU model", {one.node.name: one.gpus[0].name for one in nodes if one.gpus})
     drivers = {one.node.name: one.gpus[0].driver for one in nodes if one.gpus}
     yield from _unlike("gpus", "the NVIDIA driver", drivers, Grade.NOTE)
+    yield from _unlike_paths(nodes)
 
 
 def folded(findings: Iterator[Finding] | Sequence[Finding]) -> tuple[Finding, ...]:
@@ -91,6 +92,16 @@ def _root(measured: Measured) -> Iterator[Finding]:
         message = f"only {amount(free)} of {amount(total)} are free at its root {root['path']}"
         hint = "free space there (`distflow node clean --older-than 1d` removes what distflow left), or set another `root`"
         yield warning("disk", names, message, hint)
+
+
+def _paths(measured: Measured) -> Iterator[Finding]:
+    for path, found in (measured.probe.get("paths") or {}).items():
+        if found["error"]:
+            hint = "have the data there, or mount what it lies on; a gang's tasks run wherever there is room"
+            yield error("path", [measured.node.name], f"{path} cannot be read: {found['error']}", hint)
+        elif not found["is_complete"]:
+            message = f"{path} has too many files to look at: {count(found['files'], 'file')} were seen"
+            yield note("path", [measured.node.name], message, "")
 
 
 def _leases(measured: Measured) -> Iterator[Finding]:
@@ -216,7 +227,7 @@ def _login(measured: Measured) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
-    _root, _leases, *conditions.RULES, _gpus, _torch, _address, _name, _login,
+    _root, _leases, _paths, *conditions.RULES, _gpus, _torch, _address, _name, _login,
 )  # fmt: skip
 
 
@@ -269,6 +280,22 @@ def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grad
         said = "; ".join(f"{value} on {few(names)}" for value, names in groups.items())
         hint = "the processes of a world should run the same one" if grade is Grade.WARNING else ""
         yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} is not the same: {said}", hint=hint)
+
+
+def _unlike_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    """Yield a finding for each path that does not hold the same on all nodes where it can be read."""
+    by_path: dict[str, dict[tuple[str | None, int, int], list[str]]] = {}
+    for one in nodes:
+        for path, found in (one.probe.get("paths") or {}).items():
+            if not found["error"]:
+                same = (found["digest"], found["files"], found["bytes"])
+                by_path.setdefault(path, {}).setdefault(same, []).append(one.node.name)
+    for path, groups in by_path.items():
+        if len(groups) > 1:
+            said = (f"{count(files, 'file')}, {amount(size)} on {few(names)}" for (_, files, size), names in groups.items())
+            message = f"{path} does not hold the same: {'; '.join(said)}"
+            everyone = [name for names in groups.values() for name in names]
+            yield warning("path", everyone, message, "compare it with `rsync -anc`, and copy what differs")
 
 
 # -- words

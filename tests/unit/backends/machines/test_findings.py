@@ -441,3 +441,25 @@ def test_an_all_reduce_that_fails_keeps_a_gang_from_running_and_a_slow_one_is_to
     failed = verdict(nodes, tries(2), AllReduce(nodes=names, failed=("gpu2", "RuntimeError: Connection refused")))
     assert not failed.can_run
     assert failed.text == "a gang cannot run on both nodes: an all-reduce between them failed"
+
+
+def _holding(name: str, **found: Any) -> Measured:
+    seen = {"error": None, "files": 2, "bytes": 3 * GIB, "digest": "d1", "is_complete": True, **found}
+    return node(name, probe={**probe(), "paths": {"/data": seen}})
+
+
+def test_a_path_that_is_missing_or_unlike_is_named() -> None:
+    alike = [_holding("gpu1"), _holding("gpu2")]
+    assert [*judge_node(alike[0]), *judge_nodes(alike)] == []
+    missing = _holding("gpu3", error="/data: No such file or directory")
+    (found,) = judge_node(missing)
+    assert (found.grade, found.about, found.nodes) == (Grade.ERROR, "path", ("gpu3",))
+    assert found.message == "/data cannot be read: /data: No such file or directory"
+    # What cannot be read is said once, and not compared.
+    assert list(judge_nodes([*alike, missing])) == []
+    (unlike,) = judge_nodes([*alike, _holding("gpu3", files=1, bytes=GIB, digest="d2")])
+    assert (unlike.grade, unlike.nodes) == (Grade.WARNING, ("gpu1", "gpu2", "gpu3"))
+    assert unlike.message == "/data does not hold the same: 2 files, 3.0 GiB on gpu1, gpu2; 1 file, 1.0 GiB on gpu3"
+    # As many files of the same sizes, with other names.
+    assert len(list(judge_nodes([*alike, _holding("gpu3", digest="d3")]))) == 1
+    assert [one.grade for one in judge_node(_holding("gpu1", is_complete=False, digest=None))] == [Grade.NOTE]
