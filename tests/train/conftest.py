@@ -16,10 +16,17 @@ from typing import Any, Protocol
 import pytest
 
 from distflow.testing.waiting import wait_until
+from distflow.train.strategies.description import forget
 
 DEADLINE_S = 120.0
 """For one run, on a machine that is busy with other things."""
 SOURCES = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.fixture(autouse=True)
+def _no_strategy_is_left_to_the_next_test() -> Iterator[None]:
+    yield
+    forget()
 
 
 class Run:

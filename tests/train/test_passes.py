@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train import backward, finish, local_sgd
-from distflow.train.strategies.description import choose, make_strategy
+from distflow.train import backward, data_shard, finish, local_sgd
+from distflow.train.strategies.description import choose, forget, make_strategy
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -43,3 +43,12 @@ def test_averages_that_the_program_makes_are_not_missed() -> None:
     model = DistributedDataParallel(nn.Linear(2, 1))
     local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1))
     step(model)
+
+
+def test_a_teacher_that_was_made_first_changes_nothing() -> None:
+    forget()
+    choose(make_strategy("none", 1), rank=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose(make_strategy("ddp", 2), rank=1)
+    assert data_shard() == (1, 2)

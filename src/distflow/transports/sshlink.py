@@ -245,7 +245,10 @@ class SshLink:
         """Agree on keys with the host, and check that it is the one that we mean."""
         known = read_known_hosts(host.known_hosts_files)
         supported = pick_algorithms(host.host_key_algorithms, HOST_KEY_ALGORITHMS) or HOST_KEY_ALGORITHMS
-        wire = Wire(sock, host, known_algorithms(known, host.key_name, supported))
+        try:
+            wire = Wire(sock, host, known_algorithms(known, host.key_name, supported))
+        except OSError as error:  # a socket that was closed meanwhile, by us
+            raise self._was_closed() from error
         self._keep(wire, wire.close)
         wire.banner_timeout = wire.handshake_timeout = max(0.1, deadline.left())
         # paramiko does not tell when it is closed by us.

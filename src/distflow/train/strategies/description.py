@@ -97,7 +97,7 @@ def choose(strategy: Strategy, rank: int) -> None:
     before = said_strategy()
     if strategy.kind == "none" and before is not None and before.kind != "none":
         return
-    if _chosen is not None and _chosen[0].data_shard(rank) != strategy.data_shard(rank):
+    if _chosen is not None and _chosen[0].kind != "none" and _chosen[0].data_shard(rank) != strategy.data_shard(rank):
         warnings.warn(
             f"a model was made ready for {_chosen[0].kind}, another for {strategy.kind}, and this rank's share of the data is "
             f"not the same for both: data_shard() and Loader now give {strategy.kind}'s; for the other model pass rank and "
