@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from contract.test_runtime_faults import agent_of, cgroup_of, is_dead, kill_together
+from contract.test_runtime_faults import cgroup_of, is_dead, orphan
 from distflow.runtime.processes import read_process
 from distflow.testing.waiting import wait_until
 
@@ -59,14 +59,10 @@ def orphaned(node: NodeUnderTest) -> tuple[str, list[int]]:
     script = 'echo $$; setsid sh -c "echo \\$\\$; env -i setsid sleep 600 & echo \\$!; wait" & env -i sleep 600 & echo $!; wait'
     attempt = node.start(link, ["sh", "-c", script])
     wait_until(lambda: node.output(attempt).count("\n") == 4)
-    agent = agent_of(link)
-    link.close()
-    wait_until(lambda: is_dead(agent), what="nobody is there to adopt them")
-    state = node.state(attempt)
     pids = [int(line) for line in node.output(attempt).split()]
-    kill_together(state)
+    orphan(node, link, attempt)
     # The command itself had asked to die with its keeper.
-    wait_until(lambda: all(is_dead(pid) for pid in (state["keeper"]["pid"], state["runner"]["pid"], pids[0])))
+    wait_until(lambda: is_dead(pids[0]))
     return attempt, pids[1:]
 
 
@@ -103,11 +99,8 @@ def test_a_daemon_without_mark_session_or_parent_is_found_by_its_cgroup(node: No
     group = cgroup_of(node, attempt)
     empty = group.with_name("distflow-nobodys")
     empty.mkdir()
-    agent, state, left = agent_of(link), node.state(attempt), int(node.output(attempt))
-    link.close()
-    wait_until(lambda: is_dead(agent), what="nobody is there to adopt it")
-    kill_together(state)
-    wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
+    left = int(node.output(attempt))
+    orphan(node, link, attempt)
     assert not is_dead(left)
     assert rows(reap(node), left) == [(left, attempt, "those who watched the attempt are gone", True)]
     assert is_dead(left)

@@ -258,6 +258,15 @@ def kill_together(state: dict[str, Any]) -> None:
             os.kill(state[who]["pid"], number)
 
 
+def orphan(node: NodeUnderTest, link: AgentLink, attempt: str) -> None:
+    """Kill an attempt's pair when no agent is there, which would adopt what is left of it."""
+    agent, state = agent_of(link), node.state(attempt)
+    link.close()
+    wait_until(lambda: is_dead(agent), what="nobody is there to adopt them")
+    kill_together(state)
+    wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
+
+
 def test_both_are_killed_under_the_agent_that_forked_them(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     attempt = node.start(link, hostile(marker), lease={"gpus": 1, "gpu_ids": [0]})
@@ -282,12 +291,7 @@ def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left
     argv = ["sh", "-c", script, marker, marked, unmarked, sys.executable]
     attempt = node.start(link, argv, lease={"gpus": 1, "gpu_ids": [0]})
     wait_until(lambda: node.output(attempt).count("up") == 2)
-    agent = agent_of(link)
-    link.close()
-    wait_until(lambda: is_dead(agent), what="nobody is there to adopt them")
-    state = node.state(attempt)
-    kill_together(state)
-    wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
+    orphan(node, link, attempt)
     assert processes_with(marker)
     link = node.connect()
     node.watch(link, attempt)
@@ -309,12 +313,7 @@ def test_what_hides_from_everything_else_is_found_by_its_cgroup(node: NodeUnderT
     attempt = node.start(link, hostile(marker), lease={"gpus": 1, "gpu_ids": [0]})
     wait_until(lambda: node.output(attempt))
     group = cgroup_of(node, attempt)
-    agent = agent_of(link)
-    link.close()
-    wait_until(lambda: is_dead(agent), what="nobody is there to adopt them")
-    state = node.state(attempt)
-    kill_together(state)
-    wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
+    orphan(node, link, attempt)
     # The daemons have sessions of their own and no environment, and their parents are gone.
     assert processes_with(marker)
     link = node.connect()

@@ -75,6 +75,7 @@ def test_what_happens_while_the_disk_of_the_state_is_full_is_read_afterwards(sma
     assert f"none can be, as the disk of {cli.state} is full" in told.err
     refused = cli.run("workflow", "submit", cli.spec(SPEC, "other.yaml"))
     assert (refused.code, "No space left on device" in refused.err) == (5, True)
+    # Its log lies on the same disk, and has what there was room for.
     assert "Traceback" not in (cli.state / "supervisor.log").read_text()
     # Nobody has to come: the supervisor waits for room.
     filler.unlink()

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
             if _serve(directory, starter, lock):
                 return 0
         except (StateError, OSError) as error:
-            _log(f"cannot go on: {error}")
+            _log(f"cannot go on: {'; '.join(str(error).splitlines())}")
             lock.give_up()
             # Who started us waits for a word, and is told why there is none by the last line of the log.
             if starter.waits or not _await_room(directory):
@@ -150,5 +150,6 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> None:
 
 def _log(text: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    sys.stderr.write(f"{stamp} {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # its file may be on the disk that is full
+        sys.stderr.write(f"{stamp} {text}\n")
+        sys.stderr.flush()
