@@ -10,8 +10,10 @@ Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (``cgroup.procs``, ``
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
+import select
 from typing import Optional
 
 from distflow.runtime.wire import Json
@@ -19,6 +21,7 @@ from distflow.runtime.wire import Json
 __all__ = ["enclose", "end", "is_one", "name_of", "of", "remove", "sweep"]
 
 _PREFIX = "distflow-"
+_PAUSE_S = 0.01
 
 
 def enclose(pid: int, directory: str) -> Optional[str]:
@@ -59,11 +62,16 @@ def end(command: Json) -> None:
             file.write("1")
 
 
-def remove(command: Json) -> None:
-    """Remove a command's cgroup when it is empty."""
-    if name_of(command):
-        with contextlib.suppress(OSError):
+def remove(command: Json, tries: int = 10) -> None:
+    """Remove a command's cgroup when it is empty: the kernel may count a process for a moment after it was reaped."""
+    for _ in range(tries if name_of(command) else 0):
+        try:
             os.rmdir(command["cgroup"])
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                return
+            select.select([], [], [], _PAUSE_S)
 
 
 def sweep() -> None:
@@ -71,7 +79,7 @@ def sweep() -> None:
     base = _own()
     with contextlib.suppress(OSError):
         for name in os.listdir(base) if base is not None else ():
-            remove({"cgroup": os.path.join(base or "", name)})
+            remove({"cgroup": os.path.join(base or "", name)}, tries=1)
 
 
 def of(pid: int) -> str:
