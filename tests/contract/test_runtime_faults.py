@@ -267,6 +267,16 @@ def orphan(node: NodeUnderTest, link: AgentLink, attempt: str) -> None:
     wait_until(lambda: is_dead(state["keeper"]["pid"]) and is_dead(state["runner"]["pid"]))
 
 
+def assert_the_next_agent_ends_it(node: NodeUnderTest, attempt: str, marker: str) -> None:
+    """What an orphaned attempt left runs, until an agent comes and looks."""
+    assert processes_with(marker)
+    link = node.connect()
+    node.watch(link, attempt)
+    assert node.end(attempt)["reason"] == "both_died"
+    assert_nothing_is_left(node, attempt, marker)
+    assert_lease_is_free(node, link)
+
+
 def test_both_are_killed_under_the_agent_that_forked_them(node: NodeUnderTest, marker: str) -> None:
     link = node.connect()
     attempt = node.start(link, hostile(marker), lease={"gpus": 1, "gpu_ids": [0]})
@@ -292,12 +302,7 @@ def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left
     attempt = node.start(link, argv, lease={"gpus": 1, "gpu_ids": [0]})
     wait_until(lambda: node.output(attempt).count("up") == 2)
     orphan(node, link, attempt)
-    assert processes_with(marker)
-    link = node.connect()
-    node.watch(link, attempt)
-    assert node.end(attempt)["reason"] == "both_died"
-    assert_nothing_is_left(node, attempt, marker)
-    assert_lease_is_free(node, link)
+    assert_the_next_agent_ends_it(node, attempt, marker)
 
 
 def cgroup_of(node: NodeUnderTest, attempt: str) -> Path:
@@ -315,12 +320,7 @@ def test_what_hides_from_everything_else_is_found_by_its_cgroup(node: NodeUnderT
     group = cgroup_of(node, attempt)
     orphan(node, link, attempt)
     # The daemons have sessions of their own and no environment, and their parents are gone.
-    assert processes_with(marker)
-    link = node.connect()
-    node.watch(link, attempt)
-    assert node.end(attempt)["reason"] == "both_died"
-    assert_nothing_is_left(node, attempt, marker)
-    assert_lease_is_free(node, link)
+    assert_the_next_agent_ends_it(node, attempt, marker)
     assert not group.exists()
 
 

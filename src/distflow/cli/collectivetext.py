@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from distflow.cli.tables import Paint, plain
+from distflow.documents.words import few
 
 if TYPE_CHECKING:
     from distflow.backends.machines.stacks import TaskStacks
@@ -95,9 +96,7 @@ def _verb(some: Sequence[_Told]) -> str:
 
 
 def _few(some: Sequence[_Told]) -> str:
-    ordered = sorted(some, key=lambda one: one.rank)
-    more = [f"and {len(some) - _NAMED} more"] if len(some) > _NAMED else []
-    return ", ".join([*(one.who for one in ordered[:_NAMED]), *more])
+    return few([one.who for one in sorted(some, key=lambda one: one.rank)], most=_NAMED, spare=0)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distflow.cli.tables import plain, table
+from distflow.documents.words import few
 
 if TYPE_CHECKING:
     from distflow.state.metrics import Latest, Scalar
@@ -75,9 +76,7 @@ def pace_words(group: GroupRecord, values: Mapping[str, Scalar]) -> str:
         words.append(f"the slowest rank takes {imbalance:.3g} × the mean")
     slow = [int(one) for one in str(values.get("stragglers") or "").split(",") if one.isdecimal() and len(one) < 10]
     if slow and words:
-        named = [_named(group, rank) for rank in slow[:_STRAGGLERS]]
-        more = [f"and {len(slow) - _STRAGGLERS} more"] if len(slow) > _STRAGGLERS else []
-        words.append(f"slow: {', '.join([*named, *more])}")
+        words.append(f"slow: {few([_named(group, rank) for rank in slow], most=_STRAGGLERS, spare=0)}")
     return ", ".join(words)
 
 

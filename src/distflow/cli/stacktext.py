@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.cli.collectivetext import collective_lines
 from distflow.cli.tables import Paint, plain
 from distflow.cli.times import duration
+from distflow.documents.words import few
 
 if TYPE_CHECKING:
     from distflow.backends.machines.stacks import TaskStacks
@@ -129,8 +130,7 @@ def _lacks_tool(task: TaskStacks) -> bool:
 
 
 def _few(words: Sequence[str]) -> str:
-    more = [f"and {len(words) - _NAMED} more"] if len(words) > _NAMED else []
-    return ", ".join([*words[:_NAMED], *more])
+    return few(words, most=_NAMED, spare=0)
 
 
 def _count(number: int) -> str:

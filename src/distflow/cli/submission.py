@@ -214,7 +214,7 @@ def propose(
     problems: list[Problem] = []
     for group in plan.groups:
         unplaced: tuple[Unplaced, ...] = ()
-        for size in (group, *group.smaller):
+        for size in group.sizes:
             placed = place_near(demands(size), free, shared=pool.shares_nodes)
             if isinstance(placed, Placement):
                 placement.update(placed.nodes)

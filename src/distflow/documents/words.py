@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["did_you_mean", "few", "listed"]
 
-_FEW = 4
-
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str:
     """Return a hint: the nearest of the known names, when one is near, and all of them."""
@@ -29,10 +27,13 @@ def listed(names: Iterable[str]) -> str:
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}" if quoted else "nothing"
 
 
-def few(words: Sequence[str], between: str) -> str:
-    """Join words for one line, the first four of many and how many more there are: a pool may have a thousand nodes."""
-    more = [f"and {len(words) - _FEW} more"] if len(words) > _FEW + 1 else []
-    return between.join([*(words[:_FEW] if more else words), *more])
+def few(words: Sequence[str], between: str = ", ", *, most: int = 4, spare: int = 1) -> str:
+    """Join words for one line, the first of many and how many more there are: a pool may have a thousand nodes.
+
+    ``spare``: so many beyond the ``most`` are shown rather than counted.
+    """
+    more = [f"and {len(words) - most} more"] if len(words) > most + spare else []
+    return between.join([*(words[:most] if more else words), *more])
 
 
 def _plain(name: str) -> str:

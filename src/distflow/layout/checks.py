@@ -42,10 +42,10 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     scattered = False
     for group in spec.groups:
         alone = _alone(spec, group)
-        world, found = _check_group(spec, group, alone=alone)
-        found += [] if errors_of(found) else [*group_strategy(group, world)[1], *unread_strategy(group)]
+        world, found = _check_with_strategy(spec, group, alone=alone)
+        found += [] if errors_of(found) else unread_strategy(group)
         if group.elastic is not None and not errors_of(found):
-            smaller, wrong = smaller_worlds(spec, group, world, partial(_check_group, spec, alone=alone))
+            smaller, wrong = smaller_worlds(spec, group, world, partial(_check_with_strategy, spec, alone=alone))
             world = replace(world, smaller=smaller) if world is not None else None
             found += wrong
         if alone and any(problem.hint == alone for problem in found):
@@ -56,6 +56,11 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
         if world is not None and not errors_of(found):
             worlds[group.name] = world
     return MappingProxyType(worlds), tuple(problems)
+
+
+def _check_with_strategy(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[World | None, list[Problem]]:
+    world, found = _check_group(spec, group, alone=alone)
+    return world, found if errors_of(found) else [*found, *group_strategy(group, world)[1]]
 
 
 def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[World | None, list[Problem]]:

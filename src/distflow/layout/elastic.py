@@ -8,13 +8,12 @@ After torchrun's ``--nnodes MIN:MAX`` (https://docs.pytorch.org/docs/stable/elas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 from distflow.documents.document import Text
 from distflow.documents.problems import Problem, errors_of
-from distflow.layout.ranks import World
-from distflow.layout.strategies import group_strategy
+from distflow.layout.ranks import TaskRanks, World
 from distflow.spec.model import Elastic, GroupSpec, TaskSpec, WorkflowSpec
 from distflow.spec.tokens import find_tokens
 
@@ -39,12 +38,12 @@ def smaller_worlds(
     problems = _bounds(elastic, world)
     if problems or world is None:
         return (), problems
-    problems = [*_named(group, world, elastic), *_taken(spec, group, world, elastic)]
+    uncertain = {item.task for item in world.tasks[elastic.least :]}
+    problems = [*_named(group, uncertain), *_taken(spec, group, uncertain, world.tasks[: elastic.least])]
     found: list[World] = []
     for size in reversed(range(elastic.least, len(world.tasks))):
         smaller = replace(group, tasks=staying(group, world, size))
         one, wrong = check(smaller)
-        wrong += list(group_strategy(smaller, one)[1])
         if errors_of(wrong):
             first = errors_of(wrong)[0]
             message = f"with {size} of its {len(world.tasks)} tasks, as `elastic` allows, {group.name} has no right ranks: "
@@ -76,31 +75,31 @@ def _bounds(elastic: Elastic, world: World | None) -> list[Problem]:
     return [Problem(where=elastic.mark, message=message, hint=hint)]
 
 
-def _named(group: GroupSpec, world: World, elastic: Elastic) -> list[Problem]:
-    """Return a problem for each task that needs the address of one that may be left out."""
-    uncertain = {item.task for item in world.tasks[elastic.least :]}
-    problems = []
+def _named(group: GroupSpec, uncertain: Container[str]) -> Iterator[Problem]:
+    """Yield a problem for each task that needs the address of another one that may be left out."""
     for task in group.tasks:
-        named = [(text, token.argument) for text in _texts(task) for token in find_tokens(text.value) if token.name == "host"]
-        for text, other in named:
-            if other is not None and other.strip() in uncertain - {task.name}:
-                message = f"{task.name}: {{{{host:{other.strip()}}}}} names a task that `elastic` may leave out"
-                hint = "a world that may be smaller finds its members through the master: {{master_addr}}"
-                problems.append(Problem(where=text.mark, message=message, hint=hint))
-                break
-    return problems
+        hosts = (
+            (text, (token.argument or "").strip())
+            for text in _texts(task)
+            for token in find_tokens(text.value)
+            if token.name == "host"
+        )
+        found = next(((text, host) for text, host in hosts if host in uncertain and host != task.name), None)
+        if found is not None:
+            message = f"{task.name}: {{{{host:{found[1]}}}}} names a task that `elastic` may leave out"
+            hint = "a world that may be smaller finds its members through the master: {{master_addr}}"
+            yield Problem(where=found[0].mark, message=message, hint=hint)
 
 
-def _taken(spec: WorkflowSpec, group: GroupSpec, world: World, elastic: Elastic) -> Iterator[Problem]:
+def _taken(spec: WorkflowSpec, group: GroupSpec, uncertain: Container[str], sure: Sequence[TaskRanks]) -> Iterator[Problem]:
     """Yield a problem for each output that another group takes and that may never be."""
-    uncertain = {item.task for item in world.tasks[elastic.least :]}
     for other in spec.groups:
         for task in other.tasks if other is not group else ():
             for one in task.inputs:
                 if one.task in uncertain:
                     message = f"{task.name} takes what {one.task} writes, which `elastic` may leave out"
-                    hint = f"take it from {world.master}"
-                    hint += f", or from another of the first {elastic.least} tasks" if elastic.least > 1 else ""
+                    hint = f"take it from {sure[0].task}"
+                    hint += f", or from another of the first {len(sure)} tasks" if len(sure) > 1 else ""
                     yield Problem(where=task.mark, message=message, hint=hint)
 
 

@@ -18,6 +18,8 @@ __all__ = ["Demand", "Free", "Placement", "Unplaced", "place"]
 
 _STEPS = 20_000
 """How many tries a search may take before a gang is refused."""
+_Ask = tuple[object, ...]
+"""What a task asks for, without its name: equal for tasks that go on the same nodes."""
 _UNITS = ((1024**4, "Ti"), (1024**3, "Gi"), (1024**2, "Mi"), (1024, "Ki"))
 
 
@@ -92,9 +94,10 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     """
     if shared:
         demands = [replace(demand, spread=None) for demand in demands]
-    chosen, left = _greedy(demands, nodes)
+    asks = [_what(demand) for demand in demands]
+    chosen, left = _greedy(demands, asks, nodes)
     # Of tasks that all ask the same, those are placed that can be.
-    if left and any(_what(demand) != _what(demands[0]) for demand in demands):
+    if left and len(set(asks)) > 1:
         chosen = _matched(demands, nodes) or _searched(demands, nodes) or chosen
     if len(chosen) == len(demands):
         names = {demands[task].task: nodes[at].node for task, at in sorted(chosen.items())}
@@ -102,25 +105,23 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     beside: dict[int, list[int]] = {}
     for task, at in chosen.items():
         beside.setdefault(at, []).append(task)
-    reasons: dict[tuple[object, ...], tuple[str, ...]] = {}
-    for task, demand in enumerate(demands):
-        if task not in chosen and _what(demand) not in reasons:
-            reasons[_what(demand)] = _reasons(demand, demands, nodes, beside)
-    left_over = (demand for task, demand in enumerate(demands) if task not in chosen)
-    return tuple(Unplaced(task=demand.task, reasons=reasons[_what(demand)]) for demand in left_over)
+    unplaced = [task for task in range(len(demands)) if task not in chosen]
+    one_of_each = {asks[task]: demands[task] for task in unplaced}
+    reasons = {ask: _reasons(demand, demands, nodes, beside) for ask, demand in one_of_each.items()}
+    return tuple(Unplaced(task=demands[task].task, reasons=reasons[asks[task]]) for task in unplaced)
 
 
-def _greedy(demands: Sequence[Demand], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
+def _greedy(demands: Sequence[Demand], asks: Sequence[_Ask], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
     """Place each task on the first node that fits; return task → node by index, and the tasks left over."""
     chosen: dict[int, int] = {}
     left: list[int] = []
     state = list(nodes)
     held: set[tuple[int, str]] = set()
-    asked, start = None, 0
+    start = 0
     for task, demand in enumerate(demands):
-        if _what(demand) != asked:
-            asked, start = _what(demand), 0
         # Nodes that were too full for the task before are too full for its like.
+        if task and asks[task] != asks[task - 1]:
+            start = 0
         for at in range(start, len(state)):
             if (at, demand.spread) not in held and not _lacks(demand, state[at]):
                 chosen[task] = start = at
@@ -201,7 +202,7 @@ def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int
     return {}
 
 
-def _what(demand: Demand) -> tuple[object, ...]:
+def _what(demand: Demand) -> _Ask:
     """Return what is asked, whoever asks."""
     labels = tuple(sorted(demand.labels.items()))
     return (demand.gpus, demand.cpus, demand.memory, demand.platform, demand.nodes_excluded, labels, demand.spread)

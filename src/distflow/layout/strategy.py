@@ -19,7 +19,7 @@ from distflow.documents.document import Path
 from distflow.documents.problems import Mark, Problem, Severity, errors_of
 from distflow.documents.words import did_you_mean
 from distflow.layout.strategyforms import Draft, read_forms
-from distflow.train.strategies.options import AXES, KINDS, MESH_SIZES, OPTIONS, Misfit, Wrong, clashes, misfits
+from distflow.train.strategies.options import AXES, KINDS, MESH_SIZES, Misfit, Wrong, clashes, misfits, normal_value
 
 __all__ = ["Strategy", "parse_strategy"]
 
@@ -111,9 +111,8 @@ def _values(draft: Draft) -> dict[str, Any]:
     """Return the options in their normal form; those with wrong values become problems."""
     options: dict[str, Any] = {}
     for name, given in draft.options.items():
-        check = OPTIONS[name].check if name in OPTIONS else OPTIONS["micro_batches"].check
         try:
-            options[name] = check(given.value)
+            options[name] = normal_value(name, given.value)
         except Wrong as wrong:
             draft.add(given.path, f"`{given.path[-1]}` is {given.value!r}", f"give {wrong}")
     if "state_dict_type" in options:

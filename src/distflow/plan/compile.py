@@ -92,12 +92,17 @@ def _group(
         retry=group.retry,
         upstream=group.upstream,
         ends_with_lead=group.framework is not None and FRAMEWORKS[group.framework.value].ends_with_lead,
-        smaller=tuple(
-            _group(spec, replace(group, tasks=staying(group, world, len(one.tasks))), one, bundles, secret_names)
-            for one in (world.smaller if world is not None else ())
-            if world is not None
-        ),
+        smaller=_smaller(spec, group, world, bundles, secret_names) if world is not None else (),
         smaller_after_s=group.elastic.wait_s if group.elastic is not None else 0.0,
+    )
+
+
+def _smaller(
+    spec: WorkflowSpec, group: GroupSpec, world: World, bundles: Mapping[str, Bundle], secret_names: tuple[str, ...]
+) -> tuple[GroupPlan, ...]:
+    return tuple(
+        _group(spec, replace(group, tasks=staying(group, world, len(one.tasks))), one, bundles, secret_names)
+        for one in world.smaller
     )
 
 

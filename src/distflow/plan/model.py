@@ -198,6 +198,11 @@ class GroupPlan:
         """Return whether the failure of a task is one of the group."""
         return not self.ignore_nonlead_status or self.launch(task).lead
 
+    @property
+    def sizes(self) -> tuple[GroupPlan, ...]:
+        """Everything that it may run as, the whole of it first."""
+        return (self, *self.smaller)
+
     def sized(self, tasks: int) -> GroupPlan:
         """Return what it runs as with so many tasks."""
         return next((one for one in self.smaller if len(one.launches) == tasks), self)

@@ -21,6 +21,7 @@ from distflow.runtime.wire import Json
 __all__ = ["enclose", "end", "is_one", "name_of", "of", "remove", "sweep"]
 
 _PREFIX = "distflow-"
+_TRIES = 10
 _PAUSE_S = 0.01
 
 
@@ -39,7 +40,7 @@ def enclose(pid: int, directory: str) -> Optional[str]:
         with open(os.path.join(path, "cgroup.procs"), "w") as procs:
             procs.write(str(pid))
     except OSError:
-        remove({"cgroup": path})
+        _remove(path)
         return None
     return path
 
@@ -62,24 +63,32 @@ def end(command: Json) -> None:
             file.write("1")
 
 
-def remove(command: Json, tries: int = 10) -> None:
+def remove(command: Json) -> None:
     """Remove a command's cgroup when it is empty: the kernel may count a process for a moment after it was reaped."""
-    for _ in range(tries if name_of(command) else 0):
-        try:
-            os.rmdir(command["cgroup"])
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                return
+    if name_of(command):
+        for _ in range(_TRIES):
+            if _remove(command["cgroup"]):
+                break
             select.select([], [], [], _PAUSE_S)
 
 
 def sweep() -> None:
     """Remove the empty ones here, of attempts that nobody ended in good order; one that is in use cannot be removed."""
     base = _own()
+    if base is None:
+        return
     with contextlib.suppress(OSError):
-        for name in os.listdir(base) if base is not None else ():
-            remove({"cgroup": os.path.join(base or "", name)}, tries=1)
+        for name in filter(is_one, os.listdir(base)):
+            _remove(os.path.join(base, name))
+
+
+def _remove(path: str) -> bool:
+    """Remove one; False when there is still somebody in it."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        return error.errno != errno.EBUSY
+    return True
 
 
 def of(pid: int) -> str:

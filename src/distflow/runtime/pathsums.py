@@ -34,7 +34,6 @@ def _look(path: str, until: float) -> Json:
                 total = os.stat(path).st_size
             entries.append("/{}".format(total))
         else:
-            os.listdir(path)
             for folder, folders, files in os.walk(path, onerror=_raise):
                 folders.sort()
                 for name in files:

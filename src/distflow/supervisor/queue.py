@@ -83,7 +83,7 @@ def _next_of_pool(
         leases.messages[other.record.uuid, later.name] = f"behind {before.record.id}"
     plan = workflow.plan.group(group.name)
     left, bad, is_connecting = _usable(plan, group, views, shares, shared=pool.shares_nodes)
-    spread = 1 if pool.shares_nodes else sum(demand.spread is not None for demand in demands(plan))
+    spread = 1 if pool.shares_nodes else sum(launch.ranks is not None for launch in plan.launches)
     if len(left) < spread and is_connecting:
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
@@ -121,7 +121,7 @@ def _sizes(plan: GroupPlan, group: GroupRecord, now: float, leases: Leases) -> S
     if plan.smaller and now < patient_until:
         leases.wake([patient_until])
         return (plan,)
-    return (plan, *plan.smaller)
+    return plan.sizes
 
 
 def _usable(
@@ -136,8 +136,7 @@ def _usable(
     bad = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
     # The first connections are only just being made: of those nodes nothing is known yet.
     is_connecting = any(not view.up and not view.error for view in views)
-    least = (plan, *plan.smaller)[-1]
-    if bad and (is_connecting or _could_do_without(bad, left, demands(least), shared=shared)):
+    if bad and (is_connecting or _could_do_without(bad, left, demands(plan.sizes[-1]), shared=shared)):
         return [one for one in left if one.node not in bad], bad, is_connecting
     return left, frozenset(), is_connecting
 

@@ -16,7 +16,17 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS, Misfit, Wrong, clashes, micro_batches, misfits
+from distflow.train.strategies.options import (
+    KINDS,
+    MESH_SIZES,
+    OPTIONS,
+    Misfit,
+    Wrong,
+    clashes,
+    micro_batches,
+    misfits,
+    normal_value,
+)
 
 __all__ = ["Strategy", "choose", "current_strategy", "data_shard", "forget", "make_strategy", "said_strategy"]
 
@@ -204,8 +214,7 @@ def _normal(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"a strategy has no option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
         try:
-            # Sizes of mesh axes are counts, as this one is.
-            normal[name] = OPTIONS[name if name in OPTIONS else "micro_batches"].check(value)
+            normal[name] = normal_value(name, value)
         except Wrong as wrong:
             raise ValueError(f"{name} is {value!r}: give {wrong}") from None
     return normal

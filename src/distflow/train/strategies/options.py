@@ -11,7 +11,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["AXES", "KINDS", "MESH_SIZES", "OPTIONS", "Misfit", "Option", "Wrong", "clashes", "micro_batches", "misfits"]
+__all__ = [
+    "AXES",
+    "KINDS",
+    "MESH_SIZES",
+    "OPTIONS",
+    "Misfit",
+    "Option",
+    "Wrong",
+    "clashes",
+    "micro_batches",
+    "misfits",
+    "normal_value",
+]
 
 AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -149,6 +161,11 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
     }
 )
 """Every option by its name. Sizes of mesh axes (``MESH_SIZES``) are read before and do not stand here."""
+
+
+def normal_value(name: str, value: object) -> object:
+    """Return the value of an option, or of a mesh axis, in its normal form. Raises ``Wrong`` for one that it cannot have."""
+    return (_count if name in MESH_SIZES else OPTIONS[name].check)(value)
 
 
 class Misfit(NamedTuple):
