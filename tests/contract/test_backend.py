@@ -187,6 +187,18 @@ def test_a_life_is_told_in_order_with_all_of_its_output(bench: Bench) -> None:
     assert kinds.index(Prepared) < kinds.index(Started) < kinds.index(Ended) < kinds.index(LogComplete)
 
 
+def test_who_hears_of_an_attempt_only_after_its_end_is_told_its_start_as_well(bench: Bench) -> None:
+    key = bench.begin("echo out; exit 3")
+    bench.await_one(LogComplete, key=key)
+    told = bench.await_one(Started, key=key)
+    bench.seen.clear()
+    bench.backend.watch([key])
+    bench.await_one(Ended, key=key)
+    again = bench.await_one(Started, key=key)
+    assert bench.seen.index(again) < bench.seen.index(bench.await_one(Ended, key=key))
+    assert (again.started_at, again.pid, again.directory) == (told.started_at, told.pid, told.directory)
+
+
 @pytest.mark.parametrize("bench", [_machines], indirect=True, ids=["local"])
 def test_an_attempt_that_has_told_everything_is_not_asked_for_any_more(bench: Bench) -> None:
     backend = bench.backend

@@ -358,17 +358,16 @@ class FakeBackend:
             self._tell(Absent, key)
         elif attempt.phase == "prepared":
             self._tell(Prepared, key)
-        elif attempt.phase in ("running", "stopping"):
+        else:
             clock = self._clock_of(key)
-            started = attempt.started_at + clock.offset_s
-            self._say(Started(at=self._clock.now(), key=key, pid=1, started_at=started, clock=clock), key)
-        elif attempt.end is not None:
-            if self._logs is not None and attempt.behaviour.output:
-                self._logs.write(key, "output.log", 0, attempt.behaviour.output)
-            clock = self._clock_of(key)
-            end = attempt.end_by(clock)
-            self._say(Ended(at=self._clock.now(), key=key, end=end, clock=clock), key)
-            self._tell(LogComplete, key)
+            if attempt.started_at > 0:
+                started = attempt.started_at + clock.offset_s
+                self._say(Started(at=self._clock.now(), key=key, pid=1, started_at=started, clock=clock), key)
+            if attempt.end is not None:
+                if self._logs is not None and attempt.behaviour.output:
+                    self._logs.write(key, "output.log", 0, attempt.behaviour.output)
+                self._say(Ended(at=self._clock.now(), key=key, end=attempt.end_by(clock), clock=clock), key)
+                self._tell(LogComplete, key)
 
     def _clock_of(self, key: AttemptKey) -> Clock:
         return self._clocks.get(key.node, _RIGHT)

@@ -234,17 +234,17 @@ class Connection:
             self._sink(Absent(at=at, key=key))
         elif phase == "prepared":
             self._sink(Prepared(at=at, key=key))
-        elif phase in ("running", "stopping"):
-            started = float(status.get("started_at") or at)
-            directory = f"{self._facts.get('root', self.node.root)}/{key.name}"
+        elif phase in ("running", "stopping", "ended"):
             self._tail(key)
-            self._sink(Started(at=at, key=key, pid=status.get("pid"), started_at=started, clock=clock, directory=directory))
+            started, pid = status.get("started_at"), status.get("pid")
+            if started is not None:  # of a short one nobody may have heard while it ran
+                directory = f"{self._facts.get('root', self.node.root)}/{key.name}"
+                self._sink(Started(at=at, key=key, pid=pid, started_at=float(started), clock=clock, directory=directory))
             if phase == "stopping":
                 self._sink(StopAccepted(at=at, key=key))
-        elif phase == "ended":
-            self._tail(key)
-            self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {}), clock=clock))
-            self._has_told(key, _END)
+            elif phase == "ended":
+                self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {}), clock=clock))
+                self._has_told(key, _END)
 
     # The connection itself.
 
