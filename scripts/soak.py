@@ -1,7 +1,8 @@
 """Lets gangs of 1 to 4 tasks run on 8 SSH hosts for as long as you like, with random faults; reports what was left or wrong.
 
-``make soak`` runs it for half an hour. In its first two thirds the supervisor is left alone, so that its memory can be seen; in
-the last it is killed, too. Exit code 1 when anything leaked, hung or was told wrongly.
+``make soak`` runs it for half an hour. As root the hosts have networks of their own, and links are cut, too. In its first two
+thirds the supervisor is left alone, so that its memory can be seen; in the last it is killed, too. Exit code 1 when anything
+leaked, hung or was told wrongly.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 from chaos.hosts import ENDS, HARMLESS, Deed, Gang, draw_deed, held_leases
+from distflow.testing.netns import NetnsHost, Network, missing_netns
 from distflow.testing.sshd import Sshd, make_key
 from distflow.testing.waiting import wait_until
 from scenarios.commands import Commands
@@ -31,7 +34,6 @@ HOSTS = 8
 AT_ONCE = 3
 # A host that is given up would be given up for all gangs on it, and no longer be a fault of one.
 GANG_ENDS = tuple(end for end in ENDS if end != "lost")
-SPARING = tuple(fault for fault in HARMLESS if fault != "supervisor")
 SAMPLE_S = 2.0
 ANCHOR = """
 workflow:
@@ -43,22 +45,24 @@ workflow:
 
 PURPOSE = """\
 Gangs of 1 to 4 tasks run one after another, with faults drawn at random: processes killed with SIGKILL, hosts frozen, their
-sshd restarted, the supervisor killed (in the last third only, so that its memory can be seen before that). After each the
-record is compared with what the nodes know: no exit code may be missing, no task may have run twice at once, the verdict must
-name what was done, and no process may be left. `make soak` runs it; this is the report of one run."""
+links cut, their sshd restarted, the supervisor killed (in the last third only, so that its memory can be seen before that).
+After each the record is compared with what the nodes know: no exit code may be missing, no task may have run twice at once,
+the verdict must name what was done, and no process may be left. `make soak` runs it; this is the report of one run."""
 
 
 class Soak:
     """A run of so many minutes, and what was seen in it."""
 
-    def __init__(self, lab: Lab, minutes: float, seed: int) -> None:
-        """Take the hosts; nothing runs yet."""
+    def __init__(self, lab: Lab, links: Mapping[str, NetnsHost], minutes: float, seed: int) -> None:
+        """Take the hosts, and the ``links`` that can be cut; nothing runs yet."""
         self.lab = lab
+        self.links = links
         self.seconds = minutes * 60
         self.deeds: list[tuple[Deed, float]] = []
         self.wrong: list[str] = []
         self.memory: list[tuple[float, int, int, int]] = []
         """Of the supervisor while it is left alone: seconds, resident KiB, open files, workflows so far."""
+        self._faults = (*HARMLESS, *(["cut"] if links else []))
         self._seeds = itertools.count(seed)
         self._begun = time.monotonic()
 
@@ -94,10 +98,11 @@ class Soak:
 
     def _work(self) -> None:
         while self.age_s < self.seconds:
-            deed = draw_deed(next(self._seeds), most_tasks=4, ends=GANG_ENDS, harmless=SPARING if self.is_sparing else HARMLESS)
+            harmless = [one for one in self._faults if one != "supervisor" or not self.is_sparing]
+            deed = draw_deed(next(self._seeds), most_tasks=4, ends=GANG_ENDS, harmless=harmless)
             begun = time.monotonic()
             try:
-                self.wrong += [f"{deed}: {words}" for words in Gang(self.lab, deed).run()]
+                self.wrong += [f"{deed}: {words}" for words in Gang(self.lab, deed, self.links).run()]
             except (AssertionError, TimeoutError) as error:
                 self.wrong.append(f"{deed}: {error}")
             self.deeds.append((deed, time.monotonic() - begun))
@@ -168,16 +173,22 @@ def main() -> int:
         commands = Commands()
         stack.callback(commands.close)
         key = make_key(folder / "key" / "id")
-        servers = {
-            f"gpu{number}": stack.enter_context(
-                Sshd(folder / f"sshd{number}", f"127.0.1.{number}", alias=f"gpu{number}", user_key=key)
-            )
-            for number in range(1, HOSTS + 1)
-        }
+        names = [f"gpu{number}" for number in range(1, HOSTS + 1)]
+        links: dict[str, NetnsHost] = {}
+        if why := missing_netns():
+            print(f"no link is cut: {why}", file=sys.stderr)
+            servers = {
+                name: stack.enter_context(Sshd(folder / name, f"127.0.1.{number}", alias=name, user_key=key))
+                for number, name in enumerate(names, 1)
+            }
+        else:
+            network = stack.enter_context(Network())
+            links = {name: network.host(folder / name, alias=name, user_key=key) for name in names}
+            servers = {name: link.sshd for name, link in links.items()}
         (folder / "lab").mkdir()
         lab = Lab(Cli(folder / "lab", commands), servers)
         lab.configure(connect_timeout="2s", node_lost_after="60s", start_barrier="30s")
-        soak = Soak(lab, given.minutes, given.seed)
+        soak = Soak(lab, links, given.minutes, given.seed)
         soak.run()
         wait_until(lambda: not any(server.connections() for server in servers.values()), 60, "no connection is left")
     report = soak.report(given.machine)

@@ -19,18 +19,21 @@ from distflow.lifecycle.states import Reason, State
 from distflow.state.record import Cause, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.testing.netns import NetnsHost
+from distflow.testing.sshd import Sshd
 from distflow.testing.waiting import wait_until
 from scenarios.lab import Lab
 
-__all__ = ["ENDS", "HARMLESS", "Deed", "Gang", "draw_deed", "held_leases"]
+__all__ = ["CUTTING", "ENDS", "HARMLESS", "Deed", "Gang", "draw_deed", "held_leases"]
 
 HARMLESS = ("supervisor", "supervisor", "agent", "agent", "command line", "freeze", "sshd")
 """What no task may notice."""
+CUTTING = tuple("cut" if fault == "freeze" else fault for fault in HARMLESS)
+"""The same for hosts whose links can be cut."""
 ENDS = ("complete", "exit", "rank", "runner", "keeper", "host", "lost")
 """How a gang ends: all of it well, a task with a code of its own, by what is killed, or by a host that does not come back."""
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Of several gangs at once, one restarts a host."""
+"""Of several gangs at once, one restarts a host or cuts it off: a server that restarts must be seen to answer."""
 
 _SPEC = """
 workflow:
@@ -102,13 +105,14 @@ class Gang:
     """One gang and what is done to it; of several at a time, each has a folder of its own."""
 
     def __init__(self, lab: Lab, deed: Deed, links: Mapping[str, NetnsHost] | None = None) -> None:
-        """Take the hosts; nothing is submitted yet. With ``links``, hosts are cut off where they would be frozen."""
+        """Take the hosts; nothing is submitted yet. With ``links``, a host can be cut off, and one that is lost is."""
         self.lab = lab
         self._links = links or {}
         self.deed = deed
         self.folder = lab.cli.folder / f"deed-{deed.seed}"
         self.folder.mkdir()
-        self._away: set[str] = set()
+        self._frozen: set[str] = set()
+        self._cut: set[str] = set()
         self._waiting: subprocess.Popen[str] | None = None
         self._name = ""
 
@@ -160,19 +164,21 @@ class Gang:
         elif fault == "command line":
             self._leave_command_line()
         elif fault == "freeze":
-            # Until after what comes next.
-            self._take_away(name)
+            # Until after what comes next; a link that is cut, too.
+            self._freeze(name)
+        elif fault == "cut":
+            self._cut_off(name)
         else:
             self._bring_back()
-            with _ONE_AT_A_TIME:
-                self.lab.servers[name].restart()
+            with self._restarting(name) as server:
+                server.restart()
 
     def _end(self) -> None:
         deed, task = self.deed, self._task(0)
         node = task.node or ""
         if deed.end == "lost":
             self._bring_back()
-            self._take_away(node)
+            (self._cut_off if self._links else self._freeze)(node)
             self._await(lambda: self._task(0).reason is Reason.NODE_LOST, "the host is given up")
             self._bring_back()
             return
@@ -185,11 +191,11 @@ class Gang:
             part.rename(self.folder / f"t{deed.victim}.code")
         elif deed.end == "host":
             # As when it restarts, but that the kernel goes on: every process of the task and its agent at once.
-            with _ONE_AT_A_TIME:
-                self.lab.servers[node].stop()
+            with self._restarting(node) as server:
+                server.stop()
                 _kill([int(state[who]["pid"]) for who in ("runner", "keeper", "command")])
                 _kill(self._processes(node, "df-agent"))
-                self.lab.servers[node].start()
+                server.start()
         else:
             _kill([int(state["command" if deed.end == "rank" else deed.end]["pid"])])
         self._bring_back()
@@ -197,20 +203,27 @@ class Gang:
             self._await(lambda: self._all_run(1), "its second attempt runs")
             (self.folder / "go").touch()
 
-    def _take_away(self, name: str) -> None:
-        self._away.add(name)
-        if name in self._links:
-            self._links[name].cut()
-        else:
-            self.lab.servers[name].freeze()
-
-    def _bring_back(self) -> None:
-        while self._away:
-            name = self._away.pop()
+    @contextlib.contextmanager
+    def _restarting(self, name: str) -> Iterator[Sshd]:
+        with _ONE_AT_A_TIME:
             if name in self._links:
                 self._links[name].heal()
-            else:
-                self.lab.servers[name].thaw()
+            yield self.lab.servers[name]
+
+    def _freeze(self, name: str) -> None:
+        self._frozen.add(name)
+        self.lab.servers[name].freeze()
+
+    def _cut_off(self, name: str) -> None:
+        self._cut.add(name)
+        with _ONE_AT_A_TIME:
+            self._links[name].cut()
+
+    def _bring_back(self) -> None:
+        while self._frozen:
+            self.lab.servers[self._frozen.pop()].thaw()
+        while self._cut:
+            self._links[self._cut.pop()].heal()
 
     def _leave_command_line(self) -> None:
         process, self._waiting = self._waiting, None
