@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from distflow.layout.placement import Free
 from distflow.lifecycle.states import State
@@ -62,20 +63,15 @@ def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | N
                 closed[hold.node] = f"port {fixed_port} is taken"
             if hold.is_stray:
                 closed[hold.node] = "an earlier attempt is being stopped there"
-    found = []
-    for view in views:
-        node = view.node
-        if not view.up:
-            continue
-        gpus, cpus, memory = used.get(node.name, _NOTHING)
-        found.append(
-            Free(
-                node=node.name, gpus=_left(view.gpus, gpus), cpus=_left(view.cpus, cpus), memory=_left(view.memory, memory),
-                platform=node.platform, labels=node.labels, all_gpus=view.gpus, all_cpus=view.cpus, all_memory=view.memory,
-                closed=closed.get(node.name, ""),
-            )
-        )  # fmt: skip
-    return found
+    return [_beside(view.whole, used.get(view.node.name), closed.get(view.node.name, "")) for view in views if view.up]
+
+
+def _beside(whole: Free, used: tuple[int, int, int] | None, closed: str) -> Free:
+    if used is None:
+        return whole
+    gpus, cpus, memory = used
+    left = (_left(whole.gpus, gpus), _left(whole.cpus, cpus), _left(whole.memory, memory))
+    return replace(whole, gpus=left[0], cpus=left[1], memory=left[2], closed=closed)
 
 
 def _left(capacity: int | None, used: int) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distflow.backends.base import AttemptKey, LeaseRequest, slot_of
+from distflow.layout.placement import Free
 from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
@@ -43,6 +44,17 @@ class NodeView:
     """Capacity, from the configuration or as found there; ``None``: not known."""
     cpus: int | None = None
     memory: int | None = None
+    whole: Free = field(init=False, repr=False, compare=False)
+    """What placement sees of it when nothing runs there; most of a large pool is looked at so, again and again."""
+
+    def __post_init__(self) -> None:
+        """Work out what placement sees."""
+        node = self.node
+        whole = Free(
+            node=node.name, gpus=self.gpus, cpus=self.cpus, memory=self.memory, platform=node.platform, labels=node.labels,
+            all_gpus=self.gpus, all_cpus=self.cpus, all_memory=self.memory,
+        )  # fmt: skip
+        object.__setattr__(self, "whole", whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
