@@ -27,15 +27,27 @@ TRAINED = {
 WHOLE_SHARE = 1.0
 
 
+class Worlds(dict[int, dict[str, Any]]):
+    """What each world found, run when it is first asked for: ranks → check → result."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, ranks: int) -> dict[str, Any]:
+        (folder := self._folder / f"world{ranks}").mkdir()
+        found = self[ranks] = run_world(Path(__file__).with_name("strategy_checks.py"), ranks, folder)
+        return found
+
+
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What each world found: ranks → check → result."""
-    script = Path(__file__).with_name("strategy_checks.py")
-    return {ranks: run_world(script, ranks, tmp_path_factory.mktemp(f"world{ranks}")) for ranks in TRAINED}
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    """The worlds of this module."""
+    return Worlds(tmp_path_factory.mktemp("worlds"))
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in TRAINED.items() for name in names])
-def test_ranks_train_as_one_process_does(worlds: dict[int, dict[str, Any]], world: int, name: str) -> None:
+def test_ranks_train_as_one_process_does(worlds: Worlds, world: int, name: str) -> None:
     found = worlds[world][name]
     assert found["complete"]
     assert found["moved"] > 0.01
@@ -52,13 +64,11 @@ def test_ranks_train_as_one_process_does(worlds: dict[int, dict[str, Any]], worl
         (2, "fsdp by size", 1 / 2), (4, "ddp", 1), (4, "fsdp", 1 / 4), (4, "fsdp HYBRID_SHARD", 1 / 2),
     ],
 )  # fmt: skip
-def test_each_rank_holds_its_share_of_the_parameters(
-    worlds: dict[int, dict[str, Any]], world: int, name: str, share: float
-) -> None:
+def test_each_rank_holds_its_share_of_the_parameters(worlds: Worlds, world: int, name: str, share: float) -> None:
     assert worlds[world][name]["shares"] == [pytest.approx(share)] * world
 
 
-def test_parts_of_tensors_and_stages_are_spread(worlds: dict[int, dict[str, Any]]) -> None:
+def test_parts_of_tensors_and_stages_are_spread(worlds: Worlds) -> None:
     # What is not cut (embeddings, norms, the head) is on all ranks that share a tensor.
     assert all(0.5 < share < 0.8 for share in worlds[2]["tp"]["shares"])
     assert all(0.25 < share < 0.4 for share in worlds[4]["hybrid"]["shares"])
@@ -67,7 +77,7 @@ def test_parts_of_tensors_and_stages_are_spread(worlds: dict[int, dict[str, Any]
     assert sum(worlds[4]["pipeline of replicas"]["shares"]) == pytest.approx(2 * WHOLE_SHARE)
 
 
-def test_every_stage_knows_the_loss(worlds: dict[int, dict[str, Any]]) -> None:
+def test_every_stage_knows_the_loss(worlds: Worlds) -> None:
     for world, name in ((2, "pipeline gpipe"), (2, "pipeline 1f1b"), (4, "pipeline")):
         losses = worlds[world][name]["losses"]
         assert len(set(losses)) == 1
@@ -75,13 +85,13 @@ def test_every_stage_knows_the_loss(worlds: dict[int, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in EVALUATED.items() for name in names])
-def test_ranks_evaluate_as_one_process_does_between_steps(worlds: dict[int, dict[str, Any]], world: int, name: str) -> None:
+def test_ranks_evaluate_as_one_process_does_between_steps(worlds: Worlds, world: int, name: str) -> None:
     found = worlds[world][f"{name}, evaluated"]
     assert found["evaluations"] < TOLERANCE
     assert found["parameters"] < TOLERANCE
 
 
-def test_an_evaluation_leaves_modes_and_shards_as_they_were(worlds: dict[int, dict[str, Any]]) -> None:
+def test_an_evaluation_leaves_modes_and_shards_as_they_were(worlds: Worlds) -> None:
     for kind, found in worlds[2]["evaluation mode"].items():
         assert found["difference"] < TOLERANCE, kind
         assert found["modes"] == [True, True], kind
@@ -89,9 +99,7 @@ def test_an_evaluation_leaves_modes_and_shards_as_they_were(worlds: dict[int, di
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in FILLED.items() for name in names])
-def test_a_model_of_the_meta_device_begins_as_one_process_does(
-    worlds: dict[int, dict[str, Any]], world: int, name: str
-) -> None:
+def test_a_model_of_the_meta_device_begins_as_one_process_does(worlds: Worlds, world: int, name: str) -> None:
     found = worlds[world][f"{name}, filled"]
     assert found["first"] == 0
     assert found["trained"] < TOLERANCE
@@ -99,7 +107,7 @@ def test_a_model_of_the_meta_device_begins_as_one_process_does(
     assert 0 < found["held"] < (1.2 if name == "ddp" else 0.8)
 
 
-def test_whatever_a_module_holds_is_filled_alike(worlds: dict[int, dict[str, Any]]) -> None:
+def test_whatever_a_module_holds_is_filled_alike(worlds: Worlds) -> None:
     assert worlds[2]["odd modules"] == {"alike": True, "finite": True, "table": [0, 1, 2, 3]}
 
 
@@ -113,11 +121,11 @@ def test_whatever_a_module_holds_is_filled_alike(worlds: dict[int, dict[str, Any
         ("traced", "a model on the meta device cannot be traced"),
     ],
 )
-def test_what_cannot_be_filled_is_said(worlds: dict[int, dict[str, Any]], name: str, message: str) -> None:
+def test_what_cannot_be_filled_is_said(worlds: Worlds, name: str, message: str) -> None:
     assert message in worlds[2]["cannot be filled"][name]
 
 
-def test_what_parallelize_is_told_holds_for_data_and_passes_too(worlds: dict[int, dict[str, Any]]) -> None:
+def test_what_parallelize_is_told_holds_for_data_and_passes_too(worlds: Worlds) -> None:
     found = worlds[4]["told"]
     assert found["difference"] < TOLERANCE
     assert found["passes"] == 2 * 3
@@ -127,7 +135,7 @@ def test_what_parallelize_is_told_holds_for_data_and_passes_too(worlds: dict[int
     assert sorted(first + third) == list(range(8))
 
 
-def test_shares_that_change_are_not_passed_over(worlds: dict[int, dict[str, Any]]) -> None:
+def test_shares_that_change_are_not_passed_over(worlds: Worlds) -> None:
     found = worlds[4]["told"]
     assert "made for share 0 of 4, but this rank's is 0 of 2 now: make it after init() and parallelize()" in found["early"]
     assert found["given"] == 8
@@ -137,18 +145,18 @@ def test_shares_that_change_are_not_passed_over(worlds: dict[int, dict[str, Any]
     assert found["of the last"] == [0, 4]
 
 
-def test_a_traced_model_is_cut_too(worlds: dict[int, dict[str, Any]]) -> None:
+def test_a_traced_model_is_cut_too(worlds: Worlds) -> None:
     found = worlds[2]["traced pipeline"]
     assert found["gradients"] == 2
     assert found["difference"] < TOLERANCE
     assert found["loss"] < TOLERANCE
 
 
-def test_ranks_that_share_a_tensor_are_neighbours(worlds: dict[int, dict[str, Any]]) -> None:
+def test_ranks_that_share_a_tensor_are_neighbours(worlds: Worlds) -> None:
     assert worlds[4]["mesh groups"] == {"tp": [[0, 1], [2, 3]], "fsdp": [[0, 2], [1, 3]]}
 
 
-def test_compressed_gradients_are_half_the_bytes_and_equal_on_all_ranks(worlds: dict[int, dict[str, Any]]) -> None:
+def test_compressed_gradients_are_half_the_bytes_and_equal_on_all_ranks(worlds: Worlds) -> None:
     found = worlds[2]["compression"]
     for how in ("fp16", "bf16"):
         assert found[how]["bytes"] * 2 == found["none"]["bytes"]
@@ -156,17 +164,17 @@ def test_compressed_gradients_are_half_the_bytes_and_equal_on_all_ranks(worlds: 
     assert [one["ranks"] for one in found.values()] == [0, 0, 0, 0]
 
 
-def test_powersgd_sends_less_once_it_begins(worlds: dict[int, dict[str, Any]]) -> None:
+def test_powersgd_sends_less_once_it_begins(worlds: Worlds) -> None:
     sent = worlds[2]["powersgd"]["sent"]
     assert sent[0] == sent[1]
     assert sent[4] * 4 < sent[0]
 
 
-def test_larger_buckets_make_fewer_reductions(worlds: dict[int, dict[str, Any]]) -> None:
+def test_larger_buckets_make_fewer_reductions(worlds: Worlds) -> None:
     assert worlds[2]["buckets"] == {"1": 6, "5": 2, "25": 1}
 
 
-def test_accumulated_gradients_are_reduced_once(worlds: dict[int, dict[str, Any]]) -> None:
+def test_accumulated_gradients_are_reduced_once(worlds: Worlds) -> None:
     found = worlds[2]["accumulation"]
     for kind in ("ddp", "fsdp"):
         assert found[kind]["passes"] == [False, False, False, True]
@@ -176,14 +184,14 @@ def test_accumulated_gradients_are_reduced_once(worlds: dict[int, dict[str, Any]
     assert found["fsdp"]["counts"] == [5, 5, 5]
 
 
-def test_local_sgd_averages_at_every_second_step(worlds: dict[int, dict[str, Any]]) -> None:
+def test_local_sgd_averages_at_every_second_step(worlds: Worlds) -> None:
     first, second, third, fourth = worlds[2]["local sgd"]["differences"]
     assert first > 1e-4
     assert third > 1e-4
     assert (second, fourth) == (0, 0)
 
 
-def test_gradients_of_plain_modules_are_averaged_in_buckets(worlds: dict[int, dict[str, Any]]) -> None:
+def test_gradients_of_plain_modules_are_averaged_in_buckets(worlds: Worlds) -> None:
     found = worlds[2]["means"]
     assert found["values"] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 0.5]
     assert all(found["same"])
@@ -191,7 +199,7 @@ def test_gradients_of_plain_modules_are_averaged_in_buckets(worlds: dict[int, di
     assert found["number"] == 4
 
 
-def test_the_monitor_counts_bytes_and_gives_bandwidths(worlds: dict[int, dict[str, Any]]) -> None:
+def test_the_monitor_counts_bytes_and_gives_bandwidths(worlds: Worlds) -> None:
     found = worlds[2]["monitor"]
     reduced, gathered = found["stats"]["all_reduce"], found["stats"]["all_gather"]
     assert (reduced["count"], reduced["bytes"]) == (2, 16000)
@@ -203,7 +211,7 @@ def test_the_monitor_counts_bytes_and_gives_bandwidths(worlds: dict[int, dict[st
 
 
 @pytest.mark.parametrize("world", TRAINED)
-def test_gradients_are_clipped_by_the_norm_of_the_whole_model(worlds: dict[int, dict[str, Any]], world: int) -> None:
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(worlds: Worlds, world: int) -> None:
     found = worlds[world]["clipping"]
     assert len(found) >= 4
     alone = found["one process"]
@@ -213,7 +221,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(worlds: dict[int, 
         assert after == pytest.approx(0.5, rel=1e-4)
 
 
-def test_the_whole_state_is_put_together_on_rank_0(worlds: dict[int, dict[str, Any]]) -> None:
+def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
     assert worlds[2]["whole state"]["difference"] < TOLERANCE
 
 
@@ -244,5 +252,5 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: dict[int, dict[str, A
         ("compression", "compression is 'zip': give one of `none`, `fp16`, `bf16`, `powersgd`"),
     ],
 )
-def test_what_cannot_be_done_is_said(worlds: dict[int, dict[str, Any]], name: str, message: str) -> None:
+def test_what_cannot_be_done_is_said(worlds: Worlds, name: str, message: str) -> None:
     assert message in worlds[2]["refusals"][name]

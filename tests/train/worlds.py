@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 """Where scripts find each other, as tests do."""
-DEADLINE_S = 150.0
+DEADLINE_S = 270.0
 """For a whole world, on a machine that is busy with other things."""
 
 
@@ -32,13 +34,18 @@ def run_world(script: Path, ranks: int, folder: Path) -> dict[str, Any]:
         with (folder / f"{rank}.log").open("wb") as log:
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(subprocess.Popen([sys.executable, str(script)], env=own, stdout=log, stderr=log))
+    codes: list[int | None] = []
     try:
-        codes = [process.wait(DEADLINE_S) for process in processes]
+        until = time.monotonic() + DEADLINE_S
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # said below, with what the ranks printed
+                process.wait(max(0.0, until - time.monotonic()))
+            codes.append(process.poll())
     finally:
         for process in processes:
             process.kill()
             process.wait()
     logs = "\n".join(f"-- rank {rank} --\n{(folder / f'{rank}.log').read_text()[-4000:]}" for rank in range(ranks))
-    assert not any(codes), f"{codes}\n{logs}"
+    assert set(codes) == {0}, f"{codes}; None: not within {DEADLINE_S:.0f} s\n{logs}"
     found: dict[str, Any] = json.loads(results.read_text())
     return found
