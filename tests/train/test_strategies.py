@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 TOLERANCE = 1e-6
 """Of parameters after three steps: other orders of float32 sums; parameters have moved by more than a hundredth."""
+EXACT = 1e-14
+"""The same in float64, where no mistake can pass for rounding."""
 TRAINED = {
     2: (
         "ddp", "ddp static graph", "ddp checkpointed", "fsdp", "fsdp SHARD_GRAD_OP", "fsdp NO_SHARD", "fsdp by size",
@@ -55,6 +57,7 @@ def test_ranks_train_as_one_process_does(worlds: Worlds, world: int, name: str) 
         assert TOLERANCE < found["difference"] < 0.02
     else:
         assert found["difference"] < TOLERANCE
+        assert found["in float64"] < EXACT
 
 
 @pytest.mark.parametrize(
