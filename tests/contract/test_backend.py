@@ -265,6 +265,20 @@ def test_a_lease_is_all_or_nothing(bench: Bench) -> None:
         bench.await_one(Released, key=bench.key(task, workflow="w2"))
 
 
+def test_what_a_refused_gang_gave_back_may_be_asked_for_at_once(bench: Bench) -> None:
+    key = bench.key("a")
+    for _ in range(10):
+        bench.seen.clear()
+        bench.backend.lease(bench.request("a", "b", gpus=2))
+        assert not bench.await_one(LeaseRefused).is_final
+        bench.backend.lease(bench.request("a", gpus=2))
+        assert bench.await_one(Leased).binding.tasks["a"].gpu_ids == (0, 1)
+        bench.backend.prepare(key, bench.launch("true", "a"), GivenSecrets(), 5.0)
+        bench.await_one(Prepared, key=key)
+        bench.backend.release(key)
+        bench.await_one(Released, key=key)
+
+
 def test_what_a_node_does_not_know_is_absent(bench: Bench) -> None:
     bench.backend.watch([bench.key("nobody")])
     bench.await_one(Absent, key=bench.key("nobody"))

@@ -11,7 +11,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
 
-from distflow.runtime import attempts, blobs, command, facts, masking, placing, processes, records
+from distflow.runtime import attempts, blobs, command, facts, placing, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.loop import Loop
 from distflow.runtime.tails import Tails
@@ -84,6 +84,7 @@ class _Agent:
         self._tails = Tails(lambda event: self.send(event, bulk=True), lambda: self._queue.bulk_bytes < _BULK)
         self._watches = Watches(self._loop, root, self.send, self._tails.grown)
         self._preparing: Dict[str, List[_Answer]] = {}
+        self._releasing: Dict[str, List[_Answer]] = {}
         self._loop.watch(incoming, selectors.EVENT_READ, self._read)
         self._loop.later(self._idle_s, self._check_idle)
         self._upkeep: Optional[Upkeep] = None
@@ -187,6 +188,12 @@ class _Agent:
             return
         attempt = request["attempt"]
         directory = attempts.directory_of(self._root, attempt)
+        # Given back and asked for again in one breath: what is there is on its way out.
+        if attempt in self._releasing:
+            if tries >= _LOCK_TRIES:
+                raise OpError("busy", "what was leased before is not given back yet")
+            self._loop.later(_LOCK_S, lambda: self._again(request, answer, tries + 1))
+            return
         phase = attempts.read_status(directory)["phase"]
         if phase == "ended":
             raise OpError("conflict", "this attempt has ended; a new one needs a new number")
@@ -223,7 +230,7 @@ class _Agent:
 
     def _prepare(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)
-        launch = command.fill(_checked_launch(request["launch"]), watch.directory)
+        launch = command.fill(placing.checked(request["launch"]), watch.directory)
         if watch.attempt in self._preparing:
             self._preparing[watch.attempt].append(answer)
             return
@@ -289,9 +296,17 @@ class _Agent:
 
     def _release(self, request: Json, answer: _Answer) -> None:
         watch = self._watches.get(request["attempt"])
+        if watch.attempt in self._releasing:
+            self._releasing[watch.attempt].append(answer)
+            return
         if not os.path.isdir(watch.directory):
             answer({})
             return
+        self._releasing[watch.attempt] = [answer]
+
+        def finish(result: Union[Json, OpError]) -> None:
+            for one in self._releasing.pop(watch.attempt):
+                one.either(result)
 
         def work() -> Json:
             attempts.remove(self._root, watch.directory)
@@ -299,14 +314,14 @@ class _Agent:
 
         def remove() -> None:
             if self._watches.status(watch)["started_at"] is not None:
-                answer.refuse(OpError("conflict", "it has run: `clean` removes it"))
+                finish(OpError("conflict", "it has run: `clean` removes it"))
                 return
             self._watches.forget(watch.attempt)
-            self._loop.job(work, answer.either)
+            self._loop.job(work, finish)
 
         def told(_result: Optional[Json], error: Optional[OpError]) -> None:
             if error is not None:
-                answer.refuse(error)
+                finish(error)
             elif watch.link is None and not attempts.is_reachable(watch.directory):
                 remove()
             else:
@@ -362,26 +377,6 @@ class _Agent:
 
 def _lease_of(state: Json) -> Json:
     return {name: state.get(name) for name in ("gpu_ids", "port", "link_port")}
-
-
-def _checked_launch(launch: Json) -> Json:
-    """The launch when its shape is right. Raises ``bad_request``."""
-    argv = launch["argv"]
-    if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
-        raise OpError("bad_request", "`argv` is a list of strings with the program first")
-    for name in ("env", "secret_env"):
-        for key, value in (launch.get(name) or {}).items():
-            if not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
-                raise OpError("bad_request", "`{}`: {!r} is no environment variable".format(name, key))
-    for entry in launch.get("secret_files") or []:
-        for name, content in entry["files"].items():
-            if not isinstance(content, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
-                raise OpError("bad_request", "`secret_files`: {!r} is no file".format(name))
-    if len(masking.encoded(launch)) > masking.SECRET_BYTES:
-        raise OpError("bad_request", "the task's secrets have more than {} MiB".format(masking.SECRET_BYTES >> 20))
-    if any("\0" in one for one in argv):
-        raise OpError("bad_request", "an argument holds a NUL byte, which no program can be given")
-    return launch
 
 
 def _last_line(path: str) -> str:

@@ -9,12 +9,12 @@ import json
 import os
 from typing import BinaryIO
 
-from distflow.runtime import secretfiles
+from distflow.runtime import masking, secretfiles
 from distflow.runtime.blobs import is_whole, path_of, take
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["LAUNCH", "MEMO", "has_secrets", "is_quick", "place", "write_launch", "write_memo"]
+__all__ = ["LAUNCH", "MEMO", "checked", "has_secrets", "is_quick", "place", "write_launch", "write_memo"]
 
 LAUNCH = "launch.json"
 MEMO = "workflow.json"
@@ -29,6 +29,26 @@ _NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBAD
 def is_quick(launch: Json) -> bool:
     """Whether everything that is to be placed came with the launch itself, so that no child is needed for it."""
     return all(file.get("blob") is None and not file.get("is_tar") for file in launch.get("files") or [])
+
+
+def checked(launch: Json) -> Json:
+    """Return the launch when its shape is right. Raises ``bad_request``."""
+    argv = launch["argv"]
+    if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
+        raise OpError("bad_request", "`argv` is a list of strings with the program first")
+    for name in ("env", "secret_env"):
+        for key, value in (launch.get(name) or {}).items():
+            if not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
+                raise OpError("bad_request", "`{}`: {!r} is no environment variable".format(name, key))
+    for entry in launch.get("secret_files") or []:
+        for name, content in entry["files"].items():
+            if not isinstance(content, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
+                raise OpError("bad_request", "`secret_files`: {!r} is no file".format(name))
+    if len(masking.encoded(launch)) > masking.SECRET_BYTES:
+        raise OpError("bad_request", "the task's secrets have more than {} MiB".format(masking.SECRET_BYTES >> 20))
+    if any("\0" in one for one in argv):
+        raise OpError("bad_request", "an argument holds a NUL byte, which no program can be given")
+    return launch
 
 
 def place(root: str, directory: str, launch: Json) -> None:
