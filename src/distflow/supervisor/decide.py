@@ -45,7 +45,7 @@ def decide(world: World, now: float) -> Decision:
         glance = known.get(uuid)
         # Most of thousands stay as they are, at every decision: they cost nothing more than this.
         if glance is None or glance.share.workflow.record is not workflow.record or glance.wake_at <= now or uuid in busy:
-            glance = _look(world, workflow, now, decision)
+            glance = _look(world, workflow, now, decision, is_busy=uuid in busy)
         elif glance.wake_at < math.inf:
             decision.wake(glance.wake_at)
         glances[uuid] = glance
@@ -70,8 +70,8 @@ def _at_rest(world: World, now: float) -> Mapping[str, Glance]:
     return rest.glances if is_same else {}
 
 
-def _look(world: World, workflow: Workflow, now: float, decision: Decision) -> Glance:
-    """Take every step of a workflow that follows now."""
+def _look(world: World, workflow: Workflow, now: float, decision: Decision, *, is_busy: bool) -> Glance:
+    """Take every step of a workflow that follows now. One with commands under way is not at rest: they may get no answer."""
     part = Decision()
     record = workflow.record
     for group in record.groups:
@@ -89,7 +89,7 @@ def _look(world: World, workflow: Workflow, now: float, decision: Decision) -> G
     decision.commands += part.commands
     if part.wake_at is not None:
         decision.wake(part.wake_at)
-    is_at_rest = not (has_changed or part.events or part.commands)
+    is_at_rest = not (has_changed or part.events or part.commands or is_busy)
     wake_at = (math.inf if part.wake_at is None else part.wake_at) if is_at_rest else -math.inf
     return Glance(share=share_of(workflow), wake_at=wake_at)
 

@@ -129,7 +129,7 @@ class Glance:
 
     share: Share
     wake_at: float
-    """Until then nothing follows of itself; minus infinity: something followed just now, so more may."""
+    """Until then nothing follows of itself; minus infinity: something followed just now or is under way, so more may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

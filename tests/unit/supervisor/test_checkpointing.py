@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distflow.backends.base import AttemptKey, Collected
+from distflow.backends.base import AttemptKey, Collected, Unanswered
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint
@@ -62,6 +62,18 @@ def test_one_is_due_after_its_time_and_counts_from_the_end_of_the_one_before() -
     driver.advance(2.0)
     assert len(driver.backend.collected) == 2
     assert driver.group().message == ""
+
+
+def test_one_whose_transfer_broke_off_is_taken_again_though_nothing_else_happens() -> None:
+    driver = running()
+    driver.backend.holds_outputs = True
+    driver.advance(60.5)
+    command = driver.in_flight[PACK]
+    driver.backend.holds_outputs = False
+    driver.seen.append(Unanswered(at=driver.clock.now(), key=command.key, op="pack:0"))
+    driver.settle()
+    assert len(driver.backend.collected) == 1
+    assert STORE in driver.in_flight
 
 
 def test_an_ended_group_waits_for_its_last_one() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting
+from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, Unanswered
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import InputSpec
@@ -182,6 +182,21 @@ def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it()
     (file,) = driver.launches["u1/bottom/b/0"].files
     assert (file.path, file.blob, file.size, file.is_tar, file.only) == ("input/1", saved.digest, 10240, True, "a.*")
     assert any(event.text == "t0: its output is here: 10 KiB" for event in driver.events)
+
+
+def test_an_output_is_asked_for_again_when_its_own_connection_broke_and_its_node_stayed_in_reach() -> None:
+    driver = handing()
+    driver.settle()
+    driver.backend.holds_outputs = True
+    driver.advance(1.0)
+    (command,) = driver.in_flight.values()
+    driver.backend.holds_outputs = False
+    # Nothing else happens: no node goes or comes, and no record changes.
+    driver.seen.append(Unanswered(at=driver.clock.now(), key=command.key, op="collect"))
+    driver.settle()
+    assert driver.backend.collected == ["u1/top/t0/0"]
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
 
 
 def test_an_output_that_every_node_sees_stays_where_it_is() -> None:
