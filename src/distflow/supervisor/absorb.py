@@ -41,7 +41,10 @@ from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 from distflow.supervisor.world import NodeView
 
-__all__ = ["absorb", "absorb_node", "absorb_view", "end_unstarted", "stop_unstarted"]
+__all__ = ["REFUSED", "absorb", "absorb_node", "absorb_view", "end_unstarted", "stop_unstarted"]
+
+REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
+"""Why an attempt that holds its lease will never start."""
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """How long a node is left alone that refused, the first time, the second, …"""
@@ -242,7 +245,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
         # Nothing has run, so nothing has failed: the gang gives back what it has and queues again.
         return replace(task, reason=Reason.START_TIMEOUT, prepared=False), f"{task.name}: its lease was lost"
-    if task.reason in (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA):
+    if task.reason in REFUSED:
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
         ended = conclude(task, group, end)
@@ -254,13 +257,18 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
 def _released(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     if task.state is not State.INITIALIZING:
         return task, ""
-    return _given_back(task), ""
+    return _given_back(task, seen.at)
 
 
-def _given_back(task: TaskRecord) -> TaskRecord:
-    return replace(
+def _given_back(task: TaskRecord, at: float) -> tuple[TaskRecord, str]:
+    if task.reason in REFUSED:
+        # It is why its group ends: that must not be forgotten with the lease.
+        failed = replace(task, state=State.FAILED, ended_at=at, log_complete=True)
+        return failed, f"{task.name}: {failed.status}: {task.message}"
+    back = replace(
         task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), out_of_reach=None, prepared=False, transfer=None
     )
+    return back, ""
 
 
 def _is_gone(task: TaskRecord) -> tuple[TaskRecord, str]:
@@ -271,7 +279,7 @@ def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[Ta
     if task.stray is not None:
         return _is_gone(task)
     if task.state is State.INITIALIZING:
-        return _given_back(task), ""
+        return _given_back(task, seen.at)
     if task.state.is_final:
         return (task, "") if task.log_complete else (replace(task, log_complete=True), "")
     message = f"{task.node} knows nothing of it any more: its directory there is gone"

@@ -8,13 +8,11 @@ from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import TaskRecord
-from distflow.supervisor.absorb import end_unstarted
+from distflow.supervisor.absorb import REFUSED, end_unstarted
 from distflow.supervisor.carrying import Carriage, carry_in
 from distflow.supervisor.step import Step, seconds_text
 
 __all__ = ["Starting"]
-
-_REFUSALS = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
 
 
 class Starting(Step):
@@ -65,7 +63,7 @@ class Starting(Step):
         refused = [
             task
             for task in group.tasks
-            if (task.reason in _REFUSALS or task.state is State.FAILED)
+            if (task.reason in REFUSED or task.state is State.FAILED)
             and (task.started_at is None or self.plan.counts(task.name))
         ]
         if refused:

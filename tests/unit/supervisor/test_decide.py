@@ -122,6 +122,18 @@ def test_a_helper_that_cannot_be_started_at_all_fails_its_group() -> None:
     assert driver.cause().task == "t1"
 
 
+def test_a_gang_that_was_refused_has_failed_though_its_node_knows_nothing_of_it_when_it_is_stopped() -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        driver.backend.forget(key.node)
+        return Behaviour(refuses="no space left on device")
+
+    driver = Driver(workflow(group_plan(tasks=1)), behaviour=behave)
+    driver.run()
+    assert (driver.record().state, driver.record().reason) == (WorkflowState.FAILED, Reason.START_ERROR)
+    assert (driver.cause().task, driver.cause().message) == ("t0", "no space left on device")
+    assert driver.group().task("t0").node == "n1"
+
+
 def test_a_lead_that_completes_ends_helpers_that_would_run_for_ever() -> None:
     driver = Driver(workflow(group_plan(world=False)), behaviour=lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG)
     driver.run()
