@@ -144,7 +144,7 @@ def absorb_checkpoint(
     words = ""
     if isinstance(seen, CollectFailed):
         taken, words = replace(taken, error=seen.message), f"its checkpoint was not taken: {seen.message}"
-    elif seen.digest and seen.digest != known.digest:
+    elif seen.digest and (seen.digest != known.digest or known.error):  # with an error it may not be at its URL
         taken = replace(taken, digest=seen.digest, size=seen.size, is_new=True)
         if seen.left_out:
             words = f"left out of its checkpoint, as they changed meanwhile: {', '.join(seen.left_out)}"

@@ -120,6 +120,23 @@ def test_one_that_cannot_be_written_ends_nothing_and_is_told() -> None:
     assert "t0: its checkpoint was not written: no such bucket" in [event.text for event in driver.events]
 
 
+def test_one_that_could_not_be_written_is_written_the_next_time_though_nothing_in_it_has_changed() -> None:
+    driver = running()
+    driver.advance(60.5)
+    key = driver.in_flight[STORE].key
+    stored(driver, error="the store is away")
+    known = driver.group().checkpoint("t0", 0)
+    assert known is not None
+    same = Collected(at=driver.clock.now(), key=replace(key, node="n1"), op="pack:0", digest=known.digest, size=known.size)
+    driver.seen.append(same)
+    driver.settle()
+    assert STORE in driver.in_flight
+    stored(driver)
+    driver.seen.append(same)
+    driver.settle()
+    assert STORE not in driver.in_flight  # it is there, and has not changed
+
+
 def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
     driver = running(seconds=5)
     driver.backend.holds_outputs = True
