@@ -122,8 +122,8 @@ def _fake(folder: Path, **settings: Any) -> Bench:
     pool = Pool(name="p", backend="local", nodes=(node,))
 
     def behave(key: AttemptKey) -> Behaviour:
-        if key.task == "long":
-            return Behaviour(seconds=float("inf"))
+        if key.task in ("long", "stubborn"):
+            return Behaviour(seconds=float("inf"), obeys_term=key.task == "long")
         return Behaviour(seconds=0.1, exit_code=3, output=b"out\nerr\n")
 
     bench = Bench(backend=None, node=node)  # type: ignore[arg-type]
@@ -288,6 +288,14 @@ def test_a_stop_is_accepted_and_then_proved(bench: Bench) -> None:
     key = bench.begin("sleep 600", "long")
     bench.backend.stop(key, grace_s=5, why="test")
     bench.await_one(StopAccepted, key=key)
+    bench.await_one(Ended, key=key)
+
+
+def test_a_second_stop_may_take_the_grace_of_the_first(bench: Bench) -> None:
+    key = bench.begin("trap '' TERM; sleep 600", "stubborn")
+    bench.backend.stop(key, grace_s=600.0, why="test")
+    bench.await_one(StopAccepted, key=key, grace_s=600.0)
+    bench.backend.stop(key, grace_s=0.0, why="test")
     bench.await_one(Ended, key=key)
 
 

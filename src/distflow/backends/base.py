@@ -211,6 +211,9 @@ class Started(_OfAttempt):
 class StopAccepted(_OfAttempt):
     """The ladder has begun."""
 
+    grace_s: float | None = None
+    """What it was given between TERM and KILL; ``None`` where the node tells of it without having been asked."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(_OfAttempt):

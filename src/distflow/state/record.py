@@ -167,6 +167,8 @@ class TaskRecord:
     """All of its output is mirrored here, or it is known that the rest never will be."""
     stray: Stray | None = None
     """Set when it was given up while it may still run: its node was out of reach for too long."""
+    grace_s: float | None = None
+    """What its stop gave it between TERM and KILL; ``None`` before its node has said so."""
     outputs: tuple[str, ...] = ()
     saved: Saved | None = None
     """Its output, once it was fetched for the groups that take it."""

@@ -230,9 +230,12 @@ def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[T
 def _stop_accepted(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     if task.stray is Stray.OUT_OF_REACH:
         return replace(task, stray=Stray.STOPPING), f"{task.name}: {task.node} is back, it is stopped there"
-    if task.state not in (State.INITIALIZING, State.RUNNING):
+    if task.state not in (State.INITIALIZING, State.RUNNING, State.STOPPING) or not isinstance(seen, StopAccepted):
         return task, ""
-    return replace(task, state=State.STOPPING), ""
+    grace_s = task.grace_s if seen.grace_s is None else seen.grace_s
+    if task.state is State.STOPPING and task.grace_s == grace_s:
+        return task, ""
+    return replace(task, state=State.STOPPING, grace_s=grace_s), ""
 
 
 def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActions) -> tuple[TaskRecord, str]:

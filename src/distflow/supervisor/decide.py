@@ -184,8 +184,11 @@ class _Step(Starting):
         if all(task.state.is_final for task in self.group.tasks):
             self._finish()
             return
+        is_forced = self.record.cancel is not None and self.record.cancel.force
         for task in self.group.tasks:
-            if task.state in (State.INITIALIZING, State.RUNNING):
+            # A person may lose patience with one that has its grace already.
+            is_hastened = is_forced and task.state is State.STOPPING and task.grace_s != 0
+            if is_hastened or task.state in (State.INITIALIZING, State.RUNNING):
                 self._command("stop", task, grace_s=self._grace_s(), why=self._why())
             elif task.state in (State.WAITING, State.SCHEDULING):
                 # Its lease is gone already, so nothing of it is anywhere.

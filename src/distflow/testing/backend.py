@@ -189,7 +189,7 @@ class FakeBackend:
             attempt.stopped_at = self._clock.now()
             attempt.ends_at = attempt.stopped_at + (0.0 if attempt.behaviour.obeys_term else grace_s)
             attempt.phase = "stopping"
-            self._tell(StopAccepted, key)
+            self._say(StopAccepted(at=self._clock.now(), key=key, grace_s=grace_s), key)
             if attempt.ends_at <= self._clock.now():
                 self._finish(attempt, attempt.ends_at)
         else:

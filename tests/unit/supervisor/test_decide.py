@@ -378,6 +378,20 @@ def test_force_skips_the_grace() -> None:
     assert driver.record().state is WorkflowState.CANCELED
 
 
+def test_force_takes_the_grace_from_what_is_being_stopped_already() -> None:
+    driver = Driver(
+        workflow(), behaviour=lambda _: Behaviour(seconds=float("inf"), obeys_term=False), on=pool(stop_grace_s=600.0)
+    )
+    driver.settle()
+    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me"))
+    driver.advance(5.0)
+    assert {task.state for task in driver.group().tasks} == {State.STOPPING}
+    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me", force=True))
+    driver.advance(0.0)
+    driver.advance(0.0)
+    assert driver.record().state is WorkflowState.CANCELED
+
+
 def test_cpus_are_counted_where_no_lock_keeps_gangs_apart() -> None:
     plans = [group_plan(tasks=1, gpus=0, cpus=5, world=False) for _ in range(2)]
     driver = Driver(

@@ -121,7 +121,7 @@ class MachinesBackend:
             elif isinstance(answer, DistflowError):
                 self._connections[key.node].report(key, {"phase": "absent"})
             else:
-                self._sink(StopAccepted(at=now(), key=key))
+                self._sink(StopAccepted(at=now(), key=key, grace_s=grace_s))
 
         self._send(key, "stop", answered, grace_s=grace_s, why=why)
 
