@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State
-from distflow.state.record import Cause, Event, GroupRecord, Stray
+from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray
 from distflow.supervisor.absorb import stop_unstarted
 from distflow.supervisor.checkpointing import CANCELED_S, due
 from distflow.supervisor.handover import Handover, hand_over
@@ -101,7 +101,7 @@ class _Step(Starting):
         """Return the group after everything that follows at once."""
         self._strays()
         if self.record.cancel is not None:
-            self._cancel()
+            self._cancel(self.record.cancel)
         if self.group.state is State.WAITING:
             self._waiting()
         if self.group.state is State.SCHEDULING:
@@ -119,9 +119,8 @@ class _Step(Starting):
 
     # Cancellation.
 
-    def _cancel(self) -> None:
-        words = self.record.cancel.message if self.record.cancel else ""
-        message = f"canceled by {self.record.cancel.by}" + (f": {words}" if words else "") if self.record.cancel else ""
+    def _cancel(self, request: CancelRequest) -> None:
+        message = _canceled(request)
         if self.group.state in (State.WAITING, State.SCHEDULING):
             if ("lease", self.record.uuid, self.group.name, "", self.group.attempt) not in self.world.in_flight:
                 self._end_unstarted(State.CANCELED, Reason.CANCELED, message)
@@ -294,6 +293,9 @@ class _Step(Starting):
             self._fail(found.spoilt, self.now)
         elif not found.message:
             self._become(State.COMPLETED, ended_at=max(ended, found.saved_at), message="")
+        elif (cancel := self.record.cancel) is not None and not any(one.state is State.WAITING for one in self.record.groups):
+            # Its lead had ended it before the cancel; only URLs want something of it now.
+            self._become(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, message=_canceled(cancel))
         else:
             self._fetch(found)
 
@@ -319,3 +321,7 @@ class _Step(Starting):
             self.group = again
             self._tell(f"{again.name}: RESCHEDULED: {cause.task}: {cause.message}; {again.message}")
         return again is not None
+
+
+def _canceled(request: CancelRequest) -> str:
+    return f"canceled by {request.by}" + (f": {request.message}" if request.message else "")

@@ -318,6 +318,19 @@ def test_a_cancel_ends_it_and_lets_go(while_it: str) -> None:
     assert not is_wanted(driver.record(), command)
 
 
+def test_a_cancel_lets_go_of_what_is_written_also_when_the_lead_ended_its_group() -> None:
+    plan = group_plan("train", 2, world=False, gpus=0, url_outputs=OUT)
+    driver = Driver(workflow(plan), behaviour=lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG)
+    driver.settle()
+    driver.advance(1.0)
+    assert driver.group().state is State.STOPPING
+    (command,) = driver.carrying
+    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="ada"))
+    driver.settle()
+    assert (driver.group().state, driver.group().message) == (State.CANCELED, "canceled by ada")
+    assert not is_wanted(driver.record(), command)
+
+
 def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> None:
     actions = ExitActions(reschedule=((3, 3),))
     driver = driver_of(
