@@ -227,13 +227,16 @@ class _Step(Starting):
             self._tell(f"{task.name}: {lost.status}: {lost.message}", task)
 
     def _strays(self) -> None:
-        """Stop what was given up, as soon as its node is back: it may hold GPUs, and the ranks of its world are gone."""
+        """Stop what was given up, as soon as its node is back: it may hold GPUs, and the ranks of its world are gone.
+
+        Neither that nor output that a lost node still holds is waited for longer than nodes keep it.
+        """
         for task in (*self.group.earlier, *self.group.tasks):
-            if task.stray is None:
+            if task.stray is None and not (task.state.is_final and not task.log_complete and self._unreachable(task)):
                 continue
             forgotten_at = (task.ended_at or self.now) + self.pool.retention_s if self.pool is not None else math.inf
             if self.now >= forgotten_at:
-                self.group = self.group.with_task(replace(task, stray=None))
+                self.group = self.group.with_task(replace(task, stray=None, log_complete=True))
                 self._tell(f"{task.name}: {task.node} was not seen again", task)
                 continue
             self.decision.wake(forgotten_at)

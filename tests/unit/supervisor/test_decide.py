@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.backends.base import AttemptKey, LeaseRequest, Staging
+from distflow.backends.base import AttemptKey, LeaseRequest, LogComplete, Staging
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -305,6 +305,25 @@ def test_a_node_that_never_comes_back_is_forgotten_in_the_end() -> None:
     driver.settle()
     driver.advance(86401)
     assert driver.group().task("t1").stray is None
+
+
+def test_output_that_a_node_took_with_it_is_not_waited_for_without_end() -> None:
+    driver = Driver(workflow(), on=pool(retention_s=86400.0), behaviour=lambda _: Behaviour(seconds=5.0))
+    driver.settle()
+    driver.clock.advance(5.0)
+    driver.backend.tick()
+    # It says how its task ended, and is gone before it has sent the last of its output.
+    told = [seen for seen in driver.seen if not (isinstance(seen, LogComplete) and seen.key.node == "n2")]
+    driver.seen.clear()
+    driver.seen.extend(told)
+    driver.backend.cut("n2")
+    driver.settle()
+    driver.advance(86000.0)
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert not driver.group().task("t1").log_complete  # it may still be back
+    driver.advance(400.0)
+    assert driver.group().task("t1").log_complete
+    assert driver.events[-1].text == "t1: n2 was not seen again"
 
 
 def test_a_blink_of_the_network_changes_nothing() -> None:
