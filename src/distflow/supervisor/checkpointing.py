@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 CANCELED_S = 60.0
-"""How long a canceled group waits for its last checkpoints; what is on its way then is given up."""
+"""How long a canceled group whose tasks have ended waits for their last checkpoints; what is on its way then is given up."""
 
 _PACK, _STORE = "pack:", "store/"
 

@@ -277,10 +277,12 @@ class _Step(Starting):
     def _save(self) -> str:
         """Take the checkpoints that are due; return what is still to be saved of tasks that have ended, in words."""
         cancel = self.record.cancel
-        if cancel is not None and (cancel.force or self.now >= cancel.at + CANCELED_S):
-            return ""
         if cancel is not None:
-            self.decision.wake(cancel.at + CANCELED_S)
+            # What a task saves in the grace of its stop is saved, too, however long that is.
+            patient_until = max(cancel.at, *(task.ended_at or self.now for task in self.group.tasks)) + CANCELED_S
+            if cancel.force or self.now >= patient_until:
+                return ""
+            self.decision.wake(patient_until)
         found = due(self.plan, self.record, self.group, self._node, self._lost_after_s, self.now)
         for task, op in found.packs:
             self._command(op, task)

@@ -169,6 +169,22 @@ def test_a_cancel_waits_for_the_last_one_but_not_for_ever() -> None:
     assert (driver.group().state, driver.group().message) == (State.CANCELED, "canceled by me")
 
 
+def test_a_cancel_takes_what_was_saved_in_the_grace_of_the_stop_however_long_that_is() -> None:
+    driver = Driver(
+        workflow(plan()), behaviour=lambda _: Behaviour(seconds=1000.0, obeys_term=False), on=pool(stop_grace_s=90.0)
+    )
+    driver.settle()
+    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me"))
+    driver.settle()
+    driver.advance(90.0)
+    assert driver.backend.collected == ["u1/train/t0/0/files/tmp/models"]
+    assert STORE in driver.in_flight
+    driver.advance(59.0)
+    assert driver.group().state is State.STOPPING
+    driver.advance(2.0)
+    assert driver.group().state is State.CANCELED
+
+
 def test_the_next_attempt_is_given_the_last_one() -> None:
     driver = running(seconds=5, exit_code=3, exit_actions=ExitActions(reschedule=((3, 3),)), retry=Retry(backoff_s=1))
     driver.advance(6.0)
