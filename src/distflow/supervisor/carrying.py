@@ -106,7 +106,13 @@ class Carriage:
 
 def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
     """Return what a group that waits for no other one any more still needs from URLs."""
-    errands = [(task, _fetch(op, one, record, group)) for op, task, one in _fetches(plan)]
+    there, done = {task.name for task in group.tasks}, {one.op: one.task for one in group.carried}
+    errands = [
+        # In the name of one that runs: a smaller world may leave out the first that wants it.
+        (done.get(op) or next(name for name in tasks if name in there), _fetch(op, one, record, group))
+        for op, tasks, one in _fetches(plan)
+        if op in done or not there.isdisjoint(tasks)
+    ]
     doing = "looks up its inputs: " if all(errand.may_stay for _, errand in errands) else "fetches its inputs: "
     return _carriage(record, group, errands, doing, "an input cannot be fetched")
 
@@ -291,12 +297,13 @@ def _content(one: DataSpec) -> tuple[str, str, str]:
     return (one.url, one.dataset, one.regex)
 
 
-def _fetches(plan: GroupPlan) -> list[tuple[str, str, DataSpec]]:
-    """Return what a group fetches: the op, the first task that wants it, and what. Tasks that want the same share it."""
-    found: dict[tuple[str, str, str], tuple[str, str, DataSpec]] = {}
+def _fetches(plan: GroupPlan) -> list[tuple[str, tuple[str, ...], DataSpec]]:
+    """Return what a group fetches: the op, the tasks that want it, and what. Tasks that want the same share it."""
+    found: dict[tuple[str, str, str], tuple[str, tuple[str, ...], DataSpec]] = {}
     for launch in plan.launches:
         for one in launch.url_inputs:
-            found.setdefault(_content(one), (f"{_FETCH}/{len(found)}", launch.task, one))
+            op, tasks, first = found.get(_content(one), (f"{_FETCH}/{len(found)}", (), one))
+            found[_content(one)] = (op, (*tasks, launch.task), first)
     return list(found.values())
 
 

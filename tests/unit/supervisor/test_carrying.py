@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from distflow.backends.base import AttemptKey
@@ -14,7 +16,7 @@ from distflow.supervisor.carrying import DataSeen, errand_of, is_wanted
 from distflow.supervisor.handover import archives
 from distflow.supervisor.world import Command
 from distflow.testing.backend import Behaviour
-from unit.supervisor.gangs import Driver, group_plan, workflow
+from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 HANG = Behaviour(seconds=float("inf"))
 IN = (DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://b/{{workflow_id}}", regex="a"))
@@ -149,6 +151,25 @@ def test_a_relay_takes_as_long_as_it_takes_and_the_next_attempt_has_it() -> None
     driver.run()
     assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/0"]
     assert [one.blob for one in driver.launches["u1/train/t0/1"].files] == ["d0"]
+
+
+def test_what_a_smaller_world_needs_is_fetched_though_the_first_that_wanted_it_is_left_out() -> None:
+    whole = group_plan("train", 2, url_inputs=IN[:1])
+    # The spec names the worker before the master.
+    plan = replace(
+        whole, launches=whole.launches[::-1], smaller=(group_plan("train", 1, url_inputs=IN[:1]),), smaller_after_s=1.0
+    )
+    driver = Driver(workflow(plan), on=pool(node("n1")), behaviour=lambda _: Behaviour(seconds=1))
+    driver.settle()
+    driver.bare_nodes = {"n1"}
+    say(driver, driver.carrying[0], is_direct=True)
+    driver.advance(1.0)
+    assert (driver.group().state, driver.group().left_out) == (State.INITIALIZING, ("t1",))
+    assert [(command.op, command.task) for command in driver.carrying] == [("fetch/0", "t1"), ("fetch/0", "t0")]
+    say(driver, driver.carrying[1], digest="d0", files=1)
+    driver.run()
+    assert driver.group().state is State.COMPLETED
+    assert driver.launches["u1/train/t0/0"].files[0].blob == "d0"
 
 
 def test_what_cannot_be_relayed_either_fails_the_group() -> None:
