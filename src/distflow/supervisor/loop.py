@@ -158,6 +158,8 @@ class Supervisor:
             self._in_flight.pop(identity, None)
         uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else getattr(seen, "key").workflow  # noqa: B009
         workflow = self._workflows.get(uuid)
+        if workflow is None and isinstance(seen, Collected):
+            self._spent |= {seen.digest} - {""}  # it was on its way when its workflow ended
         if workflow is None or isinstance(seen, Unanswered):
             return
         if isinstance(seen, DataSeen):

@@ -1,0 +1,82 @@
+"""The loop, on a store and a clock that is turned by hand: what is kept of archives, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distflow.backends.base import AttemptKey, Collected, Observation
+from distflow.pools.model import Pool
+from distflow.state.mirror import Mirror
+from distflow.state.record import CancelRequest, Event
+from distflow.state.store import Store
+from distflow.supervisor.loop import Supervisor
+from distflow.supervisor.world import Workflow
+from distflow.testing.backend import Behaviour, FakeBackend
+from distflow.testing.clock import FakeClock
+from unit.supervisor.gangs import group_plan, node, pool, workflow
+from unit.supervisor.test_checkpointing import plan
+
+DIGEST = "0" * 64
+
+
+def behave(key: AttemptKey) -> Behaviour:
+    return Behaviour(seconds=5.0 if key.group == "top" else float("inf"))
+
+
+class Bench:
+    """A supervisor that takes one step when it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.blobs = folder / "blobs"
+        for made in (self.blobs, folder / "secrets"):
+            made.mkdir()
+        self.clock, self.store = FakeClock(), Store(folder / "store.sqlite3")
+        self.supervisor = Supervisor(
+            self.store, Mirror(folder / "logs"), folder / "secrets", self.blobs, self.clock, self._open, lambda _: None
+        )
+
+    def _open(self, pool: Pool, sink: Callable[[Observation], None]) -> FakeBackend:
+        self.backend = FakeBackend(pool, clock=self.clock, sink=sink, behaviour=behave)
+        return self.backend
+
+    def submit(self, one: Workflow) -> None:
+        """Store a workflow, as a command does."""
+        self.store.submit(replace(one.record, name=one.record.uuid), template="", spec="", plan=one.plan, pool=pool(node("n1")))
+
+    def step(self, seconds: float = 0.0) -> None:
+        """Let time pass, and the supervisor look at the store and at what was seen, and do what follows."""
+        self.clock.advance(seconds)
+        if seconds:
+            self.backend.tick()
+        for _ in range(5):
+            self.supervisor.wake()
+            self.supervisor._wait(self.clock.now())
+            self.supervisor._settle()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.store.close()
+
+
+def test_an_archive_that_comes_when_nobody_takes_it_any_more_is_removed(bench: Bench) -> None:
+    bench.submit(workflow(plan(tasks=1)))
+    bench.submit(workflow(group_plan(tasks=1, gpus=0), uuid="u2"))
+    bench.step()
+    bench.backend.holds_outputs = True
+    bench.step(61.0)
+    request = CancelRequest(at=bench.clock.now(), by="me", force=True)
+    bench.store.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
+    bench.step()
+    assert bench.store.find("u1").state.is_final
+    (bench.blobs / DIGEST).touch()
+    key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
+    bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, op="pack:0", digest=DIGEST, size=10240))
+    bench.step()
+    assert list(bench.blobs.iterdir()) == []
