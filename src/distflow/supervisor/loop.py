@@ -85,6 +85,8 @@ class Supervisor:
         self._secrets = secrets
         self._blobs = blobs
         self._spent: set[str] = set()
+        self._over: set[str] = set()
+        """Workflows of which everything was let go, and that are known for what was given up alone."""
         self._clock = clock
         self._open_backend = open_backend
         self._mover = Mover(blobs, blobs.parent / "transfers", clock, self.tell, credentials_for)
@@ -346,9 +348,12 @@ class Supervisor:
         for uuid, workflow in list(self._workflows.items()):
             if not _is_over(workflow.record):
                 continue
-            remove_secrets(self._secrets, uuid)
-            self._mover.forget(uuid)
-            self._spent |= archives(workflow.record)
+            if uuid not in self._over:
+                # Once: what it restarts as may have brought the same archives since.
+                self._over.add(uuid)
+                remove_secrets(self._secrets, uuid)
+                self._mover.forget(uuid)
+                self._spent |= archives(workflow.record)
             if not any(task.stray for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
         # Not while one may be arriving that is equal: it would be taken for here already.

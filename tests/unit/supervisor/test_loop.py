@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from distflow.backends.base import AttemptKey, Collected, Observation
+from distflow.lifecycle.states import Reason
 from distflow.pools.model import Pool
+from distflow.spec.model import InputSpec
 from distflow.state.mirror import Mirror
-from distflow.state.record import CancelRequest, Event
+from distflow.state.record import CancelRequest, Event, Stray
 from distflow.state.store import Store
+from distflow.supervisor.handover import archives
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.world import Workflow
 from distflow.testing.backend import Behaviour, FakeBackend
@@ -80,3 +83,21 @@ def test_an_archive_that_comes_when_nobody_takes_it_any_more_is_removed(bench: B
     bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, op="pack:0", digest=DIGEST, size=10240))
     bench.step()
     assert list(bench.blobs.iterdir()) == []
+
+
+def test_an_archive_that_a_restart_has_brought_is_not_removed_while_a_lost_node_is_looked_for(bench: Bench) -> None:
+    top = group_plan("top", 1, world=False)
+    bottom = group_plan("bottom", 1, world=False, after=("top",), inputs=(InputSpec(position=0, task="t0"),))
+    bottom = replace(bottom, launches=tuple(replace(launch, task="b") for launch in bottom.launches))
+    bench.submit(workflow(top, bottom))
+    bench.step()
+    bench.step(5.0)
+    bench.backend.cut("n1")
+    bench.step(200.0)
+    record = bench.store.find("u1")
+    (digest,) = archives(record)
+    assert (record.reason, record.group("bottom").task("b").stray) == (Reason.NODE_LOST, Stray.OUT_OF_REACH)
+    # `restart` fetches what was kept, and stores the new workflow a moment later.
+    (bench.blobs / digest).touch()
+    bench.step()
+    assert (bench.blobs / digest).exists()
