@@ -18,12 +18,13 @@ def roll_up(record: WorkflowRecord, now: float) -> WorkflowRecord:
     # Groups that an earlier workflow ran say nothing of whether this one has begun.
     states = [(group.state, group.reason) for group in record.groups if group.kept is None]
     state, reason = roll_up_workflow(states)
-    if state is WorkflowState.PENDING or (state, reason) == (record.state, record.reason):
+    started_at = record.started_at
+    if started_at is None:
+        started_at = min((group.running_at for group in record.groups if group.running_at is not None), default=None)
+    # A group that ended without having run says that its workflow goes on, and another one when that began.
+    if state is WorkflowState.PENDING or (state, reason, started_at) == (record.state, record.reason, record.started_at):
         return record
-    after = replace(record, state=state, reason=reason)
-    if record.started_at is None:
-        started = [group.running_at for group in record.groups if group.running_at is not None]
-        after = replace(after, started_at=min(started) if started else None)
+    after = replace(record, state=state, reason=reason, started_at=started_at)
     if state.is_final:
         after = replace(after, ended_at=max((group.ended_at or now for group in record.groups), default=now))
     return after

@@ -94,6 +94,16 @@ def test_a_failure_ends_what_waits_for_it_through_the_graph_while_siblings_go_on
     assert driver.backend.starts == ["u1/top/t0/0", "u1/aside/t0/0"]
 
 
+def test_a_workflow_has_begun_when_a_group_of_it_runs_though_another_could_not_be_started_before() -> None:
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(refuses="no such image") if key.group == "one" else Behaviour(seconds=60)
+
+    driver = Driver(workflow(small("one"), small("other")), behaviour=behave)
+    driver.settle()
+    assert states(driver) == {"one": FAILED, "other": State.RUNNING}
+    assert driver.record().started_at == group(driver, "other").running_at
+
+
 def test_a_timeout_of_the_first_shows_as_the_workflows_reason() -> None:
     driver = Driver(workflow(small("top", exec_s=3.0), small("bottom", "top")), behaviour=lambda _: HANG)
     driver.run()
