@@ -119,7 +119,12 @@ class Starting(Step):
                 self._command("release", task)
             return
         tasks = fresh_tasks(self.plan, self.group.attempt, State.SCHEDULING)
-        self.group = replace(self.group, tasks=tasks, left_out=(), binding=None, withdrawing=False, initializing_at=None)
+        # While it had nodes, it did not wait for any.
+        had_s = max(0.0, self.now - (self.group.initializing_at or self.now))
+        self.group = replace(
+            self.group, tasks=tasks, left_out=(), binding=None, withdrawing=False, initializing_at=None,
+            scheduling_at=(self.group.scheduling_at or self.now) + had_s,
+        )  # fmt: skip
         self._become(State.SCHEDULING, message="its lease was lost before the start; queued again", not_before=self.now + 1.0)
 
     def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:

@@ -366,6 +366,27 @@ def test_a_lease_that_ran_out_before_the_start_is_asked_for_again() -> None:
     assert len(driver.backend.starts) == 2
 
 
+def test_the_time_for_which_a_gang_had_its_nodes_is_no_waiting_for_nodes() -> None:
+    cuts = ["n2"]
+
+    def cut_once(key: AttemptKey) -> Behaviour:
+        if key.node in cuts:
+            cuts.remove(key.node)
+            driver.backend.cut(key.node)
+        return HANG
+
+    driver = Driver(workflow(group_plan(queue_s=60.0)), behaviour=cut_once)
+    driver.settle()
+    driver.advance(100.0)
+    assert driver.group().state is State.INITIALIZING
+    driver.backend.expire("u1/train/t1/0")
+    driver.backend.heal("n2")
+    driver.settle()
+    assert driver.group().message == "its lease was lost before the start; queued again"
+    driver.advance(2.0)
+    assert driver.group().state is State.RUNNING
+
+
 def test_what_is_left_of_a_lost_lease_is_given_back_before_it_is_asked_for_again() -> None:
     driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=1))
     original = driver.backend.prepare
