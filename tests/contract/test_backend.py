@@ -38,6 +38,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.backend import MachinesBackend
 from distflow.backends.machines.link import AgentLink
+from distflow.backends.machines.recalling import recall_node
 from distflow.errors import NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
@@ -229,6 +230,17 @@ def test_the_times_of_a_node_come_with_its_clock(late_bench: Bench) -> None:
         assert told < before - BEHIND_S / 2, "it is the node that is behind"
         sure_s = clock.uncertainty_s + _ROUNDED_S
         assert before - sure_s <= clock.ours(told) <= seen.at + sure_s
+
+
+def test_who_recalls_an_attempt_hears_its_start_by_our_clock(tmp_path: Path) -> None:
+    for bench in _connected(_late_machines(tmp_path)):
+        begun = SystemClock().now()
+        bench.begin("sleep 0.1")
+        pool = Pool(name="p", backend="local", nodes=(bench.node,))
+        (found,) = recall_node(pool, bench.node, known=()).workflows
+        started_at = found.attempts[0].started_at
+        assert started_at is not None
+        assert abs(started_at - begun) < BEHIND_S / 2
 
 
 def test_commands_may_be_repeated(bench: Bench) -> None:

@@ -32,7 +32,6 @@ class Place:
     """As in the agent protocol's ``status``."""
     pid: int | None = None
     started_at: float | None = None
-    """The node's clock."""
     directory: str = ""
 
 

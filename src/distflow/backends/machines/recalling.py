@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.bootstrap import connect
 from distflow.errors import DistflowError
+from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node, Pool
 
 __all__ = ["FoundAttempt", "FoundWorkflow", "Recalled", "recall_node"]
@@ -25,7 +26,7 @@ class FoundAttempt:
     """As in the agent protocol's ``status``."""
     pid: int | None
     started_at: float | None
-    """The node's clock."""
+    """Our clock, where the node's was measured."""
     directory: str
 
 
@@ -72,7 +73,7 @@ def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
                     name=attempt["attempt"],
                     phase=attempt["phase"],
                     pid=attempt["pid"],
-                    started_at=attempt["started_at"],
+                    started_at=_ours(attempt["started_at"], link.clock),
                     directory=attempt["directory"],
                 )
                 for attempt in one["attempts"]
@@ -81,3 +82,7 @@ def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
         for one in answer["workflows"]
     )
     return Recalled(pool=pool, node=node.name, workflows=found)
+
+
+def _ours(at: float | None, clock: Clock | None) -> float | None:
+    return at if at is None or clock is None else clock.ours(at)
