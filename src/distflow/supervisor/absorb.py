@@ -214,11 +214,13 @@ def _prepare_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> 
 
 
 def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    if task.state is not State.INITIALIZING or not isinstance(seen, Started):
+    # Of one that was adopted while its node was out of reach, nobody knows yet when it was started, and where.
+    is_unknown = task.state in (State.RUNNING, State.STOPPING) and task.started_at is None
+    if not (is_unknown or task.state is State.INITIALIZING) or not isinstance(seen, Started):
         return task, ""
     running = replace(
         task,
-        state=State.RUNNING,
+        state=task.state if is_unknown else State.RUNNING,
         pid=seen.pid,
         started_at=seen.started_at if seen.clock is None else seen.clock.ours(seen.started_at),
         output_dir=f"{seen.directory}/output" if seen.directory else None,
