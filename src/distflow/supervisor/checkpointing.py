@@ -177,7 +177,9 @@ def _number(op: str) -> int:
 
 def _has_one_more(task: TaskRecord, known: Checkpoint | None) -> bool:
     has_run = task.state.is_final and task.started_at is not None and task.node is not None
-    return has_run and task.reason is not Reason.NODE_LOST and not (known is not None and known.is_last)
+    # One without an end was given up; a node that was restarted, or had no contact for long, is there and tells of it.
+    is_gone = task.reason is Reason.NODE_LOST and task.end is None
+    return has_run and not is_gone and not (known is not None and known.is_last)
 
 
 def _events(record: WorkflowRecord, group: GroupRecord, task: str, attempt: int, at: float, words: str) -> list[Event]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from distflow.backends.base import AttemptKey, Collected, Unanswered
 from distflow.lifecycle.exits import ExitActions
-from distflow.lifecycle.states import State, WorkflowState
+from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint
 from distflow.spec.model import Retry
 from distflow.state.record import CancelRequest, Carried
@@ -146,6 +146,23 @@ def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
     assert not driver.record().state.is_final
     driver.advance(2.0)
     assert driver.record().state is WorkflowState.COMPLETED
+
+
+def test_a_node_that_was_rebooted_gives_the_last_one_when_it_is_back() -> None:
+    driver = running(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1), tasks=1)
+    driver.advance(30.0)
+    driver.backend.reboot("n1")
+    driver.advance(10.0)
+    driver.backend.heal("n1")
+    driver.settle()
+    assert driver.group().task("t0").reason is Reason.NODE_LOST
+    assert driver.backend.collected == ["u1/train/t0/0/files/tmp/models"]
+    stored(driver)
+    driver.advance(2.0)
+    driver.advance(2.0)
+    taken = driver.group().checkpoint("t0", 0)
+    assert taken is not None
+    assert (driver.group().attempt, taken.is_last, taken.attempt) == (1, True, 0)
 
 
 def test_why_a_group_was_stopped_is_not_forgotten_over_its_last_one() -> None:
