@@ -317,11 +317,12 @@ class _Step(Starting):
             return
         message = f"{cause.task}: {cause.message}"
         if self.group.attempt:
-            message += f" (attempt {self.group.attempt + 1}{', the last' if is_rescheduled(self.plan, cause) else ''})"
+            last = ", the last" if is_rescheduled(self.plan, self.group, cause) else ""
+            message += f" (attempt {self.group.attempt + 1}{last})"
         self._become(State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=message)
 
     def _try_again(self, cause: Cause) -> bool:
-        again = try_again(self.plan, self.group, cause, self.now) if is_rescheduled(self.plan, cause) else None
+        again = try_again(self.plan, self.group, cause, self.now) if is_rescheduled(self.plan, self.group, cause) else None
         if again is not None:
             self.group = again
             self._tell(f"{again.name}: RESCHEDULED: {cause.task}: {cause.message}; {again.message}")

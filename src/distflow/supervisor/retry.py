@@ -18,10 +18,10 @@ from distflow.supervisor.carrying import kept
 __all__ = ["is_rescheduled", "try_again"]
 
 
-def is_rescheduled(plan: GroupPlan, cause: Cause) -> bool:
+def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
     """Return whether the spec wants another attempt after this failure, however many there were."""
-    actions = plan.launch(cause.task).exit_actions
-    return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=True) is Action.RESCHEDULE
+    actions, has_run = plan.launch(cause.task).exit_actions, group.task(cause.task).started_at is not None
+    return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
 
 
 def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> GroupRecord | None:

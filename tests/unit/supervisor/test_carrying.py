@@ -184,6 +184,17 @@ def test_what_cannot_be_relayed_either_fails_the_group() -> None:
     assert "an input cannot be fetched: s3://b/in: refused" in group.message
 
 
+@pytest.mark.parametrize(("code", "attempts"), [(2010, 2), (2012, 1)])
+def test_data_that_could_not_be_brought_to_a_node_is_tried_again_by_the_code_that_is_shown(code: int, attempts: int) -> None:
+    actions = ExitActions(reschedule=((code, code),))
+    driver = driver_of(url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
+    driver.bare_nodes = {"n1"}
+    say(driver, driver.carrying[0], is_direct=True, files=1)
+    say(driver, driver.carrying[1], error="s3://b/in: refused")
+    assert driver.group().attempts[-1].exit_code == 2010
+    assert driver.group().attempt + 1 == attempts
+
+
 def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
     top = group_plan("top", 1, world=False, gpus=0)
     bottom = group_plan("bottom", 1, world=False, gpus=0, after=("top",), url_inputs=IN[:1])
