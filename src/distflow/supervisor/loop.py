@@ -336,10 +336,10 @@ class Supervisor:
             return
         try:
             secrets = secrets_of(workflow, command, self._secrets)
+            known = {one.op: self._mover.identity(one.url) for one in launch.brings}
         except StateError as error:
             self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=error.message))
             return
-        known = {one.op: self._mover.identity(one.url) for one in launch.brings}
         secrets = replace(secrets, stores={op: identity for op, identity in known.items() if identity is not None})
         memo = memo_for(workflow, command, self._store, os.uname().nodename)
         backend.prepare(command.key, launch, secrets, pool.stop_grace_s, memo)

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from distflow.backends.base import AttemptKey, Collected, Observation
-from distflow.lifecycle.states import Reason
+from distflow.errors import StateError
+from distflow.lifecycle.states import Reason, State
 from distflow.pools.model import Pool
-from distflow.spec.model import InputSpec
+from distflow.spec.model import DataSpec, InputSpec
 from distflow.state.mirror import Mirror
-from distflow.state.record import CancelRequest, Event, Stray
+from distflow.state.record import CancelRequest, Carried, Event, Stray
 from distflow.state.store import Store
+from distflow.supervisor.carrying import DataSeen
 from distflow.supervisor.handover import archives
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.world import Workflow
@@ -30,6 +32,10 @@ def behave(key: AttemptKey) -> Behaviour:
     return Behaviour(seconds=5.0 if key.group == "top" else float("inf"))
 
 
+def unreadable(_: str) -> None:
+    raise StateError("the credential bucket cannot be read")
+
+
 class Bench:
     """A supervisor that takes one step when it is told."""
 
@@ -39,7 +45,14 @@ class Bench:
             made.mkdir()
         self.clock, self.store = FakeClock(), Store(folder / "store.sqlite3")
         self.supervisor = Supervisor(
-            self.store, Mirror(folder / "logs"), folder / "secrets", self.blobs, self.clock, self._open, lambda _: None
+            self.store,
+            Mirror(folder / "logs"),
+            folder / "secrets",
+            self.blobs,
+            self.clock,
+            self._open,
+            lambda _: None,
+            unreadable,
         )
 
     def _open(self, pool: Pool, sink: Callable[[Observation], None]) -> FakeBackend:
@@ -101,3 +114,20 @@ def test_an_archive_that_a_restart_has_brought_is_not_removed_while_a_lost_node_
     (bench.blobs / digest).touch()
     bench.step()
     assert (bench.blobs / digest).exists()
+
+
+def test_credentials_that_cannot_be_read_end_the_gang_that_needs_them_and_no_supervisor(bench: Bench) -> None:
+    inputs = (DataSpec(position=0, url="s3://b/in"),)
+    bench.submit(workflow(group_plan(tasks=1, world=False, gpus=0, url_inputs=inputs)))
+    bench.submit(workflow(group_plan(tasks=1, world=False, gpus=0), uuid="u2"))
+    bench.supervisor._mover.begin = lambda *_: None  # type: ignore[method-assign]
+    bench.step()
+    # They could be read when the input was looked up.
+    key, at = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node=""), bench.clock.now()
+    found = Carried(op="fetch/0", task="t0", at=at, url="s3://b/in", is_direct=True)
+    bench.supervisor.tell(DataSeen(at=at, key=key, op="fetch/0", url="s3://b/in", outcome=found))
+    bench.step()
+    record = bench.store.find("u1")
+    assert record.status == "FAILED_START_ERROR"
+    assert record.groups[0].message == "t0: the credential bucket cannot be read"
+    assert bench.store.find("u2").groups[0].state is State.RUNNING
