@@ -107,6 +107,7 @@ class Store:
                 self.close()
                 raise
             self.is_read_only = self._copy is not None
+            self._version: int | None = None
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -223,6 +224,12 @@ class Store:
                 " WHERE unfinished IN (1, 2) ORDER BY submitted_at, number"
             ).fetchall()
             return tuple(self._complete(_workflow(row)) for row in rows)
+
+    def has_news(self) -> bool:
+        """Return whether somebody else has written since this was asked last; true for the first time."""
+        with self._errors():
+            before, (self._version,) = self._version, self._db.execute("PRAGMA data_version").fetchone()
+        return self._version != before
 
     def has_unfinished(self) -> bool:
         """Return whether the supervisor is needed."""

@@ -53,7 +53,7 @@ LAST_LINES = 50
 STRAY_PATIENCE_S = 3600.0
 """How long a supervisor stays for a lost node alone, to stop there what may still run."""
 
-_IDLE_S = 60.0
+_IDLE_S = 5.0
 _ROUNDS = 20
 """Decisions that may follow from one another at one instant; more would be a bug."""
 
@@ -142,7 +142,8 @@ class Supervisor:
                 batch.append(self._seen.get_nowait())
         changed: dict[str, WorkflowRecord] = {}
         events: list[Event] = []
-        reload = False
+        # Who wrote may have knocked where nobody listens: its session has another runtime directory, or ours is gone.
+        reload = self._store.has_news()
         for seen in batch:
             if isinstance(seen, Wake):
                 reload = True

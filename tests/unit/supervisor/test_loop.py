@@ -131,3 +131,18 @@ def test_credentials_that_cannot_be_read_end_the_gang_that_needs_them_and_no_sup
     assert record.status == "FAILED_START_ERROR"
     assert record.groups[0].message == "t0: the credential bucket cannot be read"
     assert bench.store.find("u2").groups[0].state is State.RUNNING
+
+
+def test_what_is_written_by_one_who_could_not_wake_the_supervisor_is_found_all_the_same(bench: Bench) -> None:
+    bench.submit(workflow(group_plan(tasks=1, world=False, gpus=0)))
+    bench.step()
+    unheard = workflow(group_plan(tasks=1, world=False, gpus=0), uuid="u2")
+    with Store(bench.store.path) as theirs:
+        theirs.submit(replace(unheard.record, name="theirs"), template="", spec="", plan=unheard.plan, pool=pool(node("n1")))
+        request = CancelRequest(at=bench.clock.now(), by="me")
+        theirs.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
+    for _ in range(5):
+        bench.supervisor._wait(bench.clock.now())
+        bench.supervisor._settle()
+    assert bench.store.find("u1").status == "FAILED_CANCELED"
+    assert bench.store.find("u2").groups[0].state is State.RUNNING
