@@ -209,7 +209,8 @@ def _torchrun_end(words: tuple[Word, ...], start: int) -> int:
     """Return the index of the training script: the first word that is neither an option of torchrun nor its value."""
     index = start
     while index < len(words):
-        text = words[index].literal
+        # An option whose value a shell fills in (`--nnodes=$N`) is one all the same.
+        text = words[index].beginning
         if not text.startswith("-"):
             return index
         takes_none = "=" in text or text in _TORCHRUN_SWITCHES or _key(text) in {*_TORCHRUN_SWITCHES, "standalone"}
@@ -233,8 +234,7 @@ def _flags(
     line: Line, words: tuple[Word, ...], variables: Mapping[str, str | None], keys: tuple[str, ...]
 ) -> Iterator[tuple[str, Claim]]:
     for index, word in enumerate(words):
-        first = word.parts[0] if word.parts else ""
-        option, equals, _ = first.partition("=") if isinstance(first, str) else ("", "", "")
+        option, equals, _ = word.beginning.partition("=")
         key = _key(option)
         key = {"nproc": "nproc_per_node"}.get(key, key)
         if key not in keys:

@@ -61,6 +61,11 @@ class Word:
         return "".join(part for part in self.parts if isinstance(part, str)) if not self.has_variables else ""
 
     @property
+    def beginning(self) -> str:
+        """The text in front of its first variable."""
+        return self.parts[0] if self.parts and isinstance(self.parts[0], str) else ""
+
+    @property
     def has_variables(self) -> bool:
         """True when a shell fills something in."""
         return any(isinstance(part, _Variable) for part in self.parts)
@@ -270,8 +275,7 @@ def _command(words: list[Word]) -> Command:
     rest = list(words)
     while rest:
         word = rest[0].literal
-        begins = rest[0].parts[0] if rest[0].parts else ""
-        assigned = _ASSIGNMENT.match(begins) if isinstance(begins, str) else None
+        assigned = _ASSIGNMENT.match(rest[0].beginning)
         if assigned:
             assignments.append((assigned.group(1), rest[0].without(assigned.end())))
         elif word not in _RESERVED and word not in _WRAPPERS:
@@ -279,8 +283,7 @@ def _command(words: list[Word]) -> Command:
         rest.pop(0)
     if rest and rest[0].literal in _DECLARE:
         for item in rest[1:]:
-            begins = item.parts[0] if item.parts else ""
-            assigned = _ASSIGNMENT.match(begins) if isinstance(begins, str) else None
+            assigned = _ASSIGNMENT.match(item.beginning)
             if assigned:
                 assignments.append((assigned.group(1), item.without(assigned.end())))
         rest = []

@@ -148,6 +148,12 @@ def test_torchrun_node_ranks_are_dense(sizes: list[int], data: st.DataObject) ->
     assert f"node rank {wrong}" in found[0].message or f"node_rank {wrong}" in found[0].hint
 
 
+def test_node_ranks_are_checked_behind_an_option_that_a_shell_fills_in() -> None:
+    script = "torchrun --nnodes=$NNODES --nproc_per_node=8 --node_rank=0 --master_addr=$MASTER_ADDR train.py"
+    (found,) = errors([task(name, "bash", "-c", script, lead=name == "a") for name in ("a", "b")])
+    assert "node rank 0 is a's already" in found.message
+
+
 @pytest.mark.parametrize("mistake", [{"offset": 3}, {"size": 7}, {"world_size": 99}, {}])
 def test_a_thousand_tasks_are_checked_at_once(mistake: dict[str, int]) -> None:
     rows = layout([8] * 1000)

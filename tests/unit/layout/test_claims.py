@@ -107,6 +107,16 @@ def test_torchruns_options_end_at_the_script(start: str) -> None:
     assert {key: claim.value for key, claim in item.claims.items()} == {"nnodes": "2", "nproc_per_node": "8"}
 
 
+@pytest.mark.parametrize(
+    "option", ["--nnodes=$N", '"--master_addr=${MASTER_ADDR}"', "--rdzv_id=$(date +%s)", "--log-dir=/tmp/$USER"]
+)
+def test_torchruns_options_go_on_behind_one_that_a_shell_fills_in(option: str) -> None:
+    (item,) = read_claims(shell(f"torchrun {option} --node_rank=1 --nproc_per_node=8 train.py --size 3")).invocations
+    assert item.program == "train.py"
+    assert (item.claims["node_rank"].value, item.claims["nproc_per_node"].value) == ("1", "8")
+    assert "size" not in item.claims
+
+
 def test_settings_of_a_script_win_over_the_environment() -> None:
     found = read_claims(shell("export MASTER_ADDR=$(dig +short {{host:m}})", MASTER_ADDR="x", MASTER_PORT="29500"))
     assert [(claim.key, claim.text) for claim in found.settings] == [
