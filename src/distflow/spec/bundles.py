@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import hashlib
 import os
+import re
 import tarfile
 import tempfile
 from collections.abc import Container, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 from distflow.documents.problems import Problem
+from distflow.errors import StateError
 from distflow.spec.library import LIBRARY, library_archive, sends_library
 from distflow.spec.model import FileSpec, WorkflowSpec
 
@@ -51,7 +53,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tu
 
     Inline files given as base64 are stored too, by the path that they have in the spec, and ``distflow.train`` under its name,
     when a task needs it. What cannot be read is a problem at the
-    place of the file in the spec.
+    place of the file in the spec. Raises ``StateError`` where ``blobs`` cannot take it.
     """
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
     kept = _sizes(blobs)
@@ -72,7 +74,7 @@ def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tu
                 bundles[key] = _store_file(Path(file.local_path), blobs, kept)
         except OSError as error:
             if error.filename is None or str(blobs) in str(error.filename):
-                raise
+                raise StateError(f"cannot copy {key} to {blobs}: {error.strerror or error}") from error
             message = f"cannot read {error.filename}: {error.strerror}"
             problems.append(Problem(where=file.path.mark, message=message, hint="make it readable, or do not send it"))
     return bundles, tuple(problems)
@@ -84,11 +86,23 @@ def _files(spec: WorkflowSpec) -> Iterator[FileSpec]:
             yield from (file for file in task.files if file.contents is None)
 
 
+@contextlib.contextmanager
+def _part(blobs: Path) -> Iterator[IO[bytes]]:
+    """Give a new file of ``blobs``, to be renamed when it is whole; nothing of it stays when it does not come to that."""
+    with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as part:
+        try:
+            yield part
+        except BaseException:
+            os.unlink(part.name)
+            raise
+
+
 def _store_bytes(data: bytes, blobs: Path) -> Bundle:
     digest = hashlib.sha256(data).hexdigest()
-    with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+    with _part(blobs) as sink:
         sink.write(data)
-    os.replace(sink.name, blobs / digest)
+        sink.flush()
+        os.replace(sink.name, blobs / digest)
     return Bundle(digest=digest, size=len(data), mode=_mode(data, 0), text=_as_text(data))
 
 
@@ -111,9 +125,10 @@ def _store_file(path: Path, blobs: Path, kept: Container[int]) -> Bundle:
             if (blobs / digest).exists():
                 return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
             source.seek(0)
-        with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+        with _part(blobs) as sink:
             digest, size, head = _read(source, sink)
-    os.replace(sink.name, blobs / digest)
+            sink.flush()
+            os.replace(sink.name, blobs / digest)
     return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
 
 
@@ -132,7 +147,7 @@ def _read(source: BinaryIO, sink: IO[bytes] | None) -> tuple[str, int, bytes]:
 
 def _store_tree(root: Path, blobs: Path) -> Bundle:
     hasher = hashlib.sha256()
-    with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as sink:
+    with _part(blobs) as sink:
         with (
             gzip.GzipFile(filename="", mode="wb", fileobj=sink, compresslevel=3, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
@@ -141,10 +156,10 @@ def _store_tree(root: Path, blobs: Path) -> Bundle:
                 _add(archive, path, path.relative_to(root).as_posix())
         sink.flush()
         size = sink.tell()
-    with open(sink.name, "rb") as stored:
-        while chunk := stored.read(_CHUNK):
-            hasher.update(chunk)
-    os.replace(sink.name, blobs / hasher.hexdigest())
+        with open(sink.name, "rb") as stored:
+            while chunk := stored.read(_CHUNK):
+                hasher.update(chunk)
+        os.replace(sink.name, blobs / hasher.hexdigest())
     return Bundle(digest=hasher.hexdigest(), size=size, mode=0o700, is_tar=True)
 
 
@@ -152,6 +167,9 @@ def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
     info = archive.gettarinfo(str(path), arcname=name)
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
+    if info.islnk():
+        # The second name of a file; it is a file of its own where it goes.
+        info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
     if info.isreg():
         with path.open("rb") as source:
             archive.addfile(info, source)
@@ -165,7 +183,7 @@ def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> 
     ignore = folder / ".gitignore"
     if ignore.is_file():
         lines = ignore.read_text(encoding="utf-8", errors="replace").splitlines()
-        rules = [*rules, (folder, pathspec.GitIgnoreSpec.from_lines(lines))]
+        rules = [*rules, (folder, pathspec.GitIgnoreSpec.from_lines(filter(_is_pattern, lines)))]
     for path in sorted(folder.iterdir()):
         is_tree = path.is_dir() and not path.is_symlink()
         if path.name == ".git" or any(_ignored(path, is_tree, base, rule) for base, rule in rules):
@@ -173,6 +191,17 @@ def _tree(root: Path, folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> 
         yield path
         if is_tree:
             yield from _tree(root, path, rules)
+
+
+def _is_pattern(line: str) -> bool:
+    """Return whether a line of a ``.gitignore`` can match at all; git passes over those that cannot (`!`, `[z-a]`)."""
+    import pathspec  # noqa: PLC0415  as above
+
+    try:
+        pathspec.GitIgnoreSpec.from_lines([line])
+    except (ValueError, re.error):
+        return False
+    return True
 
 
 def _ignored(path: Path, is_tree: bool, base: Path, rule: GitIgnoreSpec) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
+import tarfile
 from pathlib import Path
 
 import pytest
 
+from distflow.errors import StateError
 from distflow.spec.bundles import Bundle, bundle_files
 from distflow.spec.library import LIBRARY, library_archive
 from distflow.spec.parse import load_spec
@@ -82,6 +85,41 @@ def test_equal_directories_have_one_digest_whatever_their_times(folder: Path) ->
     without = bundle(folder)
     (folder / "what" / "b.log").write_text("changed, and ignored")
     assert bundle(folder) == without != first
+
+
+def test_both_names_of_one_file_are_sent(folder: Path) -> None:
+    (folder / "what" / "sub").mkdir(parents=True)
+    (folder / "what" / "first").write_text("data")
+    os.link(folder / "what" / "first", folder / "what" / "sub" / "second")
+    one = bundle(folder)
+    with tarfile.open(folder / "blobs" / one.digest) as archive:
+        files = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
+        assert {name: file.read() for name, file in files.items() if file} == {"first": b"data", "sub/second": b"data"}
+
+
+@pytest.mark.parametrize("line", ["!", "a\\", "[z-a]"])
+def test_a_gitignore_with_a_line_that_means_nothing_holds_for_the_rest(folder: Path, line: str) -> None:
+    (folder / "what").mkdir()
+    for name in ("a.py", "b.log"):
+        (folder / "what" / name).write_text(name)
+    (folder / "what" / ".gitignore").write_text(f"{line}\n*.log\n")
+    with tarfile.open(folder / "blobs" / bundle(folder).digest) as archive:
+        assert archive.getnames() == [".gitignore", "a.py"]
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_what_does_not_fit_is_an_error_and_leaves_nothing(folder: Path, is_directory: bool) -> None:
+    path = folder / "what" / "big" if is_directory else folder / "what"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(os.urandom(5_000_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(StateError, match=r"cannot copy .*what to .*blobs: File too large"):
+            bundle(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((folder / "blobs").iterdir()) == []
 
 
 def test_a_file_of_the_store_that_is_gone_when_it_is_looked_at_does_no_harm(folder: Path) -> None:
