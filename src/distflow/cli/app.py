@@ -76,8 +76,22 @@ def _root() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     sys.exit(run(arguments))
+
+
+def _open_streams() -> None:
+    """Have three streams: a closed one leads nowhere, and what the encoding of our output has not is escaped, no error."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdin = sys.stdin or open(0, closefd=False)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
 
 
 def run(arguments: list[str]) -> int:
@@ -96,6 +110,10 @@ def run(arguments: list[str]) -> int:
         # The reader (head, less) has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):
+            return 0  # the same, which typer has met first
+        raise
     except Exception as error:  # noqa: BLE001  the boundary: what is left is a usage error or a bug
         return _foreign_error(error)
 

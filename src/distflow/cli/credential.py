@@ -148,7 +148,10 @@ def _read(key: str, path: str) -> str:
     if path == "-" and sys.stdin.isatty():
         import getpass
 
-        return getpass.getpass(f"{key}: ")
+        try:
+            return getpass.getpass(f"{key}: ")
+        except EOFError:
+            raise InputError(f"--payload-file {key}: no value was given") from None
     try:
         if path == "-":
             data = sys.stdin.buffer.read(LONGEST_VALUE + 3)

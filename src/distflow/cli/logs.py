@@ -54,7 +54,6 @@ def logs(
     ] = Format.TEXT,
 ) -> None:
     """Show what the tasks print, merged by time; also after the end, and when their nodes are gone."""
-    _be_tolerant()
     if error and (follow or last is not None or len(task or rank or ()) != 1):
         raise InputError("--error shows one task's error file", hint="name the task with --task, without --follow and -n")
     with open_workflow(workflow) as (directory, store, record):
@@ -118,10 +117,3 @@ def _write_json(lines: Iterable[LogLine], follow: bool) -> None:
             between = ",\n  "
     if not follow:
         write("[]\n" if between.startswith("[") else "\n]\n")
-
-
-def _be_tolerant() -> None:
-    """Write what the terminal's encoding does not have as ``?``: logs hold anything."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
