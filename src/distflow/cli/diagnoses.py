@@ -50,12 +50,15 @@ def examine(
 ) -> list[Examined]:
     """Look at the groups that failed, or whose attempt did, and at those that are said to hang.
 
-    With ``tasks`` only their words count. Reads the store and the mirrored logs, and reaches no node.
+    With ``tasks`` only their words count. What was kept of another workflow ran there, and is told there. Reads the store and
+    the mirrored logs, and reaches no node.
     """
     events = store.events(record.uuid)
     found = []
     for group in record.groups:
         number = group.attempt if attempt is None else attempt
+        if group.kept:
+            continue
         if (tasks and not any(task.name in tasks for task in group.tasks)) or number > group.attempt:
             continue
         lines = {

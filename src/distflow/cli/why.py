@@ -77,7 +77,8 @@ def _choose(record: WorkflowRecord, names: list[str], attempt: int | None) -> li
     if not there:
         most = max((group.attempt for group in asked), default=0)
         raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last is {most}")
-    return [group for group in there if attempt < group.attempt or group.state is State.FAILED]
+    # What was kept of another workflow ran there, and is told there.
+    return [group for group in there if not group.kept and (attempt < group.attempt or group.state is State.FAILED)]
 
 
 def _verdict(

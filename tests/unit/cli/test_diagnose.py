@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import Event, WorkflowRecord
+from distflow.state.record import Event, Kept, WorkflowRecord
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task_log, workflow
 
@@ -82,6 +82,16 @@ def test_an_earlier_attempt_is_diagnosed_when_it_is_asked_for(screen: Screen) ->
     assert "ranks called collectives that do not fit together" in screen.out
     assert screen.run("diagnose", record.id, "-r", "2") == 2
     assert "the last is 1" in screen.err
+
+
+def test_attempts_of_a_group_that_was_kept_are_told_where_it_ran(screen: Screen) -> None:
+    tasks = tuple(replace(one, name=f"kept-{one.name}", attempt=1) for one in completed_group().tasks)
+    kept = replace(completed_group(), name="kept", tasks=tasks, attempt=1, kept=Kept(uuid="0" * 32, id="digits-7"))
+    record = submit(screen.store, workflow([kept, failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
+    for verb in ("diagnose", "why"):
+        assert screen.run(verb, record.id, "-r", "0") == 0, screen.err
+        assert "Group training: FAILED" in screen.out
+        assert "Group kept" not in screen.out
 
 
 def test_a_gang_that_is_silent_now_is_diagnosed_until_it_prints_again(screen: Screen) -> None:
