@@ -47,10 +47,19 @@ def schema_problems(document: Document, schema: Mapping[str, Any], explain: Expl
     """Return everything in which the document differs from the schema."""
     import jsonschema  # noqa: PLC0415  takes 0.1 s, and only commands that read a spec need it
 
-    validator = jsonschema.Draft202012Validator(dict(schema))
+    kind: Any = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": _pattern_errors})  # type: ignore[no-untyped-call]
+    validator = kind(dict(schema))
     return tuple(
         problem for error in validator.iter_errors(document.value) for problem in _problems_of(document, schema, error, explain)
     )
+
+
+def _pattern_errors(_validator: Any, pattern: str, value: Any, _rule: Mapping[str, Any]) -> Iterator[Any]:
+    """Hold a text against a pattern whose ``$`` is the end: Python's own matches in front of a last line break, too."""
+    import jsonschema  # noqa: PLC0415  see above
+
+    if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", pattern), value):
+        yield jsonschema.ValidationError(f"{value!r} does not match {pattern!r}")
 
 
 def _problems_of(document: Document, root: Mapping[str, Any], error: Any, explain: Explain | None) -> Iterator[Problem]:
@@ -87,7 +96,7 @@ def _bad_names(document: Document, path: Path, value: Any, error: Any) -> Iterat
     name = value if isinstance(value, str) else str(error.instance)
     expects = error.schema.get("x-expects", "another name")
     at = (*path, name)
-    yield _problem(document.key_mark_at(at), at, f"`{name}` cannot be a name here", f"it must be {expects}")
+    yield _problem(document.key_mark_at(at), at, f"{_first_line(name)} cannot be a name here", f"it must be {expects}")
 
 
 def _unknown_keys(
@@ -162,7 +171,10 @@ def _shown(document: Document, path: Path, value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     raw = document.raw_at(path)
-    text = str(value) if raw is None else raw
+    return _first_line(str(value) if raw is None else raw)
+
+
+def _first_line(text: str) -> str:
     line = text.split("\n", 1)[0]
     return f"`{line[:60]}…`" if len(line) > 60 or line != text else f"`{line}`"
 
