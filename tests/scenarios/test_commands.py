@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 
 from distflow.testing.waiting import wait_until
@@ -65,6 +67,17 @@ def test_a_command_that_does_not_exist_says_so(cli: Cli) -> None:
     workflow = cli.submit(cli.spec("workflow: {name: typo, tasks: [{name: only, command: [pyhton3, x.py]}]}"))
     answer = cli.await_status(workflow, "FAILED_START_ERROR")
     assert "pyhton3" in answer["groups"][0]["first_cause"]["message"]
+
+
+def test_names_that_are_no_text_are_refused(cli: Cli) -> None:
+    folder = f"{cli.folder}/caf\udce9"
+    os.mkdir(folder)
+    shutil.copy(cli.spec("workflow: {name: w, tasks: [{name: t, command: ['true']}]}"), folder)
+    for arguments in (["submit", f"{folder}/spec.yaml"], ["query", "caf\udce9"], ["list", "--name", "caf\udce9"]):
+        done = cli.run("workflow", *arguments)
+        assert done.code == 2, done.err
+        assert "is not UTF-8" in done.err
+    assert "There are no workflows yet" in cli.run("workflow", "list").out
 
 
 def test_the_spec_is_kept_as_it_was(cli: Cli) -> None:

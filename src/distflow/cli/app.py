@@ -180,6 +180,10 @@ def _foreign_error(error: Exception) -> int:
             print(context.get_usage(), file=sys.stderr)
         print(f"error: {show()}", file=sys.stderr)
         return 2
+    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
+        # Arguments may be any bytes; what is kept and sent is text. Which it is, is not said: it may be a secret.
+        print("error: an argument, or the name of a file, is not UTF-8", file=sys.stderr)
+        return 2
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code

@@ -27,16 +27,17 @@ def parse_duration(value: str | float) -> float:
     """
     if isinstance(value, bool):
         raise ValueError(f"`{str(value).lower()}` is not a duration; {_EXAMPLES}")  # noqa: TRY004  callers report ValueError
-    seconds = float(value) if isinstance(value, int | float) else _duration_of(value)
+    # Whole numbers of any size are compared as they are: they may be too large for a float.
+    seconds = _duration_of(value) if isinstance(value, str) else value
     if not 0 <= seconds <= _LONGEST_S:
         sign = "negative" if seconds < 0 else "longer than 100 years"
         raise ValueError(f"`{value}` is {sign}; {_EXAMPLES}")
-    return seconds
+    return float(seconds)
 
 
 def _duration_of(text: str) -> float:
     if match := _DURATION.fullmatch(text):
-        return int(match.group(1)) * _SECONDS[match.group(2)]
+        return float(match.group(1)) * _SECONDS[match.group(2)]
     if (match := _ISO.fullmatch(text)) and any(match.groups()) and not text.endswith("T"):
         parts = [float(part or 0) for part in match.groups()]
         return sum(part * unit for part, unit in zip(parts, (86400.0, 3600.0, 60.0, 1.0), strict=True))
@@ -45,7 +46,7 @@ def _duration_of(text: str) -> float:
     if re.fullmatch(r"[0-9.]+", text):
         raise ValueError(f'"{text}" in quotes has no unit; write `{text}s`, or the number without quotes')
     if re.fullmatch(r"(?:[0-9]+(?:d|h|ms|us|m|s)){2,}", text):
-        total = sum(int(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text))
+        total = min(_LONGEST_S, sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text)))
         raise ValueError(f"`{text}` has several units; write it in one, `{duration_text(total)}`")
     raise ValueError(f"`{text}` is not a duration; {_EXAMPLES}")
 

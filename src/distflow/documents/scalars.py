@@ -18,7 +18,7 @@ CORE: Mapping[str, str] = MappingProxyType(
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("null", re.compile(r"~|null|Null|NULL|")),
     ("bool", re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")),
-    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)")),
+    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0b_*[01][01_]*)")),
     (
         "float",
         re.compile(

@@ -134,6 +134,6 @@ def _is_no_regex(text: str) -> str:
     """Return why ``re`` refuses a text; empty when it does not."""
     try:
         re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         return str(error)
     return ""

@@ -29,7 +29,7 @@ def compile_regex(regex: str) -> re.Pattern[str] | None:
     """Return the pattern; ``None`` for an empty one, which means everything. Raises ``InputError``."""
     try:
         return re.compile(regex) if regex else None
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         hint = r"write one of Python's, such as `.*\.pt`; it is matched from the start of the relative path"
         raise InputError(f"`{regex}` is no regular expression: {error}", hint=hint) from error
 

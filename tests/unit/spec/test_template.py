@@ -58,6 +58,7 @@ def test_defaults_may_be_a_flow_mapping_that_closes_at_column_0() -> None:
         ("[1]", "[1]"),
         ("{{output}}", "{{output}}"),
         ("12:30:45", "12:30:45"),
+        ("0x_", "0x_"),
     ],
 )
 def test_set_takes_a_yaml_scalar_and_prints_it_as_it_was_typed(option: str, printed: str) -> None:

@@ -41,8 +41,9 @@ def test_what_stands_for_a_folder_is_left_out() -> None:
 def test_a_regex_is_matched_from_the_start_of_the_relative_path() -> None:
     assert names("s3://b/d", "d/a.pt", "d/x/a.pt", "d/a.txt", regex=r"a\.") == ["a.pt", "a.txt"]
     assert names("s3://b/d", "d/a.pt", "d/x/a.pt", "d/a.txt", regex=r".*\.pt$") == ["a.pt", "x/a.pt"]
-    with pytest.raises(InputError, match="no regular expression"):
-        names("s3://b/d", "d/a", regex="(")
+    for wrong in ("(", "a{99999999999}", "(" * 5000 + ")" * 5000):
+        with pytest.raises(InputError, match="no regular expression"):
+            names("s3://b/d", "d/a", regex=wrong)
 
 
 @pytest.mark.parametrize(
