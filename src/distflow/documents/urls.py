@@ -96,7 +96,7 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
     if scheme in READ_ONLY:
         rest, _, query = rest.partition("#")[0].partition("?")
     elif "*" in rest:
-        raise InputError(f"`{text}` holds a `*`", hint="name what is above it, and choose with a regex")
+        raise InputError(f"`{_short(text)}` holds a `*`", hint="name what is above it, and choose with a regex")
     container, key = _divided(scheme, rest)
     if "@" in container and (":" in container.rpartition("@")[0] or scheme != "sftp"):
         raise InputError(

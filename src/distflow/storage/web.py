@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import http.client
+import string
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -33,7 +34,9 @@ class WebStore:
             raise InputError(f"{url}: a web server has no list of its files", hint="name one file")
         self._url = url
         path = urllib.parse.quote(url.key, safe="/%:@!$&'()*+,;=~-._")
-        self._address = f"{url.scheme}://{url.container}/{path}" + (f"?{url.query}" if url.query else "")
+        # Python's client refuses a blank in it, and says all of it then: it may be a signature.
+        query = urllib.parse.quote(url.query, safe=string.punctuation)
+        self._address = f"{url.scheme}://{url.container}/{path}" + (f"?{query}" if query else "")
 
     def find(self, key: str) -> Sequence[Entry]:
         """Return the file, when the server has it."""

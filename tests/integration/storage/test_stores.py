@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -524,6 +525,18 @@ def test_a_file_of_a_web_server_goes_on_after_a_break(
     assert tree(tmp_path) == {"a b.bin": content}
     # The last one is to see that it is the same file still.
     assert [asked for _, asked in server.asked] == [None, None, "bytes=6000-", None]
+
+
+@pytest.mark.parametrize("blank", [" ", "é", "\u2028"])
+def test_what_a_signed_url_should_not_hold_is_escaped_and_never_said(
+    blank: str, answering: Callable[..., Answering], tmp_path: Path
+) -> None:
+    server = answering(lambda *_: (403, {}, b""))
+    url = parse_url(f"{server.url}/a?sig=s3cret{blank}%20+/=&x")
+    with pytest.raises(StorageRefused) as caught:
+        download(open_store(url), url, tmp_path, patience=quickly())
+    assert "s3cret" not in str(caught.value)
+    assert server.asked[0][0] == f"/a?sig=s3cret{quote(blank)}%20+/=&x"
 
 
 def test_what_web_servers_refuse(answering: Callable[..., Answering], tmp_path: Path) -> None:

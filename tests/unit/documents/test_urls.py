@@ -47,6 +47,7 @@ def test_what_a_url_names(text: str, scheme: str, container: str, key: str, prof
         ("https://ada:pass-word@host/x", "keeps no secrets in URLs"),
         ("sftp://ada:pass-word@host/x", "keeps no secrets in URLs"),
         ("s3://key:pass-word@bucket/x", "keeps no secrets in URLs"),
+        ("s3://key:pass-word@bucket/*.pt", "holds a `*`"),
     ],
 )
 def test_what_is_wrong_with_a_url(text: str, words: str) -> None:
