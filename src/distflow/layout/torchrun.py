@@ -10,7 +10,9 @@ Source: https://docs.pytorch.org/docs/stable/elastic/run.html and ``torch/distri
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
 
 from distflow.documents.problems import Problem, Severity
 from distflow.layout.claims import Claim, Known
@@ -30,6 +32,9 @@ from distflow.layout.ranks import TaskRanks, World
 from distflow.layout.spans import contradictions, spans_world
 
 __all__ = ["is_shared", "torchrun_world"]
+
+_MANY = 3
+"""Node ranks that are named; of more it is said how many."""
 
 
 def is_shared(members: Sequence[Member]) -> bool:
@@ -199,11 +204,12 @@ class _Nodes:
 
     @property
     def absent(self) -> list[int]:
-        """Node ranks that no task holds, when that is all that is wrong: every line agrees on more nodes."""
-        distinct = len(set(self.node_ranks)) == self.count
-        if self.agreed is None or self.agreed <= self.count or not distinct or max(self.node_ranks) >= self.agreed:
+        """The first node ranks that no task holds, when that is all that is wrong: every line agrees on more nodes."""
+        held = set(self.node_ranks)
+        if self.agreed is None or self.agreed <= self.count or len(held) < self.count or max(held) >= self.agreed:
             return []
-        return [rank for rank in range(self.agreed) if rank not in self.node_ranks]
+        # Not all of them: what is written may be a port, or anything.
+        return list(islice((rank for rank in range(self.agreed) if rank not in held), _MANY))
 
     def node_rank_problems(self) -> list[Problem]:
         """Return a problem for each node rank that is held already, or too high."""
@@ -249,7 +255,8 @@ class _Nodes:
         if self.absent:
             index, claim = wrong[-1]
             rank = self.absent[0]
-            missing = and_list(map(str, self.absent))
+            more = (self.agreed or 0) - self.count - len(self.absent)
+            missing = and_list([*map(str, self.absent), *([f"{more} more"] if more else [])])
             message = f"{self.members[index].name} says nnodes {claim.value}, but no task has node rank {missing}"
             hint = f"add a task with --node_rank {rank} --nnodes {self.agreed}"
             if sorted(self.node_ranks) == list(range(self.count)):
@@ -275,11 +282,16 @@ class _Nodes:
         sizes = dict(zip(reversed(self.node_ranks), reversed(self.sizes), strict=True))
         usual = max(self.sizes)
         nodes = max([*self.node_ranks, (self.agreed or self.count) - 1]) + 1
-        offsets = [sum(sizes.get(before, usual) for before in range(rank)) for rank in range(nodes + 1)]
+        held = sorted(sizes)
+        unusual = [0, *accumulate(sizes[rank] - usual for rank in held)]
+
+        def offset(rank: int) -> int:
+            return rank * usual + unusual[bisect_left(held, rank)]
+
         bars = [
             bar(
                 member,
-                offsets[rank],
+                offset(rank),
                 self.sizes[index],
                 marked=index in marked,
                 note=f"node {rank} of {self.nnodes[index] or self.count}",
@@ -287,4 +299,4 @@ class _Nodes:
             for index, (member, rank) in enumerate(zip(self.members, self.node_ranks, strict=True))
         ]
         # A node rank that is too high is shown where it stands, within the picture.
-        return draw(bars, offsets[nodes])
+        return draw(bars, offset(nodes))

@@ -154,6 +154,25 @@ def test_node_ranks_are_checked_behind_an_option_that_a_shell_fills_in() -> None
     assert "node rank 0 is a's already" in found.message
 
 
+@pytest.mark.parametrize(
+    ("nnodes", "node_rank", "words"),
+    [
+        (2, 10**12, f"w: node rank {10**12} is too high"),
+        (10**12, 1, f"w says nnodes {10**12}, but no task has node rank 2, 3, 4 and {10**12 - 5} more"),
+        (5, 1, "w says nnodes 5, but no task has node rank 2, 3 and 4"),
+        (6, 1, "w says nnodes 6, but no task has node rank 2, 3, 4 and 1 more"),
+    ],
+)
+def test_numbers_of_nodes_may_be_anything(nnodes: int, node_rank: int, words: str) -> None:
+    ranks = {"m": 0, "w": node_rank}
+    tasks = [
+        task(name, *f"torchrun --nnodes {nnodes} --node_rank {rank} --nproc_per_node 8 train.py".split(), lead=not rank)
+        for name, rank in ranks.items()
+    ]
+    (found,) = errors(tasks)
+    assert words in found.message
+
+
 @pytest.mark.parametrize("mistake", [{"offset": 3}, {"size": 7}, {"world_size": 99}, {}])
 def test_a_thousand_tasks_are_checked_at_once(mistake: dict[str, int]) -> None:
     rows = layout([8] * 1000)
