@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import sys
 import time
@@ -77,7 +76,7 @@ def _request(store: Store, key: str, message: str, force: bool) -> WorkflowRecor
     record = store.find(key)
     if record.state.is_final:
         raise InputError(f"{record.id} has ended already: {record.status}")
-    now, user = time.time(), getpass.getuser()  # noqa: TID251  the moment of the request
+    now, user = time.time(), wiring.user_name()  # noqa: TID251  the moment of the request
     words = f"{user} asked for its end" + (f": {message}" if message else "")
     request = CancelRequest(at=now, by=user, message=message, force=force)
     store.request_cancel(record.uuid, request, Event(at=now, kind="cancel", text=words, workflow=record.uuid))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 from typing import Annotated
 
@@ -59,7 +58,7 @@ def list_preferences(format_type: FormatOption = Format.TEXT) -> None:
     pools = list(configuration.pools)
     if format_type is Format.JSON:
         profile = {
-            "username": getpass.getuser(),
+            "username": wiring.user_name(),
             "email_notification": False,
             "slack_notification": False,
             "pool": configuration.default_pool,
@@ -67,7 +66,7 @@ def list_preferences(format_type: FormatOption = Format.TEXT) -> None:
         print(json.dumps({"profile": profile, "pools": pools, "roles": []}, indent=2))
         return
     source = "your profile" if preferred == configuration.default_pool else configuration.file or "built in"
-    print(f"User:  {getpass.getuser()}\nPool:  {configuration.default_pool} ({source})\nPools: {', '.join(pools)}")
+    print(f"User:  {wiring.user_name()}\nPool:  {configuration.default_pool} ({source})\nPools: {', '.join(pools)}")
 
 
 def _check(key: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import sys
 import time
@@ -10,6 +9,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from distflow.cli import wiring
 from distflow.cli.command import Format
 from distflow.cli.secrets import gather_secrets
 from distflow.cli.submission import Overrides, Ready, pool_key
@@ -46,7 +46,7 @@ def store_workflow(
         id="",
         name=spec.name,
         number=0,
-        user=getpass.getuser(),
+        user=wiring.user_name(),
         pool=ready.pool.name,
         pool_key=pool_key(ready.pool),
         submitted_at=now,

@@ -28,6 +28,7 @@ __all__ = [
     "open_store",
     "preferred_pool",
     "state_directory",
+    "user_name",
     "wake_if_needed",
 ]
 
@@ -101,6 +102,16 @@ def hosts(hostfile: str | None) -> tuple[Host, ...] | None:
     from distflow.pools.load import load_hostfile
 
     return load_hostfile(hostfile)
+
+
+def user_name() -> str:
+    """Return who we are; where neither the environment nor the system has a name for us (containers), the user's number."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def wake_if_needed(directory: StateDirectory, store: Store) -> None:
