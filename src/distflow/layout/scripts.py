@@ -6,9 +6,8 @@ Also what is known beforehand of the variables in them. Nothing is run, and only
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 
 from distflow.documents.problems import Mark
@@ -80,19 +79,34 @@ def lines_of(task: TaskSpec) -> Iterator[Line]:
 
 def nested(line: Line) -> Iterator[Line]:
     """Yield the commands of the script in ``sh -c SCRIPT``."""
-    words = line.command.words
-    shell = False
-    for before, word in pairwise(words):
-        shell = shell or base_name(before.literal) in SHELLS
-        if shell and re.fullmatch(r"-[a-z]*c", before.literal):
-            text = "".join(part for part in word.parts if isinstance(part, str)) if word.has_variables else word.literal
-            source = word.raw[1:-1] if line.expands and word.has_variables and word.raw[:1] == '"' else text
-            base = line.base + word.offset + (1 if line.expands and word.raw[:1] in "\"'" else 0)
-            for command in read_commands(source):
-                inner = Line(command, line.text, base, expands=True)
-                yield inner
-                yield from nested(inner)
-            return
+    word = _script_in(line.command.words)
+    if word is None:
+        return
+    text = "".join(part for part in word.parts if isinstance(part, str)) if word.has_variables else word.literal
+    source = word.raw[1:-1] if line.expands and word.has_variables and word.raw[:1] == '"' else text
+    base = line.base + word.offset + (1 if line.expands and word.raw[:1] in "\"'" else 0)
+    for command in read_commands(source):
+        inner = Line(command, line.text, base, expands=True)
+        yield inner
+        yield from nested(inner)
+
+
+def _script_in(words: Sequence[Word]) -> Word | None:
+    """Return the SCRIPT of the first ``sh -c SCRIPT``; behind the name of a script file, ``-c`` is an argument of that."""
+    for index, shell in enumerate(words):
+        if base_name(shell.literal) not in SHELLS:
+            continue
+        reads, rest = False, iter(words[index + 1 :])
+        for word in rest:
+            if not word.beginning.startswith(("-", "+")):
+                if reads:
+                    return word
+                if word.beginning:
+                    break
+            reads = reads or re.fullmatch("-[A-Za-z]*c[A-Za-z]*", word.literal) is not None
+            if re.fullmatch("[-+][A-Za-z]*[oO]|--rcfile|--init-file", word.literal):
+                next(rest, None)
+    return None
 
 
 def _marks(items: Iterable[Text]) -> Iterator[Mark]:

@@ -77,6 +77,23 @@ def test_a_list_of_words_is_read_as_it_is() -> None:
     assert found == [{"size": "$O", "world_size": "16"}]
 
 
+def test_c_behind_a_script_file_is_an_argument_of_that() -> None:
+    flags = ("--offset", "8", "--size", "4", "--world_size", "16")
+    assert values(task("t", "bash", "run.sh", "-c", "config.yaml", *flags)) == [RANKS]
+    assert values(task("t", "bash", "-euo", "pipefail", "/opt/run.sh", "-c", "config.yaml", *flags)) == [RANKS]
+    assert values(shell("bash run.sh -c config.yaml --offset 8 --size 4 --world_size 16")) == [RANKS]
+
+
+@pytest.mark.parametrize(
+    "options", [["-c"], ["-lc"], ["-ce"], ["-c", "-e"], ["-o", "pipefail", "-c"], ["-euo", "pipefail", "-c"], ["--norc", "-c"]]
+)
+def test_a_script_after_c_is_read_whatever_options_stand_beside_it(options: list[str]) -> None:
+    script = "python3 train.py --offset 8 --size 4 --world_size 16"
+    assert values(task("t", "env", "A=1", "/bin/bash", *options, script, "name", "-c", "x")) == [RANKS]
+    assert values(task("t", "bash", "wrap.sh", "bash", *options, script)) == [RANKS]
+    assert values(shell(f"bash $OPTIONS {' '.join(options)} '{script}'")) == [RANKS]
+
+
 def test_a_variable_with_two_values_is_unknown() -> None:
     script = "O=0\nif x; then O=8; fi\npython3 train.py --offset $O --size 4 --world_size 16"
     claim = read_claims(shell(script)).invocations[0].claims["offset"]
