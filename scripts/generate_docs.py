@@ -183,7 +183,7 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         2: "the spec, the configuration or the command line is wrong; nothing was started",
         3: "a node or a store of data could not be reached or refused, or `pool check` found that no gang can run; or the "
         "supervisor did not start; or `cancel --wait` ran out of time",
-        4: "`query --exit-status`: the workflow has not ended yet",
+        4: "the workflow has not ended yet: `query --exit-status`, or `submit --wait` when nobody reads its output any more",
         5: "this machine's state directory cannot be used",
         70: "a bug in distflow; the message names the file that holds the traceback",
         130: "interrupted (Ctrl-C)",

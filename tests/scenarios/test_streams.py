@@ -6,9 +6,14 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
+from distflow.lifecycle.states import WorkflowState
+from distflow.state.directory import StateDirectory
+from distflow.state.store import Store
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 
@@ -18,6 +23,16 @@ def _run(cli: Cli, *arguments: str, shell: str = '"$@"', **environment: str) -> 
     return subprocess.run(
         command, env=cli.environment | environment, cwd=cli.folder, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@contextmanager
+def _without_reader(cli: Cli, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "distflow", *arguments]
+    with subprocess.Popen(command, stdout=write, env=cli.environment, cwd=cli.folder) as process:
+        os.close(write)
+        yield process
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-", "<&- >&- 2>&-"])
@@ -36,6 +51,39 @@ def test_a_spec_from_a_closed_input_is_an_empty_one(cli: Cli) -> None:
 def test_a_reader_that_has_gone_is_no_failure(cli: Cli) -> None:
     # More than fits into any buffer, so that the write itself fails.
     assert _run(cli, "schema", shell='"$@" | :').returncode == 0
+
+
+def test_a_workflow_runs_whether_or_not_somebody_reads_its_id(cli: Cli) -> None:
+    (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: ['true']}]}\n")
+    with _without_reader(cli, "workflow", "submit", "spec.yaml") as process:
+        assert process.wait(60) == 0
+    # Any command would see to it that a supervisor is at work.
+    with Store(StateDirectory(cli.state).store) as store:
+        wait_until(lambda: store.find("w-1").state is WorkflowState.COMPLETED, timeout_s=60)
+
+
+def test_all_are_canceled_whether_or_not_somebody_reads_it(cli: Cli) -> None:
+    path = cli.folder / "spec.yaml"
+    path.write_text("workflow: {name: w, tasks: [{name: t, command: [sleep, '600']}]}\n")
+    ids = [cli.submit(str(path)) for _ in range(3)]
+    with _without_reader(cli, "workflow", "cancel", *ids) as process:
+        assert process.wait(60) == 0
+    for one in ids:
+        cli.await_status(one, "FAILED_CANCELED")
+
+
+def test_wait_does_not_say_that_a_workflow_has_completed_whose_end_it_has_not_seen(cli: Cli) -> None:
+    path = cli.folder / "spec.yaml"
+    path.write_text("workflow: {name: w, tasks: [{name: t, command: [sh, -c, 'while :; do echo x; sleep 0.1; done']}]}\n")
+    process = cli.start("workflow", "submit", str(path), "--wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "w-1\n"
+    process.stdout.close()
+    assert process.wait(60) == 4
+    assert process.stderr is not None
+    with process.stderr:
+        assert "w-1 goes on, and nobody reads" in process.stderr.read()
+    assert cli.run("workflow", "cancel", "w-1", "--force", "--wait", "30").code == 0
 
 
 def test_what_the_encoding_of_the_output_has_not_is_escaped(cli: Cli) -> None:

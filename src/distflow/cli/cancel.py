@@ -42,6 +42,7 @@ def cancel(
     """
     directory = wiring.state_directory()
     failures: list[DistflowError] = []
+    lines: list[str] = []
     results: list[dict[str, object]] = []
     with wiring.open_store(directory) as store:
         for key in ids:
@@ -52,17 +53,19 @@ def cancel(
                 results.append({"name": key, "error": error.message})
                 continue
             results.append({"name": record.id, "out_of_reach": cancel_json(record)})
-            if format_type is Format.TEXT:
-                print(f"{record.id}: asked to stop", flush=True)
-                for line in _words(store, record):
-                    print(line, flush=True)
+            lines += [f"{record.id}: asked to stop", *_words(store, record)]
         if len(failures) < len(ids):
             ensure_supervisor(directory)
-        if wait is not None:
-            asked = [str(item["name"]) for item in results if "error" not in item]
-            _await_end(directory, store, asked, wait)
-            for words in (words for key in asked for words in left_behind(store.find(key))):
-                print(f"warning: {words}", file=sys.stderr)
+        try:
+            # Only now, as nobody may read it.
+            if format_type is Format.TEXT:
+                print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        finally:
+            if wait is not None:
+                asked = [str(item["name"]) for item in results if "error" not in item]
+                _await_end(directory, store, asked, wait)
+                for words in (words for key in asked for words in left_behind(store.find(key))):
+                    print(f"warning: {words}", file=sys.stderr)
     if format_type is Format.JSON:
         print(json.dumps({"workflows": results}, indent=2))
     if failures:

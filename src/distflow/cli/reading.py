@@ -26,6 +26,7 @@ __all__ = [
     "WorkflowArgument",
     "choose_tasks",
     "complete_workflow",
+    "drop_output",
     "open_workflow",
     "pause",
     "reading_directory",
@@ -90,9 +91,13 @@ def until_closed() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still buffered goes nowhere, instead of into a traceback at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         raise typer.Exit(0) from None
+
+
+def drop_output() -> None:
+    """Lead what is still buffered for a reader that has gone nowhere, instead of into a traceback at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def pause(seconds: float) -> None:

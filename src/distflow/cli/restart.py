@@ -68,9 +68,12 @@ def restart(
         new = store_workflow(
             ready, overrides, record.priority, record.labels, directory, store, kept=kept, parent=record.id
         )  # fmt: skip
-        if not (wait and format_type is Format.JSON):
-            print_submitted(new, format_type)
-        ensure_supervisor(directory)
+        try:
+            if not (wait and format_type is Format.JSON):
+                print_submitted(new, format_type)
+        finally:
+            # It is stored, whether or not somebody reads its id.
+            ensure_supervisor(directory)
         if wait:
             wait_for_end(directory, store, new, format_type)
 

@@ -11,10 +11,11 @@ from types import MappingProxyType
 
 from distflow.cli import wiring
 from distflow.cli.command import Format
+from distflow.cli.reading import drop_output
 from distflow.cli.secrets import gather_secrets
 from distflow.cli.submission import Overrides, Ready, pool_key
 from distflow.documents.problems import Problem
-from distflow.errors import WorkflowEnded
+from distflow.errors import DistflowError, WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.fresh import fresh_tasks
@@ -114,6 +115,9 @@ def wait_for_end(directory: StateDirectory, store: Store, record: WorkflowRecord
     except KeyboardInterrupt:
         print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
         raise
+    except BrokenPipeError:
+        drop_output()
+        raise _NobodyReads(f"{record.id} goes on, and nobody reads its logs here any more") from None
     if quiet:
         from distflow.cli.documents import workflow_json
 
@@ -122,6 +126,11 @@ def wait_for_end(directory: StateDirectory, store: Store, record: WorkflowRecord
         if sys.stderr.isatty():
             _print_causes(final)
         raise WorkflowEnded("")
+
+
+class _NobodyReads(DistflowError):
+    exit_code = 4
+    """As of ``query --exit-status`` where a workflow has not ended yet."""
 
 
 def _print_causes(record: WorkflowRecord) -> None:

@@ -145,9 +145,12 @@ def submit(
     with wiring.open_store(directory) as store:
         ready = replace(ready, plan=bring_earlier(ready.checked.spec, ready.plan, store, directory.blobs))
         record = store_workflow(ready, overrides, urgency, labels, directory, store)
-        if not (wait and format_type is Format.JSON):
-            print_submitted(record, format_type)
-        ensure_supervisor(directory, held=held)
+        try:
+            if not (wait and format_type is Format.JSON):
+                print_submitted(record, format_type)
+        finally:
+            # It is stored, whether or not somebody reads its id.
+            ensure_supervisor(directory, held=held)
         if copied is not None:
             from distflow.cli.rsync import rsync_beside
 
