@@ -30,7 +30,7 @@ def _without_reader(cli: Cli, *arguments: str) -> Iterator[subprocess.Popen[byte
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "distflow", *arguments]
-    with subprocess.Popen(command, stdout=write, env=cli.environment, cwd=cli.folder) as process:
+    with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, env=cli.environment, cwd=cli.folder) as process:
         os.close(write)
         yield process
 
@@ -70,6 +70,16 @@ def test_all_are_canceled_whether_or_not_somebody_reads_it(cli: Cli) -> None:
         assert process.wait(60) == 0
     for one in ids:
         cli.await_status(one, "FAILED_CANCELED")
+
+
+def test_what_an_exit_code_says_does_not_depend_on_a_reader(cli: Cli) -> None:
+    (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: ['false']}]}\n")
+    assert cli.run("workflow", "submit", "spec.yaml", "--wait").code == 1
+    for command, code in ((["query", "w-1", "--exit-status"], 1), (["query", "w-2", "-t", "json"], 2), (["query", "w-1"], 0)):
+        with _without_reader(cli, "workflow", *command) as process:
+            assert process.wait(60) == code
+            assert process.stderr is not None
+            assert b"BrokenPipe" not in process.stderr.read()
 
 
 def test_wait_does_not_say_that_a_workflow_has_completed_whose_end_it_has_not_seen(cli: Cli) -> None:

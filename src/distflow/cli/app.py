@@ -96,10 +96,18 @@ def _open_streams() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every error ends here."""
+    code = _run(arguments)
     try:
-        result = app(args=spread_sets(arguments), prog_name="distflow", standalone_mode=False)
         # Here and not at exit, where a closed pipe could no longer be met.
         sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        result = app(args=spread_sets(arguments), prog_name="distflow", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except DistflowError as error:
         _show_error(error, arguments)
@@ -108,7 +116,6 @@ def run(arguments: list[str]) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):
@@ -116,6 +123,11 @@ def run(arguments: list[str]) -> int:
         raise
     except Exception as error:  # noqa: BLE001  the boundary: what is left is a usage error or a bug
         return _foreign_error(error)
+
+
+def _drop_output() -> None:
+    """Lead what is still buffered for a reader that has gone nowhere, instead of into a traceback at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def spread_sets(arguments: Sequence[str]) -> list[str]:

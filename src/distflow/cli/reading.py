@@ -26,7 +26,6 @@ __all__ = [
     "WorkflowArgument",
     "choose_tasks",
     "complete_workflow",
-    "drop_output",
     "open_workflow",
     "pause",
     "reading_directory",
@@ -89,15 +88,8 @@ def until_closed() -> Iterator[None]:
     """End quietly and well when the reader of our output (``head``, ``less``) has seen enough."""
     try:
         yield
-        sys.stdout.flush()
     except BrokenPipeError:
-        drop_output()
         raise typer.Exit(0) from None
-
-
-def drop_output() -> None:
-    """Lead what is still buffered for a reader that has gone nowhere, instead of into a traceback at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def pause(seconds: float) -> None:

@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 from distflow.cli import wiring
 from distflow.cli.command import Format
-from distflow.cli.reading import drop_output
 from distflow.cli.secrets import gather_secrets
 from distflow.cli.submission import Overrides, Ready, pool_key
 from distflow.documents.problems import Problem
@@ -116,7 +115,6 @@ def wait_for_end(directory: StateDirectory, store: Store, record: WorkflowRecord
         print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
         raise
     except BrokenPipeError:
-        drop_output()
         raise _NobodyReads(f"{record.id} goes on, and nobody reads its logs here any more") from None
     if quiet:
         from distflow.cli.documents import workflow_json
