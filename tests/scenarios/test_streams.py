@@ -114,6 +114,33 @@ def test_a_workflow_is_shown_whatever_its_metrics_hold(cli: Cli) -> None:
         assert "\\ud83d" in done.stdout
 
 
+def test_what_is_kept_in_files_is_utf_8_whatever_the_locale(cli: Cli) -> None:
+    (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: [echo, größe]}]}\n", encoding="utf-8")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = _run(cli, "workflow", "submit", "--dry-run", "spec.yaml", "--scripts", "scripts", **locale)
+    assert done.returncode == 0, done.stderr
+    assert "größe" in (cli.folder / "scripts" / "t.sh").read_text(encoding="utf-8")
+
+
+def test_names_of_files_that_are_no_text_are_listed(cli: Cli) -> None:
+    folder = cli.folder / "data"
+    folder.mkdir()
+    (folder / "caf\udce9").touch()
+    done = _run(cli, "data", "list", str(folder))
+    assert (done.returncode, done.stdout) == (0, "caf\\udce9\n")
+    assert _run(cli, "data", "list", str(folder), "list.txt").returncode == 0
+    assert (cli.folder / "list.txt").read_bytes() == b"caf\xe9\n"
+
+
+def test_directories_that_are_not_there_are_named(cli: Cli) -> None:
+    path = cli.folder / "spec.yaml"
+    path.write_text("workflow: {name: w, tasks: [{name: t, command: ['true']}]}\n")
+    done = _run(cli, "workflow", "submit", str(path), "--dry-run", "--scripts", "/dev/null/x")
+    assert (done.returncode, "--scripts: /dev/null/x" in done.stderr) == (2, True)
+    done = _run(cli, "workflow", "validate", str(path), shell='mkdir gone && cd gone && rmdir ../gone && "$@"')
+    assert (done.returncode, "the working directory is not there any more" in done.stderr) == (2, True)
+
+
 def test_an_end_of_input_is_no_value_for_a_credential(cli: Cli) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "distflow", "credential", "set", "wandb", "--payload-file", "key=-"]

@@ -203,7 +203,7 @@ def _foreign_error(error: Exception) -> int:
     text = traceback.format_exc()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
         print(f"error: a bug in distflow: {error!r}\nthe traceback is in {path}; please report it", file=sys.stderr)
     except OSError:
         print(f"error: a bug in distflow:\n{text}", file=sys.stderr)

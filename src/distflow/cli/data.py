@@ -150,7 +150,8 @@ def list_data(
         text = "".join(f"{plain(str(row['name']))}\n" for row in rows)
     if file is not None:
         try:
-            file.write_text(text, encoding="utf-8")
+            # Names are bytes to this machine: they come out as they are there.
+            file.write_text(text, encoding="utf-8", errors="surrogateescape")
         except OSError as error:
             raise InputError(f"{file}: {error.strerror}") from error
     else:

@@ -30,6 +30,7 @@ from distflow.cli.submission import (
     propose,
 )
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
+from distflow.errors import InputError
 from distflow.lifecycle.upstream import waits_for
 from distflow.plan.compile import compile_plan
 from distflow.plan.containers import container_notices
@@ -230,7 +231,10 @@ def _valid_text(file: str, checked: Checked) -> str:
 def _dry_run(ready: Ready, scripts: Path | None, format_type: Format, blobs: Path) -> None:
     warn(ready.checked.warnings)
     if scripts is not None:
-        _write_scripts(ready, scripts, blobs)
+        try:
+            _write_scripts(ready, scripts, blobs)
+        except OSError as error:
+            raise InputError(f"--scripts: {error.filename or scripts}: {error.strerror}") from error
     if format_type is Format.JSON:
         print(json.dumps(plan_json(ready.plan, ready.placement), indent=2))
     else:
@@ -242,7 +246,7 @@ def _write_scripts(ready: Ready, folder: Path, blobs: Path) -> None:
     for group in ready.plan.groups:
         for launch in group.launches:
             path = folder / f"{launch.task}.sh"
-            path.write_text(script(group, launch))
+            path.write_text(script(group, launch), encoding="utf-8")
             path.chmod(0o700)
             for file in launch.files:
                 if file.blob is not None:

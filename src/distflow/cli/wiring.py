@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distflow.errors import InputError
 from distflow.state.directory import StateDirectory, find_state_directory
 
 if TYPE_CHECKING:
@@ -61,11 +62,15 @@ def mirror(directory: StateDirectory) -> Mirror:
 def configuration(*, profile: bool = True) -> Configuration:
     """Read the configuration that holds in this directory; with ``profile``, the preferred pool is its default one.
 
-    Raises ``ProblemsFound`` and ``StateError``.
+    Raises ``InputError``, ``ProblemsFound`` and ``StateError``.
     """
     from distflow.pools.load import load_configuration
 
-    found = load_configuration(Path.cwd(), os.environ)
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError:
+        raise InputError("the working directory is not there any more", hint="cd to one that is") from None
+    found = load_configuration(folder, os.environ)
     preferred = preferred_pool() if profile else None
     if preferred is None or preferred == found.default_pool:
         return found
