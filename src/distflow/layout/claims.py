@@ -173,6 +173,8 @@ def _field(task: TaskSpec) -> Mapping[str, Claim] | None:
 
 def _invocations(line: Line, variables: Mapping[str, str | None]) -> Iterator[Invocation]:
     words = line.command.words
+    if line.expands:
+        words = tuple(one for word in words for one in word.divided(variables))
     if not words or line.command.program in _TALKERS:
         return
     start = _torchrun_at(words)

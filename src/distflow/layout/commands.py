@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["SHELLS", "TOKEN", "Command", "Word", "read_commands"]
 
@@ -69,6 +69,11 @@ class Word:
     def has_variables(self) -> bool:
         """True when a shell fills something in."""
         return any(isinstance(part, _Variable) for part in self.parts)
+
+    def divided(self, variables: Mapping[str, str | None]) -> tuple[Word, ...]:
+        """Return the words that a shell makes of a variable without quotes, where its value is known; else the word itself."""
+        value = self.expanded(variables) if self.raw[:1] == "$" and len(self.parts) == 1 and self.has_variables else None
+        return (self,) if value is None else tuple(replace(self, parts=(piece,)) for piece in value.split())
 
     def without(self, count: int) -> Word:
         """Return the word without its first ``count`` literal characters (``NAME=`` in front of a value)."""

@@ -149,9 +149,10 @@ def test_torchrun_node_ranks_are_dense(sizes: list[int], data: st.DataObject) ->
 
 
 def test_node_ranks_are_checked_behind_an_option_that_a_shell_fills_in() -> None:
-    script = "torchrun --nnodes=$NNODES --nproc_per_node=8 --node_rank=0 --master_addr=$MASTER_ADDR train.py"
-    (found,) = errors([task(name, "bash", "-c", script, lead=name == "a") for name in ("a", "b")])
-    assert "node rank 0 is a's already" in found.message
+    options = "--nnodes=$NNODES --nproc_per_node=8 --node_rank=0 --master_addr=$MASTER_ADDR"
+    for script in (f"torchrun {options} train.py", f'OPTIONS="{options}"; torchrun $OPTIONS train.py'):
+        (found,) = errors([task(name, "bash", "-c", script, lead=name == "a") for name in ("a", "b")])
+        assert "node rank 0 is a's already" in found.message
 
 
 @pytest.mark.parametrize(

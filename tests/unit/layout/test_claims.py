@@ -134,6 +134,28 @@ def test_torchruns_options_go_on_behind_one_that_a_shell_fills_in(option: str) -
     assert "size" not in item.claims
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        'ARGS="--nnodes 2 --node_rank=1"\ntorchrun $ARGS --nproc_per_node 8 train.py --size 3',
+        'ARGS="--nnodes 2 --node_rank=1"\ntorchrun --nproc_per_node 8 ${ARGS} train.py --size 3',
+        'RUN="python3 -m torch.distributed.run"; $RUN --nnodes 2 --node_rank=1 --nproc_per_node 8 train.py --size 3',
+        "export ARGS='--nnodes 2 --node_rank=1 --nproc_per_node 8 train.py'; torchrun $ARGS --size 3",
+    ],
+)
+def test_a_variable_without_quotes_is_as_many_words_as_it_holds(script: str) -> None:
+    (item,) = read_claims(shell(script)).invocations
+    assert item.program == "train.py"
+    claims = {key: claim.value for key, claim in item.claims.items()}
+    assert claims == {"nnodes": "2", "node_rank": "1", "nproc_per_node": "8"}
+
+
+def test_flags_in_a_variable_are_read_too() -> None:
+    assert values(shell('FLAGS="--offset 8 --size 4"\npython3 train.py $FLAGS --world_size 16')) == [RANKS]
+    # In quotes it is one word.
+    assert values(shell('FLAGS="--offset 8 --size 4"\npython3 train.py "$FLAGS" --world_size 16')) == []
+
+
 def test_settings_of_a_script_win_over_the_environment() -> None:
     found = read_claims(shell("export MASTER_ADDR=$(dig +short {{host:m}})", MASTER_ADDR="x", MASTER_PORT="29500"))
     assert [(claim.key, claim.text) for claim in found.settings] == [
