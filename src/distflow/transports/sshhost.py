@@ -170,6 +170,9 @@ class _Found:
         local = os.uname().nodename
         self.hostname = _expand(self.text("hostname") or alias, {"h": alias}, self._where("hostname"))
         self.port = self.whole("port", 22)
+        if not 0 < self.port < 65536:
+            # The system would take the rest of its division by 65536.
+            raise SshConfigWrong(f"{self._where('port')}: this is no port: {self.port}")
         user = local_user()
         self.user = self.text("user") or user
         key_alias = self.text("hostkeyalias")

@@ -254,6 +254,8 @@ pools:
         ("pools: {a: local}", "`pools.a` must be a mapping with `backend`"),
         ("pools: {a: {backend: local, nodes: }}", "`pools.a.nodes` is empty"),
         ("pools: {a: {backend: local", "is missing"),
+        ("pools: {a: {backend: ssh, nodes: [{name: n, port: 99999}]}}", "`pools.a.nodes[0].port` must be at most 65535"),
+        ("pools: {a: {backend: ssh, nodes: [{name: n, port: 0}]}}", "`pools.a.nodes[0].port` must be at least 1"),
     ],
 )
 def test_wrong_shapes_are_findings(text: str, words: str) -> None:

@@ -78,6 +78,8 @@ def test_what_is_wrong_names_its_line(text: str, said: str) -> None:
     ("text", "said"),
     [
         ("Port many\n", "this is no number: many"),
+        ("Port 99999\n", "this is no port: 99999"),
+        ("Port 0\n", "this is no port: 0"),
         ("ConnectTimeout soon\n", "this is no time: soon"),
         ("HostName %q\n", "`%q` means nothing here"),
         ("ProxyCommand nc %z\n", "`%z` means nothing here"),
