@@ -41,7 +41,9 @@ def sources(paths: Iterable[Path], regex: str = "", *, contents: bool = False, o
     found: dict[str, Source] = {}
     for path in paths:
         with local_errors(path):
-            top = "" if contents and path.is_dir() else (path.name or path.resolve().name)
+            # What is called `.` or `..` has its own name all the same.
+            own = path.resolve().name if path.name in ("", "..") else path.name
+            top = "" if contents and path.is_dir() else own
             for one in _walk(path, top, (), only_files=only_files):
                 if pattern is not None and not pattern.match(one.name):
                     continue

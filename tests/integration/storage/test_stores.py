@@ -155,6 +155,22 @@ def test_what_is_there_already_is_not_sent_or_fetched_again(s3: S3Server, tmp_pa
     assert download(store, url, target) == Moved(files=2, size=2)
 
 
+@pytest.mark.parametrize(
+    ("given", "names"), [("..", ["top/a", "top/in/b"]), ("../in/..", ["top/a", "top/in/b"]), (".", ["in/b"])]
+)
+def test_nothing_is_written_beside_the_url_for_the_directory_above(
+    given: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "top" / "in").mkdir(parents=True)
+    for name in ("a", "in/b"):
+        (tmp_path / "top" / name).write_text(name)
+    monkeypatch.chdir(tmp_path / "top" / "in")
+    url = parse_url(f"file://{tmp_path}/goal/run")
+    upload(open_store(url), url, sources([Path(given)]))
+    assert sorted(tree(tmp_path / "goal" / "run")) == names
+    assert sorted(tree(tmp_path / "goal")) == [f"run/{name}" for name in names]
+
+
 def test_links_of_the_source_are_followed_and_circles_found(tmp_path: Path) -> None:
     source = make(tmp_path / "src", a=b"A")
     (tmp_path / "else").mkdir()
