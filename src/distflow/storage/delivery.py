@@ -67,8 +67,10 @@ def deliver(
     for path in delivery.paths:
         if not (top / path).exists():
             raise StorageError(f"dataset {delivery.dataset}: there is no `{path}` in it")
-    tops = [top / path for path in delivery.paths] or [top]
-    files = sources(tops, delivery.regex, contents=not delivery.paths, only_files=True)
+    # The directory itself has a name that says nothing to anybody: `.` means what it holds.
+    is_whole = not delivery.paths or any(top / path == top for path in delivery.paths)
+    tops = [top] if is_whole else [top / path for path in delivery.paths]
+    files = sources(tops, delivery.regex, contents=is_whole, only_files=True)
     if not files:
         return Delivered(words=f"dataset {delivery.dataset}", files=0, size=0)
     name, _ = parse_dataset(delivery.dataset)

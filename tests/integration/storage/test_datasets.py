@@ -13,6 +13,7 @@ import pytest
 from distflow.documents.urls import StorageUrl, parse_url
 from distflow.errors import NotFound, StorageError
 from distflow.storage.datasets import Datasets, File, Manifest
+from distflow.storage.delivery import Delivery, deliver
 from distflow.storage.failures import Halted
 from distflow.storage.opening import open_store
 from distflow.storage.trying import Patience
@@ -243,3 +244,11 @@ def test_a_turn_that_somebody_did_not_end_passes(base: tuple[StorageUrl, Path], 
         assert not made.done()
         os.utime(turn, (1.0, 1.0))
         assert made.result(30).number == 2
+
+
+@pytest.mark.parametrize("path", [".", "./.", ""])
+def test_the_whole_output_has_no_name_of_its_own(path: str, tmp_path: Path) -> None:
+    files(tmp_path / "scratch-0" / "sub", b=b"2")
+    url = parse_url(f"file://{tmp_path}/store/sets")
+    deliver(open_store(url), Delivery(url=str(url), dataset="d", paths=(path, "sub"), mark="m"), tmp_path / "scratch-0")
+    assert [one.path for one in at(url).manifest("d").files] == ["sub/b"]
