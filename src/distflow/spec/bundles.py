@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import os
 import re
+import stat
 import tarfile
 import tempfile
 from collections.abc import Container, Iterator
@@ -164,6 +165,8 @@ def _store_tree(root: Path, blobs: Path) -> Bundle:
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    if stat.S_ISSOCK(path.lstat().st_mode):
+        return  # as pipes and devices are left out; tar itself has no word for it
     info = archive.gettarinfo(str(path), arcname=name)
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
+import socket
 import tarfile
 from pathlib import Path
 
@@ -95,6 +96,17 @@ def test_both_names_of_one_file_are_sent(folder: Path) -> None:
     with tarfile.open(folder / "blobs" / one.digest) as archive:
         files = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
         assert {name: file.read() for name, file in files.items() if file} == {"first": b"data", "sub/second": b"data"}
+
+
+def test_what_holds_no_data_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "what").mkdir()
+    (folder / "what" / "data").write_text("data")
+    os.mkfifo(folder / "what" / "pipe")
+    monkeypatch.chdir(folder / "what")  # the path of a socket may not be long
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind("socket")
+        with tarfile.open(folder / "blobs" / bundle(folder).digest) as archive:
+            assert archive.getnames() == ["data"]
 
 
 @pytest.mark.parametrize("line", ["!", "a\\", "[z-a]"])
