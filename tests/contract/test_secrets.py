@@ -194,6 +194,15 @@ def test_an_error_file_is_masked_in_the_record_and_where_it_stands(node: NodeUnd
     assert not holders(node)
 
 
+@pytest.mark.parametrize("message", ['"half of a pair: \\ud83d"', "[" * 700 + "]" * 700], ids=["no text", "too deep"])
+def test_an_error_file_that_nobody_can_pass_on_does_not_cost_the_exit_code(node: NodeUnderTest, message: str) -> None:
+    link = node.connect()
+    argv = ["sh", "-c", 'printf %s "$0" > "$TORCHELASTIC_ERROR_FILE"; exit 3', f'{{"message": {message}}}']
+    end, _ = node.run(link, argv, secret_env={"T": CANARY})
+    assert (end["reason"], end["exit_code"]) == ("exited", 3)
+    assert end["error"] in (None, {"message": "half of a pair: ?"})
+
+
 @pytest.mark.parametrize(
     "entry",
     [{"path": "../x", "files": {"a": "b"}}, {"path": "files/x", "files": {"../a": "b"}}, {"path": "control", "files": {}}],

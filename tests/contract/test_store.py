@@ -19,7 +19,7 @@ from distflow.errors import NotFound, StateError, StoreBroken, StoreTooNew
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.opening import set_aside
-from distflow.state.record import CancelRequest, Event, Priority, Stray
+from distflow.state.record import CancelRequest, End, Event, Priority, Stray
 from distflow.state.search import Search
 from distflow.state.store import Store
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, task, workflow
@@ -92,7 +92,7 @@ def test_records_and_events_are_saved_together_or_not_at_all(store: Store) -> No
     record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
     after = replace(record, state=WorkflowState.FAILED, groups=(failed_group(),))
     with pytest.raises(StateError):
-        store.save([after], [told(record.uuid, "fine"), told(record.uuid, object())])  # type: ignore[arg-type]
+        store.save([after], [told(record.uuid, "fine"), replace(told(record.uuid, "no time"), at=object())])  # type: ignore[arg-type]
     assert store.find(record.id) == record
     assert store.events(record.uuid) == ()
     store.save([after], [told(record.uuid, "fine")])
@@ -107,6 +107,18 @@ def test_events_go_on_from_where_a_reader_was(store: Store) -> None:
     assert [(event.text, event.task) for event in first] == [("one", None), ("two", "worker")]
     store.add_events([told(record.uuid, "three"), told(other.uuid, "elsewhere")])
     assert [event.text for event in store.events(record.uuid, after=first[-1].sequence)] == ["three"]
+
+
+def test_whatever_a_node_says_can_be_written_down(store: Store) -> None:
+    record = submit(store, workflow([failed_group()], state=WorkflowState.FAILED))
+    group = failed_group()
+    end = End(ended_at=T0, error={"message": "half of a pair: \ud83d", "loss": float("nan")})
+    ended = replace(group.tasks[0], end=end, message="a file's name: \udcff")
+    store.save([replace(record, groups=(group.with_task(ended),))], [told(record.uuid, "ended: \udcff")])
+    kept = store.find(record.uuid).groups[0].task(ended.name)
+    assert kept.message == "a file's name: ?"
+    assert kept.end == replace(end, error={"message": "half of a pair: ?", "loss": None})
+    assert store.events(record.uuid)[-1].text == "ended: ?"
 
 
 def test_progress_does_not_undo_a_request_to_cancel(store: Store) -> None:

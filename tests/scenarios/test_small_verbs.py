@@ -137,6 +137,14 @@ def test_the_error_file_of_a_task_can_be_read(cli: Cli) -> None:
         assert (refused.code, "--error shows one task's error file" in refused.err) == (2, True)
 
 
+def test_an_error_file_that_is_no_unicode_text_stops_nothing(cli: Cli) -> None:
+    (cli.folder / "error.json").write_text('{"message": "half of a pair: \\ud83d"}')
+    fails = f"cp {cli.folder}/error.json $TORCHELASTIC_ERROR_FILE; exit 3"
+    spec = cli.spec(f"workflow: {{name: bad, tasks: [{{name: a, command: [sh, -c, '{fails}']}}]}}")
+    assert cli.run("workflow", "submit", spec, "--wait").code == 1
+    assert "exit code 3: half of a pair: ?" in cli.run("workflow", "why", "bad-1").out
+
+
 def test_cancel_tries_every_id_and_names_every_one_that_failed(cli: Cli) -> None:
     wait = 'trap "" TERM; while [ ! -e GO ]; do sleep 0.1; done'.replace("GO", str(cli.folder / "GO")).replace('"', '\\"')
     for name, code in (("over", "true"), ("one", wait), ("two", wait)):

@@ -43,6 +43,7 @@ SPARE_END = ".exit.json"
 STATE_BYTES = 8192
 END_BYTES = 65536
 _ERROR_BYTES = 24 * 1024
+_ERROR_DEPTH = 32
 _TEXT = 2000
 
 
@@ -141,7 +142,7 @@ def read_text(directory: str, name: str) -> str:
 def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     """What a process of the attempt wrote into its error file (torch's format), cut to a size that the record can hold.
 
-    Secrets are masked in it and in the file itself.
+    Secrets are masked in it and in the file itself. Whatever a process wrote, what is returned can be written down anywhere.
     """
     clean_error(directory, mask)
     try:
@@ -150,7 +151,7 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
         return None
     with os.fdopen(fd, "rb") as file:
         try:
-            error = json.loads(file.read(4 * 1024 * 1024).decode("utf-8", "replace"))
+            error = _sound(json.loads(file.read(4 * 1024 * 1024).decode("utf-8", "replace")), _ERROR_DEPTH)
         except (OSError, ValueError, RecursionError):
             return None
     if not isinstance(error, dict):
@@ -162,6 +163,22 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     if isinstance(message, dict):
         message = message.get("message")
     return {"message": str(message)[:_TEXT], "truncated": True}
+
+
+def _sound(value: Any, depth: int) -> Any:
+    """A JSON value without halves of UTF-16 pairs, which JSON can name and nobody can encode.
+
+    Raises ``ValueError`` for one that is nested more than ``depth`` times: who passes it on has less of a stack left than we.
+    """
+    if depth < 0:
+        raise ValueError("it is nested too deeply")
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_sound(one, depth - 1) for one in value]
+    if isinstance(value, dict):
+        return {_sound(key, depth): _sound(one, depth - 1) for key, one in value.items()}
+    return value
 
 
 def make_end(state: Json, reason: str, **known: Any) -> Json:

@@ -19,7 +19,7 @@ import msgspec
 
 from distflow.errors import NotFound, StoreTooNew
 from distflow.state import opening
-from distflow.state.codec import DecodeError, decode, encode
+from distflow.state.codec import DecodeError, decode, encode, writable
 from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
 from distflow.state.search import Search, where
 
@@ -333,7 +333,7 @@ class Store:
     def _write_events(self, events: Iterable[Event]) -> None:
         self._db.executemany(
             "INSERT INTO events (workflow, at, kind, text, grp, task, attempt) VALUES (?,?,?,?,?,?,?)",
-            [(e.workflow, e.at, e.kind, e.text, e.group, e.task, e.attempt) for e in events],
+            [(e.workflow, e.at, e.kind, writable(e.text), e.group, e.task, e.attempt) for e in events],
         )
 
     def _migrate(self) -> None:
