@@ -305,6 +305,18 @@ def test_both_are_killed_with_the_agent_away_and_the_next_one_finds_what_is_left
     assert_the_next_agent_ends_it(node, attempt, marker)
 
 
+def test_both_are_killed_and_somebody_has_removed_the_log(node: NodeUnderTest, marker: str) -> None:
+    link = node.connect()
+    script = "trap '' TERM; echo up; while :; do sleep 1; done"
+    argv = ["sh", "-c", 'setsid sh -c "$1" $0 & sleep 60', marker, script]
+    attempt = node.start(link, argv, lease={"gpus": 1, "gpu_ids": [0]})
+    wait_until(lambda: node.output(attempt))
+    (node.directory(attempt) / "output.log").unlink()
+    orphan(node, link, attempt)
+    assert_the_next_agent_ends_it(node, attempt, marker)
+    assert (node.record(attempt) or {})["output_bytes"] == 0
+
+
 def cgroup_of(node: NodeUnderTest, attempt: str) -> Path:
     """The cgroup of an attempt that runs; the test is skipped where its user may make none."""
     path = node.state(attempt)["command"]["cgroup"]

@@ -46,7 +46,9 @@ def settle(root: str, attempt: str) -> Json:
             message = _end_left(attempt, state) or message
         cgroups.remove(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        size = os.stat(attempts.LOG, dir_fd=dir_fd).st_size
+        size = 0
+        with contextlib.suppress(FileNotFoundError):  # somebody needed the room
+            size = os.stat(attempts.LOG, dir_fd=dir_fd).st_size
         secretfiles.remove(directory)
         if placing.has_secrets(directory):
             # Who knew them is gone: what they might stand in cannot be masked any more.
