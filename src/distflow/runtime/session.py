@@ -236,7 +236,6 @@ class _Session:
             for fd, ready in self._poll(is_read):
                 if fd == 0:
                     self._wire.receive()
-                    self._receive()
                 elif fd == self._woken:
                     self._drop_wakes()
                     self._reap()
@@ -244,6 +243,7 @@ class _Session:
                     self._feed()
                 if fd in self._outputs and ready & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._carry(fd)
+            self._receive()  # also what was heard while output waited to be read
             self._wire.look(is_read)
             self._look()
 
