@@ -17,6 +17,7 @@ from contract.conftest import NodeUnderTest
 from distflow.backends.machines.bootstrap import open_service
 from distflow.backends.machines.stream import ServiceStream
 from distflow.runtime.frames import FRAME
+from distflow.runtime.processes import list_processes
 from distflow.runtime.session import ERRORS, EXIT, INPUT, OUTPUT, REQUEST, STARTED
 from distflow.testing.waiting import wait_until
 from distflow.transports.local import LocalTransport
@@ -40,35 +41,67 @@ def held(pid: int, number: int) -> int:
     return count[0]
 
 
+def below(pid: int) -> Iterator[int]:
+    """The living children of a process."""
+    return (one.pid for one in list_processes() if one.ppid == pid and one.is_alive)
+
+
 def is_full(pid: int) -> bool:
     return held(pid, 1) > 65536 - 4096
 
 
-def test_what_is_typed_while_output_waits_to_be_read_reaches_the_command(here: NodeUnderTest) -> None:
+class Frames:
+    """A session as it is on the wire."""
+
+    def __init__(self, node: NodeUnderTest, attempt: str, argv: list[str]) -> None:
+        opened = open_service(node.transport, str(node.root), sys.executable, "session", timeout_s=20)
+        self.channel = opened.channel
+        self._stream = ServiceStream("here", opened, "it ended")
+        self.send(REQUEST, json.dumps({"attempt": attempt, "argv": argv}).encode())
+        assert self.next()[0] == STARTED
+
+    def send(self, kind: int, data: bytes) -> None:
+        self.channel.write(FRAME.pack(len(data), kind) + data)
+
+    def next(self) -> tuple[int, bytes]:
+        size, kind = FRAME.unpack(self._stream.read(FRAME.size))
+        return kind, self._stream.read(size)
+
+    def end(self) -> object:
+        """What is told of the end, when all output before it has been read."""
+        kind, data = self.next()
+        while kind in (OUTPUT, ERRORS):
+            kind, data = self.next()
+        assert kind == EXIT
+        return json.loads(data)
+
+
+@pytest.fixture
+def flood(here: NodeUnderTest) -> Iterator[tuple[Frames, str, int]]:
+    """A session whose output waits to be read, its attempt, and the process that serves it."""
     attempt = here.start(here.connect(), ["sleep", "600"])
-    opened = open_service(here.transport, str(here.root), sys.executable, "session", timeout_s=20)
-    stream = ServiceStream("here", opened, "it ended")
-
-    def send(kind: int, data: bytes) -> None:
-        opened.channel.write(FRAME.pack(len(data), kind) + data)
-
-    def frame() -> tuple[int, bytes]:
-        size, kind = FRAME.unpack(stream.read(FRAME.size))
-        return kind, stream.read(size)
-
+    frames = Frames(here, attempt, ["sh", "-c", "echo $$; yes & read word; kill $!; exit 7"])
     try:
-        floods = ["sh", "-c", "echo $$; yes & read word; kill $!; exit 7"]
-        send(REQUEST, json.dumps({"attempt": attempt, "argv": floods}).encode())
-        assert frame()[0] == STARTED
-        command = int(frame()[1].split()[0])
+        command = int(frames.next()[1].split()[0])
         session = int(Path(f"/proc/{command}/stat").read_text().rpartition(")")[2].split()[1])
         # Nobody reads: both pipes fill up, and the session can only wait for that.
         wait_until(lambda: is_full(command) and is_full(session), 20, "nothing moves")
-        send(INPUT, b"enough\n")
-        wait_until(lambda: held(session, 0) == 0, 20, "the session has heard it")
-        kind, data = frame()
-        while kind in (OUTPUT, ERRORS):
-            kind, data = frame()
-        assert (kind, json.loads(data)) == (EXIT, {"code": 7, "why": ""})
+        yield frames, attempt, session
     finally:
-        opened.channel.close()
+        frames.channel.close()
+
+
+def test_what_is_typed_while_output_waits_to_be_read_reaches_the_command(flood: tuple[Frames, str, int]) -> None:
+    frames, _, session = flood
+    frames.send(INPUT, b"enough\n")
+    wait_until(lambda: held(session, 0) == 0, 20, "the session has heard it")
+    assert frames.end() == {"code": 7, "why": ""}
+
+
+def test_the_end_of_the_task_is_told_behind_output_that_waited_to_be_read(
+    here: NodeUnderTest, flood: tuple[Frames, str, int]
+) -> None:
+    frames, attempt, session = flood
+    here.connect().request("stop", attempt=attempt, grace_s=5, why="by the test")
+    wait_until(lambda: not list(below(session)), 20, "the command is gone")
+    assert frames.end() == {"code": 129, "why": "the task has ended, and the command with it"}

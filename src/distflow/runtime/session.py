@@ -106,6 +106,7 @@ class _Wire:
 
     def __init__(self) -> None:
         self._received = bytearray()
+        self._unsent = bytearray()
         self._heard = time.monotonic()
         os.set_blocking(1, False)
 
@@ -150,11 +151,14 @@ class _Wire:
             raise OSError(errno.ETIMEDOUT, "nothing was heard")
 
     def say(self, kind: int, data: bytes, look: Optional[Callable[[], None]] = None) -> None:
-        """Write a frame. Who reads may take long: meanwhile the other side is listened to, and ``look`` is called."""
-        view = memoryview(FRAME.pack(len(data), kind) + data)
-        while view:
+        """Write a frame. Who reads may take long: meanwhile the other side is listened to, and ``look`` is called.
+
+        What that raises cuts no frame in two: the rest goes before the next one.
+        """
+        self._unsent += FRAME.pack(len(data), kind) + data
+        while self._unsent:
             try:
-                view = view[os.write(1, view[:_READ]) :]
+                del self._unsent[: os.write(1, self._unsent[:_READ])]
             except BlockingIOError:
                 poll = select.poll()
                 poll.register(1, select.POLLOUT)
@@ -242,7 +246,7 @@ class _Session:
                 if fd == self._input and ready & (select.POLLOUT | select.POLLERR):
                     self._feed()
                 if fd in self._outputs and ready & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    self._carry(fd)
+                    self._carry(fd, self._look)
             self._receive()  # also what was heard while output waited to be read
             self._wire.look(is_read)
             self._look()
@@ -290,7 +294,7 @@ class _Session:
                     continue
             told = {"code": 137 if self._code is None else self._code, "why": self.why}
             self._wire.say(EXIT, json.dumps(told).encode())
-        except (OSError, _TaskEnded):
+        except OSError:
             pass  # nobody listens
 
     def _drop_wakes(self) -> None:
@@ -331,7 +335,7 @@ class _Session:
             os.close(self._input)
             self._input = -1
 
-    def _carry(self, fd: int) -> bool:
+    def _carry(self, fd: int, look: Optional[Callable[[], None]] = None) -> bool:
         """Tell what the command wrote. True if there may be more."""
         try:
             data = os.read(fd, _READ)
@@ -344,7 +348,7 @@ class _Session:
             if fd != self._input:
                 os.close(fd)
             return False
-        self._wire.say(self._outputs[fd], data, self._look)
+        self._wire.say(self._outputs[fd], data, look)
         return True
 
 
