@@ -648,6 +648,23 @@ def test_a_gpu_is_given_back_when_nothing_is_left_on_it(node: NodeUnderTest, tmp
         assert len(asked.read_text().splitlines()) >= 3
 
 
+def test_a_stop_while_the_driver_takes_its_time_costs_no_exit_code(node: NodeUnderTest, tmp_path: Path) -> None:
+    smi, asked = tmp_path / "bin" / "nvidia-smi", tmp_path / "asked"
+    smi.parent.mkdir()
+    # Longer than a keeper has for confirming a stop, when it is asked for who is left on the GPU of a task that has ended.
+    slow = f"echo >> {asked}; test $(wc -l < {asked}) -ne 2 || sleep 7"
+    smi.write_text(
+        f'#!/bin/sh\ncase "$1" in *apps*) {slow};; -L) echo "GPU 0: A";; *) echo "0, GPU-a, 00000000:17:00.0";; esac\n'
+    )
+    smi.chmod(0o755)
+    link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
+    attempt = node.start(link, ["sh", "-c", "exit 3"], lease={"gpus": 1, "gpu_ids": [0]})
+    wait_until(lambda: len(asked.read_text().splitlines()) > 1, 20, "it is asked for")
+    link.send("stop", lambda _answer: None, attempt=attempt, grace_s=0, why="a peer failed")
+    end = node.end(attempt)
+    assert (end["reason"], end["exit_code"]) == ("exited", 3), end
+
+
 def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest) -> None:
     link = node.connect()
     attempt = node.attempt()

@@ -111,13 +111,20 @@ class Watches:
                 self._push({"event": "beat", "attempt": watch.attempt, "age_s": max(0.0, now() - at)})
 
     def stop_the_stuck(self, watch: Watch, grace_s: float, is_done: Callable[[], bool]) -> None:
-        """Kill a keeper that does not even confirm a stop (somebody may have sent it SIGSTOP): the runner does the rest."""
+        """Kill a keeper that cannot even confirm a stop, as somebody sent it SIGSTOP: the runner does the rest.
+
+        One that is busy is left alone. Its command has ended, and it alone knows how: a driver that is asked for processes on
+        its GPUs, or a daemon that removes a container, may take longer than that.
+        """
 
         def check() -> None:
             state = records.read_state(watch.directory) or {}
             keeper = state.get("keeper") or {}
-            if not is_done() and processes.is_same(int(keeper.get("pid", 0)), int(keeper.get("start", 0))):
-                os.kill(int(keeper["pid"]), signal.SIGKILL)
+            process = processes.read_process(int(keeper.get("pid", 0)))
+            if is_done() or process is None or process.start != int(keeper.get("start", 0)):
+                return
+            if process.state in "Tt":
+                os.kill(process.pid, signal.SIGKILL)
 
         self._loop.later(grace_s + _STUCK_S, check)
 
