@@ -52,6 +52,8 @@ def _gpus(smi: str) -> List[Tuple[str, str, str]]:
 def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
     index = {uuid: index for index, uuid, _ in gpus}
     users: List[GpuUser] = []
+    if not index:
+        return users  # a driver that did not say this much has nothing more to say
     for row in _ask(smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         if len(row) < 4 or not row[1].isdigit() or row[0] not in index:
             continue

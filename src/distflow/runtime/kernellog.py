@@ -193,12 +193,5 @@ def _journal() -> str:
     program = processes.find_program("journalctl", os.environ.get("PATH", ""))
     if program is None:
         return ""
-    import subprocess
-
     argv = [program, "--dmesg", "--quiet", "--no-pager", "--output=short-monotonic", "--lines=4000"]
-    null = subprocess.DEVNULL
-    try:
-        done = subprocess.run(argv, stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=_JOURNAL_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode("utf-8", "replace")
+    return processes.said_by(argv, _JOURNAL_S) or ""

@@ -34,6 +34,7 @@ __all__ = [
     "variable_of",
 ]
 
+_KILLED_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
@@ -121,10 +122,18 @@ def said_by(argv: List[str], timeout_s: float) -> Optional[str]:
 
     null = subprocess.DEVNULL
     try:
-        done = subprocess.run(argv, stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=timeout_s, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        process = subprocess.Popen(argv, stdin=null, stdout=subprocess.PIPE, stderr=null)
+    except OSError:
         return None
-    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None
+    # Not `run`, which waits without end for what it has killed: one that hangs in a driver does not die.
+    for limit_s in (timeout_s, _KILLED_S):
+        try:
+            said = process.communicate(timeout=limit_s)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+        else:
+            return said.decode("utf-8", "replace") if process.returncode == 0 else None
+    return None
 
 
 def boot_id() -> str:

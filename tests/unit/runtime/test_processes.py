@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 from distflow.runtime.processes import Process, only_descendants, read_process
+from distflow.testing.waiting import wait_until
 
 
 def process(pid: int, ppid: int) -> Process:
@@ -37,3 +44,34 @@ def test_a_process_that_is_not_there_is_none() -> None:
 
 def test_zombies_are_not_alive() -> None:
     assert not process(1, 0)._replace(state="Z").is_alive
+
+
+HANGS = """\
+import sys, threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+open(sys.argv[1], "w").write("up")
+time.sleep(600)
+"""
+_PTRACE_SEIZE = 0x4206
+_WALL = 0x40000000
+
+
+def test_a_program_that_does_not_even_die_is_not_waited_for(tmp_path: Path) -> None:
+    """As one does that hangs in a driver. Here it is a thread of it that we trace: until we look, its process is not gone."""
+    ask = "import sys; from distflow.runtime.processes import said_by; print(said_by(sys.argv[1:], 3))"
+    asker = subprocess.Popen(
+        [sys.executable, "-c", ask, sys.executable, "-I", "-S", "-c", HANGS, str(tmp_path / "up")], stdout=subprocess.PIPE
+    )
+    wait_until((tmp_path / "up").exists, 20)
+    hanging = int(Path(f"/proc/{asker.pid}/task/{asker.pid}/children").read_text())
+    thread = next(int(name) for name in os.listdir(f"/proc/{hanging}/task") if int(name) != hanging)
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long] * 4
+    if ptrace(_PTRACE_SEIZE, thread, 0, 0) != 0:
+        asker.communicate()
+        pytest.skip(f"nothing can be traced here: {os.strerror(ctypes.get_errno())}")
+    try:
+        wait_until(lambda: asker.poll() is not None, 20, "it is not waited for")
+    finally:
+        os.waitpid(thread, _WALL)
+    assert asker.communicate()[0] == b"None\n"
