@@ -8,6 +8,7 @@ import fcntl
 import io
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ from contract.conftest import cleaned, launch_of, processes_with
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
+from distflow.runtime.processes import name_of
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -378,6 +380,40 @@ def test_every_operation_may_be_asked_twice(node: NodeUnderTest) -> None:
 
 
 # -- stopping
+
+
+def jobs_of(agent: int) -> list[int]:
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return [int(pid) for pid in children if name_of(int(pid)) == "df-job"]
+
+
+def test_what_the_agent_of_a_broken_connection_still_places_does_not_reach_a_task_that_runs(node: NodeUnderTest) -> None:
+    """The supervisor comes back by another connection, and asks for the same again."""
+    first, second = node.connect(), node.connect()
+    agents = [link.request("hello", watch=[])["facts"]["agent_pid"] for link in (first, second)]
+    attempt, blob = node.lease(first), node.stage(b"as it was given")
+    launch = launch_of(
+        ["sh", "-c", "echo mine > 1999/file; echo changed; sleep 60"],
+        files=[{"path": f"work/{number}/file", "blob": blob, "mode": 0o600} for number in range(2000)],
+    )
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    first.send("prepare", lambda _answer: None, attempt=attempt, launch=launch)
+    job = wait_until(lambda: jobs_of(agents[0]), 20, "it has begun")[0]
+    os.kill(job, signal.SIGSTOP)
+    try:
+        second.send("prepare", answers.put, attempt=attempt, launch=launch)
+        second.request("ping")
+        wait_until(lambda: not answers.empty() or not jobs_of(agents[1]), 20, "the second one is done, or waits for the first")
+        if answers.empty():
+            os.kill(job, signal.SIGCONT)
+        assert answers.get(timeout=60) == {"prepared": True}
+        second.request("start", attempt=attempt)
+        wait_until(lambda: node.output(attempt) == "changed\n", 20, "it runs")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job, signal.SIGCONT)
+    wait_until(lambda: not jobs_of(agents[0]), 60, "the first one is done")
+    assert (node.directory(attempt) / "work/1999/file").read_text() == "mine\n"
 
 
 def test_stop_asks_first(node: NodeUnderTest) -> None:

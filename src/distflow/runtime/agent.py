@@ -149,6 +149,8 @@ class _Agent:
         op = self._ops.get(str(request.get("op")), self._look_after)
         try:
             op(request, answer)
+        except attempts.TaskIsLocked:  # by the agent of a connection that broke, perhaps: it does not know that yet
+            self._loop.later(_LOCK_S, lambda: self._dispatch(request))
         except OpError as error:
             answer.refuse(error)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -240,9 +242,11 @@ class _Agent:
                 raise OpError("conflict", "this attempt has ended")
             answer({"prepared": True})
             return
+        lock = attempts.lock_files(watch.directory)
         waiting = self._preparing[watch.attempt] = [answer]
 
         def finish(result: Union[Json, OpError]) -> None:
+            os.close(lock)
             self._preparing.pop(watch.attempt, None)
             for one in waiting:
                 one.either(result)

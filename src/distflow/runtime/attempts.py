@@ -21,6 +21,7 @@ __all__ = [
     "directory_of",
     "each",
     "is_reachable",
+    "lock_files",
     "lock_task",
     "read_status",
     "remove",
@@ -34,7 +35,7 @@ _WORKFLOW = re.compile(r"(?!blobs$|runtime$|images$)[A-Za-z0-9_-]+")
 
 
 class TaskIsLocked(OpError):
-    """Another agent is at work on the task for some milliseconds: try again."""
+    """Another agent is at work on the task: try again."""
 
 
 def directory_of(root: str, attempt: object) -> str:
@@ -92,12 +93,21 @@ def is_reachable(directory: str) -> bool:
 
 def lock_task(directory: str, *, wait: bool) -> int:
     """Keep other agents from making or settling attempts of the same task. Close the descriptor to let them."""
-    fd = os.open(os.path.dirname(directory), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return _lock(os.path.dirname(directory), 0 if wait else fcntl.LOCK_NB)
+
+
+def lock_files(directory: str) -> int:
+    """Keep other agents from placing files of the same attempt. Close the descriptor to let them."""
+    return _lock(directory, fcntl.LOCK_NB)
+
+
+def _lock(path: str, flags: int) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | flags)
     except BlockingIOError:
         os.close(fd)
-        raise TaskIsLocked("conflict", "another connection is just making or ending an attempt of this task") from None
+        raise TaskIsLocked("conflict", "another connection is at work on an attempt of this task") from None
     return fd
 
 
