@@ -27,6 +27,7 @@ from distflow.backends.base import (
     LeaseRefused,
     LeaseRequest,
     LogComplete,
+    NodeDown,
     NodeUp,
     Observation,
     Prepared,
@@ -455,6 +456,36 @@ def test_a_lease_whose_answer_was_lost_is_given_back_when_the_node_answers_again
     assert not bench.await_one(LeaseRefused).is_final
     wait_until(lambda: not record.exists(), 20, "nobody holds it any more")
     bench.backend.close()
+
+
+STALE = """\
+import os
+real = os.statvfs
+def stale(path):
+    if not os.path.exists({mended!r}):
+        raise OSError(116, "Stale file handle", path)
+    return real(path)
+os.statvfs = stale
+"""
+
+
+def test_a_node_that_refuses_hello_again_and_again_is_left_no_agents(tmp_path: Path) -> None:
+    """As one does whose file system is gone for a while. Each try is a connection of its own."""
+    mended, wrapper = tmp_path / "mended", tmp_path / "python"
+    (tmp_path / "prefix.py").write_text(STALE.format(mended=str(mended)))
+    words = f'shift 3\nstub=$1\nshift\nexec {sys.executable} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"\n'
+    wrapper.write_text("#!/bin/sh\n" + words)
+    wrapper.chmod(0o755)
+    bench = _machines(tmp_path)
+    bench.backend.connect([replace(bench.node, python=str(wrapper))])
+    try:
+        wait_until(lambda: sum(isinstance(one, NodeDown) for one in bench.seen) > 2, 30, "three tries")
+        assert "Stale file handle" in bench.await_one(NodeDown).error
+        mended.touch()
+        bench.await_one(NodeUp)
+        wait_until(lambda: len(_agents(tmp_path)) == 1, 10, "one agent is left")
+    finally:
+        bench.backend.close()
 
 
 def _agents(folder: Path) -> list[int]:

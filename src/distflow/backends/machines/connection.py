@@ -10,6 +10,7 @@ import base64
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -255,19 +256,15 @@ class Connection:
             pauses: tuple[float, ...] = _BACKOFF_S
             heard_at = None
             try:
-                link = connect(
-                    self._transport,
-                    root=self.node.root,
-                    python=self.node.python,
-                    timeout_s=self._pool.connect_timeout_s,
-                    ping_s=self._pool.ping_s,
-                    on_event=self._pushed,
-                    on_close=self._closed,
-                )
-                self._greet(link)
-                tries = 0
-                self._broken.wait()
-                heard_at = now() - link.silent_s
+                made = connect(
+                    self._transport, self.node.root, self.node.python, timeout_s=self._pool.connect_timeout_s,
+                    ping_s=self._pool.ping_s, on_event=self._pushed, on_close=self._closed,
+                )  # fmt: skip
+                with closing(made) as link:  # its agent would stay there, kept alive by our pings
+                    self._greet(link)
+                    tries = 0
+                    self._broken.wait()
+                    heard_at = now() - link.silent_s
             except DistflowError as error:
                 self._error = _words(error)
                 pauses = _REFUSED_BACKOFF_S if isinstance(error, AuthenticationRefused) else _BACKOFF_S
@@ -290,8 +287,7 @@ class Connection:
         for key in unwanted:  # before anybody knows that it is up, and asks for the same again
             self._give_back(link, key)
         answer = link.request("hello", watch=[key.name for key in keys])
-        facts = answer["facts"]
-        self._facts = facts
+        facts = self._facts = answer["facts"]
         with self._lock:
             self._link = link
         self._sink(
