@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from typing import List, Tuple
@@ -47,8 +48,12 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     # Out of sight first: half a workflow must not look like a whole one.
     trash = os.path.join(root, _TRASH)
     os.makedirs(trash, mode=0o700, exist_ok=True)
-    os.rename(top, os.path.join(trash, "{}-{}".format(workflow, os.getpid())))
-    _remove(trash)
+    hidden = os.path.join(trash, "{}-{}".format(workflow, os.getpid()))
+    os.rename(top, hidden)
+    for name in os.listdir(trash):  # also what could not be removed before, or not in time
+        with contextlib.suppress(OSError):
+            _remove(os.path.join(trash, name))
+    _remove(hidden)
     return {"freed_bytes": before}
 
 
@@ -57,10 +62,23 @@ def _alive(root: str, workflow: str) -> List[str]:
 
 
 def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
+    """Remove what is there, if anything. Raises ``OSError`` with what is in the way: files of a container's root, say."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    _open(path)
+    for folder, names, _ in os.walk(path):
+        for name in names:
+            _open(os.path.join(folder, name))
+    shutil.rmtree(path)
+
+
+def _open(folder: str) -> None:
+    """Let its owner into a directory that a task has closed, as caches of Go modules are."""
+    if not os.path.islink(folder) and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)
 
 
 def _measure(top: str) -> Tuple[int, float]:

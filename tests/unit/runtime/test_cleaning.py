@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import hashlib  # noqa: F401  who is not root any more may not be able to import it
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distflow.runtime import cleaning
+
+NOBODY = 65534
+
+
+def as_a_user(folder: Path, work: Callable[[], None]) -> None:
+    """Do ``work`` in a directory as somebody whom modes of files hold back: not as root."""
+    if os.getuid() == 0:
+        os.chown(folder, NOBODY, NOBODY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests are not ours to care for
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.chdir(folder)
+            if os.getuid() == 0:
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_directories_that_a_task_has_closed_are_removed_all_the_same(tmp_path: Path) -> None:
+    def work() -> None:
+        os.makedirs("w1/g/t/0/work/closed/deeper")
+        os.chmod("w1/g/t/0/work/closed/deeper", 0)
+        os.chmod("w1/g/t/0/work/closed", 0o555)
+        os.chmod("w1/g/t/0/work", 0o555)
+        cleaning.clean(".", "w1", keep_output=True)
+        assert os.listdir("w1/g/t/0") == []
+        os.makedirs("w1/g/t/0/output/closed/deeper")
+        os.chmod("w1/g/t/0/output/closed", 0o555)
+        cleaning.clean(".", "w1", keep_output=False)
+        assert os.listdir(".trash") == []
+
+    as_a_user(tmp_path, work)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="it takes files of two users")
+def test_what_cannot_be_removed_of_one_workflow_keeps_no_other(tmp_path: Path) -> None:
+    """As root in a container leaves it behind."""
+    left = tmp_path / "w1/g/t/0/work/of-root/file"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    for folder in list(left.parents)[1:6]:
+        os.chown(folder, NOBODY, NOBODY)
+
+    def work() -> None:
+        os.makedirs("w2/g/t/0/work")
+        with pytest.raises(PermissionError):
+            cleaning.clean(".", "w1", keep_output=False)
+        (kept,) = os.listdir(".trash")
+        cleaning.clean(".", "w2", keep_output=False)
+        assert os.listdir(".trash") == [kept]
+
+    as_a_user(tmp_path, work)
