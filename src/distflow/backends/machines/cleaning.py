@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.bootstrap import connect
-from distflow.errors import DistflowError
+from distflow.backends.machines.link import AgentLink
+from distflow.errors import AgentError, DistflowError
 from distflow.pools.model import Node, Pool
 
 __all__ = ["Cleaned", "clean_node"]
+
+_PATIENCE_S = 3600.0
+"""For looking at millions of files, or removing them; a node that is gone is noticed by its silence, long before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,7 @@ class Cleaned:
     free_bytes: int | None = None
     """Left on the node's disk."""
     error: str = ""
+    """What kept it from all or from some of that."""
 
 
 def clean_node(
@@ -48,25 +53,36 @@ def clean_node(
     except DistflowError as error:
         return Cleaned(node=node.name, error=error.message)
     try:
-        survey = link.request("survey")
+        survey = link.request("survey", timeout_s=_PATIENCE_S)
         old = [
             item
             for item in survey["workflows"]
             if item["uuid"] not in unfinished and not item["alive"] and now - item["modified_at"] >= older_than_s
         ]
-        freed = 0
+        freed, removed, refused = 0, [], []
         for item in old:
-            progress(f"{node.name}: {item['uuid']}")
-            freed += item["bytes"] if is_dry_run else link.request("clean", workflow=item["uuid"])["freed_bytes"]
+            uuid = item["uuid"]
+            progress(f"{node.name}: {uuid}")
+            try:
+                freed += item["bytes"] if is_dry_run else _clean(link, uuid)
+            except AgentError as error:
+                refused.append(f"{uuid}: {error.detail}")
+            else:
+                removed.append(uuid)
         return Cleaned(
             node=node.name,
-            removed=tuple(item["uuid"] for item in old),
-            kept=len(survey["workflows"]) - len(old),
+            removed=tuple(removed),
+            kept=len(survey["workflows"]) - len(removed),
             freed_bytes=freed,
             free_bytes=survey.get("free_bytes"),
+            error="; ".join(refused),
         )
     except DistflowError as error:
         return Cleaned(node=node.name, error=error.message)
     finally:
         link.close()
         transport.close()
+
+
+def _clean(link: AgentLink, uuid: str) -> int:
+    return int(link.request("clean", timeout_s=_PATIENCE_S, workflow=uuid)["freed_bytes"])
