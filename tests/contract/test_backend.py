@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from contract.test_runtime_faults import kill_together
 from distflow.backends.base import (
     Absent,
     AttemptKey,
@@ -31,6 +33,7 @@ from distflow.backends.base import (
     NodeUp,
     Observation,
     Prepared,
+    PrepareFailed,
     Released,
     Staging,
     Started,
@@ -484,6 +487,29 @@ def test_a_node_that_refuses_hello_again_and_again_is_left_no_agents(tmp_path: P
         mended.touch()
         bench.await_one(NodeUp)
         wait_until(lambda: len(_agents(tmp_path)) == 1, 10, "one agent is left")
+    finally:
+        bench.backend.close()
+
+
+def test_a_start_that_crosses_the_end_of_its_lease_is_no_failure_to_start(tmp_path: Path) -> None:
+    """Nothing has run: the gang is to be queued again, as when its supervisor had heard of the end before it said start."""
+    bench = _machines(tmp_path)
+    key = bench.key()
+    bench.backend.connect([bench.node])
+    try:
+        bench.await_one(NodeUp)
+        bench.backend.lease(bench.request("t"))
+        bench.await_one(Leased)
+        bench.backend.prepare(key, bench.launch("true"), GivenSecrets(), 5.0)
+        bench.await_one(Prepared)
+        kill_together(json.loads((tmp_path / "node" / key.name / "runner.json").read_text()))
+        assert bench.await_one(Ended).end["reason"] == "both_died"
+        bench.backend.start(key)
+        bench.backend.prepare(key, bench.launch("true"), GivenSecrets(), 5.0)
+        wait_until(lambda: not bench.backend._halts, 20, "it is answered")  # type: ignore[attr-defined]
+        bench.backend.stop(key, grace_s=0, why="")
+        bench.await_one(StopAccepted)
+        assert not [one for one in bench.seen if isinstance(one, PrepareFailed)]
     finally:
         bench.backend.close()
 

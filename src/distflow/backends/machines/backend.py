@@ -105,7 +105,7 @@ class MachinesBackend:
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, AgentError):
-                self._sink(PrepareFailed(at=now(), key=key, message=answer.message))
+                self._refused(key, answer)
             elif isinstance(answer, DistflowError):
                 self._sink(Unanswered(at=now(), key=key, op="start"))
 
@@ -209,7 +209,7 @@ class MachinesBackend:
         except StorageError as error:
             self._sink(PrepareFailed(at=now(), key=key, message=f"an input cannot be fetched: {error}", is_data=True))
         except AgentError as error:
-            self._prepare_refused(key, error)
+            self._refused(key, error)
         except (DistflowError, OSError) as error:
             self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
         else:
@@ -290,11 +290,11 @@ class MachinesBackend:
             return {"data": base64.b64encode((self._blobs / file.blob).read_bytes()).decode()}
         return {"blob": file.blob}
 
-    def _prepare_refused(self, key: AttemptKey, error: AgentError) -> None:
+    def _refused(self, key: AttemptKey, error: AgentError) -> None:
         if error.kind == "not_found":
             # Its pair gave up waiting, or was killed: the lease is lost.
             self._connections[key.node].report(key, {"phase": "absent"})
-        else:
+        elif error.kind != "conflict":  # it has ended, which its status tells, and why: that may be nobody's fault
             is_image = error.kind == "image_pull"
             self._sink(PrepareFailed(at=now(), key=key, message=error.message, is_image=is_image))
 
