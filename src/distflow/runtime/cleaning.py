@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import List, Tuple
 
-from distflow.runtime import attempts, secretfiles
+from distflow.runtime import attempts, orphans, secretfiles
 from distflow.runtime.blobs import BLOBS
 from distflow.runtime.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
@@ -32,7 +32,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     """Remove a workflow's directory, or all of it but its outputs and records. Refused while anything of it is alive."""
     alive = _alive(root, workflow)
     if alive:
-        raise OpError("conflict", "it is still running here: {}".format(", ".join(alive)))
+        raise OpError("conflict", "it is still running: {}".format(", ".join(alive)))
     top = os.path.join(root, workflow)
     if not os.path.isdir(top):
         return {"freed_bytes": 0}
@@ -58,7 +58,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
 
 
 def _alive(root: str, workflow: str) -> List[str]:
-    return [attempt for attempt, directory in attempts.each(root, workflow) if attempts.is_reachable(directory)]
+    return [attempt for attempt, directory in attempts.each(root, workflow) if orphans.may_live(directory)]
 
 
 def _remove(path: str) -> None:

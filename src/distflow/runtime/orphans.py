@@ -11,7 +11,7 @@ from distflow.runtime import attempts, cgroups, placing, processes, records, sec
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.wire import Json
 
-__all__ = ["end_adopted", "is_pair_alive", "is_watched", "settle"]
+__all__ = ["end_adopted", "is_pair_alive", "is_watched", "may_live", "settle"]
 
 
 def is_pair_alive(state: Json) -> bool:
@@ -26,6 +26,14 @@ def is_watched(directory: str) -> bool:
     """Whether one of the attempt's pair lives, also when the end is on record already: it is then about to leave."""
     state = records.read_state(directory)
     return (state is not None and is_pair_alive(state)) or attempts.is_reachable(directory)
+
+
+def may_live(directory: str) -> bool:
+    """Whether somebody watches the attempt, here or, in a root that machines share, perhaps on another one."""
+    if is_watched(directory):
+        return True
+    state = records.read_state(directory)
+    return state is not None and state.get("host") not in (None, os.uname().nodename) and records.read_end(directory) is None
 
 
 def settle(root: str, attempt: str) -> Json:

@@ -7,7 +7,7 @@ import re
 import shutil
 from typing import Callable, List
 
-from distflow.runtime import attempts, leasefiles, orphans, records, secretfiles
+from distflow.runtime import attempts, leasefiles, orphans, secretfiles
 from distflow.runtime.blobs import BLOBS
 from distflow.runtime.wire import Json, OpError
 
@@ -20,7 +20,12 @@ _LOCK = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock")
 
 def uninstall(root: str, request: Json) -> Json:
     """Remove all that is distflow's, and say what was ``removed`` and what was ``left``, and why."""
-    alive = [name for workflow in attempts.workflows(root) for name, place in attempts.each(root, workflow) if _lives(place)]
+    alive = [
+        name
+        for workflow in attempts.workflows(root)
+        for name, place in attempts.each(root, workflow)
+        if orphans.may_live(place)
+    ]
     if alive:
         raise OpError("conflict", "it is still at work here: {}".format(", ".join(alive[:5])))
     removed: List[str] = []
@@ -33,14 +38,6 @@ def uninstall(root: str, request: Json) -> Json:
         _remove_locks(lease_dir, removed, left)
     _remove_root(root, removed, left)
     return {"removed": removed, "left": left}
-
-
-def _lives(directory: str) -> bool:
-    """Whether somebody watches the attempt, here or, in a root that machines share, perhaps on another one."""
-    if orphans.is_watched(directory):
-        return True
-    state = records.read_state(directory)
-    return state is not None and state.get("host") not in (None, os.uname().nodename) and records.read_end(directory) is None
 
 
 def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib  # noqa: F401  who is not root any more may not be able to import it
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow.runtime import cleaning
+from distflow.runtime.wire import OpError
 
 NOBODY = 65534
 
@@ -68,3 +70,15 @@ def test_what_cannot_be_removed_of_one_workflow_keeps_no_other(tmp_path: Path) -
         assert os.listdir(".trash") == [kept]
 
     as_a_user(tmp_path, work)
+
+
+def test_what_another_machine_may_be_at_in_a_root_that_both_share_is_kept(tmp_path: Path) -> None:
+    attempt = tmp_path / "w1/g/t/0"
+    attempt.mkdir(parents=True)
+    (attempt / "runner.json").write_text(json.dumps({"phase": "running", "host": "another", "boot_id": "its own"}))
+    assert cleaning.survey(str(tmp_path))["workflows"][0]["alive"] == ["w1/g/t/0"]
+    with pytest.raises(OpError, match="still running: w1/g/t/0"):
+        cleaning.clean(str(tmp_path), "w1", keep_output=False)
+    (attempt / "exit.json").write_text("{}")
+    cleaning.clean(str(tmp_path), "w1", keep_output=False)
+    assert not (tmp_path / "w1").exists()
