@@ -45,11 +45,11 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
     error: Mapping[str, object] = (end.error if end else None) or {}
     detail, traceback = _message(error)
     report = _REPORT.search("\n".join(lines))
-    rank, pid = error.get("rank"), error.get("pid")
+    rank, pid = _number(error, "rank"), _number(error, "pid")
     known = Told(
         detail=detail,
-        rank=str(rank) if isinstance(rank, int) else report[1] if report else "",
-        pid=pid if isinstance(pid, int) else int(report[3]) if report else None,
+        rank=str(rank) if rank is not None else report[1] if report else "",
+        pid=pid if pid is not None else int(report[3]) if report else None,
         traceback=traceback,
         is_symptom=_is_symptom(detail, lines, report),
     )
@@ -64,6 +64,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _number(error: Mapping[str, object], name: str) -> int | None:
+    value = error.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None  # JSON's `true` is an int to Python
 
 
 def _message(error: Mapping[str, object]) -> tuple[str, str]:

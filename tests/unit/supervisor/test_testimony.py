@@ -97,3 +97,9 @@ def test_a_file_of_another_kind_does_no_harm(error: dict[str, object]) -> None:
 def test_signals_have_names() -> None:
     assert signal_name(9) == "SIGKILL"
     assert signal_name(63) == "signal 63"
+
+
+def test_what_is_no_number_is_no_process_whatever_python_counts_as_one() -> None:
+    """A cause with such a process could be written down, and never read again."""
+    told = hear(_end(**RAISED, rank=True, pid=False), ())
+    assert (told.rank, told.pid) == ("", None)
