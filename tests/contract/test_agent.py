@@ -609,6 +609,19 @@ def test_a_gpu_that_somebody_else_computes_on_is_not_given_out(node: NodeUnderTe
     assert link.request("lease", attempt=node.attempt(), gpus=1, share_gpus=True, **lease)["gpu_ids"] == [0]
 
 
+def test_a_lease_of_gpus_that_finds_no_place_is_refused_and_the_agent_lives(node: NodeUnderTest, tmp_path: Path) -> None:
+    """As on a full disk, where `nvidia-smi` is asked first, in a child."""
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 0, GPU-a, 00000000:17:00.0\n")
+    smi.chmod(0o755)
+    link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
+    (node.root / node.workflow).write_text("in the way of its directory")
+    lease: dict[str, Any] = {"gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    assert "lease failed: " in refused(link, "internal", "lease", attempt=node.attempt(), gpus=1, **lease)
+    link.request("ping")
+
+
 NO_KERNEL_BUFFER = """\
 import ctypes
 class NoBuffer(ctypes.CDLL):

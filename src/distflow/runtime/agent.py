@@ -229,6 +229,8 @@ class _Agent:
             self._lease(request, answer, tries)
         except OpError as error:
             answer.refuse(error)
+        except OSError as error:
+            answer.refuse(OpError.from_os(error, "lease failed"))
 
     def _prepare(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)
