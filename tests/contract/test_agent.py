@@ -1131,6 +1131,19 @@ def test_a_task_that_must_not_run_unattended_stops_itself(node: NodeUnderTest) -
     assert node.record(other) is None
 
 
+def test_a_task_that_was_quiet_for_longer_than_it_may_be_alone_is_not_alone_yet_when_its_connection_ends(
+    node: NodeUnderTest,
+) -> None:
+    link, may_be_alone_s = node.connect(), 6.0
+    agent = link.request("hello", watch=[])["facts"]["agent_pid"]
+    attempt = node.start(link, ["sleep", "600"], self_stop_after_s=may_be_alone_s)
+    quiet_since = time.monotonic()
+    wait_until(lambda: time.monotonic() > quiet_since + may_be_alone_s + 0.5, 20, "it was quiet for so long")
+    link.close()
+    wait_until(lambda: not Path(f"/proc/{agent}").exists(), 20, "nobody listens")
+    assert node.watch(node.connect(), attempt)["phase"] == "running"
+
+
 def test_heartbeats_are_told_after_pings_once_each(node: NodeUnderTest) -> None:
     link = node.connect()
     shell = 'trap "touch $DISTFLOW_HEARTBEAT; echo beaten" USR1; echo there; while :; do sleep 0.05; done'

@@ -110,6 +110,7 @@ class _Keeper:
     def serve(self) -> None:
         """Go on until nothing is left to do, then write the record."""
         while not self._is_over():
+            was_attended = self._visitors.are_there  # until now: a quiet task's keeper may have slept for an hour
             for key, _ in self._selector.select(self._pause()):
                 key.data()
             if time.monotonic() >= self._output.due_at:
@@ -121,7 +122,7 @@ class _Keeper:
                 self._evict(self._memory.check())
             if self._gang is not None and time.monotonic() >= self._gang.due_at:
                 self._gang.tick()
-            if self._visitors.are_there:
+            if was_attended or self._visitors.are_there:
                 self._attended_at = time.monotonic()
             elif time.monotonic() >= self._alone_until() and self._reason is None:
                 self._stop(float((self._launch or {}).get("stop_grace_s") or 0), "NODE_LOST", "unattended")
