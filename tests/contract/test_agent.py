@@ -518,6 +518,18 @@ def test_release_leaves_nothing(node: NodeUnderTest) -> None:
 # -- leases
 
 
+def test_what_is_being_given_back_can_be_leased_again_at_once(node: NodeUnderTest) -> None:
+    """As a gang does whose other node has refused: it goes to a third one, and to this one again."""
+    link, answers = node.connect(), queue.SimpleQueue[Any]()
+    lease: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
+    attempt = node.attempt()
+    link.request("lease", attempt=attempt, **lease)
+    link.send("release", answers.put, attempt=attempt)
+    link.request("lease", attempt=attempt, **lease)
+    assert answers.get(timeout=20) == {}
+    assert node.watch(link, attempt)["phase"] == "leased"
+
+
 def test_gpus_are_given_to_one_at_a_time_and_the_holder_is_named(node: NodeUnderTest) -> None:
     link = node.connect()
     one = node.attempt()

@@ -26,7 +26,7 @@ __all__ = ["serve"]
 _IDLE_S = 30.0
 _BULK = 128 * 1024
 _LOCK_S = 0.05
-_LOCK_TRIES = 100
+_LOCK_TRIES = 1200
 _FILES = (attempts.LOG, attempts.INDEX)
 
 
@@ -149,8 +149,12 @@ class _Agent:
         op = self._ops.get(str(request.get("op")), self._look_after)
         try:
             op(request, answer)
-        except attempts.TaskIsLocked:  # by the agent of a connection that broke, perhaps: it does not know that yet
-            self._loop.later(_LOCK_S, lambda: self._dispatch(request))
+        except attempts.TaskIsLocked as error:  # by the agent of a connection that broke, perhaps: it does not know that yet
+            tries = int(request.get("tries") or 0)
+            if tries < _LOCK_TRIES:
+                self._loop.later(_LOCK_S, lambda: self._dispatch(dict(request, tries=tries + 1)))
+            else:
+                answer.refuse(error)
         except OpError as error:
             answer.refuse(error)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -177,25 +181,22 @@ class _Agent:
 
         self._loop.job(lambda: facts.gather(self._root), known, is_quick=facts.is_quick())
 
-    def _lease(self, request: Json, answer: _Answer, tries: int = 0) -> None:
+    def _lease(self, request: Json, answer: _Answer) -> None:
         if request.get("gpus") and "users" not in request:
             from distflow.runtime import gpuusers
 
             def found(seen: Union[Json, OpError]) -> None:
                 known = {"users": []} if isinstance(seen, OpError) else seen
-                self._again(dict(request, **known), answer, tries)
+                self._dispatch(dict(request, **known))
 
             with_users = not request.get("share_gpus")
             self._loop.job(lambda: gpuusers.look(with_users), found, is_quick=facts.is_quick())
             return
         attempt = request["attempt"]
-        directory = attempts.directory_of(self._root, attempt)
         # Given back and asked for again in one breath: what is there is on its way out.
         if attempt in self._releasing:
-            if tries >= _LOCK_TRIES:
-                raise OpError("busy", "what was leased before is not given back yet")
-            self._loop.later(_LOCK_S, lambda: self._again(request, answer, tries + 1))
-            return
+            raise attempts.TaskIsLocked("what was leased before is not given back yet")
+        directory = attempts.directory_of(self._root, attempt)
         phase = attempts.read_status(directory)["phase"]
         if phase == "ended":
             raise OpError("conflict", "this attempt has ended; a new one needs a new number")
@@ -215,22 +216,8 @@ class _Agent:
 
         # Reachable and yet unknown: its pair is just coming up, forked by us or by an agent that was killed meanwhile.
         if not attempts.is_reachable(directory):
-            try:
-                self._loop.children.add(attempts.create(self._root, request, self._umask))
-            except attempts.TaskIsLocked:
-                if tries >= _LOCK_TRIES:
-                    raise
-                self._loop.later(_LOCK_S, lambda: self._again(request, answer, tries + 1))
-                return
+            self._loop.children.add(attempts.create(self._root, request, self._umask))
         self._watches.expect(attempt, up)
-
-    def _again(self, request: Json, answer: _Answer, tries: int) -> None:
-        try:
-            self._lease(request, answer, tries)
-        except OpError as error:
-            answer.refuse(error)
-        except OSError as error:
-            answer.refuse(OpError.from_os(error, "lease failed"))
 
     def _prepare(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)

@@ -35,7 +35,10 @@ _WORKFLOW = re.compile(r"(?!blobs$|runtime$|images$)[A-Za-z0-9_-]+")
 
 
 class TaskIsLocked(OpError):
-    """Another agent is at work on the task: try again."""
+    """Somebody is at work on the task: try again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("busy", message)
 
 
 def directory_of(root: str, attempt: object) -> str:
@@ -107,7 +110,7 @@ def _lock(path: str, flags: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | flags)
     except BlockingIOError:
         os.close(fd)
-        raise TaskIsLocked("conflict", "another connection is at work on an attempt of this task") from None
+        raise TaskIsLocked("another connection is at work on an attempt of this task") from None
     return fd
 
 
