@@ -1156,6 +1156,16 @@ def test_a_task_that_was_quiet_for_longer_than_it_may_be_alone_is_not_alone_yet_
     assert node.watch(node.connect(), attempt)["phase"] == "running"
 
 
+def test_more_attempts_than_a_login_may_open_files_lose_nothing(node: NodeUnderTest, tmp_path: Path) -> None:
+    """Each takes up to three of the agent's descriptors: a link to its pair, and two files that are read."""
+    link = node.connect(python=python_that(tmp_path, "ulimit -S -n 48"))
+    attempts = [node.start(link, ["sh", "-c", "ulimit -S -n; sleep 600"]) for _ in range(24)]
+    for number, attempt in enumerate(attempts):
+        link.request("tail", stream=number, attempt=attempt, file="output.log", offset=0)
+    said = [base64.b64encode(b"48\n").decode()] * len(attempts)
+    wait_until(lambda: [event["data"] for event in list(node.events) if event["event"] == "data"] == said, 20, "all are heard")
+
+
 def test_heartbeats_are_told_after_pings_once_each(node: NodeUnderTest) -> None:
     link = node.connect()
     shell = 'trap "touch $DISTFLOW_HEARTBEAT; echo beaten" USR1; echo there; while :; do sleep 0.05; done'

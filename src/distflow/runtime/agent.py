@@ -45,6 +45,7 @@ def serve(root: str, umask: int) -> None:
     processes.rename_self("df-agent")
     processes.hide_memory()  # of the pairs that it forks, too: they know secrets for longer than we do
     processes.adopt_orphans()
+    processes.open_many()
     _Agent(root, incoming, outgoing, umask).run()
     os._exit(0)  # nothing is left to tidy up, and an interpreter takes its time
 

@@ -139,6 +139,7 @@ def _become(
         os.dup2(output, 1)
         os.dup2(output, 2)
         processes.close_all_but({go, failure})
+        processes.reset_limits()
         os.umask(umask)
         processes.reset_signals()
         os.write(failure, b"r")

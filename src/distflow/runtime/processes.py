@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 from typing import AbstractSet, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
@@ -25,9 +27,11 @@ __all__ = [
     "mark_of",
     "name_of",
     "only_descendants",
+    "open_many",
     "read_process",
     "reap",
     "rename_self",
+    "reset_limits",
     "reset_signals",
     "said_by",
     "started_at",
@@ -40,6 +44,8 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""How many descriptors this login lets a process have, and how many it may ask for."""
 
 
 class Process(NamedTuple):
@@ -83,6 +89,21 @@ def die_with_parent(signum: int, parent: int) -> bool:
 def rename_self(name: str) -> None:
     """The name that ``ps -o comm`` and ``top`` show (15 bytes)."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
+
+
+def open_many() -> None:
+    """Have as many descriptors as may be asked for: most logins let a process have 1024."""
+    _limit_files(_FILES[1])
+
+
+def reset_limits() -> None:
+    """Be as the login was: programs that call select() rely on it."""
+    _limit_files(_FILES[0])
+
+
+def _limit_files(soft: int) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a hard limit above what the kernel gives anybody (fs.nr_open)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, _FILES[1]))
 
 
 def reset_signals() -> None:
