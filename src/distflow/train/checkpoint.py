@@ -248,7 +248,8 @@ class Checkpoints:
         self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None,
         others: Mapping[str, Stateful],
     ) -> None:  # fmt: skip
-        state = training_state(model, optimizer, self._group)
+        saved = self._together(lambda: FileSystemReader(folder).read_metadata().state_dict_metadata)
+        state = training_state(model, optimizer, self._group, saved=saved)
 
         def load() -> None:
             load_tensors(state, storage_reader=FileSystemReader(folder), process_group=self._group)

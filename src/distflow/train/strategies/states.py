@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,16 +27,33 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    saved: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Return what this rank holds of ``model`` and, if given, ``optimizer``, with names that no strategy changes.
 
-    Of a pipeline these are the tensors of its stage, and the optimizer's groups (``param_groups``) of all stages, for which
-    all ranks of ``group`` must call it.
+    With ``saved``, the names of all that was saved, it is what to load into: an optimizer has states only of the parameters
+    that it has stepped. Of a pipeline these are the tensors of its stage, and the optimizer's groups (``param_groups``) of all
+    stages, for which all ranks of ``group`` must call it.
     """
-    model_state, optimizer_state = get_state_dict(_held(model), optimizer or ())
     if optimizer is None:
-        return {"model": model_state}
+        return {"model": get_model_state_dict(_held(model))}
+    is_new = not optimizer.state
+    if is_new and saved is not None:
+        optimizer.zero_grad()  # torch makes no states to load into where there are gradients
+    model_state, optimizer_state = get_state_dict(_held(model), optimizer)
+    states: dict[str, Any] = optimizer_state["state"]  # type: ignore[assignment]
+    if is_new:
+        # torch took a step to make these, which counts: what never stepped is saved, and goes on, as such.
+        optimizer.state.clear()
+    if saved is not None:
+        there = {name for name, values in states.items() if any(f"optimizer.state.{name}.{key}" in saved for key in values)}
+        optimizer_state["state"] = {name: states[name] for name in states if name in there}
+    elif is_new:
+        optimizer_state["state"] = {}
     if isinstance(model, Pipeline):
         optimizer_state["param_groups"] = _joined(from_all(optimizer_state["param_groups"], group))  # type: ignore[arg-type]
     return {"model": model_state, "optimizer": optimizer_state}
@@ -53,7 +70,11 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
             for one in optimizer_state["param_groups"]
             if (names := [name for name in one["params"] if name in own])
         ]
-    set_state_dict(held, optimizer or (), model_state_dict=state["model"], optim_state_dict=optimizer_state)
+    # Not strict of parameters without a state of the optimizer, which it has not stepped.
+    set_state_dict(
+        held, optimizer or (), model_state_dict=state["model"], optim_state_dict=optimizer_state,
+        options=StateDictOptions(strict=False),
+    )  # fmt: skip
 
 
 def _held(model: nn.Module) -> nn.Module:

@@ -1,0 +1,85 @@
+"""What an optimizer is when it is saved is what it is when it is loaded, also before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train.conftest import Start
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
+
+STEPS = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch import nn
+    from distflow import train
+
+    place = train.init(timeout=60)
+
+    class Half(nn.Module):
+        \"\"\"Has a layer that takes no part in the result.\"\"\"
+
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.used(x)
+
+    def steps(model, optimizer, first, last):
+        for step in range(first, last):
+            draw = torch.Generator().manual_seed(10 * step + place.rank)
+            inputs, targets = torch.randn(4, 4, generator=draw), torch.randn(4, 2, generator=draw)
+            train.backward(model, inputs, targets, nn.functional.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def weights(model):
+        return str([parameter.tolist() for parameter in model.parameters()])
+"""
+OPTIMIZERS = (
+    STEPS
+    + """
+    MAKERS = {
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    }
+
+    def build(name):
+        torch.manual_seed(0)
+        model = train.parallelize(Half(), "ddp", find_unused_parameters=True)
+        return model, MAKERS[name](model.parameters())
+
+    for name in MAKERS:
+        model, optimizer = build(name)
+        steps(model, optimizer, 0, 4)
+        train.report(step=4, name=name, what="without", weights=weights(model))
+        for saved_at in (0, 2):
+            checkpoints = train.Checkpoints(f"{sys.argv[1]}/{name}-{saved_at}")
+            model, optimizer = build(name)
+            steps(model, optimizer, 0, saved_at)
+            checkpoints.save(saved_at, model, optimizer)
+            steps(model, optimizer, saved_at, 4)
+            train.report(step=4, name=name, what="saved", weights=weights(model))
+            for tried in (False, True):
+                model, optimizer = build(name)
+                if tried:  # such as a pass that looks whether the memory suffices
+                    train.backward(model, torch.ones(2, 4), torch.ones(2, 2), nn.functional.mse_loss)
+                step = checkpoints.load_latest(model, optimizer)
+                optimizer.zero_grad()
+                steps(model, optimizer, step, 4)
+                train.report(step=4, name=name, what=f"loaded at {saved_at}, {tried}", weights=weights(model))
+"""
+)
+
+
+def test_saving_changes_nothing_and_loading_goes_on_from_there(start: Start, tmp_path: Path) -> None:
+    """Before the first step, and where a parameter never got a gradient: the optimizer has no state of those."""
+    run = start(OPTIMIZERS, "--size", "2", arguments=(str(tmp_path),))
+    assert run.wait() == 0, run.stderr
+    for name in ("adamw", "sgd"):
+        ends = {record["what"]: record["weights"] for record in run.records if record["name"] == name}
+        assert len(ends) == 6
+        assert {what for what, weights in ends.items() if weights != ends["without"]} == set()
