@@ -145,11 +145,14 @@ def make_pipeline(
         def stage() -> Any:
             return pipelining.build_stage(part, index, pipe.info(), device, group)
 
-    training = pipelining.ScheduleGPipe if options.get("schedule") == "gpipe" else pipelining.Schedule1F1B
-
     def schedules(micro_batches: int, trains: bool) -> Any:
         # Without a loss, torch's schedule ends with the forward pass and gives the outputs.
-        return training(stage(), micro_batches, loss_fn=loss) if trains else pipelining.ScheduleGPipe(stage(), micro_batches)
+        if not trains:
+            return pipelining.ScheduleGPipe(stage(), micro_batches)
+        # torch's 1F1B refuses fewer micro-batches than stages; its gain lies in those beyond.
+        is_gpipe = options.get("schedule") == "gpipe" or micro_batches < count
+        schedule = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
+        return schedule(stage(), micro_batches, loss_fn=loss)
 
     replicas = mesh["dp"].get_group() if "dp" in names and mesh["dp"].size() > 1 else None
     return Pipeline(part, schedules, options.get("micro_batches", count), group, device, replicas)

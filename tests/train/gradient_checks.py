@@ -1,0 +1,55 @@
+"""What a rank does in the world of ``test_gradients``: gradients after several passes, and what one process makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distflow.train import backward, parallelize
+from distflow.train.strategies.stages import Pipeline
+from train.ranks import Found, answer
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def samples(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 8, generator=torch.Generator().manual_seed(size)), torch.zeros(size, 8)
+
+
+def piped(sizes: Sequence[int]) -> float:
+    """How far the gradients of a pipeline are from one process's after batches of these sizes."""
+    model, alone = parallelize(small(), "pipeline", loss=nn.functional.mse_loss, micro_batches=4), small()
+    assert isinstance(model, Pipeline)
+    for size in sizes:
+        inputs, targets = samples(size)
+        loss = backward(model, inputs, targets, nn.functional.mse_loss)
+        wanted = nn.functional.mse_loss(alone(inputs), targets)
+        wanted.backward()
+        assert abs(loss.item() - wanted.item()) < 1e-6
+    others = dict(alone.named_parameters())
+    pairs = [(torch.as_tensor(one.grad), torch.as_tensor(others[name].grad)) for name, one in model.part.named_parameters()]
+    worst = torch.stack([(one - other).abs().max() for one, other in pairs]).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def last_batches() -> Found:
+    """Of 5 samples and of one, which cannot be cut into as many micro-batches as there are stages."""
+    return {str(size): piped([size]) for size in (8, 5, 1)}
+
+
+CHECKS = {
+    2: {
+        "last batches": last_batches,
+    },
+}
+
+
+if __name__ == "__main__":
+    answer(CHECKS)

@@ -1,0 +1,24 @@
+"""Gradients of batches that do not come out even, of several passes, and after a pass that failed: as one process has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.worlds import run_world
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_world(Path(__file__).with_name("gradient_checks.py"), 2, tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize("size", ["8", "5", "1"])
+def test_a_pipeline_takes_batches_of_any_size(found: dict[str, Any], size: str) -> None:
+    assert found["last batches"][size] < TOLERANCE
