@@ -44,9 +44,15 @@ def last_batches() -> Found:
     return {str(size): piped([size]) for size in (8, 5, 1)}
 
 
+def batches_together() -> Found:
+    """Before the optimiser steps, and the gradients are set to zero."""
+    return {"difference": piped([8, 6, 5])}
+
+
 CHECKS = {
     2: {
         "last batches": last_batches,
+        "batches together": batches_together,
     },
 }
 

@@ -22,3 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("size", ["8", "5", "1"])
 def test_a_pipeline_takes_batches_of_any_size(found: dict[str, Any], size: str) -> None:
     assert found["last batches"][size] < TOLERANCE
+
+
+def test_gradients_of_several_batches_add_up_in_a_pipeline_too(found: dict[str, Any]) -> None:
+    assert found["batches together"]["difference"] < TOLERANCE

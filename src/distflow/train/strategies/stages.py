@@ -55,15 +55,15 @@ class Pipeline(nn.Module):
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward pass of a batch, and return its mean loss on every rank.
 
-        All stages are given the same batch; its first dimension is cut into the micro-batches. Gradients are the mean over
-        them.
+        All stages are given the same batch; its first dimension is cut into the micro-batches. The mean of their gradients is
+        added to those that are there.
         """
         losses: list[torch.Tensor] = []
         given = (inputs,) if self.is_first else ()
         self._schedule(inputs, trains=True).step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
         if self._replicas is not None:
             all_reduce_mean([one.grad for one in self.part.parameters() if one.grad is not None], group=self._replicas)
-        return self._from_last(torch.stack(losses).mean() if losses else None)
+        return self._from_last(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
         """Run the forward pass of a batch without gradients, and return its mean loss on every rank.
@@ -152,7 +152,12 @@ def make_pipeline(
         # torch's 1F1B refuses fewer micro-batches than stages; its gain lies in those beyond.
         is_gpipe = options.get("schedule") == "gpipe" or micro_batches < count
         schedule = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
-        return schedule(stage(), micro_batches, loss_fn=loss)
+
+        def share(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return loss(outputs, targets) / micro_batches
+
+        # Else torch divides the gradients in the end, those of earlier batches with them.
+        return schedule(stage(), micro_batches, loss_fn=share, scale_grads=False)
 
     replicas = mesh["dp"].get_group() if "dp" in names and mesh["dp"].size() > 1 else None
     return Pipeline(part, schedules, options.get("micro_batches", count), group, device, replicas)
