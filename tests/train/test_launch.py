@@ -192,6 +192,22 @@ def test_a_restart_has_a_new_port(start: Start) -> None:
     assert "restart 2 of 3" in run.stderr
 
 
+def test_ranks_that_fail_when_they_are_asked_to_stop_are_not_started_anew(start: Start) -> None:
+    script = """
+        import os, signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        os.write(1, b"{}\\n")
+        while True:
+            signal.pause()
+    """
+    run = start(script, "--size", "2", "--max-restarts", "1")
+    run.wait_for_records(2)
+    run.process.terminate()
+    wait_until(lambda: run.process.poll() is not None or len(run.records) > 2, DEADLINE_S, "end")
+    assert len(run.records) == 2
+    assert run.wait() == 7
+
+
 def test_a_function_is_launched_from_a_script(start: Start) -> None:
     """The same script also works when it is a rank already."""
     script = """

@@ -84,6 +84,8 @@ class Outcome:
     """0, that of the first failure, or 143 (130 after Ctrl-C, and so on) when they were stopped."""
     first: End | None
     """The failure to blame."""
+    was_asked: bool
+    """This process was sent a signal to stop."""
 
 
 def supervise(ranks: Sequence[RankProcess], *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
@@ -181,11 +183,12 @@ class _Watch:
         first = self.first_failure()
         if self.asked is not None and first is not None and first.failure is not None and first.failure.is_symptom:
             first = None  # a peer that stopped a moment earlier
+        was_asked = self.asked is not None
         if first is not None:
-            return Outcome(exit_code=first.exit_code, first=first)
+            return Outcome(exit_code=first.exit_code, first=first, was_asked=was_asked)
         if any(end.code for end in self.ends):
-            return Outcome(exit_code=STOPPED if self.asked is None else 128 + self.asked, first=None)
-        return Outcome(exit_code=0, first=None)
+            return Outcome(exit_code=STOPPED if self.asked is None else 128 + self.asked, first=None, was_asked=was_asked)
+        return Outcome(exit_code=0, first=None, was_asked=was_asked)
 
 
 def _blame(end: End) -> tuple[bool, int]:

@@ -218,7 +218,7 @@ def _run(share: Share, start: _Start) -> int:
     attempt = 0
     while True:
         outcome = _attempt(share, start, attempt)
-        if outcome.first is None or attempt == share.max_restarts:
+        if outcome.first is None or outcome.was_asked or attempt == share.max_restarts:
             return outcome.exit_code
         attempt += 1
         _say(f"restart {attempt} of {share.max_restarts}")
