@@ -174,6 +174,26 @@ def test_a_request_to_stop_is_passed_on_and_ranks_get_time(start: Start) -> None
     assert sorted(path.name for path in one.folder.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
 
 
+def test_below_nohup_the_end_of_the_terminal_stops_nothing(start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = start(WAIT, "--size", "1")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.wait_for_records(1)
+
+    def signals(kind: str) -> set[int]:
+        status = Path(f"/proc/{run.process.pid}/status").read_text()
+        mask = int(next(line for line in status.splitlines() if line.startswith(kind)).split()[1], 16)
+        return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+    wait_until(lambda: signal.SIGQUIT in signals("SigCgt"), DEADLINE_S, "handlers, of which this is the last")
+    assert signal.SIGHUP in signals("SigIgn")
+    os.kill(run.process.pid, signal.SIGHUP)
+    run.process.terminate()
+    assert run.wait() == 143, run.stderr
+
+
 def test_a_restart_has_a_new_port(start: Start) -> None:
     run = start(
         """

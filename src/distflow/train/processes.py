@@ -219,7 +219,9 @@ def _woken() -> Iterator[_Wake]:
     def ignore(_number: int, _frame: FrameType | None) -> None:
         """The byte in the pipe says it all."""
 
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *_STOPS)}
+    # Who ignores SIGHUP was told so by nohup, and is to outlive its terminal.
+    taken = [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *taken)}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield _Wake(reader)
