@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,10 +50,46 @@ def batches_together() -> Found:
     return {"difference": piped([8, 6, 5])}
 
 
+def trained(fails_at: int = 0, **options: Any) -> float:
+    """How far the parameters are from one process's after steps of two passes each, of which one may fail on all ranks."""
+    model, alone = parallelize(small(), "ddp", gradient_accumulation_steps=2, **options), small()
+    passes = 0
+
+    def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        if passes == fails_at:
+            raise ValueError("a sample that is none")
+        return nn.functional.mse_loss(outputs, targets)
+
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, alone)]
+    for size in (8, 16, 24, 32):
+        inputs, targets = samples(size)
+        mine = [one.tensor_split(2)[dist.get_rank()] for one in (inputs, targets)]
+        try:
+            backward(model, mine[0], mine[1], loss_of)
+            nn.functional.mse_loss(alone(inputs), targets).backward()
+        except ValueError:
+            optimizers[0].zero_grad()
+            continue
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    got, wanted = (nn.utils.parameters_to_vector(one.parameters()).detach() for one in (model, alone))
+    worst = (got - wanted).abs().max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def static_graph() -> Found:
+    return {"difference": trained(static_graph=True)}
+
+
 CHECKS = {
     2: {
         "last batches": last_batches,
         "batches together": batches_together,
+        "static graph": static_graph,
     },
 }
 

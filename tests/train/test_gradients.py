@@ -26,3 +26,7 @@ def test_a_pipeline_takes_batches_of_any_size(found: dict[str, Any], size: str) 
 
 def test_gradients_of_several_batches_add_up_in_a_pipeline_too(found: dict[str, Any]) -> None:
     assert found["batches together"]["difference"] < TOLERANCE
+
+
+def test_a_static_graph_is_trained_in_several_passes(found: dict[str, Any]) -> None:
+    assert found["static graph"]["difference"] < TOLERANCE

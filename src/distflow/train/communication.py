@@ -89,7 +89,9 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
     # FSDP2's, found by what it can do: its module is imported only where it is used.
     if (set_sync := getattr(model, "set_requires_gradient_sync", None)) is not None:
         set_sync(is_last)
-    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
+    # torch learns a static graph in the first pass of all, and only in one that reduces.
+    learns = model not in _passes and getattr(model, "static_graph", False)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last and not learns else nullcontext():
         yield is_last
     # An error above leaves the count: the pass can be repeated.
     _passes[model] = 0 if is_last else done
