@@ -85,11 +85,17 @@ def static_graph() -> Found:
     return {"difference": trained(static_graph=True)}
 
 
+def failed_pass() -> Found:
+    """All ranks pass over the second batch, whose first pass is done when the second one fails."""
+    return {"difference": trained(fails_at=4)}
+
+
 CHECKS = {
     2: {
         "last batches": last_batches,
         "batches together": batches_together,
         "static graph": static_graph,
+        "failed pass": failed_pass,
     },
 }
 

@@ -30,3 +30,7 @@ def test_gradients_of_several_batches_add_up_in_a_pipeline_too(found: dict[str, 
 
 def test_a_static_graph_is_trained_in_several_passes(found: dict[str, Any]) -> None:
     assert found["static graph"]["difference"] < TOLERANCE
+
+
+def test_a_step_that_failed_in_the_middle_leaves_nothing_to_the_next(found: dict[str, Any]) -> None:
+    assert found["failed pass"]["difference"] < TOLERANCE

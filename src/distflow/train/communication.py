@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distflow.train.hooks import in_bfloat16
 from distflow.train.strategies.description import current_strategy
 
-__all__ = ["accumulate", "all_reduce_mean", "compress_gradients", "local_sgd"]
+__all__ = ["accumulate", "all_reduce_mean", "begin_step", "compress_gradients", "local_sgd"]
 
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -95,6 +95,12 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
         yield is_last
     # An error above leaves the count: the pass can be repeated.
     _passes[model] = 0 if is_last else done
+
+
+def begin_step(model: nn.Module) -> None:
+    """Count its passes anew: those that were made before a failure are no part of a step."""
+    if model in _passes:
+        _passes[model] = 0
 
 
 def local_sgd(

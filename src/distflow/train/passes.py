@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distflow.train.communication import accumulate
+from distflow.train.communication import accumulate, begin_step
 from distflow.train.strategies.description import current_strategy
 from distflow.train.strategies.stages import Loss, Pipeline
 
@@ -32,6 +32,7 @@ def backward(
     if not 1 <= count <= len(inputs):
         raise ValueError(f"a batch of {len(inputs)} samples cannot be cut into {count} micro-batches")
     total = torch.zeros((), device=inputs.device)
+    begin_step(model)
     for some, wanted in zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True):
         with accumulate(model, every=count):
             share = loss(model(some), wanted) * (len(some) / len(inputs))
