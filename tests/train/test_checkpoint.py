@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
 MODELS = """
     import hashlib, json, os, shutil, signal, sys, warnings
-    import torch, torch.distributed as dist
+    import numpy, torch, torch.distributed as dist
     from torch import nn
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -167,6 +167,8 @@ ALONE = (
     report["random"] = torch.equal(torch.rand(1), after)
     report["left"] = sorted(path.name for path in folder.iterdir())
 
+    rate = 0.1 * numpy.sqrt(2)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=rate), 2)
     errors = report["errors"] = []
     for work in (
         lambda: checkpoints.load_latest(model, optimizer, loader=train.Loader([1], 1)),
@@ -175,6 +177,7 @@ ALONE = (
         lambda: train.Checkpoints(),
         lambda: train.Checkpoints(folder, keep_last=0),
         lambda: checkpoints.save(-1, model),
+        lambda: checkpoints.save(8, model, optimizer, loader=train.Loader([1], 1), scheduler=scheduler),
     ):
         try:
             work()
@@ -198,13 +201,14 @@ def test_what_is_broken_is_passed_over(start: Start, tmp_path: Path) -> None:
     assert report["async"] == [6, True]
     assert report["random"] is True
     assert report["left"] == ["step-3", "step-4", "step-5", "step-6"], "the unfinished one is gone"
-    no_state, other_model, no_directory, none, keep, negative = report["errors"]
+    no_state, other_model, no_directory, none, keep, negative, unreadable = report["errors"]
     assert "has no state of loader; it has none" in no_state
     assert "does not fit this model and optimizer" in other_model
     assert "rank 0: " in no_directory
     assert "set DISTFLOW_CHECKPOINT" in none
     assert "keep_last=0" in keep
     assert "step=-1" in negative
+    assert "numpy.dtype in a state of loader, scheduler could not be loaded again" in unreadable
 
 
 TWO = (

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import async_save as save_tensors_later
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from distflow.train import manifest as files
 from distflow.train.places import find_places
@@ -166,6 +167,11 @@ class Checkpoints:
             _write(random_state(), folder / _random_name(self._rank))
             if self._rank == 0:
                 _write({name: other.state_dict() for name, other in others.items()}, folder / _EXTRA)
+                if refused := get_unsafe_globals_in_checkpoint(folder / _EXTRA):
+                    raise ValueError(
+                        f"{', '.join(sorted(refused))} in a state of {', '.join(others)} could not be loaded again: a state is "
+                        "of Python's numbers (float(value) of numpy's), texts, tensors, and lists and dictionaries of them"
+                    )
 
         self._together(make)
         self._together(write)
