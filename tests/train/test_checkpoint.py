@@ -167,6 +167,11 @@ ALONE = (
     report["random"] = torch.equal(torch.rand(1), after)
     report["left"] = sorted(path.name for path in folder.iterdir())
 
+    # Killed when one of the same step was about to take its place.
+    (folder / "step-6").rename(folder / "step-6.old")
+    (folder / "step-6.tmp").mkdir()
+    report["replaced"] = checkpoints.load_latest(model, optimizer)
+
     rate = 0.1 * numpy.sqrt(2)
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=rate), 2)
     errors = report["errors"] = []
@@ -201,6 +206,7 @@ def test_what_is_broken_is_passed_over(start: Start, tmp_path: Path) -> None:
     assert report["async"] == [6, True]
     assert report["random"] is True
     assert report["left"] == ["step-3", "step-4", "step-5", "step-6"], "the unfinished one is gone"
+    assert report["replaced"] == 6, "neither the old one nor the new one was lost"
     no_state, other_model, no_directory, none, keep, negative, unreadable = report["errors"]
     assert "has no state of loader; it has none" in no_state
     assert "does not fit this model and optimizer" in other_model

@@ -130,8 +130,14 @@ class Checkpoints:
         model, or without one of ``others``.
         """
         self.wait()
-        mine = files.found_steps(self.directory) if self._places.is_holder else []
-        for step in sorted({step for part in from_all(mine, self._group) for step in part}, reverse=True):
+
+        def find() -> list[int]:
+            if not self._places.is_holder:
+                return []
+            files.recover(self.directory)
+            return files.found_steps(self.directory)
+
+        for step in sorted({step for part in from_all(self._together(find), self._group) for step in part}, reverse=True):
             folder = self.directory / f"step-{step}"
             manifest = self._whole(folder)
             if manifest is not None:

@@ -27,6 +27,7 @@ __all__ = [
     "prune",
     "publish",
     "read_manifest",
+    "recover",
     "sync_file",
     "unfinished",
 ]
@@ -70,8 +71,17 @@ def found_steps(directory: Path) -> list[int]:
     return sorted((int(match[1]) for match in map(_NAME.fullmatch, names) if match), reverse=True)
 
 
+def recover(directory: Path) -> None:
+    """Give a checkpoint its name back whose writer was killed after it took it, and before its replacement had it."""
+    for path in directory.glob("step-*.old"):
+        place = path.with_suffix("")
+        if _NAME.fullmatch(place.name) and not place.exists():
+            path.rename(place)
+
+
 def clear_unfinished(directory: Path) -> None:
     """Remove what earlier writers left behind."""
+    recover(directory)
     for path in directory.iterdir():
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path)

@@ -44,6 +44,26 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
+def test_one_that_is_replaced_is_there_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer is killed between the two names: the step is not lost, neither for a reader nor for the next writer."""
+    write(tmp_path, 1, "old")
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path, 1, "new")
+    assert found_steps(tmp_path) == []
+    clear_unfinished(tmp_path)
+    assert found_steps(tmp_path) == [1]
+    assert (tmp_path / "step-1" / "a.bin").read_text() == "old"
+
+
 def test_steps_are_numbers_and_not_texts(tmp_path: Path) -> None:
     for step in (9, 100, 10):
         write(tmp_path, step)
