@@ -289,6 +289,28 @@ def test_torchrun_starts_the_same_script(start: Start) -> None:
     assert [(record["size"], record["stop"]) for record in run.records] == [(2, False)] * 2
 
 
+def test_ranks_that_have_left_a_world_join_the_next(start: Start) -> None:
+    """Also where the store of the first one is still there: torchrun's agent keeps its own."""
+    run = start(
+        """
+        import torch, torch.distributed as dist
+        from torch.distributed import distributed_c10d
+        from distflow import train
+        kept = []
+        for number in range(2):
+            place = train.init(timeout=60, start_timeout=60)
+            kept.append(distributed_c10d._get_default_store())
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            train.report(step=number, total=total)
+            train.finish()
+        """,
+        "--size", "2",
+    )  # fmt: skip
+    assert run.wait() == 0, run.stderr
+    assert sorted((record["step"], record["total"]) for record in run.records) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
 # -- meeting: threads of this process stand for ranks ---------------------------------------------------------------------
 
 

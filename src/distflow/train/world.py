@@ -65,6 +65,10 @@ class World:
 
 _joined: World | None = None
 _control: dist.ProcessGroup | None = None
+_left = 0
+"""How many worlds this process has left."""
+_stores: dict[tuple[str, int, int], TCPStore] = {}
+"""Where a rank has met others, by address, port and rank: those who come to the next world first find that of rank 0 there."""
 
 
 def init(backend: str = "auto", timeout: float | timedelta | None = None, *, start_timeout: float | timedelta = 600.0) -> World:
@@ -140,7 +144,8 @@ def control_group() -> dist.ProcessGroup | None:
 
 def finish() -> None:
     """Leave the world, and its strategy; ``init`` may join another one. Does nothing when there is none."""
-    global _joined, _control  # noqa: PLW0603
+    global _joined, _control, _left  # noqa: PLW0603
+    _left += _joined is not None
     _joined = _control = None
     atexit.unregister(_finish_at_exit)
     forget()
@@ -209,8 +214,10 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
     address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT", 0)
     # torchrun's agent may host the store; else rank 0 does.
     hosts = place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    key = address, port, place.rank
     try:
-        tcp = TCPStore(address, port, place.size, hosts, timeout, wait_for_workers=False, multi_tenant=True)
+        if key not in _stores:
+            _stores[key] = TCPStore(address, port, place.size, hosts, timeout, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
         why = str(error).splitlines()[0]
         if hosts:
@@ -220,16 +227,17 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
             "MASTER_ADDR an address of its machine that this one reaches?"
         ) from error
     try:
-        return _gather(tcp, environment, place, timeout, deadline)
+        return _gather(_stores[key], environment, place, timeout, deadline)
     except dist.DistNetworkError as error:
+        del _stores[key]
         why = str(error).splitlines()[0]
         raise WorldError(f"rank {place.rank} lost the store of rank 0 before all ranks were there: {why}") from error
 
 
 def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: timedelta, deadline: float) -> Store:
     """Say at the store that this rank is there, and wait for the others until ``deadline`` (of the monotonic clock)."""
-    # A store that outlives an attempt must not show it the ranks of the one before.
-    store = PrefixStore(f"distflow/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    # A store that outlives an attempt, or a world, must not show it the ranks of the one before.
+    store = PrefixStore(f"distflow/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_left}", tcp)
     said = store.compare_set("size", "", str(place.size)).decode()
     if said != str(place.size):
         raise WorldError(
