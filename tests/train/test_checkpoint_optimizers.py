@@ -83,3 +83,47 @@ def test_saving_changes_nothing_and_loading_goes_on_from_there(start: Start, tmp
         ends = {record["what"]: record["weights"] for record in run.records if record["name"] == name}
         assert len(ends) == 6
         assert {what for what, weights in ends.items() if weights != ends["without"]} == set()
+
+
+LOCAL = (
+    STEPS
+    + """
+    def build():
+        torch.manual_seed(0)
+        model = train.parallelize(nn.Linear(4, 2), "ddp", sync_gradients_every=4)
+        return model, train.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), warmup_steps=1)
+
+    def stepped(last):
+        model, optimizer = build()
+        steps(model, optimizer, 0, last)
+        return model, optimizer
+
+    whole, _ = stepped(12)
+    train.report(step=12, what="whole", weights=weights(whole))
+    checkpoints = train.Checkpoints(sys.argv[1])
+    for saved_at in (5, 7):
+        model, optimizer = stepped(saved_at)
+        before = weights(model)
+        checkpoints.save(saved_at, model, optimizer)
+        assert weights(model) == before
+        mean = [parameter.detach().clone() for parameter in model.parameters()]
+        train.all_reduce_mean(mean)
+        model, optimizer = build()
+        step = checkpoints.load_latest(model, optimizer)
+        same = all(map(torch.equal, mean, model.parameters()))
+        train.report(step=step, what=f"mean {saved_at}", same=same, count=optimizer.averager.step)
+        steps(model, optimizer, step, 12)
+        train.report(step=step, what=f"resumed {saved_at}", weights=weights(model))
+        assert optimizer.param_groups is optimizer.optim.param_groups
+"""
+)
+
+
+def test_ranks_that_average_at_times_go_on_where_they_were(start: Start, tmp_path: Path) -> None:
+    """After an average bit for bit, with the next one when it is due; between two from the mean: no rank's work is lost."""
+    run = start(LOCAL, "--size", "2", arguments=(str(tmp_path / "checkpoints"),))
+    assert run.wait() == 0, run.stderr
+    for rank in (0, 1):
+        said = {record["what"]: record for record in run.records if record["rank"] == rank}
+        assert said["resumed 5"]["weights"] == said["whole"]["weights"]
+        assert [(said[f"mean {at}"]["same"], said[f"mean {at}"]["count"]) for at in (5, 7)] == [(True, at) for at in (5, 7)]

@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train.hooks import in_bfloat16
+from distflow.train.hooks import in_bfloat16, until_apart
 from distflow.train.strategies.description import current_strategy
 
-__all__ = ["accumulate", "all_reduce_mean", "begin_step", "compress_gradients", "local_sgd"]
+__all__ = ["accumulate", "all_reduce_mean", "are_apart", "begin_step", "compress_gradients", "local_sgd"]
 
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -123,13 +122,16 @@ def local_sgd(
 
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"local SGD needs replicas (kind: ddp); this model is a {type(model).__name__}")
-    state = PostLocalSGDState(
-        process_group=model.process_group, subgroup=None, start_localSGD_iter=warmup_steps, post_local_gradient_allreduce=False
-    )
-    model.register_comm_hook(state, post_localSGD_hook)
     # The averager counts from 0 and averages at its first step after the warm-up; the k-th is meant.
     averager = PeriodicModelAverager(period=steps, warmup_steps=warmup_steps + steps - 1, process_group=model.process_group)
+    model.register_comm_hook((averager, warmup_steps), until_apart)
     return PostLocalSGDOptimizer(optim=optimizer, averager=averager)
+
+
+def are_apart(averager: PeriodicModelAverager) -> bool:
+    """Tell whether the ranks' parameters differ now: the last step was neither an average nor one of the warm-up."""
+    last, period = int(averager.step) - 1, int(averager.period)
+    return last > int(averager.warmup_steps) - period and (last - int(averager.warmup_steps)) % period != 0
 
 
 # -- at better times --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A hook for DDP's gradients.
+"""Hooks for DDP's gradients.
 
 DDP wants a hook's parameters to be named as here, and their types not to be text: this module does without ``__future__``.
 """
@@ -6,8 +6,10 @@ DDP wants a hook's parameters to be named as here, and their types not to be tex
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-__all__ = ["in_bfloat16"]
+__all__ = ["in_bfloat16", "until_apart"]
 
 
 def in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -21,4 +23,17 @@ def in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.F
         return gradients.copy_(received_bytes)
 
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(received)
+    return future
+
+
+def until_apart(state: tuple[PeriodicModelAverager, int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients over the ranks in the first steps, and leave them as they are from then on.
+
+    Unlike torch's own hook it asks the averager which step it is: so both go on together where a checkpoint was loaded.
+    """
+    averager, warmup_steps = state
+    if averager.step < warmup_steps:
+        return default_hooks.allreduce_hook(averager.process_group, bucket)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
     return future

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 
+from distflow.train.communication import all_reduce_mean, are_apart
 from distflow.train.strategies.stages import Pipeline
 from distflow.train.votes import from_all
 
@@ -41,6 +44,8 @@ def training_state(
     """
     if optimizer is None:
         return {"model": get_model_state_dict(_held(model))}
+    averager: PeriodicModelAverager | None = getattr(optimizer, "averager", None)
+    optimizer = _inner(optimizer)
     is_new = not optimizer.state
     if is_new and saved is not None:
         optimizer.zero_grad()  # torch makes no states to load into where there are gradients
@@ -56,7 +61,17 @@ def training_state(
         optimizer_state["state"] = {}
     if isinstance(model, Pipeline):
         optimizer_state["param_groups"] = _joined(from_all(optimizer_state["param_groups"], group))  # type: ignore[arg-type]
-    return {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    if averager is None:
+        return state
+    if saved is None and are_apart(averager):
+        # No rank's steps are lost; the optimizer's states stay rank 0's.
+        names = {name.removeprefix("module.") for name, _ in model.named_parameters()}
+        state["model"] = {name: copy.deepcopy(one) if name in names else one for name, one in model_state.items()}
+        all_reduce_mean((one for name, one in state["model"].items() if name in names), group=averager.process_group)
+    if saved is None or "averager.step" in saved:
+        state["averager"] = {"step": averager.step}
+    return state
 
 
 def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
@@ -72,14 +87,24 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
         ]
     # Not strict of parameters without a state of the optimizer, which it has not stepped.
     set_state_dict(
-        held, optimizer or (), model_state_dict=state["model"], optim_state_dict=optimizer_state,
+        held, _inner(optimizer) if optimizer else (), model_state_dict=state["model"], optim_state_dict=optimizer_state,
         options=StateDictOptions(strict=False),
     )  # fmt: skip
+    if optimizer is not None and (averager := getattr(optimizer, "averager", None)) is not None:
+        averager.step = state.get("averager", {"step": 0})["step"]
+        # Loading has made the groups anew: what a scheduler changes is to be what is stepped with.
+        optimizer.param_groups = _inner(optimizer).param_groups
 
 
 def _held(model: nn.Module) -> nn.Module:
     """Return the module whose names are those of the whole model."""
     return model.part if isinstance(model, Pipeline) else model
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer itself, where ``local_sgd`` has put one around it."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
+    return inner
 
 
 def _joined(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
