@@ -311,6 +311,52 @@ def test_ranks_that_have_left_a_world_join_the_next(start: Start) -> None:
     assert sorted((record["step"], record["total"]) for record in run.records) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
+def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start: Start) -> None:
+    """Three steps against five under ``join``: the rank with more of them waited for the other's answer until its timeout."""
+    run = start(
+        """
+        import torch
+        from torch import nn
+        from distflow import train
+        place = train.init(timeout=15)
+
+        def build(**options):
+            model = train.parallelize(nn.Linear(4, 1), "ddp", **options)
+            return model, train.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def steps(model, optimizer, check):
+            with train.join(model):
+                for _ in range(3 + 2 * place.rank):
+                    model(torch.ones(1, 4)).sum().backward()
+                    check(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        checks = {
+            "nothing": (lambda model: None, {}),
+            "gradients": (train.GradientGuard().finite, {}),
+            "stop": (lambda model: train.stop_requested(), {}),
+            "local": (lambda model: None, {"sync_gradients_every": 2}),
+        }
+        for name, (check, options) in checks.items():
+            try:
+                steps(*build(**options), check)
+                said = ""
+            except (RuntimeError, TypeError) as error:
+                said = str(error)
+            train.report(step=0, what=name, said=said)
+        train.report(step=0, what="after", said=str(train.GradientGuard().finite(nn.Linear(1, 1))))
+        """,
+        "--size", "2",
+    )  # fmt: skip
+    assert run.wait() == 0, run.stderr
+    for rank in (0, 1):
+        said = {record["what"]: record["said"] for record in run.records if record["rank"] == rank}
+        assert (said["nothing"], said["after"]) == ("", "True")
+        assert all("inside of join()" in said[name] for name in ("gradients", "stop"))
+        assert "under local_sgd()" in said["local"]
+
+
 # -- meeting: threads of this process stand for ranks ---------------------------------------------------------------------
 
 

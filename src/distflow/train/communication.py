@@ -22,13 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from distflow.train.hooks import in_bfloat16, until_apart
 from distflow.train.strategies.description import current_strategy
 
-__all__ = ["accumulate", "all_reduce_mean", "are_apart", "begin_step", "compress_gradients", "local_sgd"]
+__all__ = ["accumulate", "all_reduce_mean", "are_apart", "begin_step", "compress_gradients", "drifts", "local_sgd"]
 
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """How many backward passes each model has made since its gradients were last reduced."""
 _averaged: WeakSet[nn.Module] = WeakSet()
 """Models that were given to ``local_sgd``, or of which it was said that they should be."""
+_apart: WeakSet[nn.Module] = WeakSet()
+"""Models whose parameters differ from rank to rank between two averages."""
 
 
 # -- fewer bytes ------------------------------------------------------------------------------------------------------
@@ -125,7 +127,13 @@ def local_sgd(
     # The averager counts from 0 and averages at its first step after the warm-up; the k-th is meant.
     averager = PeriodicModelAverager(period=steps, warmup_steps=warmup_steps + steps - 1, process_group=model.process_group)
     model.register_comm_hook((averager, warmup_steps), until_apart)
+    _apart.add(model)
     return PostLocalSGDOptimizer(optim=optimizer, averager=averager)
+
+
+def drifts(model: object) -> bool:
+    """Tell whether ``local_sgd`` averages the model's parameters, in the optimiser's step."""
+    return model in _apart
 
 
 def are_apart(averager: PeriodicModelAverager) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
+from distflow.train.communication import drifts
 from distflow.train.strategies.description import said_strategy
+from distflow.train.votes import without_votes
 
 __all__ = ["BatchSizes", "balanced_split", "batch_sizes", "join", "own_share"]
 
@@ -108,7 +111,8 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
 
     ``parts``: models in ``DistributedDataParallel``, ``ZeroRedundancyOptimizer``, anything that torch's ``Join`` takes.
     Raises ``TypeError`` for others: a sharded model needs every rank in every forward pass, so give its loader
-    ``uneven="pad"``.
+    ``uneven="pad"``. What all ranks decide or measure together (``GradientGuard``, ``MemoryGuard``, ``stop_requested``,
+    ``StepTimer``) raises ``RuntimeError`` inside: ranks that are done first would not answer.
     """
     for part in parts:
         if not isinstance(part, Joinable):
@@ -116,4 +120,19 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
                 f"join() cannot handle {type(part).__name__}: it takes models in DistributedDataParallel; for others use a "
                 'Loader with uneven="pad", which gives every rank the same number of batches'
             )
-    return Join(list(parts), enable=enable)
+        if enable and drifts(part):
+            raise TypeError(
+                "join() cannot handle a model under local_sgd(), whose averages are no part of its passes: use a Loader with "
+                'uneven="pad"'
+            )
+    return _joined(list(parts)) if enable and dist.get_world_size() > 1 else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _joined(parts: list[Joinable]) -> Iterator[None]:
+    said = (
+        "inside of join() ranks that are done first answer no question (of guards, stop_requested, StepTimer): "
+        'who asks one would wait for ever; use a Loader with uneven="pad", or ask outside'
+    )
+    with Join(parts), without_votes(said):
+        yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -9,16 +11,32 @@ import torch.distributed as dist
 
 from distflow.train.world import control_group
 
-__all__ = ["all_ranks", "any_rank", "channel", "from_all", "from_first"]
+__all__ = ["all_ranks", "any_rank", "channel", "from_all", "from_first", "without_votes"]
 
 _Value = TypeVar("_Value")
+_refused = ""
+"""Why nothing can be asked at the moment."""
+
+
+@contextmanager
+def without_votes(why: str) -> Iterator[None]:
+    """Refuse questions meanwhile: who asks would wait for ranks that are no longer in the loop."""
+    global _refused  # noqa: PLW0603 (a process is in one world)
+    before, _refused = _refused, why
+    try:
+        yield
+    finally:
+        _refused = before
 
 
 def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
     """Return the group that small tensors of all ranks travel on, and the device they must be on.
 
     Without a ``group`` that is the control group of ``init``, or torch's default group when the world was made without it.
+    Raises ``RuntimeError`` where ranks may be done already (``without_votes``).
     """
+    if _refused:
+        raise RuntimeError(_refused)
     group = group or control_group()
     if dist.is_initialized() and "gloo" not in dist.get_backend_config(group):
         return group, torch.device("cuda", torch.cuda.current_device())
