@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 import warnings
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -199,6 +201,47 @@ def test_a_loader_is_resumed_after_the_batch_that_was_taken(workers: int) -> Non
         other.load_state_dict(one.state_dict())
         assert len(other) == 4 - taken % 4
         assert list(batches(other))[: 12 - taken] == whole[taken:]
+
+
+class Drawn(torch.utils.data.Dataset[list[float]]):
+    """Draws from every source as it is asked for a sample, as one that crops and flips does; opened by its worker."""
+
+    opened = False
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> list[float]:
+        assert self.opened
+        return [index, torch.rand(()).item(), random.random(), np.random.rand()]
+
+
+def open_dataset(_worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, Drawn)
+    info.dataset.opened = True
+
+
+def test_what_workers_draw_goes_on_as_well() -> None:
+    """From where the state was saved, and with any number of workers and ranks."""
+
+    def make(workers: int, rank: int = 0, world_size: int = 1) -> Loader:
+        options: dict[str, Any] = {"num_workers": workers, "worker_init_fn": open_dataset, "collate_fn": list}
+        return Loader(Drawn(), 2, seed=4, rank=rank, world_size=world_size, **options)
+
+    one = make(1)
+    whole = [list(one), list(one)]
+    assert len({tuple(sample[1:]) for epoch in whole for batch in epoch for sample in batch}) == 24
+    again = make(2)
+    source = iter(again)
+    taken = [next(source), next(source)]
+    other = make(1)
+    other.load_state_dict(again.state_dict())
+    assert [*taken, *other] == whole[0]
+    assert list(other) == whole[1]
+    parts = [list(chain(*make(1, rank, 2))) for rank in (0, 1)]
+    assert list(chain(*zip(*parts, strict=True))) == list(chain(*whole[0]))
 
 
 def test_a_loader_leaves_the_random_numbers_of_the_training_alone() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from distflow.train.data import own_share
 
@@ -144,8 +147,12 @@ class Loader:
         self.batch_size = batch_size
         # Loader workers get their seeds from a generator of their own: drawing one must not disturb the training's.
         self._generator = torch.Generator()
+        source, order = cast("Dataset[Any]", dataset), cast("Sampler[Any]", self.sampler)
+        if options.get("num_workers"):
+            source, order = _Seeded(source, seed), _Places(self.sampler)
+            options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
         self._batches: DataLoader[Any] = DataLoader(
-            cast("Dataset[Any]", dataset), batch_size=batch_size, sampler=self.sampler, generator=self._generator, **options
+            source, batch_size=batch_size, sampler=order, generator=self._generator, **options
         )
 
     @property
@@ -179,3 +186,58 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another loader was. Raises ``ValueError`` when its samples are not these, in this order."""
         self.sampler.load_state_dict(state)
+
+
+# -- random numbers in the loader's workers ---------------------------------------------------------------------------
+
+
+class _Places(Sampler[tuple[int, int, int]]):
+    """Beside each index its epoch, and its place in the order of the epoch, whoever takes it and from where on."""
+
+    def __init__(self, sampler: EpochSampler) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        sampler = self._sampler
+        epoch, first, step = sampler.epoch, sampler.position + sampler.rank, sampler.world_size
+        return ((epoch, first + number * step, index) for number, index in enumerate(sampler))
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset in a worker: what it draws for a sample depends on the place of that alone, as the order of samples does.
+
+    So an epoch that is resumed goes on with the numbers that it would have had.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self._seed = dataset, seed
+
+    def __getitem__(self, place: tuple[int, int, int]) -> Any:
+        self._begin(place)
+        return self.dataset[place[2]]
+
+    def __getitems__(self, places: list[tuple[int, int, int]]) -> list[Any]:
+        """Return a batch, by the dataset's own way to do so when it has one."""
+        together = getattr(self.dataset, "__getitems__", None)
+        if together is None:
+            return [self[place] for place in places]
+        self._begin(places[0])
+        return list(together([index for _, _, index in places]))
+
+    def _begin(self, place: tuple[int, int, int]) -> None:
+        seed = hash((self._seed, *place[:2])) % 2**32
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+
+
+def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Let the program find its own dataset where torch says which one a worker has."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, _Seeded):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses it otherwise
+    if init is not None:
+        init(worker)
