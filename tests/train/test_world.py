@@ -192,8 +192,14 @@ def test_debug_mode_names_both_sides_of_a_mismatch(start: Start) -> None:
     assert [record["recorded"] for record in run.records] == [True, True]
 
 
-@pytest.mark.parametrize(("strategy_s", "given"), [(5, ""), (300, "timeout=5")])
-def test_a_stuck_collective_ends_after_the_time_of_the_strategy(start: Start, strategy_s: int, given: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy_s", "given", "call"),
+    [
+        (5, "", "dist.all_reduce(torch.ones(1))"), (300, "timeout=5", "dist.all_reduce(torch.ones(1))"),
+        (5, "", "train.stop_requested()"),
+    ],
+)  # fmt: skip
+def test_a_stuck_collective_ends_after_the_time_of_the_strategy(start: Start, strategy_s: int, given: str, call: str) -> None:
     strategy, _ = parse_strategy({"kind": "ddp", "timeout_s": strategy_s}, (2,))
     assert strategy is not None
     run = start(
@@ -205,7 +211,7 @@ def test_a_stuck_collective_ends_after_the_time_of_the_strategy(start: Start, st
             threading.Event().wait(100)
         begin = time.monotonic()
         try:
-            dist.all_reduce(torch.ones(1))
+            {call}
         except RuntimeError as error:
             train.report(step=0, waited_s=time.monotonic() - begin, said=str(error))
             raise SystemExit(7)

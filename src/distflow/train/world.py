@@ -100,15 +100,16 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
         timeout = strategy.options.get("timeout_s")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
+    bound = None if timeout is None else _delta(timeout)
     dist.init_process_group(
         place.backend,
         store=_meet(os.environ, place, _delta(start_timeout)),
         rank=place.rank,
         world_size=place.size,
-        timeout=None if timeout is None else _delta(timeout),
+        timeout=bound,
         device_id=place.device if place.device.type == "cuda" else None,
     )
-    _control = dist.new_group(backend="gloo", group_desc="distflow")
+    _control = dist.new_group(backend="gloo", timeout=bound, group_desc="distflow")
     answer_collectives()
     if is_debug():
         dist.monitored_barrier(_control, timeout=_delta(start_timeout), wait_all_ranks=True)
