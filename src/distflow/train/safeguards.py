@@ -43,6 +43,9 @@ class MemoryGuard:
     Every rank enters and leaves the block in every step: leaving it is a collective. The block must hold no reductions of its
     own: the forward pass of a model in ``DistributedDataParallel``, but no backward pass, and no forward pass of a sharded
     model, where the other ranks would wait inside it.
+
+    It begins with that pass: a model with buffers (``BatchNorm``) is sent rank 0's there, and a rank that had no memory before
+    it, to bring the batch to its GPU, would leave the others waiting.
     """
 
     def __init__(self, limit: int = 10, *, group: dist.ProcessGroup | None = None) -> None:
