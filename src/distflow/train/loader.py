@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
@@ -231,7 +231,8 @@ class _Seeded(Dataset[Any]):
         seed = hash((self._seed, *place[:2])) % 2**32
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:  # torch has imported it where there is one
+            numpy.random.seed(seed)
 
 
 def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
