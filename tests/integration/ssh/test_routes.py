@@ -347,8 +347,9 @@ class TestProxyCommands:
     ) -> None:
         command = f"sh -c 'sleep 60 & echo $! > {tmp_path / 'pid'}; wait'"
         config = configure(server.client_stanza(ProxyCommand=command))
-        with pytest.raises(NodeUnreachable, match="did not say that it is an SSH server within 1 s"):
-            reach(server, config_file=config, connect_timeout_s=1.0).open(["true"])
+        # Long enough for a busy machine to start it.
+        with pytest.raises(NodeUnreachable, match="did not say that it is an SSH server within 3 s"):
+            reach(server, config_file=config, connect_timeout_s=3.0).open(["true"])
         pid = int((tmp_path / "pid").read_text())
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), 20, "what the command started is gone")
 
