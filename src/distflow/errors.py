@@ -21,6 +21,7 @@
     ├── SupervisorError                 3    the background process did not start
     ├── StateError                      5    this machine's state directory cannot be used
     │   ├── StoreTooNew                 5    written by a newer distflow
+    │   ├── RecordUnreadable            5    of one workflow, by another version of distflow
     │   └── StoreBroken                 5    damaged: SQLite cannot read it
     └── WorkflowEnded                   1    the workflow ended and did not complete
 
@@ -43,6 +44,7 @@ __all__ = [
     "NodeError",
     "NodeUnreachable",
     "NotFound",
+    "RecordUnreadable",
     "StateError",
     "StorageError",
     "StorageMissing",
@@ -166,6 +168,10 @@ class StateError(DistflowError):
 
 class StoreTooNew(StateError):
     """The store was written by a newer distflow than this one."""
+
+
+class RecordUnreadable(StateError):
+    """A record in the store makes no sense to this version of distflow."""
 
 
 class StoreBroken(StateError):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.errors import NotFound, StateError, StoreBroken, StoreTooNew
+from distflow.errors import NotFound, RecordUnreadable, StateError, StoreBroken, StoreTooNew
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.opening import set_aside
@@ -344,8 +344,12 @@ def test_a_store_that_cannot_be_written_is_read_also_what_was_written_last(
 def test_a_torn_record_is_an_error_not_a_bug(store: Store) -> None:
     record = submit(store, workflow([completed_group()]))
     store._db.execute("UPDATE groups SET record = ?", (b'{"name": "tra',))
-    with pytest.raises(StateError):
+    with pytest.raises(RecordUnreadable, match="cannot be read"):
         store.find(record.id)
+    store._db.execute("UPDATE workflows SET unfinished = 1")
+    assert store.unfinished() == ()
+    assert store.uuids(are_unfinished=True) == {record.uuid}
+    assert (store.has_unfinished(), store.has_unfinished(but={record.uuid})) == (True, False)
 
 
 def test_a_directory_that_is_a_file_is_an_error(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def clean(
     age_s = _seconds(older_than) if older_than is not None else None
     directory = wiring.state_directory()
     with wiring.open_store(directory) as store:
-        unfinished = frozenset(record.uuid for record in store.unfinished())
+        unfinished = store.uuids(are_unfinished=True)
     now = time.time()  # noqa: TID251  ages are counted from this moment
     results = each_place(
         places,

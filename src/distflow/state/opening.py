@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.errors import StateError, StoreBroken
+from distflow.errors import RecordUnreadable, StateError, StoreBroken
+from distflow.state.codec import DecodeError
 
 if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
@@ -64,6 +65,11 @@ def state_error(path: Path, error: Exception) -> StateError:
             f"{path} is damaged and cannot be read: {error}",
             hint="`distflow workflow adopt` keeps it aside and makes a new one from what lies on the nodes;"
             " what runs there is not disturbed. Or point DISTFLOW_STATE at another directory",
+        )
+    if isinstance(error, DecodeError):
+        return RecordUnreadable(
+            f"a record in {path} cannot be read: {error}",
+            hint="another version of distflow wrote it, and can read it; the other workflows are not disturbed",
         )
     return StateError(
         f"cannot use {path}: {error}",

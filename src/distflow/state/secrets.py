@@ -70,7 +70,7 @@ def sweep_secrets(folder: Path, store: Store, now: float) -> None:
     """Forget the secrets of workflows that have ended, or were never stored: of a submit or a supervisor that was killed."""
     # In this order: what is submitted meanwhile is not among them.
     files = list(folder.glob("*.json"))
-    unfinished, known = {record.uuid for record in store.unfinished()}, store.uuids()
+    unfinished, known = store.uuids(are_unfinished=True), store.uuids()
     for file in files:
         with suppress(OSError):
             is_over = file.stem in known or file.stat().st_mtime < now - _BEING_SUBMITTED_S

@@ -9,8 +9,8 @@ user_version``) and moved forward step by step.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -216,14 +216,19 @@ class Store:
     def unfinished(self) -> tuple[WorkflowRecord, ...]:
         """Return every workflow that the supervisor still has work with, oldest first, with its groups.
 
-        Also those of which no more is to be done than to stop what was left on a node that could not be reached.
+        Also those of which no more is to be done than to stop what was left on a node that could not be reached. One that
+        cannot be read, as another distflow wrote it, is passed over: it must not stand in the way of the others.
         """
+        found = []
         with self._errors():
             rows = self._db.execute(
                 f"SELECT {_COLUMNS}, {_TAGS} FROM workflows"  # noqa: S608  constants
                 " WHERE unfinished IN (1, 2) ORDER BY submitted_at, number"
             ).fetchall()
-            return tuple(self._complete(_workflow(row)) for row in rows)
+            for row in rows:
+                with suppress(DecodeError):
+                    found.append(self._complete(_workflow(row)))
+        return tuple(found)
 
     def has_news(self) -> bool:
         """Return whether somebody else has written since this was asked last; true for the first time."""
@@ -231,10 +236,10 @@ class Store:
             before, (self._version,) = self._version, self._db.execute("PRAGMA data_version").fetchone()
         return self._version != before
 
-    def has_unfinished(self) -> bool:
-        """Return whether the supervisor is needed."""
+    def has_unfinished(self, but: Container[str] = ()) -> bool:
+        """Return whether the supervisor is needed, for more than these workflows (uuids)."""
         with self._errors():
-            return self._db.execute("SELECT 1 FROM workflows WHERE unfinished = 1 LIMIT 1").fetchone() is not None
+            return any(row[0] not in but for row in self._db.execute("SELECT uuid FROM workflows WHERE unfinished = 1"))
 
     def list(
         self, search: Search = _ALL, *, count: int = 20, offset: int = 0, with_groups: bool = False
@@ -293,10 +298,11 @@ class Store:
             for r in rows
         )
 
-    def uuids(self) -> frozenset[str]:
-        """Return the uuid of every workflow, so that a node's leftovers can be told from its work."""
+    def uuids(self, *, are_unfinished: bool = False) -> frozenset[str]:
+        """Return the uuid of every workflow, or of all unfinished ones, so that leftovers can be told from work."""
+        condition = " WHERE unfinished IN (1, 2)" if are_unfinished else ""
         with self._errors():
-            return frozenset(row[0] for row in self._db.execute("SELECT uuid FROM workflows"))
+            return frozenset(row[0] for row in self._db.execute(f"SELECT uuid FROM workflows{condition}"))  # noqa: S608
 
     def _number(self, record: WorkflowRecord, keep: bool) -> int:
         row = self._db.execute("SELECT last FROM names WHERE name = ?", (record.name,)).fetchone()

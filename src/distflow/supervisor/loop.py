@@ -24,7 +24,7 @@ from distflow.backends.base import (
     PrepareFailed,
     Unanswered,
 )
-from distflow.errors import InputError, StateError
+from distflow.errors import InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.earlier import planned_blobs
 from distflow.pools.model import Pool
@@ -87,6 +87,8 @@ class Supervisor:
         self._spent: set[str] = set()
         self._over: set[str] = set()
         """Workflows of which everything was let go, and that are known for what was given up alone."""
+        self.unreadable: frozenset[str] = frozenset()
+        """Workflows (uuids) that another distflow wrote and can read: they stay as they are."""
         self._clock = clock
         self._open_backend = open_backend
         self._mover = Mover(blobs, blobs.parent / "transfers", clock, self.tell, credentials_for)
@@ -202,7 +204,9 @@ class Supervisor:
 
     def _load(self) -> None:
         """Take new workflows and cancel requests from the store; what is known here already is newer than what lies there."""
+        unreadable = set(self._store.uuids(are_unfinished=True))
         for record in self._store.unfinished():
+            unreadable.discard(record.uuid)
             known = self._workflows.get(record.uuid)
             if known is not None:
                 if record.cancel != known.record.cancel:
@@ -214,6 +218,9 @@ class Supervisor:
             except InputError as error:
                 self._refuse(record, error.message)
                 continue
+            except RecordUnreadable:
+                unreadable.add(record.uuid)
+                continue
             self._workflows[record.uuid] = Workflow(record=record, plan=plan)
             keys = [
                 key
@@ -223,6 +230,9 @@ class Supervisor:
             ]
             if keys:
                 backend.watch(keys)
+        for uuid in unreadable - self.unreadable:
+            self._log(f"the record of workflow {uuid} cannot be read: another version of distflow wrote it; it stays as it is")
+        self.unreadable = frozenset(unreadable)
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
         """End a workflow that this distflow cannot run, in words; nothing of it is anywhere."""

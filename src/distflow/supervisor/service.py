@@ -98,13 +98,14 @@ class _Starter:
 def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
     """Work until nothing is unfinished, and give up the lock; return whether nothing has come meanwhile."""
     with Store(directory.store) as store:
+        unreadable: frozenset[str] = frozenset()
         if store.has_unfinished():
-            _work(directory, store, starter)
+            unreadable = _work(directory, store, starter)
         else:
             starter.tell(b"ready")
         lock.give_up()
         # Work that came after the last look found the lock taken, so it is ours.
-        return not store.has_unfinished()
+        return not store.has_unfinished(but=unreadable)
 
 
 def _await_room(directory: StateDirectory) -> bool:
@@ -122,7 +123,8 @@ def _await_room(directory: StateDirectory) -> bool:
     return True
 
 
-def _work(directory: StateDirectory, store: Store, starter: _Starter) -> None:
+def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozenset[str]:
+    """Return the workflows (uuids) that are left as they are: their records cannot be read."""
     mirror = Mirror(directory.logs)
 
     def open_one(pool: Pool, sink: Callable[[Observation], None]) -> Backend:
@@ -146,6 +148,7 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> None:
     finally:
         knock.close()
     _log("nothing left to do")
+    return supervisor.unreadable
 
 
 def _log(text: str) -> None:

@@ -44,6 +44,7 @@ class Bench:
         for made in (self.blobs, folder / "secrets"):
             made.mkdir()
         self.clock, self.store = FakeClock(), Store(folder / "store.sqlite3")
+        self.said: list[str] = []
         self.supervisor = Supervisor(
             self.store,
             Mirror(folder / "logs"),
@@ -51,7 +52,7 @@ class Bench:
             self.blobs,
             self.clock,
             self._open,
-            lambda _: None,
+            self.said.append,
             unreadable,
         )
 
@@ -146,3 +147,19 @@ def test_what_is_written_by_one_who_could_not_wake_the_supervisor_is_found_all_t
         bench.supervisor._settle()
     assert bench.store.find("u1").status == "FAILED_CANCELED"
     assert bench.store.find("u2").groups[0].state is State.RUNNING
+
+
+@pytest.mark.parametrize("table", ["groups", "documents"])
+def test_a_workflow_that_another_distflow_wrote_is_left_alone_and_the_others_go_on(bench: Bench, table: str) -> None:
+    for uuid in ("u1", "u2"):
+        bench.submit(workflow(group_plan(tasks=1, world=False, gpus=0), uuid=uuid))
+    column = {"groups": "record", "documents": "plan"}[table]
+    theirs = b'{"name": "train", "shape": "another"}'
+    bench.store._db.execute(f"UPDATE {table} SET {column} = ? WHERE workflow = 'u1'", (theirs,))
+    bench.step()
+    assert bench.store.find("u2").groups[0].state is State.RUNNING
+    assert bench.supervisor.unreadable == {"u1"}
+    assert bench.store._db.execute(f"SELECT {column} FROM {table} WHERE workflow = 'u1'").fetchone() == (theirs,)
+    assert [line for line in bench.said if "u1" in line] == [
+        "the record of workflow u1 cannot be read: another version of distflow wrote it; it stays as it is"
+    ]
