@@ -134,6 +134,13 @@ def test_progress_does_not_undo_a_request_to_cancel(store: Store) -> None:
     assert found.force
 
 
+def test_asking_again_for_its_end_takes_back_no_force_and_begins_no_wait_anew(store: Store) -> None:
+    record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
+    for request in (CancelRequest(at=T0, by="bob", force=True), CancelRequest(at=T0 + 50.0, by="eve", message="mine, too")):
+        store.request_cancel(record.uuid, request, told(record.uuid, "asked for its end"))
+    assert store.find(record.id).cancel == CancelRequest(at=T0, by="eve", message="mine, too", force=True)
+
+
 def test_work_is_unfinished_until_its_logs_are_here(store: Store) -> None:
     assert not store.has_unfinished()
     waits = replace(completed_group(), tasks=(task("master"), task("worker", log_complete=False)))

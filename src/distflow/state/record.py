@@ -317,6 +317,10 @@ class CancelRequest:
     force: bool = False
     """Skip the grace between TERM and KILL."""
 
+    def after(self, first: CancelRequest) -> CancelRequest:
+        """Return what holds when this is asked after the first: it takes no force back, and no wait begins anew."""
+        return replace(self, at=first.at, force=first.force or self.force)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowRecord:

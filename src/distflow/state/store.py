@@ -180,8 +180,10 @@ class Store:
             self._write_events(events)
 
     def request_cancel(self, workflow: str, request: CancelRequest, event: Event) -> None:
-        """Remember that a person wants this workflow (uuid) to end; a later request replaces an earlier one."""
+        """Remember that a person wants this workflow (uuid) to end; a later request takes no force off the first."""
         with self._transaction():
+            row = self._db.execute("SELECT record FROM cancels WHERE workflow = ?", (workflow,)).fetchone()
+            request = request.after(decode(row[0], CancelRequest)) if row else request
             self._db.execute("INSERT OR REPLACE INTO cancels VALUES (?,?)", (workflow, encode(request)))
             self._write_events([event])
 
