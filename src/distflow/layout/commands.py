@@ -21,6 +21,10 @@ _WRAPPERS = frozenset({"exec", "nohup", "env", "command", "sudo"})
 _DECLARE = frozenset({"export", "declare", "typeset", "readonly", "local"})
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_ARITHMETIC = re.compile(r"\(\((?:[^()\n]|\([^()\n]*\))*\)\)")
+"""``(( n << 2 ))``, also behind ``for``: no here-document begins in it."""
+_SET = re.compile(r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|(?:<<|>>|[-+*/%&|^])?=(?!=)))")
+"""What such a text gives a value to."""
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^{}$`]*))?\}")
 
 
@@ -133,6 +137,7 @@ class _Reader:
                 self.at += 1
             elif char in ";|()&":
                 yield from self._end_command()
+                yield from self._arithmetic()
                 self.at += 1
             elif char in "<>":
                 self._redirection()
@@ -243,6 +248,15 @@ class _Reader:
         self.words, self.skip_next = [], False
         if command.words or command.assignments:
             yield command
+
+    def _arithmetic(self) -> Iterator[Command]:
+        """Pass over all of ``((…))`` but its last character; what it sets is not known."""
+        found = _ARITHMETIC.match(self.text, self.at)
+        if found:
+            unknown = Word(raw="", offset=self.at, parts=(_Variable(""),))
+            self.at = found.end() - 1
+            if names := [before or after for before, after in _SET.findall(found.group())]:
+                yield Command(words=(), assignments=tuple((name, unknown) for name in names))
 
     def _to_line_end(self) -> None:
         end = self.text.find("\n", self.at)

@@ -100,6 +100,20 @@ def test_a_variable_with_two_values_is_unknown() -> None:
     assert (claim.known, claim.value) == (Known.RUNTIME, "$O")
 
 
+@pytest.mark.parametrize(
+    "arithmetic", ["(( O = NODE_RANK << 2 ))", "((O+=4))", "for ((O=0; O < 8; O++)); do :; done", "((++O))"]
+)
+def test_a_variable_that_is_computed_is_unknown(arithmetic: str) -> None:
+    script = f"O=0\n{arithmetic}\npython3 train.py --offset $O --size 4 --world_size 16"
+    (found,) = read_claims(shell(script)).invocations
+    assert found.claims["offset"].known is Known.RUNTIME
+
+
+def test_comparing_sets_nothing() -> None:
+    script = "O=8\n(( O == 8 && O <= 9 && O != 3 )) && python3 train.py --offset $O --size 4 --world_size 16"
+    assert values(shell(script)) == [RANKS]
+
+
 def test_the_environment_fills_variables_and_loops_hide_them() -> None:
     script = "python3 train.py --offset $O --size 4 --world_size 16"
     assert values(shell(script, O="8")) == [RANKS]

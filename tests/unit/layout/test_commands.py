@@ -55,6 +55,8 @@ def words(text: str, **variables: str) -> list[list[str | None]]:
         ("a <<E <<'F' b\nx\nE\ny\nF\nc", [["a", "b"], ["c"]]),
         ("a <<< word b", [["a", "b"]]),
         ("a $(echo ')' \"(\") b", [["a", None, "b"]]),
+        ("if (( 1 << (n) )); then\na; fi\nb", [["a"], ["fi"], ["b"]]),
+        ("((a; b); c)", [["a"], ["b"], ["c"]]),
     ],
 )
 def test_words_are_read_as_a_shell_would(text: str, found: list[list[str | None]]) -> None:
