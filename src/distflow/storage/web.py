@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import http.client
+import re
 import string
 import urllib.error
 import urllib.parse
@@ -49,8 +50,8 @@ class WebStore:
         """Return the file as the server describes it. Raises ``StorageError`` when it does not tell its size."""
         # Not HEAD: what is signed for GET is refused then.
         with self._get({}) as answer:
-            size = answer.headers.get("Content-Length")
-            if size is None or answer.headers.get("Content-Encoding", "identity") != "identity":
+            size = answer.headers.get("Content-Length", "")
+            if not re.fullmatch("[0-9]{1,18}", size) or answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise StorageError(
                     f"{self._url}: the server does not tell the size of the file, so nobody can tell when it is whole"
                 )

@@ -555,6 +555,14 @@ def test_what_a_signed_url_should_not_hold_is_escaped_and_never_said(
     assert server.asked[0][0] == f"/a?sig=s3cret{quote(blank)}%20+/=&x"
 
 
+@pytest.mark.parametrize("size", ["many", "-5", "9" * 5000, "5, 5"])
+def test_a_web_server_that_tells_no_size_is_refused_in_words(answering: Callable[..., Answering], size: str) -> None:
+    server = answering(lambda *_: (200, {"Content-Length": size}, b"hello"))
+    url = parse_url(f"{server.url}/a")
+    with pytest.raises(StorageError, match="does not tell the size"):
+        open_store(url).find(url.key)
+
+
 def test_what_web_servers_refuse(answering: Callable[..., Answering], tmp_path: Path) -> None:
     codes = {"/a": 403, "/b": 404, "/c": 503, "/d": 400}
     server = answering(lambda path, _: (codes[path.partition("?")[0]], {}, b""))
