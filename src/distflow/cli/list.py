@@ -89,7 +89,7 @@ def list_workflows(
     )
     directory = reading_directory()
     with wiring.open_store(directory) as store:
-        records = list(store.list(search, count=count, offset=offset))
+        records = list(store.list(search, count=min(count, sys.maxsize), offset=min(offset, sys.maxsize)))
         wake(directory, store)
     if order is Order.ASC:
         records.reverse()

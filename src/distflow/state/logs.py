@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import os
 import struct
+import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -210,7 +211,7 @@ class _Times:
 
 def _merged_tail(readers: Sequence[_Reader], last: int | None, *, final: bool) -> Iterator[LogLine]:
     merged = heapq.merge(*(_keyed(number, reader, final=final) for number, reader in enumerate(readers)))
-    lines: Iterable[tuple[float, int, LogLine]] = merged if last is None else deque(merged, maxlen=last)
+    lines: Iterable[tuple[float, int, LogLine]] = merged if last is None else deque(merged, maxlen=min(last, sys.maxsize))
     for _, _, line in lines:
         yield line
 

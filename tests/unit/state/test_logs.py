@@ -113,6 +113,7 @@ def test_the_last_lines_are_taken_from_the_merged_stream(tmp_path: Path) -> None
     a = logged(tmp_path, "a", (1.0, b"a1\n"), (5.0, b"a5\n"), (6.0, b"a6\n"))
     b = logged(tmp_path, "b", (2.0, b"b2\n"), (3.0, b"b3\n"), (4.0, b"b4\n"))
     assert [line.text for line in read_lines([a, b], last=3)] == ["b4", "a5", "a6"]
+    assert len(list(read_lines([a, b], last=10**20))) == 6
 
 
 def test_the_end_of_a_huge_log_is_found_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
