@@ -180,7 +180,8 @@ def wants_json(arguments: Sequence[str]) -> bool:
     if "logs" in arguments[:2] or "events" in arguments[:2]:
         # There, -t means a task, as OSMO has it.
         flags.remove("-t")
-    return "--format-type=json" in arguments or any(flag in flags and value == "json" for flag, value in pairwise(arguments))
+    joined = {"--format-type=json", *(f"{flag}json" for flag in flags if flag == "-t")}
+    return not joined.isdisjoint(arguments) or any(flag in flags and value == "json" for flag, value in pairwise(arguments))
 
 
 def _foreign_error(error: Exception) -> int:
