@@ -19,13 +19,16 @@ TOKEN = re.compile(r"\{\{\s*([a-z_]+)(?::\s*([^}\s]+))?\s*\}\}")
 _RESERVED = frozenset({"if", "then", "else", "elif", "do", "while", "until", "!", "{", "time"})
 _WRAPPERS = frozenset({"exec", "nohup", "env", "command", "sudo"})
 _DECLARE = frozenset({"export", "declare", "typeset", "readonly", "local"})
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[@\]\+?)?)=")
+_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?=)")
+_UNKNOWN = "\0"
+"""Stands in the value of an array for what is not known of it."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ARITHMETIC = re.compile(r"\(\((?:[^()\n]|\([^()\n]*\))*\)\)")
 """``(( n << 2 ))``, also behind ``for``: no here-document begins in it."""
 _SET = re.compile(r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|(?:<<|>>|[-+*/%&|^])?=(?!=)))")
 """What such a text gives a value to."""
-_BRACED = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^{}$`]*))?\}")
+_BRACED = re.compile(r"\$\{([A-Za-z_]\w*(?:\[@\])?)(?::?-([^{}$`]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +49,20 @@ class Word:
     """Of its first character in the text."""
     parts: tuple[str | _Variable, ...]
 
-    def expanded(self, variables: Mapping[str, str | None]) -> str | None:
-        """Return what a shell would make of it; ``None`` when that is not known, nor one of its variables."""
+    def expanded(self, variables: Mapping[str, str | None], unknown: str | None = None) -> str | None:
+        """Return what a shell would make of it; ``None`` when that is not known, nor one of its variables.
+
+        With ``unknown``, that stands for each variable which is not known.
+        """
         text = ""
         for part in self.parts:
             if isinstance(part, str):
                 text += part
                 continue
             value = variables.get(part.name) if part.name in variables else part.default
-            if value is None:
+            if value is None and unknown is None:
                 return None
-            text += value
+            text += value or unknown or ""
         return text
 
     @property
@@ -75,9 +81,22 @@ class Word:
         return any(isinstance(part, _Variable) for part in self.parts)
 
     def divided(self, variables: Mapping[str, str | None]) -> tuple[Word, ...]:
-        """Return the words that a shell makes of a variable without quotes, where its value is known; else the word itself."""
-        value = self.expanded(variables) if self.raw[:1] == "$" and len(self.parts) == 1 and self.has_variables else None
-        return (self,) if value is None else tuple(replace(self, parts=(piece,)) for piece in value.split())
+        """Return the words that a shell makes of a variable without quotes, or of an array; of what is not known, itself."""
+        names = [part.name for part in self.parts if isinstance(part, _Variable)]
+        is_alone = len(names) == 1 and not any(part for part in self.parts if isinstance(part, str))
+        is_divided = is_alone and (self.raw[:1] == "$" or names[0].endswith("[@]"))
+        value = self.expanded(variables) if is_divided else None
+        if value is None:
+            return (self,)
+        return tuple(replace(self, parts=(_Variable("") if _UNKNOWN in piece else piece,)) for piece in value.split())
+
+    def value_of(self, name: str, variables: Mapping[str, str | None]) -> tuple[str, str | None]:
+        """Return the variable that is assigned as ``name`` with this word, and its value: an array's words side by side."""
+        plain, is_array, more = name.partition("[@]")
+        if not is_array:
+            return name, self.expanded(variables)
+        before = variables.get(plain + is_array) if more else ""
+        return plain + is_array, f"{before or ''}{self.expanded(variables, _UNKNOWN)}"
 
     def without(self, count: int) -> Word:
         """Return the word without its first ``count`` literal characters (``NAME=`` in front of a value)."""
@@ -120,6 +139,8 @@ class _Reader:
     words: list[Word] = field(default_factory=list)
     skip_next: bool = False
     """The next word is the target of a redirection."""
+    array: tuple[str, int, int] | None = None
+    """Of ``NAME=(…)`` that is being read: how its assignment begins, its place, and how many words stand before its own."""
     heredocs: list[tuple[str, bool]] = field(default_factory=list)
     """Delimiters whose bodies begin after this line, and whether the command that reads them is a shell."""
 
@@ -128,6 +149,13 @@ class _Reader:
             char = self.text[self.at]
             if char == "\\":
                 self._backslash()
+            elif self.array is not None and char in "\n)":
+                self._end_word()
+                if char == ")":
+                    self._end_array()
+                self.at += 1
+            elif char == "(" and self._begins_array():
+                self.at += 1
             elif char == "\n":
                 yield from self._end_command()
                 self.at += 1
@@ -242,10 +270,29 @@ class _Reader:
             )
         self.parts, self.skip_next = None, False
 
+    def _begins_array(self) -> bool:
+        """Return whether a bracket opens the words of ``NAME=(…)``, and note what stands before it."""
+        name = self.parts[0] if self.parts is not None and len(self.parts) == 1 else None
+        found = _ARRAY.fullmatch(name) if isinstance(name, str) and self.array is None else None
+        if found:
+            self.array = f"{found.group(1)}[@]{found.group(2)}", self.start, len(self.words)
+            self.parts = None
+        return found is not None
+
+    def _end_array(self) -> None:
+        if self.array is not None:
+            beginning, start, count = self.array
+            parts: list[str | _Variable] = [beginning]
+            for word in self.words[count:]:
+                has_blanks = any(re.search(r"\s", part) for part in word.parts if isinstance(part, str))
+                parts += [" ", _Variable("")] if has_blanks else [" ", *word.parts]
+            self.words[count:] = [Word(raw=self.text[start : self.at + 1], offset=start, parts=tuple(parts))]
+            self.array = None
+
     def _end_command(self) -> Iterator[Command]:
         self._end_word()
         command = _command(self.words)
-        self.words, self.skip_next = [], False
+        self.words, self.skip_next, self.array = [], False, None
         if command.words or command.assignments:
             yield command
 

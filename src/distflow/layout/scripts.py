@@ -145,10 +145,12 @@ def variables_of(task: TaskSpec, lines: Iterable[Line]) -> dict[str, str | None]
     own = {name for name in COMPUTED if name not in task.environment}
     for line in lines:
         for name, word in line.command.assignments if line.expands else ():
-            value = word.expanded(known)
+            name, value = word.value_of(name, known)  # noqa: PLW2901  arrays have a name of their own
             if value is None and name == "MASTER_ADDR":
                 value = word.raw  # such as $(getent hosts {{host:master}}): whom it names can still be read
-            if name in own or name not in known or known[name] == value:
+            before = known.get(name)
+            is_more = name.endswith("[@]") and value is not None and before is not None and value.startswith(before)
+            if is_more or name in own or name not in known or known[name] == value:
                 known[name] = value
                 own.discard(name)
             else:

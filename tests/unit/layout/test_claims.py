@@ -164,6 +164,32 @@ def test_a_variable_without_quotes_is_as_many_words_as_it_holds(script: str) -> 
     assert claims == {"nnodes": "2", "node_rank": "1", "nproc_per_node": "8"}
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        'ARGS=(--nnodes 2 --node_rank=1)\ntorchrun "${ARGS[@]}" --nproc_per_node 8 train.py --size 3',
+        "GPUS=8\nARGS=(\n  --nnodes 2  # nodes\n  --node_rank=1 --nproc_per_node $GPUS\n)\ntorchrun ${ARGS[@]} train.py",
+        "ARGS=(--nnodes 2 --log_dir $LOGS --node_rank=1)\nARGS+=(--nproc_per_node 8)\ntorchrun ${ARGS[@]} train.py",
+        'COMMAND=(torchrun --nnodes 2 --node_rank=1 --nproc_per_node 8 train.py "two words" $(date))\n"${COMMAND[@]}"',
+    ],
+)
+def test_the_words_of_an_array_are_read(script: str) -> None:
+    (item,) = read_claims(shell(script)).invocations
+    assert item.program == "train.py"
+    claims = {key: claim.value for key, claim in item.claims.items()}
+    assert claims == {"nnodes": "2", "node_rank": "1", "nproc_per_node": "8"}
+
+
+def test_what_is_not_known_of_an_array_is_known_to_be_so() -> None:
+    (item,) = read_claims(shell("A=(--nnodes 2 --node_rank $(hostname))\ntorchrun ${A[@]} train.py")).invocations
+    assert (item.claims["nnodes"].value, item.claims["node_rank"].known) == ("2", Known.RUNTIME)
+
+
+def test_an_array_with_two_values_is_unknown() -> None:
+    script = "A=(--offset 0)\nif x; then A=(--offset 8); elif y; then A=(--offset 9); fi\nA+=(--lr 1)\n"
+    assert values(shell(f"{script}python3 train.py --size 4 --world_size 16 ${{A[@]}}")) == [{"size": "4", "world_size": "16"}]
+
+
 def test_flags_in_a_variable_are_read_too() -> None:
     assert values(shell('FLAGS="--offset 8 --size 4"\npython3 train.py $FLAGS --world_size 16')) == [RANKS]
     # In quotes it is one word.
