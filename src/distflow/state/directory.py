@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from pathlib import Path
 
 from distflow.errors import StateError
 
-__all__ = ["StateDirectory", "find_state_directory", "has_room", "is_locked", "state_errors"]
+__all__ = ["StateDirectory", "find_state_directory", "has_room", "is_locked", "lock_at_once", "state_errors"]
 
+_LOCK_PAUSES_S = (0.01, 0.03, 0.1, 0.2)
 _ROOM = 1 << 20
 """Bytes; a decision takes less."""
 
@@ -131,6 +133,21 @@ def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:
         return StateDirectory(Path(given).expanduser().absolute())
     base = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
     return StateDirectory(Path(base) / "distflow" / os.uname().nodename)
+
+
+def lock_at_once(handle: int) -> bool:
+    """Lock an open file (``flock``) and return True, or False when another process has it.
+
+    Readers hold the lock for an instant when they look (``is_locked``), so one refusal is not believed.
+    """
+    for pause_s in (*_LOCK_PAUSES_S, None):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if pause_s is not None:
+                threading.Event().wait(pause_s)
+    return False
 
 
 def is_locked(path: Path) -> bool:

@@ -6,7 +6,6 @@ for as long as the process lives, and ``.log`` is what it says. Whoever holds th
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import threading
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.state.codec import DecodeError, decode, encode
-from distflow.state.directory import is_locked, state_errors
+from distflow.state.directory import is_locked, lock_at_once, state_errors
 
 __all__ = ["Sync", "Syncs"]
 
@@ -74,12 +73,10 @@ class Syncs:
     def take(self, sync: Sync) -> int | None:
         """Become the one that copies to a task: return the handle that locks it, or ``None`` when another process does."""
         handle = os.open(self._path(sync, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        return handle
+        if lock_at_once(handle):
+            return handle
+        os.close(handle)
+        return None
 
     def write(self, sync: Sync) -> None:
         """Keep the record; only for who holds the lock. Raises ``StateError``."""

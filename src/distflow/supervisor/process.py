@@ -7,25 +7,22 @@ the lock and then looks once more, so that work added in between is seen by one 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import SupervisorError
-from distflow.state.directory import StateDirectory, is_locked
+from distflow.state.directory import StateDirectory, is_locked, lock_at_once
 
 __all__ = ["Held", "Lock", "ensure_supervisor", "hold_supervisor", "is_running", "open_wake_socket", "wake"]
 
 _READY_TIMEOUT_S = 30.0
 _LOG_LIMIT = 4 << 20
-_LOCK_PAUSES_S = (0.01, 0.03, 0.1, 0.2)
 
 
 class Lock:
@@ -37,20 +34,11 @@ class Lock:
         self._handle = -1
 
     def take(self) -> bool:
-        """Take the lock and return True, or False when another process has it.
-
-        Readers hold it for an instant when they look (``is_running``), so one refusal is not believed.
-        """
+        """Take the lock and return True, or False when another process has it."""
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        for pause_s in (*_LOCK_PAUSES_S, None):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if pause_s is None:
-                    os.close(handle)
-                    return False
-                threading.Event().wait(pause_s)
+        if not lock_at_once(handle):
+            os.close(handle)
+            return False
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         self._handle = handle

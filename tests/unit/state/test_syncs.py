@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import subprocess
@@ -43,6 +44,26 @@ def test_there_is_one_for_each_task_and_nobody_else_reads_it(tmp_path: Path) -> 
     assert syncs.list() == [SYNC]
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "rsync").iterdir()}
     assert (modes, stat.S_IMODE((tmp_path / "rsync").stat().st_mode)) == ({0o600}, 0o700)
+
+
+def test_who_only_looks_whether_one_is_at_work_keeps_none_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs = made(tmp_path)
+    reader = os.open(tmp_path / "rsync" / "a1-main.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    flock = fcntl.flock
+    flock(reader, fcntl.LOCK_SH)
+
+    def refused_once(handle: int, how: int) -> None:
+        try:
+            flock(handle, how)
+        except BlockingIOError:
+            flock(reader, fcntl.LOCK_UN)  # it has seen enough
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", refused_once)
+    handle = syncs.take(SYNC)
+    assert handle is not None
+    os.close(handle)
+    os.close(reader)
 
 
 def test_damaged_records_are_passed_over_and_old_ones_go(tmp_path: Path) -> None:
