@@ -28,6 +28,7 @@ _ARITHMETIC = re.compile(r"\(\((?:[^()\n]|\([^()\n]*\))*\)\)")
 """``(( n << 2 ))``, also behind ``for``: no here-document begins in it."""
 _SET = re.compile(r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|(?:<<|>>|[-+*/%&|^])?=(?!=)))")
 """What such a text gives a value to."""
+_HEREDOC = re.compile(r"<<-?(?!<)[ \t]*(?:(['\"])([^'\"\n]+)\1|\\?([\w.!%:@+-]+))")
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*(?:\[@\])?)(?::?-([^{}$`]*))?\}")
 
 
@@ -313,9 +314,9 @@ class _Reader:
         if self.parts is not None and all(isinstance(part, str) and part.isdigit() for part in self.parts):
             self.parts = None  # the number of a stream: 2>file
         self._end_word()
-        heredoc = re.compile(r"<<-?(?!<)[ \t]*(['\"]?)([\w.-]+)\1").match(self.text, self.at)
+        heredoc = _HEREDOC.match(self.text, self.at)
         if heredoc and not self.text.startswith("<<<", self.at):
-            self.heredocs.append((heredoc.group(2), _command(self.words).program in SHELLS))
+            self.heredocs.append((heredoc.group(2) or heredoc.group(3), _command(self.words).program in SHELLS))
             self.at = heredoc.end()
             return
         while self.at < len(self.text) and self.text[self.at] in "<>&|":
