@@ -92,12 +92,13 @@ def first_state(grip: Grip, runner: int) -> Json:
 
 
 def write_state(fd: int, state: Json) -> None:
-    """Rewrite the state in place: one ``pwrite`` of always the same length, so that readers see the old one or the new one."""
+    """Rewrite the state in place: one ``pwrite`` of never less than before, so that readers see the old one or the new one."""
     data = json.dumps(state).encode()
     if len(data) > STATE_BYTES:
         data = json.dumps(dict(state, why=None, message=None)).encode()
     try:
-        os.pwrite(fd, data.ljust(STATE_BYTES), 0)
+        # It takes more room than it was given only for the variables of a container: see ``containers.identify``.
+        os.pwrite(fd, data.ljust(max(STATE_BYTES, os.fstat(fd).st_size)), 0)
     except OSError:
         return  # a copy-on-write file system that is full: the processes go on, and the end's record says the rest
 
@@ -107,7 +108,7 @@ def read_state(directory: str) -> Optional[Json]:
     for _ in range(5):  # a reader may meet a write on file systems that do not order them
         try:
             with open(os.path.join(directory, STATE), "rb", buffering=0) as file:
-                text = file.read(STATE_BYTES)
+                text = file.read()
         except OSError:
             return None
         try:

@@ -39,6 +39,15 @@ def test_a_reason_that_is_too_long_gives_way_to_what_matters(directory: Path) ->
     assert records.read_state(str(directory)) == {"why": None, "phase": "stopping", "message": None}
 
 
+def test_a_state_may_need_more_room_than_it_was_given(directory: Path) -> None:
+    container = {"env": {"STORAGE_OPTIONS": "x" * records.STATE_BYTES}}
+    write(directory, {"phase": "running", "container": container})
+    state = records.read_state(str(directory)) or {}
+    assert (state["phase"], state["container"]) == ("running", container)
+    write(directory, {"phase": "stopping"})
+    assert records.read_state(str(directory)) == {"phase": "stopping"}
+
+
 def test_an_end_is_there_all_at_once_and_exactly(tmp_path: Path) -> None:
     dir_fd = os.open(tmp_path, os.O_RDONLY)
     fd = records.allocate(dir_fd, records.SPARE_END, records.END_BYTES)
