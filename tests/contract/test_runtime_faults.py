@@ -422,6 +422,17 @@ def test_sigterm_to_the_pair_is_a_stop_that_is_recorded(node: NodeUnderTest) -> 
     assert "SIGTERM" in end["why"]
 
 
+def test_an_end_is_kept_though_the_room_for_its_record_was_removed(node: NodeUnderTest) -> None:
+    link = node.connect()
+    os.mkfifo(node.root / "fifo")
+    attempt = node.start(link, ["sh", "-c", 'read x < "$0"; exit 3', str(node.root / "fifo")])
+    (node.directory(attempt) / ".exit.json").unlink()  # by whoever sweeps old files of a scratch directory
+    (node.root / "fifo").write_text("x\n")
+    end = node.end(attempt)
+    assert (end["reason"], end["exit_code"]) == ("exited", 3)
+    assert end == node.record(attempt)
+
+
 def test_output_that_was_in_the_pipe_survives_the_keeper(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")

@@ -223,5 +223,8 @@ def write_end(dir_fd: int, record_fd: int, end: Json) -> int:
     while written < len(data):
         written += os.pwrite(record_fd, data[written:], written)
     os.ftruncate(record_fd, len(data))
-    os.rename(SPARE_END, END, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    try:
+        os.rename(SPARE_END, END, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except FileNotFoundError:  # somebody has swept away what was allocated
+        return write_end(dir_fd, -1, end)
     return record_fd
