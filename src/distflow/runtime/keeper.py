@@ -178,6 +178,7 @@ class _Keeper:
             if pid == spawned.pid:
                 self._exit = dict(as_exit(status), ended_at=now())
                 self._take_failure()
+                self._change(exit=self._exit)  # what follows may take its time, and nobody else can ask how it ended
                 self._take_container_end(self._exit)
                 self._tell_gang(self._exit)
                 self._remove_container()

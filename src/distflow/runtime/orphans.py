@@ -63,7 +63,8 @@ def settle(root: str, attempt: str) -> Json:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(directory, "error.json"))
         error = records.read_error(directory)
-        end = records.make_end(state, reason, message=message, output_bytes=size, error=error)
+        known = dict(state.get("exit") or {}, message=message, output_bytes=size, error=error)
+        end = records.make_end(state, reason, **known)
         os.fsync(records.write_end(dir_fd, -1, end))
     finally:
         os.close(lock)

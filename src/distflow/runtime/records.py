@@ -88,6 +88,7 @@ def first_state(grip: Grip, runner: int) -> Json:
         "message": None,
         "lost_output_bytes": 0,
         "container": None,
+        "exit": None,
     }
 
 

@@ -81,7 +81,7 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
     state: Json = records.read_state(grip.directory) or {}
     spawned = state.get("command") or {}
     command = spawned.get("pid", 0)
-    known: Json = {}
+    known: Json = dict(state.get("exit") or {})
     trouble = None
     if state.get("container"):
         from distflow.runtime import containers
