@@ -456,6 +456,23 @@ def test_how_a_command_ended_is_kept_when_its_guards_die_after_it(
     assert end["ended_at"] == state["exit"]["ended_at"]
 
 
+def test_an_agent_that_could_not_reach_a_pair_tries_again(node: NodeUnderTest) -> None:
+    link = node.connect()
+    os.mkfifo(node.root / "fifo")
+    attempt = node.lease(link)
+    link.request("prepare", attempt=attempt, launch=launch_of(["sh", "-c", 'read x < "$0"', str(node.root / "fifo")]))
+    control = node.directory(attempt) / "control"
+    control.rename(control.with_name("away"))  # as if no descriptor were left, or the file system did not answer
+    events: list[Event] = []
+    other = node.connect(events=events)
+    node.watch(other, attempt, events)
+    control.with_name("away").rename(control)
+    link.request("start", attempt=attempt)
+    wait_until(lambda: [one for one in events if one["event"] == "status" and one["status"]["phase"] == "running"])
+    (node.root / "fifo").write_text("x\n")
+    assert node.end(attempt, events=events)["exit_code"] == 0
+
+
 def test_output_that_was_in_the_pipe_survives_the_keeper(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")

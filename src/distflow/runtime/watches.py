@@ -167,7 +167,8 @@ class Watches:
         if attempts.read_status(watch.directory)["phase"] in ("ended", "absent") or state is None:
             self._is_gone(watch)
         elif orphans.is_pair_alive(state):
-            self._loop.later(0.05, lambda: self._check_gone(watch))  # on its way out, or its socket was removed by hand
+            # On its way out, or its socket was removed by hand, or there was just no descriptor to reach it by.
+            self._loop.later(0.05, lambda: self._connect(watch))
         else:
             self._end_adopted(watch)
 
