@@ -456,6 +456,19 @@ def test_how_a_command_ended_is_kept_when_its_guards_die_after_it(
     assert end["ended_at"] == state["exit"]["ended_at"]
 
 
+def test_a_task_whose_socket_was_removed_is_stopped_all_the_same(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done"])
+    wait_until(lambda: node.output(attempt))
+    link.close()
+    (node.directory(attempt) / "control").unlink()
+    link = node.connect()
+    node.watch(link, attempt)
+    link.request("stop", attempt=attempt, grace_s=10, why="")
+    end = node.end(attempt)
+    assert (end["reason"], end["exit_code"]) == ("stopped", 0)
+
+
 def test_an_agent_that_could_not_reach_a_pair_tries_again(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")

@@ -285,6 +285,8 @@ class _Agent:
             confirmed.append(True)
             answer.either(error or {})
 
+        if watch.link is None:
+            self._watches.stop_unheard(watch)
         self._ask(watch, {"op": "stop", "grace_s": grace_s, "why": str(request.get("why") or "")}, told)
         self._watches.stop_the_stuck(watch, grace_s, lambda: bool(confirmed))
 

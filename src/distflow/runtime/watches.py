@@ -128,6 +128,14 @@ class Watches:
 
         self._loop.later(grace_s + _STUCK_S, check)
 
+    def stop_unheard(self, watch: Watch) -> None:
+        """Have a pair stop that cannot be spoken to, as its socket was removed: TERM to a keeper is a stop, too."""
+        state = records.read_state(watch.directory) or {}
+        keeper = state.get("keeper") or {}
+        pid = int(keeper.get("pid", 0))
+        if state.get("boot_id") == processes.boot_id() and processes.is_same(pid, int(keeper.get("start", 0))):
+            os.kill(pid, signal.SIGTERM)
+
     # -- links
 
     def _connect(self, watch: Watch) -> None:
