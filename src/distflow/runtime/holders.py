@@ -20,7 +20,7 @@ _MOST = 10_000
 def look(lease_dir: str) -> Json:
     """``holders``, one for each attempt, and ``foreign``: who else computes on a GPU. Nothing is held or changed.
 
-    Looking at a lock takes it for an instant, as shared: a lease that is asked for just then is refused and asked for again.
+    Looking at a lock takes it for an instant, as shared: a lease that is asked for just then waits for that.
     """
     found: Dict[Tuple[str, str], Json] = {}
     for kind, number, said in _locked(lease_dir):

@@ -10,11 +10,16 @@ import fcntl
 import json
 import os
 import stat
+import time
 from typing import Optional, Tuple
 
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["lock", "open_directory", "open_lock", "said_of"]
+
+_LOOKS = 100
+_LOOK_S = 0.001
+"""Looking takes microseconds."""
 
 
 def open_directory(path: str) -> int:
@@ -70,7 +75,7 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
                 return -1, "{} is no regular file".format(name)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(fd)
         except BlockingIOError:
             who = _read_holder(fd)
             os.close(fd)
@@ -93,6 +98,18 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
     return fd, ""
 
 
+def _flock(fd: int) -> None:
+    """Lock it. Raises ``BlockingIOError`` when somebody holds it; who just looks at it (``said_of``) is waited for."""
+    for _ in range(_LOOKS):
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # with who looks it can be shared, and with no holder
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            time.sleep(_LOOK_S)  # noqa: TID251  flock knows no time limit
+    raise BlockingIOError(errno.EWOULDBLOCK, "it is looked at again and again")
+
+
 def _read_holder(fd: int) -> str:
     try:
         holder = json.loads(os.pread(fd, 4096, 0).decode())
@@ -105,7 +122,7 @@ def said_of(directory: int, name: str) -> Optional[Json]:
     """What is written in a lock file that somebody holds; None when nobody does, or nobody may look.
 
     It is other people's, and may say anything; what is no record is an empty one. Looking takes the lock for an instant, as
-    shared: who wants it just then is refused.
+    shared: who wants it just then waits for that.
     """
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
