@@ -25,12 +25,13 @@ class _Tail:
         self.fd: Optional[int] = None
 
     def read(self) -> bytes:
-        if self.fd is None:
-            try:
+        try:
+            if self.fd is None:
                 self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError:
-                return b""
-        return os.pread(self.fd, min(PIECE, self.credit), self.offset)
+            return os.pread(self.fd, min(PIECE, self.credit), self.offset)
+        except OSError:
+            self.close()  # a bad disk, or NFS whose server has restarted: that wants it opened anew
+            return b""
 
     def close(self) -> None:
         if self.fd is not None:
