@@ -384,6 +384,28 @@ def test_a_backend_that_is_closed_lets_go_of_outputs(tmp_path: Path, monkeypatch
     wait_until(lambda: ended == ["let go"], 20)
 
 
+def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+
+    def slow(*_: object, progress: Callable[[bool, int, int], None], **__: object) -> None:
+        while not is_over.wait(0.01):
+            progress(False, 0, 1)
+        raise NodeUnreachable("local", "it ended")
+
+    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", slow)
+    bench = _machines(tmp_path)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    try:
+        for number in range(100):
+            bench.backend.collect(bench.key(f"earlier{number}"))
+        bench.await_one(Collecting)
+        bench.await_one(Ended, key=bench.begin("exit 0"))
+    finally:
+        is_over.set()
+        bench.backend.close()
+
+
 def test_connections_that_end_again_and_again_are_no_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.backends.machines.collecting._PAUSE_S", 0.0)
 

@@ -49,6 +49,7 @@ from distflow.transports.local import LocalTransport
 __all__ = ["MachinesBackend", "open_backend", "transport_of"]
 
 _PREPARE_THREADS = 32
+_COLLECT_THREADS = 32
 _INLINE = 64 << 10
 """Bytes up to which a file goes along with the launch; larger ones are staged, and kept on the node for the next time."""
 _PLACING_S = 3600.0
@@ -76,6 +77,8 @@ class MachinesBackend:
         self._collector = Collector(blobs, sink)
         self._deliverer = Deliverer()
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
+        # Of their own: the outputs of one slow node may wait in line for hours, and a gang's start must not.
+        self._collecting = ThreadPoolExecutor(max_workers=_COLLECT_THREADS, thread_name_prefix="collect")
 
     def connect(self, nodes: Sequence[Node]) -> None:
         """Hold connections to these nodes from now on."""
@@ -141,7 +144,7 @@ class MachinesBackend:
     def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None, *, for_nodes: bool = False) -> None:
         """Pack and fetch the output of an ended attempt, or a directory of it; in a thread, because that may take minutes."""
         stays = self._is_everywhere if for_nodes else None
-        self._workers.submit(self._collector.collect, self._connections[key.node], key, op, place, stays)
+        self._collecting.submit(self._collector.collect, self._connections[key.node], key, op, place, stays)
 
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress
@@ -154,7 +157,8 @@ class MachinesBackend:
         self._collector.close()
         for connection in self._connections.values():
             connection.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._collecting):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     def _halt(self, key: AttemptKey) -> None:
         """Let go of what is on its way to an attempt that nobody wants any more."""
