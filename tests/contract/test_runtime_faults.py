@@ -410,6 +410,18 @@ def test_a_keeper_that_was_suspended_does_not_save_its_task(node: NodeUnderTest,
     assert_nothing_is_left(node, attempt, marker)
 
 
+def test_a_keeper_that_was_suspended_does_not_keep_its_lease(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link, gpus=1, gpu_ids=[0])
+    os.kill(node.state(attempt)["keeper"]["pid"], signal.SIGSTOP)
+    answers: list[Any] = []
+    link.send("release", answers.append, attempt=attempt)
+    wait_until(lambda: answers, 20)
+    assert isinstance(answers[0], dict), answers[0]
+    assert not node.directory(attempt).exists()
+    assert_lease_is_free(node, link)
+
+
 def test_sigterm_to_the_pair_is_a_stop_that_is_recorded(node: NodeUnderTest) -> None:
     link = node.connect()
     script = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done"

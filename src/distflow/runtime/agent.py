@@ -324,6 +324,7 @@ class _Agent:
                 watch.when_gone.append(remove)
 
         self._ask(watch, {"op": "release"}, told)
+        self._watches.stop_the_stuck(watch, 0.0, lambda: watch.attempt not in self._releasing)
 
     def _tail(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)
