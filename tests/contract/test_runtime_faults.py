@@ -498,6 +498,24 @@ def test_an_agent_that_could_not_reach_a_pair_tries_again(node: NodeUnderTest) -
     assert node.end(attempt, events=events)["exit_code"] == 0
 
 
+def test_a_start_waits_for_a_pair_that_cannot_be_reached_for_a_moment(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link)
+    link.request("prepare", attempt=attempt, launch=launch_of(["sh", "-c", "exit 3"]))
+    link.close()
+    control = node.directory(attempt) / "control"
+    control.rename(control.with_name("away"))
+    link = node.connect()
+    node.watch(link, attempt)
+    answers: list[Any] = []
+    link.send("start", answers.append, attempt=attempt)
+    link.request("ping")  # it has been looked at
+    control.with_name("away").rename(control)
+    wait_until(lambda: answers, 20)
+    assert isinstance(answers[0], dict), answers[0]
+    assert node.end(attempt)["exit_code"] == 3
+
+
 def test_output_that_was_in_the_pipe_survives_the_keeper(node: NodeUnderTest) -> None:
     link = node.connect()
     os.mkfifo(node.root / "fifo")

@@ -263,6 +263,8 @@ class _Agent:
 
     def _start(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)
+        if watch.is_leaving and self._watches.status(watch)["started_at"] is None:
+            raise attempts.TaskIsLocked("the attempt's two processes cannot be reached")  # for a moment, or they are gone
 
         def told(result: Optional[Json], error: Optional[OpError]) -> None:
             if error is not None:
