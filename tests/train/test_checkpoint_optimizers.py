@@ -127,3 +127,52 @@ def test_ranks_that_average_at_times_go_on_where_they_were(start: Start, tmp_pat
         said = {record["what"]: record for record in run.records if record["rank"] == rank}
         assert said["resumed 5"]["weights"] == said["whole"]["weights"]
         assert [(said[f"mean {at}"]["same"], said[f"mean {at}"]["count"]) for at in (5, 7)] == [(True, at) for at in (5, 7)]
+
+
+WITHOUT = (
+    STEPS
+    + """
+    class Tied(nn.Module):
+        \"\"\"Has two names for one matrix.\"\"\"
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            return self.out(self.last(self.first(x)))
+
+    def build(seed):
+        torch.manual_seed(seed)
+        model = train.parallelize(Tied(), "ddp", sync_gradients_every=4)
+        return model, train.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model, optimizer = build(0)
+    steps(model, optimizer, 0, 6)
+    before = weights(model)
+    wanted = {name: value.detach().clone() for name, value in model.module.state_dict().items()}
+    train.all_reduce_mean(wanted.values())
+
+    def same(state):
+        return state.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in state.items())
+
+    whole = train.full_state_dict(model)
+    worker = train.Worker(model, optimizer, None).get_model_state()
+    found = {"whole": same(whole) if place.rank == 0 else not whole, "worker": same(worker)}
+    for given in (True, False):
+        checkpoints = train.Checkpoints(f"{sys.argv[1]}/{given}")
+        checkpoints.save(6, model, *([optimizer] if given else []))
+        other, its_optimizer = build(1)
+        checkpoints.load_latest(other, *([its_optimizer] if given else []))
+        found[f"with optimizer: {given}"] = same(other.module.state_dict())
+    train.report(step=6, wrong=str([name for name, right in found.items() if not right]), kept=weights(model) == before)
+"""
+)
+
+
+def test_what_is_taken_of_ranks_that_are_apart_is_their_mean(start: Start, tmp_path: Path) -> None:
+    """Also without the optimizer, and of parameters that have two names."""
+    run = start(WITHOUT, "--size", "2", arguments=(str(tmp_path),))
+    assert run.wait() == 0, run.stderr
+    assert [(record["wrong"], record["kept"]) for record in run.records] == [("[]", True)] * 2

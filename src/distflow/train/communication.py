@@ -22,15 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from distflow.train.hooks import in_bfloat16, until_apart
 from distflow.train.strategies.description import current_strategy
 
-__all__ = ["accumulate", "all_reduce_mean", "are_apart", "begin_step", "compress_gradients", "drifts", "local_sgd"]
+__all__ = ["accumulate", "all_reduce_mean", "begin_step", "compress_gradients", "drifts", "local_sgd", "means_of"]
 
 _MIB = 2**20
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """How many backward passes each model has made since its gradients were last reduced."""
 _averaged: WeakSet[nn.Module] = WeakSet()
 """Models that were given to ``local_sgd``, or of which it was said that they should be."""
-_apart: WeakSet[nn.Module] = WeakSet()
-"""Models whose parameters differ from rank to rank between two averages."""
+_averagers: WeakKeyDictionary[nn.Module, PeriodicModelAverager] = WeakKeyDictionary()
+"""What averages a model, which DDP wraps, whose parameters differ from rank to rank between two averages."""
 
 
 # -- fewer bytes ------------------------------------------------------------------------------------------------------
@@ -127,16 +127,30 @@ def local_sgd(
     # The averager counts from 0 and averages at its first step after the warm-up; the k-th is meant.
     averager = PeriodicModelAverager(period=steps, warmup_steps=warmup_steps + steps - 1, process_group=model.process_group)
     model.register_comm_hook((averager, warmup_steps), until_apart)
-    _apart.add(model)
+    _averagers[model.module] = averager
     return PostLocalSGDOptimizer(optim=optimizer, averager=averager)
 
 
 def drifts(model: object) -> bool:
     """Tell whether ``local_sgd`` averages the model's parameters, in the optimiser's step."""
-    return model in _apart
+    return isinstance(model, DistributedDataParallel) and model.module in _averagers
 
 
-def are_apart(averager: PeriodicModelAverager) -> bool:
+def means_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the mean over the ranks of parameters that differ now under ``local_sgd``, by their plain names; else nothing.
+
+    All ranks must call it.
+    """
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    if (averager := _averagers.get(inner)) is None or not _are_apart(averager):
+        return {}
+    # Of two names for one parameter both: states have both, too.
+    means = {name: one.detach().clone() for name, one in inner.named_parameters(remove_duplicate=False)}
+    all_reduce_mean(means.values(), group=averager.process_group)
+    return means
+
+
+def _are_apart(averager: PeriodicModelAverager) -> bool:
     """Tell whether the ranks' parameters differ now: the last step was neither an average nor one of the warm-up."""
     last, period = int(averager.step) - 1, int(averager.period)
     return last > int(averager.warmup_steps) - period and (last - int(averager.warmup_steps)) % period != 0

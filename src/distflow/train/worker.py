@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from distflow.train.communication import means_of
 from distflow.train.strategies.stages import Pipeline
 from distflow.train.votes import from_all, from_first
 
@@ -41,11 +42,15 @@ class Worker:
         return loss.item()
 
     def get_model_state(self) -> dict[str, torch.Tensor]:
-        """Return all weights, whole and on the CPU, on every rank, under the names of the model without any strategy."""
+        """Return all weights, whole and on the CPU, on every rank, under the names of the model without any strategy.
+
+        Between two averages of ``local_sgd`` they are the mean of the ranks' weights.
+        """
         if isinstance(self.model, Pipeline):
             stages = from_all({name: value.cpu() for name, value in self.model.part.state_dict().items()})
             return {name: value for stage in stages for name, value in stage.items()}
-        state = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
+        means = means_of(self.model)
+        state = {**get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True)), **means}
         return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def set_model_state(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 
-from distflow.train.communication import all_reduce_mean, are_apart
+from distflow.train.communication import means_of
 from distflow.train.strategies.stages import Pipeline
 from distflow.train.votes import from_all
 
@@ -22,11 +21,14 @@ __all__ = ["full_state_dict", "set_training_state", "training_state"]
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the whole model's parameters on rank 0's CPU, under their plain names (FSDP's FULL_STATE_DICT); else nothing.
 
-    All ranks must call it. Of a pipeline each rank returns its own stage: no rank ever holds the whole.
+    All ranks must call it. Of a pipeline each rank returns its own stage: no rank ever holds the whole. Between two averages of
+    ``local_sgd`` it is the mean of the ranks' parameters.
     """
     if isinstance(model, Pipeline):
         return {name: tensor.detach().cpu() for name, tensor in model.part.state_dict().items()}
-    return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+    means = means_of(model)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: means[name].cpu() if name in means else value for name, value in state.items()}
 
 
 def training_state(
@@ -42,8 +44,10 @@ def training_state(
     that it has stepped. Of a pipeline these are the tensors of its stage, and the optimizer's groups (``param_groups``) of all
     stages, for which all ranks of ``group`` must call it.
     """
+    # No rank's steps are lost; the optimizer's states stay rank 0's.
+    means = means_of(model) if saved is None else {}
     if optimizer is None:
-        return {"model": get_model_state_dict(_held(model))}
+        return {"model": {**get_model_state_dict(_held(model)), **means}}
     averager: PeriodicModelAverager | None = getattr(optimizer, "averager", None)
     optimizer = _inner(optimizer)
     is_new = not optimizer.state
@@ -61,14 +65,9 @@ def training_state(
         optimizer_state["state"] = {}
     if isinstance(model, Pipeline):
         optimizer_state["param_groups"] = _joined(from_all(optimizer_state["param_groups"], group))  # type: ignore[arg-type]
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": {**model_state, **means}, "optimizer": optimizer_state}
     if averager is None:
         return state
-    if saved is None and are_apart(averager):
-        # No rank's steps are lost; the optimizer's states stay rank 0's.
-        names = {name.removeprefix("module.") for name, _ in model.named_parameters()}
-        state["model"] = {name: copy.deepcopy(one) if name in names else one for name, one in model_state.items()}
-        all_reduce_mean((one for name, one in state["model"].items() if name in names), group=averager.process_group)
     if saved is None or "averager.step" in saved:
         state["averager"] = {"step": averager.step}
     return state
