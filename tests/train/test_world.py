@@ -338,8 +338,10 @@ def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start: Start) ->
                     optimizer.step()
                     optimizer.zero_grad()
 
+        checkpoints = train.Checkpoints("checkpoints")
         checks = {
             "nothing": (lambda model: None, {}),
+            "save": (lambda model: checkpoints.save(1, model), {}),
             "gradients": (train.GradientGuard().finite, {}),
             "stop": (lambda model: train.stop_requested(), {}),
             "local": (lambda model: None, {"sync_gradients_every": 2}),
@@ -359,7 +361,7 @@ def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start: Start) ->
     for rank in (0, 1):
         said = {record["what"]: record["said"] for record in run.records if record["rank"] == rank}
         assert (said["nothing"], said["after"]) == ("", "True")
-        assert all("inside of join()" in said[name] for name in ("gradients", "stop"))
+        assert all("inside of join()" in said[name] for name in ("gradients", "stop", "save"))
         assert "under local_sgd()" in said["local"]
 
 

@@ -30,7 +30,7 @@ from distflow.train import manifest as files
 from distflow.train.places import find_places
 from distflow.train.randomness import random_state, set_random_state
 from distflow.train.strategies.states import set_training_state, training_state
-from distflow.train.votes import from_all
+from distflow.train.votes import check_all_answer, from_all
 
 __all__ = ["CheckpointError", "Checkpoints", "Stateful"]
 
@@ -53,7 +53,7 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one training run, in one directory. Every method is a collective.
+    """The checkpoints of one training run, in one directory. Every method is a collective, and refused inside of ``join``.
 
     Where machines or tasks see different directories under its name, each gets all files: any one of them suffices later.
     """
@@ -71,6 +71,7 @@ class Checkpoints:
             raise ValueError("give a directory, or set DISTFLOW_CHECKPOINT")
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: give 1 or more")
+        check_all_answer()
         self.directory = Path(name)
         self._keep_last = keep_last
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
@@ -129,6 +130,7 @@ class Checkpoints:
         with another number of ranks they are left as they are. Raises ``CheckpointError`` for a whole checkpoint of another
         model, or without one of ``others``.
         """
+        check_all_answer()
         self.wait()
 
         def find() -> list[int]:
@@ -158,6 +160,7 @@ class Checkpoints:
         """Make the directory of a checkpoint, with everything in it but the tensors of model and optimizer."""
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
+        check_all_answer()
         self.wait()
         folder = files.unfinished(self.directory, step)
 

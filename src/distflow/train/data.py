@@ -111,8 +111,8 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
 
     ``parts``: models in ``DistributedDataParallel``, ``ZeroRedundancyOptimizer``, anything that torch's ``Join`` takes.
     Raises ``TypeError`` for others: a sharded model needs every rank in every forward pass, so give its loader
-    ``uneven="pad"``. What all ranks decide or measure together (``GradientGuard``, ``MemoryGuard``, ``stop_requested``,
-    ``StepTimer``) raises ``RuntimeError`` inside: ranks that are done first would not answer.
+    ``uneven="pad"``. What all ranks do together (``GradientGuard``, ``MemoryGuard``, ``stop_requested``, ``StepTimer``,
+    ``Checkpoints``) raises ``RuntimeError`` inside: ranks that are done first would not answer.
     """
     for part in parts:
         if not isinstance(part, Joinable):
@@ -131,7 +131,7 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
 @contextlib.contextmanager
 def _joined(parts: list[Joinable]) -> Iterator[None]:
     said = (
-        "inside of join() ranks that are done first answer no question (of guards, stop_requested, StepTimer): "
+        "inside of join() ranks that are done first answer no question (of guards, stop_requested, StepTimer, Checkpoints): "
         'who asks one would wait for ever; use a Loader with uneven="pad", or ask outside'
     )
     with Join(parts), without_votes(said):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from distflow.train.world import control_group
 
-__all__ = ["all_ranks", "any_rank", "channel", "from_all", "from_first", "without_votes"]
+__all__ = ["all_ranks", "any_rank", "channel", "check_all_answer", "from_all", "from_first", "without_votes"]
 
 _Value = TypeVar("_Value")
 _refused = ""
@@ -29,14 +29,19 @@ def without_votes(why: str) -> Iterator[None]:
         _refused = before
 
 
+def check_all_answer() -> None:
+    """Raise ``RuntimeError`` where ranks may be done already (``without_votes``)."""
+    if _refused:
+        raise RuntimeError(_refused)
+
+
 def channel(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
     """Return the group that small tensors of all ranks travel on, and the device they must be on.
 
     Without a ``group`` that is the control group of ``init``, or torch's default group when the world was made without it.
     Raises ``RuntimeError`` where ranks may be done already (``without_votes``).
     """
-    if _refused:
-        raise RuntimeError(_refused)
+    check_all_answer()
     group = group or control_group()
     if dist.is_initialized() and "gloo" not in dist.get_backend_config(group):
         return group, torch.device("cuda", torch.cuda.current_device())
