@@ -176,3 +176,38 @@ def test_what_is_taken_of_ranks_that_are_apart_is_their_mean(start: Start, tmp_p
     run = start(WITHOUT, "--size", "2", arguments=(str(tmp_path),))
     assert run.wait() == 0, run.stderr
     assert [(record["wrong"], record["kept"]) for record in run.records] == [("[]", True)] * 2
+
+
+def test_an_optimizer_that_could_not_be_loaded_again_is_not_saved(start: Start) -> None:
+    run = start(
+        """
+        import torch
+        from torch import nn
+        from distflow import train
+        train.init()
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        checkpoints = train.Checkpoints("checkpoints")
+
+        def again():
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            return loss
+
+        for step in range(2):
+            try:
+                checkpoints.save(step, model, optimizer)
+                checkpoints.load_latest(model, optimizer)
+                said = ""
+            except (train.CheckpointError, ValueError, TypeError) as error:
+                said = str(error)
+            train.report(step=step, said=said)
+            optimizer.step(again)
+        checkpoints.save(2, model)
+        train.report(step=checkpoints.load_latest(model), said="LBFGS without it")
+        """,
+        plain=True,
+    )
+    assert run.wait() == 0, run.stderr
+    assert [("LBFGS" in record["said"], record["step"]) for record in run.records] == [(True, step) for step in range(3)]

@@ -42,7 +42,7 @@ def training_state(
 
     With ``saved``, the names of all that was saved, it is what to load into: an optimizer has states only of the parameters
     that it has stepped. Of a pipeline these are the tensors of its stage, and the optimizer's groups (``param_groups``) of all
-    stages, for which all ranks of ``group`` must call it.
+    stages, for which all ranks of ``group`` must call it. Raises ``TypeError`` for LBFGS.
     """
     # No rank's steps are lost; the optimizer's states stay rank 0's.
     means = means_of(model) if saved is None else {}
@@ -50,6 +50,9 @@ def training_state(
         return {"model": {**get_model_state_dict(_held(model)), **means}}
     averager: PeriodicModelAverager | None = getattr(optimizer, "averager", None)
     optimizer = _inner(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        # torch makes states to load into by a step without a closure.
+        raise TypeError("the state of LBFGS cannot be loaded again: leave the optimizer out, and let it begin anew")
     is_new = not optimizer.state
     if is_new and saved is not None:
         optimizer.zero_grad()  # torch makes no states to load into where there are gradients
