@@ -211,3 +211,56 @@ def test_an_optimizer_that_could_not_be_loaded_again_is_not_saved(start: Start) 
     )
     assert run.wait() == 0, run.stderr
     assert [("LBFGS" in record["said"], record["step"]) for record in run.records] == [(True, step) for step in range(3)]
+
+
+APART = (
+    STEPS
+    + """
+    def build(kind):
+        torch.manual_seed(0)
+        model = train.parallelize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), kind)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def statistics(model):
+        return str([buffer.tolist() for buffer in model.buffers()])
+
+    for kind in ("ddp", "fsdp"):
+        model, optimizer = build(kind)
+        steps(model, optimizer, 0, 3)
+        checkpoints = train.Checkpoints(f"{sys.argv[1]}/{kind}")
+        checkpoints.save(3, model, optimizer)
+        other, its_optimizer = build(kind)
+        checkpoints.load_latest(other, its_optimizer)
+        train.report(step=3, what=kind, before=statistics(model), after=statistics(other))
+
+    # Each rank sees words that the other does not.
+    def build_words():
+        torch.manual_seed(0)
+        model = train.parallelize(nn.Embedding(4, 2), "ddp")
+        return model, train.local_sgd(model, torch.optim.Adam(model.parameters(), lr=0.01), every=4)
+
+    def states(optimizer):
+        return str([{name: value.tolist() for name, value in one.items()} for one in optimizer.state.values()])
+
+    model, optimizer = build_words()
+    for _ in range(4):
+        model(torch.tensor([place.rank])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoints = train.Checkpoints(f"{sys.argv[1]}/words")
+    checkpoints.save(4, model, optimizer)
+    other, its_optimizer = build_words()
+    checkpoints.load_latest(other, its_optimizer)
+    train.report(step=4, what="words", before=states(optimizer.optim), after=states(its_optimizer.optim))
+"""
+)
+
+
+def test_what_differs_by_rank_is_saved_of_one(start: Start, tmp_path: Path) -> None:
+    """Statistics of BatchNorm, and the states of an optimizer whose ranks take steps of their own."""
+    run = start(APART, "--size", "2", arguments=(str(tmp_path),))
+    assert run.wait() == 0, run.stderr
+    said = {(record["what"], record["rank"]): record for record in run.records}
+    for what in ("ddp", "fsdp", "words"):
+        assert said[what, 0]["before"] != said[what, 1]["before"]
+    assert [(what, rank) for what, rank in said if said[what, rank]["after"] != said[what, 0]["before"]] == []

@@ -49,7 +49,9 @@ class Pipeline(nn.Module):
         """Whether inputs enter here."""
         self.is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
         """Whether the loss is computed here."""
-        self._schedules, self._group, self._device, self._replicas = schedules, group, device, replicas
+        self.replicas = replicas
+        """The ranks that hold the same stage, if there are others."""
+        self._schedules, self._group, self._device = schedules, group, device
         self._made: dict[bool, tuple[torch.Size, Any]] = {}
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -61,8 +63,8 @@ class Pipeline(nn.Module):
         losses: list[torch.Tensor] = []
         given = (inputs,) if self.is_first else ()
         self._schedule(inputs, trains=True).step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
-        if self._replicas is not None:
-            all_reduce_mean([one.grad for one in self.part.parameters() if one.grad is not None], group=self._replicas)
+        if self.replicas is not None:
+            all_reduce_mean([one.grad for one in self.part.parameters() if one.grad is not None], group=self.replicas)
         return self._from_last(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
 
 from distflow.train.communication import means_of
 from distflow.train.strategies.stages import Pipeline
@@ -41,13 +42,15 @@ def training_state(
     """Return what this rank holds of ``model`` and, if given, ``optimizer``, with names that no strategy changes.
 
     With ``saved``, the names of all that was saved, it is what to load into: an optimizer has states only of the parameters
-    that it has stepped. Of a pipeline these are the tensors of its stage, and the optimizer's groups (``param_groups``) of all
-    stages, for which all ranks of ``group`` must call it. Raises ``TypeError`` for LBFGS.
+    that it has stepped. Without, it is what this rank is to save. Of a pipeline these are the tensors of its stage, and the
+    optimizer's groups (``param_groups``) of all stages, for which all ranks of ``group`` must call it. Raises ``TypeError``
+    for LBFGS.
     """
     # No rank's steps are lost; the optimizer's states stay rank 0's.
     means = means_of(model) if saved is None else {}
+    left_out = _left_to_others(model) if saved is None else frozenset()
     if optimizer is None:
-        return {"model": {**get_model_state_dict(_held(model)), **means}}
+        return {"model": {**_without(left_out, get_model_state_dict(_held(model))), **means}}
     averager: PeriodicModelAverager | None = getattr(optimizer, "averager", None)
     optimizer = _inner(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -64,11 +67,12 @@ def training_state(
     if saved is not None:
         there = {name for name, values in states.items() if any(f"optimizer.state.{name}.{key}" in saved for key in values)}
         optimizer_state["state"] = {name: states[name] for name in states if name in there}
-    elif is_new:
+    elif is_new or (averager is not None and dist.get_rank(group) > 0):
+        # Where ranks take steps of their own, the parts of a state must be those of one of them.
         optimizer_state["state"] = {}
     if isinstance(model, Pipeline):
         optimizer_state["param_groups"] = _joined(from_all(optimizer_state["param_groups"], group))  # type: ignore[arg-type]
-    state: dict[str, Any] = {"model": {**model_state, **means}, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": {**_without(left_out, model_state), **means}, "optimizer": optimizer_state}
     if averager is None:
         return state
     if saved is None or "averager.step" in saved:
@@ -96,6 +100,22 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
         averager.step = state.get("averager", {"step": 0})["step"]
         # Loading has made the groups anew: what a scheduler changes is to be what is stepped with.
         optimizer.param_groups = _inner(optimizer).param_groups
+
+
+def _left_to_others(model: nn.Module) -> frozenset[str]:
+    """Return the buffers that another rank saves: of statistics such as BatchNorm's, which differ, the first rank's count.
+
+    So they do in the passes of DDP.
+    """
+    if isinstance(model, Pipeline):
+        is_first, held = model.replicas is None or dist.get_rank(model.replicas) == 0, model.part
+    else:
+        is_first, held = dist.get_rank() == 0, model.module if isinstance(model, DistributedDataParallel) else model
+    return frozenset() if is_first else frozenset(name for name, _ in held.named_buffers(remove_duplicate=False))
+
+
+def _without(names: Collection[str], state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in names}
 
 
 def _held(model: nn.Module) -> nn.Module:
