@@ -37,6 +37,7 @@ _PROHIBITED = 1
 """Of a channel's refusals (RFC 4254, 5.1): the others say that nothing answered."""
 _MOST_HOPS = 16
 _STUCK_S = 3.0
+_LATER_S = 5.0
 _AT_THE_DOOR = 8
 _doors: dict[tuple[Hop, ...], threading.BoundedSemaphore] = {}
 _doors_lock = threading.Lock()
@@ -250,7 +251,8 @@ class SshLink:
         except OSError as error:  # a socket that was closed meanwhile, by us
             raise self._was_closed() from error
         self._keep(wire, wire.close)
-        wire.banner_timeout = wire.handshake_timeout = max(0.1, deadline.left())
+        # Later than ours: who was silent is not to look as if it had hung up.
+        wire.banner_timeout = wire.handshake_timeout = deadline.left() + _LATER_S
         # paramiko does not tell when it is closed by us.
         is_done = threading.Event()
         self._keep(is_done, is_done.set)
