@@ -6,6 +6,7 @@ import array
 import fcntl
 import json
 import os
+import select
 import sys
 import termios
 from collections.abc import Iterator
@@ -47,7 +48,13 @@ def below(pid: int) -> Iterator[int]:
 
 
 def is_full(pid: int) -> bool:
-    return held(pid, 1) > 65536 - 4096
+    """Whether nothing more goes into what a process writes to: pages of a pipe that are not filled count, too."""
+    fd, poll = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NONBLOCK), select.poll()
+    try:
+        poll.register(fd, select.POLLOUT)
+        return not poll.poll(0)
+    finally:
+        os.close(fd)
 
 
 class Frames:
