@@ -272,12 +272,12 @@ class _Session:
 
     def end(self) -> None:
         """End all that is left, and tell how the command ended."""
-        if self._input >= 0 and not self._has_terminal:
-            os.close(self._input)
         try:
             os.killpg(self._pid, signal.SIGHUP)
         except OSError:
             pass  # it is not there any more
+        if self._input >= 0 and not self._has_terminal:
+            os.close(self._input)  # after the signal: a command that reads must not take this for the end of what it was given
         me = os.getpid()
         patience = time.monotonic() + _GRACE_S
         while self._reap() and self._code is None and time.monotonic() < patience:
