@@ -28,6 +28,8 @@ _NAMED = 3
 """Files left out that are named; of more it is said how many."""
 _SETTLED_S = 0.05
 """For how long a file must not have been written: times are kept no finer than a clock's tick."""
+_PAUSE_S = 2 * _SETTLED_S
+"""Between two looks: what came to rest during the first one has certainly settled before the second."""
 _PASSES = 6
 """How often a directory that changes is packed, before it is given up."""
 
@@ -73,7 +75,7 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
     unstable: Set[str] = set()
     for number in range(_PASSES):
         if number:
-            select.select([], [], [], _SETTLED_S)  # nothing tells when a file has come to rest
+            select.select([], [], [], _PAUSE_S)  # nothing tells when a file has come to rest
         began = _clock(root)
         entries = _below(top, base)
         members = [(name, info) for name, info in entries if _is_packed(info) and name not in unstable]
@@ -125,13 +127,9 @@ def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
     """What ``_walk`` finds in one directory of ``top``, and that itself; nothing when it is not there, or just going."""
     try:
         info = os.lstat(os.path.join(top, base))
-        return [(base, info), *_walk(top, base)] if stat.S_ISDIR(info.st_mode) else []
     except FileNotFoundError:
         return []
-    except OpError:
-        if os.path.isdir(os.path.join(top, base)):
-            raise
-        return []
+    return [(base, info), *_walk(top, base)] if stat.S_ISDIR(info.st_mode) else []
 
 
 def _clock(root: str) -> float:
@@ -184,14 +182,22 @@ def _note(directory: str, packed: Json) -> None:
 
 
 def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
-    """Everything below ``top`` by its relative name, directories before what they hold, in the order of the names' bytes."""
+    """Everything below ``top`` by its relative name, directories before what they hold, in the order of the names' bytes.
+
+    What goes while this looks, as a file does that is written and then renamed, is not there; all the rest is.
+    """
     try:
         entries = sorted(os.scandir(os.path.join(top, below)), key=lambda entry: os.fsencode(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return
     except OSError as error:
         raise OpError.from_os(error, "its output cannot be read") from error
     for entry in entries:
         name = os.path.join(below, entry.name)
-        info = entry.stat(follow_symlinks=False)
+        try:
+            info = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
         yield name, info
         if stat.S_ISDIR(info.st_mode):
             yield from _walk(top, name)
