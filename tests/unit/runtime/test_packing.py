@@ -30,7 +30,7 @@ def test_what_goes_while_a_directory_is_looked_at_takes_nothing_else_with_it(
         return listed
 
     real = os.scandir
-    monkeypatch.setattr(packing.os, "scandir", scandir)
+    monkeypatch.setattr(os, "scandir", scandir)
     packed = packing.pack_place(str(tmp_path), attempt, "models", lambda done, of: None)
     with tarfile.open(path_of(str(tmp_path), packed["hash"])) as tar:
         assert sorted(tar.getnames()) == ["models", "models/step-1.pt", "models/step-2"]
