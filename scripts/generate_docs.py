@@ -184,7 +184,7 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         3: "a node or a store of data could not be reached or refused, or `pool check` found that no gang can run; or the "
         "supervisor did not start; or `cancel --wait` ran out of time",
         4: "the workflow has not ended yet: `query --exit-status`, or `submit --wait` when nobody reads its output any more",
-        5: "this machine's state directory cannot be used",
+        5: "this machine's state directory cannot be used, or a disk is full",
         70: "a bug in distflow; the message names the file that holds the traceback",
         130: "interrupted (Ctrl-C)",
     }

@@ -75,11 +75,26 @@ def test_all_are_canceled_whether_or_not_somebody_reads_it(cli: Cli) -> None:
 def test_what_an_exit_code_says_does_not_depend_on_a_reader(cli: Cli) -> None:
     (cli.folder / "spec.yaml").write_text("workflow: {name: w, tasks: [{name: t, command: ['false']}]}\n")
     assert cli.run("workflow", "submit", "spec.yaml", "--wait").code == 1
-    for command, code in ((["query", "w-1", "--exit-status"], 1), (["query", "w-2", "-t", "json"], 2), (["query", "w-1"], 0)):
+    wrong = "".join(f"key-{number}: of no use\n" for number in range(200))  # of which more is told than fits into a buffer
+    (cli.folder / "wrong.yaml").write_text(wrong)
+    queries = ((["query", "w-1", "--exit-status"], 1), (["query", "w-2", "-t", "json"], 2), (["query", "w-1"], 0))
+    for command, code in (*queries, (["validate", "wrong.yaml", "-t", "json"], 2)):
         with _without_reader(cli, "workflow", *command) as process:
             assert process.wait(60) == code
             assert process.stderr is not None
             assert b"BrokenPipe" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("command", [["workflow", "list"], ["schema"], ["workflow", "query", "--help"]])
+def test_a_full_disk_behind_the_output_is_no_bug(cli: Cli, command: list[str]) -> None:
+    done = _run(cli, *command, shell='"$@" > /dev/full')
+    said = "error: what the output is written to: No space left on device; free some space and try again\n"
+    assert (done.returncode, done.stderr) == (5, said)
+
+
+def test_an_exit_code_says_what_nobody_can_be_told(cli: Cli) -> None:
+    for streams in ("2> /dev/full", "> /dev/full 2>&1", "> /dev/full 2>&-"):
+        assert _run(cli, "workflow", "query", "w-9", "-t", "json", shell=f'"$@" {streams}').returncode == 2
 
 
 def test_wait_does_not_say_that_a_workflow_has_completed_whose_end_it_has_not_seen(cli: Cli) -> None:

@@ -6,12 +6,15 @@ more than the interpreter. Data goes to stdout, words go to stderr; exit codes a
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from types import MappingProxyType
+from typing import TextIO
 
 import typer
 
@@ -21,7 +24,7 @@ from distflow.state.directory import find_state_directory
 
 __all__ = ["app", "main", "run", "spread_sets", "wants_json"]
 
-_INTERRUPTED, _BUG = 130, 70
+_FULL, _BUG, _INTERRUPTED = 5, 70, 130
 
 _SEARCH = ("--status", "-s", "--user", "-u", "--pool", "-p", "--priority")
 _LISTS: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
@@ -97,11 +100,17 @@ def _open_streams() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; every error ends here."""
     code = _run(arguments)
+    # Here and not at exit, where a closed pipe or a full disk could no longer be met.
     try:
-        # Here and not at exit, where a closed pipe could no longer be met.
         sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_output()
+    except OSError as error:
+        _drop(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            code = code or _foreign_error(error)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _drop(sys.stderr)
     return code
 
 
@@ -125,9 +134,9 @@ def _run(arguments: list[str]) -> int:
         return _foreign_error(error)
 
 
-def _drop_output() -> None:
+def _drop(stream: TextIO) -> None:
     """Lead what is still buffered for a reader that has gone nowhere, instead of into a traceback at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def spread_sets(arguments: Sequence[str]) -> list[str]:
@@ -169,9 +178,16 @@ def _show_error(error: DistflowError, arguments: Sequence[str]) -> None:
         problems = getattr(error, "problems", None)
         if problems is not None:
             body["problems"] = [problem.as_json() for problem in problems]
-        print(json.dumps({"error": body}, indent=2))
+        with suppress(OSError):  # what could not be written now is met again by the last flush
+            print(json.dumps({"error": body}, indent=2))
     prefix = "" if hasattr(error, "problems") else "error: "
-    print(f"{prefix}{error}", file=sys.stderr)
+    _say(f"{prefix}{error}")
+
+
+def _say(text: str) -> None:
+    """Tell of an error. Where nobody can be told, the exit code still says it."""
+    with suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
@@ -190,13 +206,16 @@ def _foreign_error(error: Exception) -> int:
         # The parser's own errors: wrong options, missing arguments.
         context = getattr(error, "ctx", None)
         if context is not None:
-            print(context.get_usage(), file=sys.stderr)
-        print(f"error: {show()}", file=sys.stderr)
+            _say(context.get_usage())
+        _say(f"error: {show()}")
         return 2
     if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
         # Arguments may be any bytes; what is kept and sent is text. Which it is, is not said: it may be a secret.
-        print("error: an argument, or the name of a file, is not UTF-8", file=sys.stderr)
+        _say("error: an argument, or the name of a file, is not UTF-8")
         return 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        _say(f"error: {error.filename or 'what the output is written to'}: {error.strerror}; free some space and try again")
+        return _FULL
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
@@ -205,7 +224,7 @@ def _foreign_error(error: Exception) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        print(f"error: a bug in distflow: {error!r}\nthe traceback is in {path}; please report it", file=sys.stderr)
+        _say(f"error: a bug in distflow: {error!r}\nthe traceback is in {path}; please report it")
     except OSError:
-        print(f"error: a bug in distflow:\n{text}", file=sys.stderr)
+        _say(f"error: a bug in distflow:\n{text}")
     return _BUG
