@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from distflow.errors import NotFound, RecordUnreadable, StateError, StoreBroken,
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.opening import set_aside
-from distflow.state.record import CancelRequest, End, Event, Priority, Stray
+from distflow.state.record import CancelRequest, End, Event, Priority, Stray, WorkflowRecord
 from distflow.state.search import Search
 from distflow.state.store import Store
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, task, workflow
@@ -302,7 +302,7 @@ def test_a_damaged_store_says_so_and_is_kept_aside_whole(tmp_path: Path) -> None
         torn(path)
         before = path.read_bytes()
         with pytest.raises(StoreBroken, match=r"damaged.*\n.*workflow adopt"), Store(path) as store:
-            store.list(with_groups=True)
+            store.list()
         aside = set_aside(path, "2026-11-21")
         assert aside == tmp_path / f"store.sqlite3.{name}"
         assert aside.read_bytes() == before
@@ -346,6 +346,23 @@ def test_a_store_that_cannot_be_written_is_read_also_what_was_written_last(
                 with pytest.raises(StateError, match="cannot be written"):
                     write()
         assert not other.is_read_only
+
+
+@pytest.mark.parametrize("read", [lambda store: store.find("digits-1"), lambda store: store.unfinished()[0]])
+def test_what_is_read_is_of_one_moment(tmp_path: Path, read: Callable[[Store], WorkflowRecord]) -> None:
+    path = tmp_path / "store.sqlite3"
+    with Store(path) as reader, Store(path) as writer:
+        before = submit(writer, workflow([running_group()], state=WorkflowState.RUNNING))
+        after = replace(before, state=WorkflowState.COMPLETED, groups=(completed_group(),))
+
+        def write(statement: str) -> None:
+            if "FROM groups" in statement:
+                writer.save([after], [])
+
+        reader._db.set_trace_callback(write)
+        assert read(reader) == before
+        reader._db.set_trace_callback(None)
+        assert reader.find(before.id) == after
 
 
 def test_a_torn_record_is_an_error_not_a_bug(store: Store) -> None:

@@ -29,7 +29,7 @@ from distflow.cli.searching import (
 from distflow.cli.tables import Paint, table
 from distflow.cli.times import iso, local_minute
 from distflow.cli.views import elapsed_s
-from distflow.errors import InputError
+from distflow.errors import InputError, RecordUnreadable
 from distflow.lifecycle.states import Reason, State, status_of
 from distflow.spec.model import ResourceSpec
 from distflow.state.record import TaskRecord, WorkflowRecord
@@ -151,13 +151,14 @@ def list_tasks(
 
 def _newest_first(store: Store, search: Search) -> Iterator[_Row]:
     offset = 0
-    while records := store.list(search, count=_PAGE, offset=offset, with_groups=True):
-        for record in records:
-            asks = {
-                (group.name, launch.task): launch.resource
-                for group in store.plan(record.uuid).groups
-                for launch in group.launches
-            }
+    while records := store.list(search, count=_PAGE, offset=offset):
+        for found in records:
+            try:
+                record, plan = store.find(found.uuid), store.plan(found.uuid)
+            except RecordUnreadable as error:
+                print(f"warning: {found.id} is left out: {error.message}", file=sys.stderr)
+                continue
+            asks = {(group.name, launch.task): launch.resource for group in plan.groups for launch in group.launches}
             for group in reversed(record.groups):
                 for task in reversed(group.tasks):
                     yield _Row(workflow=record, task=task, asks=asks.get((group.name, task.name), ResourceSpec()))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from distflow.errors import RecordUnreadable
 from distflow.layout.placement import Demand
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
@@ -50,16 +52,23 @@ class Usage:
 
 
 def held_by_tasks(store: Store) -> Held:
-    """Return what tasks hold, by pool and node."""
+    """Return what tasks hold, by pool and node; warn of those whose records cannot be read."""
     found: dict[tuple[str, str], list[tuple[str, Demand]]] = {}
+    unknown = store.uuids(are_unfinished=True)
     for record in store.unfinished():
         groups = [one for one in record.groups if one.state in (State.INITIALIZING, State.RUNNING, State.STOPPING)]
-        plan = store.plan(record.uuid) if groups else None
+        try:
+            plan = store.plan(record.uuid) if groups else None
+        except RecordUnreadable:
+            continue
+        unknown -= {record.uuid}
         for group in groups:
             asked = {demand.task: demand for demand in demands(plan.group(group.name))} if plan else {}
             for task in group.tasks:
                 if task.node is not None and not task.state.is_final:
                     found.setdefault((record.pool, task.node), []).append((f"{record.id}/{task.name}", asked[task.name]))
+    for uuid in sorted(unknown & store.uuids(are_unfinished=True)):  # none that has just ended
+        print(f"warning: what workflow {uuid} holds is not counted: another version of distflow wrote it", file=sys.stderr)
     return found
 
 

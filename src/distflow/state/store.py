@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -206,7 +206,7 @@ class Store:
 
         Raises ``NotFound`` when there is none, naming the nearest ids.
         """
-        with self._errors():
+        with self._transaction("DEFERRED"):
             row = self._db.execute(
                 f"SELECT {_COLUMNS}, {_TAGS} FROM workflows WHERE id = ? OR uuid = ?",  # noqa: S608  constants
                 (key, key),
@@ -222,7 +222,7 @@ class Store:
         cannot be read, as another distflow wrote it, is passed over: it must not stand in the way of the others.
         """
         found = []
-        with self._errors():
+        with self._transaction("DEFERRED"):
             rows = self._db.execute(
                 f"SELECT {_COLUMNS}, {_TAGS} FROM workflows"  # noqa: S608  constants
                 " WHERE unfinished IN (1, 2) ORDER BY submitted_at, number"
@@ -243,10 +243,8 @@ class Store:
         with self._errors():
             return any(row[0] not in but for row in self._db.execute("SELECT uuid FROM workflows WHERE unfinished = 1"))
 
-    def list(
-        self, search: Search = _ALL, *, count: int = 20, offset: int = 0, with_groups: bool = False
-    ) -> tuple[WorkflowRecord, ...]:
-        """Return the newest ``count`` workflows that match, newest first."""
+    def list(self, search: Search = _ALL, *, count: int = 20, offset: int = 0) -> tuple[WorkflowRecord, ...]:
+        """Return the newest ``count`` workflows that match, newest first, without their groups."""
         condition, values = where(search)
         with self._errors():
             rows = self._db.execute(
@@ -254,8 +252,7 @@ class Store:
                 " ORDER BY submitted_at DESC, number DESC LIMIT ? OFFSET ?",
                 (*values, count, offset),
             ).fetchall()
-            found = tuple(_workflow(row) for row in rows)
-            return tuple(self._complete(record) for record in found) if with_groups else found
+            return tuple(_workflow(row) for row in rows)
 
     def document(self, workflow: str, kind: str) -> str:
         """Return the ``template`` as submitted or the rendered ``spec`` of a workflow (uuid)."""
@@ -359,11 +356,12 @@ class Store:
             self._db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        if self.is_read_only:
+    def _transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[None]:
+        """Write, or in ``DEFERRED`` mode read, as of one moment, whatever others write (sqlite.org/isolation.html)."""
+        if self.is_read_only and mode == "IMMEDIATE":
             raise opening.state_error(self.path, OSError("it cannot be written"))
         with self._errors():
-            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("BEGIN " + mode)
             try:
                 yield
             except BaseException:

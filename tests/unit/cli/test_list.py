@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from distflow.cli.app import run
 from distflow.lifecycle.states import Reason, WorkflowState
-from distflow.state.record import Priority
+from distflow.state.record import Priority, WorkflowRecord
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, running_group, submit, supervised, workflow
 
@@ -29,6 +30,11 @@ def several(screen: Screen) -> Screen:
         )
         submit(screen.store, record)
     return screen
+
+
+def running(number: int) -> WorkflowRecord:
+    """Return a workflow that runs."""
+    return workflow([running_group()], state=WorkflowState.RUNNING, number=number)
 
 
 def ids(screen: Screen, *arguments: str) -> list[str]:
@@ -164,3 +170,18 @@ def test_marks_are_shown_where_there_are_any(marked: Screen) -> None:
     assert marked.run("query", "digits-1", "-t", "json") == 0
     answer = json.loads(marked.out)
     assert (answer["priority"], answer["labels"], answer["tags"]) == ("HIGH", {"team": "vision"}, ["all", "tag-0"])
+
+
+@pytest.mark.parametrize("broken", ["groups SET record", "documents SET plan"])
+def test_a_record_of_another_version_hides_no_tasks_of_others(
+    screen: Screen, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    names = [submit(screen.store, running(number)).id for number in (1, 2)]
+    screen.store._db.execute(f"UPDATE {broken} = ? WHERE workflow = ?", (b'{"name": "tra', running(1).uuid))
+    capsys.readouterr()
+    assert run(["task", "list", "--all-users"]) == 0
+    shown = capsys.readouterr()
+    assert (names[0] in shown.out, names[1] in shown.out) == (False, True)
+    assert f"warning: {names[0]} is left out" in shown.err
+    assert run(["resource", "list", "--all", "-t", "json"]) == 0
+    assert capsys.readouterr().err.startswith(f"warning: what workflow {running(1).uuid} holds is not counted")
