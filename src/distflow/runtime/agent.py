@@ -300,6 +300,9 @@ class _Agent:
         if not os.path.isdir(watch.directory):
             answer({})
             return
+        if watch.link is None and self._is_coming_up(watch):
+            self._watches.expect(watch.attempt, lambda: self._release(request, answer))
+            return
         self._releasing[watch.attempt] = [answer]
 
         def finish(result: Union[Json, OpError]) -> None:
@@ -366,6 +369,10 @@ class _Agent:
         if self._watches.status(watch)["phase"] == "absent":
             raise OpError("not_found", "the attempt {} is not on this node".format(watch.attempt))
         return watch
+
+    def _is_coming_up(self, watch: Watch) -> bool:
+        """Whether the attempt has a pair that has not said a word yet."""
+        return self._watches.status(watch)["phase"] == "absent" and attempts.is_reachable(watch.directory)
 
     def _ask(self, watch: Watch, question: Json, told: Callable[[Optional[Json], Optional[OpError]], None]) -> None:
         if watch.link is None:
