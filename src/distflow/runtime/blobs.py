@@ -62,11 +62,16 @@ def is_whole(path: str) -> bool:
 
 
 def touch(path: str) -> bool:
-    """Note that a blob is in use, because cleaning goes by age. False: it is not there, or not whole."""
-    if not is_whole(path):
+    """Note that a blob is in use, because cleaning goes by age. False: it is not there, or not whole.
+
+    By reading it: who sets its times sets the mark again, too, of one that a task has written to just then.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.read(1)
+    except OSError:
         return False
-    os.utime(path, ns=(int(now() * 1e9), os.stat(path).st_mtime_ns))
-    return True
+    return is_whole(path)
 
 
 def take(path: str, new: str) -> bool:
