@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 from typing import TYPE_CHECKING, Any, Dict, Optional
 
 from distflow.runtime import processes
@@ -45,6 +46,8 @@ END_BYTES = 65536
 _ERROR_BYTES = 24 * 1024
 _ERROR_DEPTH = 32
 _TEXT = 2000
+_TRIES = 100
+_PAUSE_S = 0.002
 
 
 def allocate(dir_fd: int, name: str, size: int) -> int:
@@ -106,7 +109,10 @@ def write_state(fd: int, state: Json) -> None:
 
 def read_state(directory: str) -> Optional[Json]:
     """The state of the attempt in ``directory``, or None when its pair never came up."""
-    for _ in range(5):  # a reader may meet a write on file systems that do not order them
+    # A reader may meet a write on file systems that do not order them, and the writer's CPU may be taken away in the middle.
+    for number in range(_TRIES):
+        if number:
+            select.select([], [], [], _PAUSE_S)
         try:
             with open(os.path.join(directory, STATE), "rb", buffering=0) as file:
                 text = file.read()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,22 @@ def test_a_state_may_need_more_room_than_it_was_given(directory: Path) -> None:
     assert (state["phase"], state["container"]) == ("running", container)
     write(directory, {"phase": "stopping"})
     assert records.read_state(str(directory)) == {"phase": "stopping"}
+
+
+def test_a_state_that_is_just_being_written_is_waited_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(directory, {"phase": "running"})
+    whole = (directory / records.STATE).read_bytes()
+    new = json.dumps({"why": "x" * 100, "phase": "stopping"}).encode()
+    (directory / records.STATE).write_bytes(new[:64] + whole[64:])  # its writer has lost the CPU
+    pauses: list[object] = []
+
+    def pause(*_: object) -> None:
+        pauses.append(None)
+        if len(pauses) == 10:
+            (directory / records.STATE).write_bytes(new.ljust(len(whole)))
+
+    monkeypatch.setattr(select, "select", pause)
+    assert (records.read_state(str(directory)) or {}).get("phase") == "stopping"
 
 
 def test_an_end_is_there_all_at_once_and_exactly(tmp_path: Path) -> None:
