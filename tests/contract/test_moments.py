@@ -5,6 +5,7 @@ Each test chooses the moment: it holds a real process at that step, or does in i
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,9 @@ class ComingUp:
         self._gate.write_bytes(b"")
 
     def await_end(self) -> None:
-        """Wait until none of it is left."""
+        """Wait until none of it is left, whatever became of the test."""
+        with contextlib.suppress(OSError):  # nobody waits at the gate
+            os.close(os.open(self._gate, os.O_WRONLY | os.O_NONBLOCK))
         if self._runner is not None:
             os.waitpid(self._runner, 0)
             self._runner = None
@@ -54,8 +57,18 @@ def coming_up(node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     node.connect().close()  # makes the root
     made = ComingUp(node, monkeypatch)
     yield made
-    node.close()
+    link = node.connect()
+    link.send("release", lambda _answer: None, attempt=made.attempt)
+    link.request("ping")
     made.await_end()
+
+
+def is_unlocked(directory: Path) -> bool:
+    try:
+        os.close(attempts.lock_task(str(directory), wait=False))
+    except attempts.TaskIsLocked:
+        return False
+    return True
 
 
 def lease_is_free(node: NodeUnderTest) -> bool:
@@ -74,3 +87,38 @@ def test_a_lease_whose_pair_is_just_coming_up_is_given_back(node: NodeUnderTest,
     assert answers == [{}]
     assert not Path(node.root, coming_up.attempt).exists()
     assert lease_is_free(node)
+
+
+@pytest.mark.parametrize("step", ["makedirs", "lock_task"])
+def test_a_lease_may_come_while_another_one_of_its_task_is_given_back(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    link = node.connect()
+    link.request("ping")
+    before = node.attempt()
+    where = os if step == "makedirs" else attempts
+    taken = getattr(where, step)
+
+    def and_then_one_is_given_back(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(where, step, taken)
+        result = taken(*given, **named)
+        attempts.remove(str(node.root), str(node.directory(before)))
+        return result
+
+    monkeypatch.setattr(where, step, and_then_one_is_given_back)
+    attempt = before[:-1] + "1"
+    runner = attempts.create(str(node.root), {"attempt": attempt, "start_timeout_s": 60}, UMASK)
+    assert node.watch(link, attempt)["phase"] in ("absent", "leased")
+    link.request("release", attempt=attempt)
+    os.waitpid(runner, 0)
+    assert not (node.root / node.workflow).exists()
+
+
+def test_a_lease_that_another_connection_has_just_made_is_no_conflict(node: NodeUnderTest, coming_up: ComingUp) -> None:
+    """The one who asks has seen nothing yet, and is told to look again: that is then found."""
+    request = {"attempt": coming_up.attempt, "gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir)}
+    # Until its runner has closed what it need not hold, the task is locked, and that is told so.
+    wait_until(lambda: is_unlocked(node.directory(coming_up.attempt)), 20, "the maker to let go of the task")
+    with pytest.raises(attempts.TaskIsLocked):
+        attempts.create(str(node.root), request, UMASK)
+    coming_up.go_on()

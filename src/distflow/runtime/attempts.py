@@ -30,6 +30,7 @@ __all__ = [
 
 LOG = "output.log"
 INDEX = "output.idx"
+_TRIES = 100
 _COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
 _WORKFLOW = re.compile(r"(?!blobs$|runtime$|images$)[A-Za-z0-9_-]+")
 
@@ -123,26 +124,54 @@ def remove(root: str, directory: str) -> None:
     if os.path.isdir(directory):
         shutil.rmtree(directory)  # once more, now saying what is in the way
     parent = os.path.dirname(directory)
-    while parent != root and parent.startswith(root):
-        try:
+    try:
+        lock = lock_task(directory, wait=False)
+    except (TaskIsLocked, OSError):
+        return  # somebody makes another attempt in it, or it has gone
+    try:
+        while parent != root and parent.startswith(root):
             os.rmdir(parent)
-        except OSError:
-            return
-        parent = os.path.dirname(parent)
+            parent = os.path.dirname(parent)
+    except OSError:
+        return
+    finally:
+        os.close(lock)
+
+
+def _make_task(directory: str) -> int:
+    """Make the task's directory and lock it (``lock_task``): whoever gives a lease back removes directories that are empty."""
+    parent = os.path.dirname(directory)
+    for _ in range(_TRIES):
+        try:
+            os.makedirs(parent, mode=0o700, exist_ok=True)
+            lock = lock_task(directory, wait=False)
+        except (FileNotFoundError, FileExistsError):
+            continue
+        if _is_at(lock, parent):
+            return lock
+        os.close(lock)
+    os.makedirs(parent, mode=0o700, exist_ok=True)
+    return lock_task(directory, wait=False)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether what was opened still has this name."""
+    try:
+        return os.stat(path).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def create(root: str, request: Json, umask: int) -> int:
     """Make the attempt that ``lease`` asks for and fork its pair. Returns the runner's id. All or nothing."""
     attempt = request["attempt"]
     directory = directory_of(root, attempt)
-    os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
-    task = lock_task(directory, wait=False)
+    task = _make_task(directory)
     try:
         if os.path.isdir(directory):
             if is_reachable(directory):
-                raise OpError("conflict", "another connection is just leasing this attempt")
+                raise TaskIsLocked("another connection has just leased this attempt")
             remove(root, directory)  # an agent was killed before the pair came up
-            os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
         return _create(directory, attempt, request, umask)
     except OSError as error:
         raise OpError.from_os(
