@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from distflow.backends.base import AttemptKey
+from distflow.backends.machines.bootstrap import connect
+from distflow.backends.machines.connection import Connection
+from distflow.backends.machines.link import AgentLink
+from distflow.pools.model import Node, Pool
 from distflow.runtime import attempts, records
 from distflow.testing.waiting import wait_until
+from distflow.transports.local import LocalTransport
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
@@ -122,3 +131,46 @@ def test_a_lease_that_another_connection_has_just_made_is_no_conflict(node: Node
     with pytest.raises(attempts.TaskIsLocked):
         attempts.create(str(node.root), request, UMASK)
     coming_up.go_on()
+
+
+class Logs:
+    """Nobody's output is of interest here."""
+
+    def size(self, key: AttemptKey, file: str) -> int:
+        return 0
+
+    def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
+        pass
+
+    def beat(self, key: AttemptKey, at: float) -> None:
+        pass
+
+
+def test_a_lease_that_is_not_wanted_any_more_while_its_node_says_hello_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection had broken; another node of the gang refuses while the next one is being made."""
+    lease_dir = str(tmp_path / "leases")
+    node = Node(name="here", host="here", root=str(tmp_path / "root"), python=sys.executable, lease_dir=lease_dir)
+    pool = Pool(name="lab", backend="local", nodes=(node,))
+    key = AttemptKey(workflow=str(uuid.uuid4()), group="g", task="t", attempt=0, node="here")
+    lease: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": lease_dir, "port": None, "start_timeout_s": 60}
+    with closing(connect(LocalTransport("here"), node.root, node.python)) as link:
+        link.request("lease", attempt=key.name, **lease)
+    connection = Connection(pool, node, LocalTransport("here"), lambda _: None, Logs())
+    request = AgentLink.request
+
+    def asked(link: AgentLink, op: str, **fields: Any) -> Any:
+        answer = request(link, op, **fields)
+        if op == "hello":
+            connection.give_back(key)
+        return answer
+
+    monkeypatch.setattr(AgentLink, "request", asked)
+    connection.begin()
+    try:
+        wait_until(lambda: not (tmp_path / "root" / key.name).exists(), 20, "the lease to be given back")
+    finally:
+        with closing(connect(LocalTransport("here"), node.root, node.python)) as link:
+            link.request("release", attempt=key.name)
+        connection.close()

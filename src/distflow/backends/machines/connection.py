@@ -114,18 +114,25 @@ class Connection:
 
         Unless it is watched by then: it was asked for again.
         """
-        self._give_back(self._link, key)
+        with self._lock:
+            if (link := self._link) is None:
+                self._unwanted.add(key)
+        if link is not None:
+            self._give_back(link, key)
 
-    def _give_back(self, link: AgentLink | None, key: AttemptKey) -> None:
+    def _give_back(self, link: AgentLink, key: AttemptKey) -> None:
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, NodeUnreachable):
                 with self._lock:
                     self._unwanted.add(key)
 
-        if link is None:
-            answered(NodeUnreachable(self.node.name, self._error))
-        else:
-            link.send("release", answered, attempt=key.name)
+        link.send("release", answered, attempt=key.name)
+
+    def _give_back_all(self, link: AgentLink) -> None:
+        with self._lock:
+            unwanted, self._unwanted = {key for key in self._unwanted if key.name not in self._watched}, set()
+        for key in unwanted:
+            self._give_back(link, key)
 
     def send(self, op: str, answered: Answered, **fields: Any) -> None:
         """Ask the agent; ``answered`` is called once, from another thread or at once when there is no connection."""
@@ -282,14 +289,11 @@ class Connection:
     def _greet(self, link: AgentLink) -> None:
         with self._lock:
             keys = list(self._watched.values())
-            unwanted = {key for key in self._unwanted if key.name not in self._watched}
-            self._unwanted.clear()
-        for key in unwanted:  # before anybody knows that it is up, and asks for the same again
-            self._give_back(link, key)
+        self._give_back_all(link)  # before anybody knows that it is up, and asks for the same again
         answer = link.request("hello", watch=[key.name for key in keys])
         facts = self._facts = answer["facts"]
-        with self._lock:
-            self._link = link
+        self._link = link
+        self._give_back_all(link)  # what was refused elsewhere while it said hello
         self._sink(
             NodeUp(
                 at=now(), pool=self._pool.name, node=self.node.name, gpus=facts.get("gpus"), cpus=facts.get("cpus"),
