@@ -22,7 +22,10 @@ def survey(root: str) -> Json:
     """Every workflow with its size, its age and what is alive of it."""
     workflows = []
     for uuid in attempts.workflows(root):
-        size, modified = _measure(os.path.join(root, uuid))
+        try:
+            size, modified = _measure(os.path.join(root, uuid))
+        except FileNotFoundError:
+            continue  # its last lease was just given back, or somebody else removes it
         workflows.append({"uuid": uuid, "bytes": size, "modified_at": modified, "alive": _alive(root, uuid)})
     blob_bytes = _measure(os.path.join(root, BLOBS))[0] if os.path.isdir(os.path.join(root, BLOBS)) else 0
     return {"workflows": workflows, "blob_bytes": blob_bytes, "free_bytes": free_bytes(root)}
@@ -49,7 +52,10 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     trash = os.path.join(root, _TRASH)
     os.makedirs(trash, mode=0o700, exist_ok=True)
     hidden = os.path.join(trash, "{}-{}".format(workflow, os.getpid()))
-    os.rename(top, hidden)
+    try:
+        os.rename(top, hidden)
+    except FileNotFoundError:  # somebody else was quicker
+        return {"freed_bytes": 0}
     for name in os.listdir(trash):  # also what could not be removed before, or not in time
         with contextlib.suppress(OSError):
             _remove(os.path.join(trash, name))

@@ -6,10 +6,11 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from distflow.runtime import cleaning
+from distflow.runtime import attempts, cleaning
 from distflow.runtime.wire import OpError
 
 NOBODY = 65534
@@ -82,3 +83,35 @@ def test_what_another_machine_may_be_at_in_a_root_that_both_share_is_kept(tmp_pa
     (attempt / "exit.json").write_text("{}")
     cleaning.clean(str(tmp_path), "w1", keep_output=False)
     assert not (tmp_path / "w1").exists()
+
+
+def test_a_workflow_that_goes_while_all_are_looked_over_keeps_nobody_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("w1", "w2"):
+        (tmp_path / name / "g/t/0").mkdir(parents=True)
+    found = attempts.workflows
+
+    def and_then_one_goes(root: str) -> list[str]:
+        names = found(root)
+        attempts.remove(root, os.path.join(root, "w1/g/t/0"))  # as a lease does that is given back
+        return names
+
+    monkeypatch.setattr(attempts, "workflows", and_then_one_goes)
+    assert [one["uuid"] for one in cleaning.survey(str(tmp_path))["workflows"]] == ["w2"]
+
+
+def test_a_workflow_that_somebody_else_removes_just_now_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`node clean` from two machines, say."""
+    (tmp_path / "w1/g/t/0/work").mkdir(parents=True)
+    rename = os.rename
+
+    def after_another(*given: Any) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        cleaning.clean(str(tmp_path), "w1", keep_output=False)
+        rename(*given)
+
+    monkeypatch.setattr(os, "rename", after_another)
+    assert cleaning.clean(str(tmp_path), "w1", keep_output=False) == {"freed_bytes": 0}
+    assert not (tmp_path / "w1").exists()
+    assert os.listdir(tmp_path / ".trash") == []
