@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.connection import Connection
 from distflow.backends.machines.link import AgentLink
 from distflow.pools.model import Node, Pool
-from distflow.runtime import attempts, records
+from distflow.runtime import attempts, records, runner
 from distflow.testing.waiting import wait_until
 from distflow.transports.local import LocalTransport
 
@@ -174,3 +175,37 @@ def test_a_lease_that_is_not_wanted_any_more_while_its_node_says_hello_is_given_
         with closing(connect(LocalTransport("here"), node.root, node.python)) as link:
             link.request("release", attempt=key.name)
         connection.close()
+
+
+def test_sigterm_to_a_runner_whose_keeper_has_just_died_costs_no_record(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As both get it that a node's shutdown, or somebody who ends all that is distflow's, finds there."""
+    link = node.connect()
+    link.request("ping")
+    waitpid = os.waitpid
+
+    def terminated(pid: int, options: int) -> tuple[int, int]:
+        found = waitpid(pid, options)
+        if os.getpid() == runners[0] and pid > 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    runners = [0]
+    guard = runner._guard
+
+    def guarded(*given: Any) -> None:
+        runners[0] = os.getpid()
+        guard(*given)
+
+    monkeypatch.setattr(os, "waitpid", terminated)
+    monkeypatch.setattr(runner, "_guard", guarded)
+    attempt = node.attempt()
+    pid = attempts.create(str(node.root), {"attempt": attempt, "start_timeout_s": 60}, UMASK)
+    try:
+        wait_until(lambda: records.read_state(str(node.directory(attempt))), 20, "the keeper to come up")
+        os.kill(node.state(attempt)["keeper"]["pid"], signal.SIGKILL)
+    finally:
+        status = waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (node.record(attempt) or {})["reason"] == "keeper_died"

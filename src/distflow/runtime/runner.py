@@ -69,8 +69,10 @@ def _guard(grip: Grip, keeper_pid: int, output_read: int, shared: mmap.mmap) -> 
     signal.signal(signal.SIGTERM, lambda *_: os.kill(keeper_pid, signal.SIGTERM))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGCHLD})
-    status = os.waitpid(keeper_pid, 0)[1]
+    # Its id is its own until it is reaped: whenever TERM comes, nobody else gets it, and nothing is raised.
+    os.waitid(os.P_PID, keeper_pid, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    status = os.waitpid(keeper_pid, 0)[1]
     if records.read_end(grip.directory) is not None:
         return
     _take_over(grip, keeper_pid, status, output_read, shared)
