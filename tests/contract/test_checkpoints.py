@@ -16,6 +16,8 @@ from distflow.errors import AgentError
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from contract.conftest import NodeUnderTest
 
 
@@ -27,10 +29,16 @@ def models(node: NodeUnderTest) -> Path:
     return path
 
 
-def take(node: NodeUnderTest, models: Path, blobs: Path, place: str = "files/tmp/models") -> Fetched:
+def take(
+    node: NodeUnderTest,
+    models: Path,
+    blobs: Path,
+    place: str = "files/tmp/models",
+    stays: Callable[[str, int], bool] | None = None,
+) -> Fetched:
     blobs.mkdir(exist_ok=True)
     attempt = models.parents[2].relative_to(node.root).as_posix()
-    return fetch_output(node.transport, str(node.root), sys.executable, attempt, blobs, place=place, timeout_s=20)
+    return fetch_output(node.transport, str(node.root), sys.executable, attempt, blobs, place=place, timeout_s=20, stays=stays)
 
 
 def names(blobs: Path, fetched: Fetched) -> dict[str, bytes | None]:
@@ -53,6 +61,23 @@ def test_a_directory_comes_under_its_own_name_and_leaves_no_archive_there(
     assert take(node, models, tmp_path / "blobs").digest == first.digest
     (models / "sub" / "a.pt").write_bytes(b"two")
     assert take(node, models, tmp_path / "blobs").digest != first.digest
+
+
+def test_two_tasks_whose_directories_hold_the_same_are_both_taken(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:
+    other = node.root / node.attempt() / "files" / "tmp" / "models"
+    for path in (models, other):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "step").write_bytes(b"one")
+    with_other: list[Fetched] = []
+
+    def is_packed(digest: str, size: int) -> bool:
+        with_other.append(take(node, other, tmp_path / "others"))
+        wait_until(lambda: not (node.root / "blobs" / digest).exists(), 20, "the archive of the other one is removed")
+        return False
+
+    first = take(node, models, tmp_path / "blobs", stays=is_packed)
+    assert [one.digest for one in with_other] == [first.digest]
+    assert names(tmp_path / "blobs", first) == {"models": None, "models/step": b"one"}
 
 
 def test_a_time_that_is_no_clocks_does_no_harm(node: NodeUnderTest, models: Path, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ See docs/agent-protocol.md.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from typing import BinaryIO
 
 from distflow.runtime import processes
 from distflow.runtime.blobs import path_of
@@ -38,13 +40,16 @@ def _serve(root: str) -> None:
         request = _line()
         attempt, place, told = str(request["attempt"]), request.get("place"), _Progress().told
         packed = pack_output(root, attempt, told) if place is None else pack_place(root, attempt, str(place), told)
-        _say(packed)
         if not packed["hash"]:
-            return
-        _send(path_of(root, packed["hash"]), int(_line()["at"]))
+            return _say(packed)
+        path = path_of(root, packed["hash"])
+        with open(path, "rb") as source:  # from now on: whoever sends the same of another task removes it
+            _say(packed)
+            _send(source, int(_line()["at"]))
         if place is not None and _line().get("got"):
             # The next one is packed anew; only outputs are wanted here again.
-            os.unlink(path_of(root, packed["hash"]))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
     except OpError as error:
         _say({"error": error.as_json()})
     except BrokenPipeError:
@@ -55,13 +60,12 @@ def _serve(root: str) -> None:
         _say({"error": OpError("bad_request", "this names no output: {!r}".format(error)).as_json()})
 
 
-def _send(path: str, at: int) -> None:
+def _send(source: BinaryIO, at: int) -> None:
     try:
-        with open(path, "rb") as source:
-            if at:
-                source.seek(at)
-            for _, frame in frames(source):
-                sys.stdout.buffer.write(frame)
+        if at:
+            source.seek(at)
+        for _, frame in frames(source):
+            sys.stdout.buffer.write(frame)
     except BrokenPipeError:
         raise
     except OSError as error:
