@@ -13,6 +13,7 @@ import os
 import select
 import stat
 import tarfile
+import tempfile
 from typing import Callable, Iterator, List, Optional, Set, Tuple
 
 from distflow.runtime import attempts
@@ -135,8 +136,8 @@ def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
 def _clock(root: str) -> float:
     """The time by the file system's own clock, which another machine may keep."""
     os.makedirs(os.path.join(root, BLOBS), mode=0o700, exist_ok=True)
-    path = os.path.join(root, BLOBS, "clock-{}".format(os.getpid()))
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    # Not named by our process's id: machines that share the root give the same one away.
+    fd, path = tempfile.mkstemp(prefix="clock-", dir=os.path.join(root, BLOBS))
     try:
         return os.fstat(fd).st_mtime
     finally:
@@ -174,11 +175,11 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
 
 
 def _note(directory: str, packed: Json) -> None:
-    path = os.path.join(directory, PACKED)
-    fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    # Of our own: the sender of a connection that broke may be at the same.
+    fd, new = tempfile.mkstemp(prefix=PACKED + ".", dir=directory)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(packed, file)
-    os.rename(path + ".new", path)
+    os.rename(new, os.path.join(directory, PACKED))
 
 
 def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
