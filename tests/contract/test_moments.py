@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distflow.backends.base import AttemptKey
+from contract.conftest import launch_of
+from distflow.backends.base import AttemptKey, NodeUp, Prepared, Started
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.connection import Connection
 from distflow.backends.machines.link import AgentLink
@@ -162,10 +163,14 @@ def test_a_lease_that_is_not_wanted_any_more_while_its_node_says_hello_is_given_
     request = AgentLink.request
 
     def asked(link: AgentLink, op: str, **fields: Any) -> Any:
-        answer = request(link, op, **fields)
-        if op == "hello":
-            connection.give_back(key)
-        return answer
+        then = fields.pop("then", lambda _: None)
+
+        def take(answer: Any) -> None:
+            if op == "hello":
+                connection.give_back(key)
+            then(answer)
+
+        return request(link, op, then=take, **fields)
 
     monkeypatch.setattr(AgentLink, "request", asked)
     connection.begin()
@@ -209,3 +214,37 @@ def test_sigterm_to_a_runner_whose_keeper_has_just_died_costs_no_record(
         status = waitpid(pid, 0)[1]
     assert os.waitstatus_to_exitcode(status) == 0
     assert (node.record(attempt) or {})["reason"] == "keeper_died"
+
+
+def test_what_a_node_says_right_behind_hello_is_not_overtaken_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer and the next event come in one piece, and two threads of ours take them."""
+    lease_dir = str(tmp_path / "leases")
+    node = Node(name="here", host="here", root=str(tmp_path / "root"), python=sys.executable, lease_dir=lease_dir)
+    pool = Pool(name="lab", backend="local", nodes=(node,))
+    key = AttemptKey(workflow=str(uuid.uuid4()), group="g", task="t", attempt=0, node="here")
+    lease: dict[str, Any] = {"gpus": 0, "gpu_ids": [], "lease_dir": lease_dir, "port": None, "start_timeout_s": 60}
+    seen: list[Any] = []
+    connection = Connection(pool, node, LocalTransport("here"), seen.append, Logs())
+    request = AgentLink.request
+    with closing(connect(LocalTransport("here"), node.root, node.python)) as link:
+        link.request("lease", attempt=key.name, **lease)
+        link.request("prepare", attempt=key.name, launch=launch_of(["sleep", "60"]))
+
+        def asked(own: AgentLink, op: str, **fields: Any) -> Any:
+            answer = request(own, op, **fields)
+            if op == "hello":
+                request(link, "start", attempt=key.name)
+                wait_until(lambda: any(isinstance(one, Started) for one in seen), 20, "the event")
+            return answer
+
+        monkeypatch.setattr(AgentLink, "request", asked)
+        connection.watch(key)
+        connection.begin()
+        try:
+            wait_until(lambda: any(isinstance(one, NodeUp) for one in seen), 20)
+            wait_until(lambda: connection._streams, 5)
+            kinds = [type(one) for one in seen if isinstance(one, (Prepared, Started))]
+            assert kinds == [Prepared, Started]
+        finally:
+            request(link, "stop", attempt=key.name, grace_s=0, why="")
+            connection.close()

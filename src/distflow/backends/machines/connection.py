@@ -290,7 +290,10 @@ class Connection:
         with self._lock:
             keys = list(self._watched.values())
         self._give_back_all(link)  # before anybody knows that it is up, and asks for the same again
-        answer = link.request("hello", watch=[key.name for key in keys])
+        watched = [key.name for key in keys]
+        link.request("hello", then=lambda answer: self._welcomed(link, answer, keys), watch=watched)
+
+    def _welcomed(self, link: AgentLink, answer: Mapping[str, Any], keys: list[AttemptKey]) -> None:
         facts = self._facts = answer["facts"]
         self._link = link
         self._give_back_all(link)  # what was refused elsewhere while it said hello
@@ -322,15 +325,12 @@ class Connection:
 
     def _pushed(self, event: Mapping[str, Any]) -> None:
         kind = event.get("event")
-        if kind == "status":
+        if kind in ("status", "beat"):
             with self._lock:
                 key = self._watched.get(event["attempt"])
-            if key is not None:
+            if key is not None and kind == "status":
                 self.report(key, event["status"])
-        elif kind == "beat":
-            with self._lock:
-                key = self._watched.get(event["attempt"])
-            if key is not None:
+            elif key is not None:
                 self._logs.beat(key, now() - event["age_s"])
         elif kind == "data":
             self._take_output(event)

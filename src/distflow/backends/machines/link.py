@@ -76,12 +76,25 @@ class AgentLink:
         ):
             thread.start()
 
-    def request(self, op: str, *, timeout_s: float = 30.0, **fields: object) -> Result:
-        """Ask and wait for the answer. Raises ``AgentError`` when refused, ``NodeUnreachable`` without an answer in time."""
+    def request(
+        self, op: str, *, timeout_s: float = 30.0, then: Callable[[Result], None] | None = None, **fields: object
+    ) -> Result:
+        """Ask and wait for the answer. Raises ``AgentError`` when refused, ``NodeUnreachable`` without an answer in time.
+
+        ``then`` takes the answer as a callback does, before anything that the node says after it.
+        """
         if threading.current_thread() is self._reader:
             raise RuntimeError("request() in a callback would wait for itself; use send()")
         answered: queue.SimpleQueue[Result | NodeError] = queue.SimpleQueue()
-        number = self._ask(op, answered.put, fields)
+
+        def take(answer: Result | NodeError) -> None:
+            try:
+                if then is not None and not isinstance(answer, NodeError):
+                    then(answer)
+            finally:
+                answered.put(answer)
+
+        number = self._ask(op, take, fields)
         try:
             answer = answered.get(timeout=timeout_s)
         except queue.Empty:
