@@ -23,7 +23,7 @@ from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.connection import Connection
 from distflow.backends.machines.link import AgentLink
 from distflow.pools.model import Node, Pool
-from distflow.runtime import attempts, records, runner
+from distflow.runtime import attempts, orphans, reaping, records, runner
 from distflow.testing.waiting import wait_until
 from distflow.transports.local import LocalTransport
 
@@ -248,3 +248,24 @@ def test_what_a_node_says_right_behind_hello_is_not_overtaken_by_it(tmp_path: Pa
         finally:
             request(link, "stop", attempt=key.name, grace_s=0, why="")
             connection.close()
+
+
+def test_an_attempt_that_ends_while_it_is_looked_at_is_not_called_settled(
+    node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sleep", "60"])
+    pair = [node.state(attempt)[who]["pid"] for who in ("runner", "keeper")]
+    is_watched = orphans.is_watched
+    stops: list[Any] = []
+
+    def and_then_it_has_ended(directory: str) -> bool:
+        if not stops:
+            stops.append(link.request("stop", attempt=attempt, grace_s=0, why=""))
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pair), 20, "its pair to leave")
+        return is_watched(directory)
+
+    monkeypatch.setattr(orphans, "is_watched", and_then_it_has_ended)
+    scene = reaping._Scene(str(node.root))
+    assert scene.unsettled() == []
+    assert stops

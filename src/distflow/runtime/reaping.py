@@ -119,7 +119,8 @@ class _Scene:
                 state = records.read_state(directory)
                 if state is None or (state.get("boot_id") != self._boot and state.get("host") != os.uname().nodename):
                     continue
-                if records.read_end(directory) is None and not orphans.is_watched(directory):
+                # In this order: who watches it leaves after the end is on record.
+                if not orphans.is_watched(directory) and records.read_end(directory) is None:
                     found.append(name)
         return found
 
