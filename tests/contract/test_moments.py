@@ -269,3 +269,13 @@ def test_an_attempt_that_ends_while_it_is_looked_at_is_not_called_settled(
     scene = reaping._Scene(str(node.root))
     assert scene.unsettled() == []
     assert stops
+
+
+def test_a_lease_whose_pair_cannot_be_reached_is_given_back_all_the_same(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link, gpus=1, gpu_ids=[0])
+    link.close()
+    (node.directory(attempt) / "control").unlink()
+    node.connect().request("release", attempt=attempt)
+    assert not node.directory(attempt).exists()
+    assert lease_is_free(node)

@@ -136,6 +136,13 @@ class Watches:
         if state.get("boot_id") == processes.boot_id() and processes.is_same(pid, int(keeper.get("start", 0))):
             os.kill(pid, signal.SIGTERM)
 
+    def end_unreached(self, watch: Watch) -> None:
+        """Have the pair of a task that has not run end where it cannot be reached. Raises ``TaskIsLocked`` until then."""
+        status = self.status(watch)
+        if watch.is_leaving and status["phase"] != "ended" and status["started_at"] is None:
+            self.stop_unheard(watch)
+            raise attempts.TaskIsLocked("the attempt's two processes cannot be reached")
+
     # -- links
 
     def _connect(self, watch: Watch) -> None:
