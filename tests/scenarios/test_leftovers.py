@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -42,7 +43,8 @@ def crash(cli: Cli, root: Path) -> str:
     victims = [supervisor, *agents, state["runner"]["pid"], state["keeper"]["pid"]]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in victims:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the keeper ends with its runner
+                os.kill(pid, number)
     wait_until(lambda: all(is_dead(pid) for pid in victims), 20)
     return str(path.parent.relative_to(root))
 
