@@ -209,6 +209,10 @@ class Terminal:
         (self.folder / ".venv").mkdir()
         (self.folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
         self.state = folder / "state"
+        # Pages that run side by side do not share this machine's CPUs, and see nothing of one another.
+        settings = folder / ".config" / "distflow"
+        settings.mkdir(parents=True)
+        (settings / "distflow.yaml").write_text(f"pools: {{local: {{backend: local, lease_dir: {folder}/leases}}}}\n")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = {
             **os.environ, "PATH": path, "HOME": str(folder), "DISTFLOW_STATE": str(self.state), "USER": "ada", "LOGNAME": "ada",
@@ -535,3 +539,17 @@ def test_a_wrong_page_is_found(tmp_path: Path) -> None:
             with pytest.raises(pytest.fail.Exception):
                 _run_block(terminal, block)
     _run_block(terminal, Block(PAGES[0], 1, "console", (), "$ (exit 3)\n$ echo $?\n3\n"))
+
+
+def test_pages_that_run_side_by_side_share_no_leases(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    one, other = Terminal(tmp_path / "one"), Terminal(tmp_path / "other")
+    spec = "workflow: {name: holds, resources: {default: {cpu: 1}}, tasks: [{name: a, command: [sleep, '600']}]}\n"
+    (one.folder / "holds.yaml").write_text(spec)
+    try:
+        assert one.run("distflow workflow submit holds.yaml")[0] == 0
+        wait_until(lambda: "holds-1/a" in one.run("distflow resource list --live")[1], LOOK_S)
+        assert "nobody holds anything on these nodes" in other.run("distflow resource list --live")[1]
+    finally:
+        one.end()
