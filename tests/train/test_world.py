@@ -89,7 +89,7 @@ TOGETHER = """
     timer = train.StepTimer(every=2)
     for step in range(2):
         with timer.work():
-            threading.Event().wait(0.2 if rank == 1 else 0)
+            threading.Event().wait(0.5 if rank == 1 else 0)
         pace = timer.step(samples=8)
     assert pace.stragglers() == (1,), pace
     assert pace.imbalance > 1.5, pace
@@ -118,7 +118,7 @@ def test_ranks_decide_together(start: Start) -> None:
     assert [pace["step"] for pace in paces.values()] == [2, 2]
     assert paces[0]["stragglers"] == "1"
     assert "stragglers" not in paces[1], "rank 0 tells of all"
-    assert paces[0]["step_s"] < 0.1 < paces[1]["step_s"] == paces[0]["slowest_step_s"]
+    assert paces[0]["step_s"] < paces[1]["step_s"] == paces[0]["slowest_step_s"]
     assert min(pace["memory_bytes"] for pace in paces.values()) > 1e7
     shares = [paces[rank]["samples_per_s"] for rank in (0, 1)]
     assert sum(shares) == pytest.approx(paces[0]["total_samples_per_s"], abs=0.01)
