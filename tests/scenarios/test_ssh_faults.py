@@ -70,6 +70,7 @@ def test_a_gang_waits_for_a_host_that_cannot_be_used_and_says_what_to_do(lab: La
     cli.await_status(workflow, "COMPLETED", timeout=120)
 
 
+@pytest.mark.timeout(300)
 def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab: Lab) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
     lab.configure(node_lost_after="10s")
