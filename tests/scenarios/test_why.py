@@ -29,13 +29,13 @@ workflow:
     - name: master
       lead: true
       ranks: {size: 1}
-      command: [sh, -c, 'while [ ! -e FOLDER/second ]; do sleep 0.05; done; echo "as innocent as it gets"; exit 4']
+      command: [sh, -c, 'while [ ! -e FOLDER/second ]; do sleep 0.05; done; sleep 2; echo "as innocent as it gets"; exit 4']
     - name: worker
       resource: second
       ranks: {size: 1}
       command: [sh, -c, 'while [ ! -e FOLDER/first ]; do sleep 0.05; done; echo "it was me"; exit 3']
 """
-"""Two tasks on two hosts, each of which fails by itself when it is told to."""
+"""Two tasks on two hosts, each of which fails by itself when it is told to; the master later than clocks are uncertain."""
 
 RAISES = """
 workflow:
@@ -122,12 +122,13 @@ def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab:
     assert (cause["task"], cause["node"], cause["exit_code"], cause["rivals"]) == ("worker", "gpu2", 3, [])
     assert cause["lines"] == ["it was me"]
     why = _why(cli, workflow)
-    offsets = {one["node"]: round(one["offset_s"]) for one in why["clocks"]}
-    assert offsets == {"gpu1": -60, "gpu2": 40}
+    offsets = {one["node"]: one["offset_s"] for one in why["clocks"]}
+    assert {node: round(offset) for node, offset in offsets.items()} == {"gpu1": -60, "gpu2": 40}
     assert 0 < _when(why, "master", "ended: exit code 4") < 50
     assert _when(why, "master", "started") < 0
     shown = cli.run("workflow", "why", workflow).out
-    assert "Clock of gpu1: 60.0 s behind this machine's" in shown
+    # The quickest ping of a busy machine may still be slow.
+    assert f"Clock of gpu1: {-offsets['gpu1']:.1f} s behind this machine's" in shown
     assert "| it was me" in shown
     assert f"all of it: distflow workflow why {workflow}" in cli.run("workflow", "query", workflow).out
 
