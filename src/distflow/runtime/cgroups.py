@@ -23,6 +23,8 @@ __all__ = ["enclose", "end", "is_one", "name_of", "of", "remove", "sweep"]
 _PREFIX = "distflow-"
 _TRIES = 10
 _PAUSE_S = 0.01
+_SWEPT = (errno.ENOENT, errno.ENODEV)
+"""Somebody has taken it for a leftover while nobody was in it yet."""
 
 
 def enclose(pid: int, directory: str) -> Optional[str]:
@@ -34,15 +36,18 @@ def enclose(pid: int, directory: str) -> Optional[str]:
     if base is None:
         return None
     path = os.path.join(base, _PREFIX + hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32])
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-        with open(os.path.join(path, "cgroup.procs"), "w") as procs:
-            procs.write(str(pid))
-    except OSError:
-        _remove(path)
-        return None
-    return path
+    for _ in range(_TRIES):
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+            with open(os.path.join(path, "cgroup.procs"), "w") as procs:
+                procs.write(str(pid))
+            return path
+        except OSError as error:
+            if error.errno not in _SWEPT:
+                break
+    _remove(path)
+    return None
 
 
 def name_of(command: Json) -> str:

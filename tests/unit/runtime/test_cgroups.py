@@ -1,0 +1,66 @@
+"""The cgroup of an attempt, where one can be made."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.runtime import cgroups
+
+
+@pytest.fixture
+def pid() -> Iterator[int]:
+    """A process that can be put into one."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        if process.poll() is None:
+            process.kill()
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "before it is entered"])
+def test_one_that_is_swept_before_its_process_is_in_it_is_made_again(
+    moment: str, pid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks for leftovers at this moment takes the empty one for one of them."""
+    without = cgroups.enclose(pid, str(tmp_path / "without"))
+    if without is None:
+        pytest.skip("no cgroup (v2) can be made here")
+    sweeps: list[str] = []
+
+    def sweep() -> None:
+        if not sweeps:
+            sweeps.append(moment)
+            cgroups.sweep()
+
+    mkdir, open_ = os.mkdir, open
+
+    def made(path: str, mode: int = 0o777) -> None:
+        mkdir(path, mode)
+        if moment == "before it is opened":
+            sweep()
+
+    def opened(path: str, mode: str = "r") -> object:
+        file = open_(path, mode)
+        if moment == "before it is entered" and path.endswith("cgroup.procs"):
+            sweep()
+        return file
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", made)
+        patched.setattr(cgroups, "open", opened, raising=False)
+        path = cgroups.enclose(pid, str(tmp_path / "attempt"))
+    assert sweeps == [moment]
+    assert path is not None
+    try:
+        assert str(pid) in Path(path, "cgroup.procs").read_text().split()
+        assert cgroups.of(pid) == Path(path).name
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for one in (path, without):
+            cgroups.remove({"cgroup": one})
