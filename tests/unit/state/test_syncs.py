@@ -82,8 +82,9 @@ def test_stop_ends_its_process_and_no_other(tmp_path: Path, deaf: bool, monkeypa
     monkeypatch.setattr("distflow.state.syncs._STOP_S", 0.3)
     syncs = made(tmp_path)
     lock = tmp_path / "rsync" / "a1-main.lock"
-    code = f"import fcntl, signal\nfile = open({str(lock)!r}, 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
-    code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" * deaf + "signal.pause()"
+    # Deaf before it is seen at work.
+    code = "import fcntl, signal\n" + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" * deaf
+    code += f"file = open({str(lock)!r}, 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\nsignal.pause()"
     with subprocess.Popen([sys.executable, "-c", code]) as holder:
         wait_until(lambda: syncs.is_running(SYNC))
         syncs.write(replace(SYNC, pid=holder.pid))
