@@ -97,7 +97,7 @@ def test_a_daemon_without_mark_session_or_parent_is_found_by_its_cgroup(node: No
     attempt = node.start(link, ["sh", "-c", script])
     wait_until(lambda: node.output(attempt).count("\n") == 1)
     group = cgroup_of(node, attempt)
-    empty = group.with_name("distflow-nobodys")
+    empty = group.with_name(f"{group.name}-nobodys")
     empty.mkdir()
     left = int(node.output(attempt))
     orphan(node, link, attempt)
