@@ -16,6 +16,8 @@ from distflow.testing.waiting import wait_until
 from distflow.transports.base import Channel
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from distflow.transports.base import Transport
 
 HOSTILE = ["a b", "a'b", 'a"b', "$HOME", "`id`", "a\nb", "*", "", "ü→", "-n", "\\", "!x", "~"]
@@ -132,7 +134,7 @@ def test_close_frees_a_thread_that_is_blocked(transport: Transport, blocked_in: 
     assert thread.is_alive()
     channel.close()
     channel.close()
-    thread.join(5)
+    thread.join(20)
     assert not thread.is_alive()
     assert outcome == [b""] or isinstance(outcome[0], NodeUnreachable)
 
@@ -152,13 +154,15 @@ def test_writing_to_a_command_that_has_ended_says_so(transport: Transport) -> No
     channel.close()
 
 
-def test_closing_stops_nothing_on_the_node(transport: Transport, marker: str) -> None:
-    channel = transport.open(["sh", "-c", "exec 0</dev/null; echo up; sleep 4; :", marker])
+def test_closing_stops_nothing_on_the_node(transport: Transport, marker: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    channel = transport.open(["sh", "-c", f"exec 0</dev/null; echo up; read word < {tmp_path}/fifo", marker])
     assert channel.read() == b"up\n"
     channel.close()
     transport.close()
     transport.close()
     assert processes_with(marker)
+    (tmp_path / "fifo").write_text("enough\n")
     wait_until(lambda: not processes_with(marker), what="the command ended by itself")
 
 
