@@ -130,21 +130,23 @@ def test_the_end_of_the_connection_is_told_and_the_next_use_connects_again(make_
     assert transport.run(["echo", "again"], timeout_s=20).stdout == b"again\n"
 
 
-def test_a_run_that_loses_its_connection_says_so(make_server: MakeServer, reach: Reach) -> None:
+def test_a_run_that_loses_its_connection_says_so(make_server: MakeServer, reach: Reach, tmp_path: Path) -> None:
     server = make_server()
     transport = reach(server)
     found: list[NodeUnreachable] = []
+    heard = tmp_path / "heard"
 
     def run() -> None:
-        with pytest.raises(NodeUnreachable, match="gpu9: the connection broke while `sleep` ran: ") as caught:
-            transport.run(["sleep", "30"], timeout_s=30)
+        with pytest.raises(NodeUnreachable, match="gpu9: the connection broke while `sh` ran: ") as caught:
+            transport.run(["sh", "-c", f"cat > {heard}; sleep 30"], input=b"it runs", timeout_s=30)
         found.append(caught.value)
 
     thread = threading.Thread(target=run)
     thread.start()
-    wait_until(lambda: "Starting session" in server.log.read_text(), 20, "the command runs")
+    # It gets its input when we know that it runs.
+    wait_until(lambda: heard.exists() and heard.read_bytes(), 20, "the command runs")
     server.stop()
-    thread.join(10)
+    thread.join(20)
     assert found
 
 

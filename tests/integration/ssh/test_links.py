@@ -78,7 +78,7 @@ def test_a_run_over_a_cut_link_ends_with_its_timeout(host: NetnsHost, reach: Rea
 
     def run() -> None:
         try:
-            transport.run(["sh", "-c", f"touch {tmp_path / 'up'}; sleep 30"], timeout_s=1.5)
+            transport.run(["sh", "-c", f"touch {tmp_path / 'up'}; sleep 30"], timeout_s=5.0)
         except NodeUnreachable as error:
             outcome.append(str(error))
 
@@ -87,8 +87,8 @@ def test_a_run_over_a_cut_link_ends_with_its_timeout(host: NetnsHost, reach: Rea
     wait_until((tmp_path / "up").exists, 20, "the command runs")
     host.cut()
     try:
-        thread.join(8)
-        assert outcome == [f"{host.namespace}: `sh` did not end within 1.5 s"]
+        thread.join(20)
+        assert outcome == [f"{host.namespace}: `sh` did not end within 5 s"]
         before = time.monotonic()
         transport.close()
         assert time.monotonic() - before < 20  # the command would take 30
