@@ -29,6 +29,7 @@ from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
 from distflow.runtime.processes import name_of
+from distflow.testing.sshd import free_port
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -751,9 +752,8 @@ def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest)
 def test_a_port_in_use_is_refused_and_never_replaced(node: NodeUnderTest) -> None:
     link = node.connect()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port := free_port("")))
         taken.listen()
-        port = taken.getsockname()[1]
         fields: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": str(node.lease_dir), "start_timeout_s": 60}
         assert str(port) in refused(link, "port_taken", "lease", attempt=node.attempt(), port=port, **fields)
     assert link.request("lease", attempt=node.attempt(), port=port, **fields) == {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from distflow.testing.sshd import free_port
 from scenarios.conftest import Cli
 from scenarios.lab import TRAINING, checkout, pipeline, train
 
@@ -43,10 +43,7 @@ def test_a_spec_as_osmo_users_bring_it_runs(cli: Cli, repository: Path) -> None:
     shutil.copytree(repository / "tests" / "goldens" / "osmo", cli.folder / "osmo")
     text = (cli.folder / "distflow.yaml").read_text()
     (cli.folder / "distflow.yaml").write_text(text.replace("{name: local,", "{name: local, platform: local-cpu,"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = cli.run("workflow", "submit", "osmo/tutorial.yaml", "--wait", "--set", f"port={port}")
+    done = cli.run("workflow", "submit", "osmo/tutorial.yaml", "--wait", "--set", f"port={free_port('')}")
     assert done.code == 0, done.err + done.out
     assert "sum of ranks 1" in done.out
     assert "Finished training" in done.out

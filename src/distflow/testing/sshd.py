@@ -42,7 +42,7 @@ def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port that nobody listens on at ``address`` now."""
+    """Return a port that nobody has at ``address`` now; empty: at any, which counts for who listens at all of them."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])

@@ -11,7 +11,6 @@ import gzip
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+
+from distflow.testing.sshd import free_port
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
@@ -105,9 +106,7 @@ class Start(Protocol):
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start commands on one free port, and leave none of their processes behind."""
     runs: list[Run] = []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port(""))
 
     def start_one(*flags: str, launcher: tuple[str, ...] = (), **environment: str) -> Run:
         command = [*launcher, "--master_port", port] if launcher else [sys.executable]
