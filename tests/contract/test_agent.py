@@ -492,10 +492,10 @@ def test_a_pair_that_nobody_starts_ends_by_itself(node: NodeUnderTest) -> None:
 
 def test_a_lease_lasts_while_somebody_attends(node: NodeUnderTest) -> None:
     link = node.connect()
-    attempt = node.lease(link, start_timeout_s=0.2)
-    # It was asked whether to end, several times over, when another lease of as long has ended unattended.
+    attempt = node.lease(link, start_timeout_s=1.0)
+    # It was asked whether to end, several times over, when a longer lease has ended unattended.
     other = node.connect()
-    unattended = node.lease(other, start_timeout_s=1.0)
+    unattended = node.lease(other, start_timeout_s=3.0)
     other.close()
     wait_until(lambda: node.record(unattended), 20)
     link.request("prepare", attempt=attempt, launch=launch_of(["true"]))
