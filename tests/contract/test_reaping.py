@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,6 +121,25 @@ def test_what_outlived_its_record_is_ended_also_when_the_directory_is_gone(node:
         (second.pid, removed, "the attempt's directory is gone", True),
     ]
     assert (first.wait(20), second.wait(20)) == (-9, -9)
+
+
+def test_a_directory_that_goes_while_it_is_looked_at_hides_no_leftover(
+    node: NodeUnderTest, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = node.start(node.connect(), ["true"])
+    node.end(ended)
+    wait_until(lambda: is_dead(node.state(ended)["runner"]["pid"]))
+    left, isdir = spawn(**marked(node.root, ended)), os.path.isdir
+
+    def was_there(path: str) -> bool:
+        answer = isdir(path)
+        if path == str(node.root.resolve() / ended):
+            shutil.rmtree(path, ignore_errors=True)
+        return answer
+
+    monkeypatch.setattr(os.path, "isdir", was_there)
+    found = reaping._Scene(str(node.root.resolve())).leftovers()
+    assert [(claim.attempt, claim.is_ours) for process, claim in found if process.pid == left.pid] == [(ended, True)]
 
 
 def test_what_is_not_ours_is_left_alone(node: NodeUnderTest, spawn: Spawn, tmp_path: Path) -> None:

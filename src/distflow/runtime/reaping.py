@@ -173,9 +173,11 @@ class _Scene:
         root = directory[: -len(name) - 1]
         if os.path.realpath(root) != self._root:
             return _Claim(name, "of another root, {}".format(root), False)
-        if not os.path.isdir(directory):
-            return _Claim(name, "the attempt's directory is gone", _owner(process.pid) == os.getuid())
-        return _Claim(name, _why(directory), os.stat(directory).st_uid == os.getuid())
+        why = _why(directory)
+        try:
+            return _Claim(name, why, os.stat(directory).st_uid == os.getuid())
+        except OSError:
+            return _Claim(name, why, _owner(process.pid) == os.getuid())  # it is gone
 
     def _by_session(self, process: Process) -> Optional[_Claim]:
         for name, state in self._sessions.get(process.sid, ()):
