@@ -89,6 +89,7 @@ def test_a_task_in_a_container_sees_what_it_would_see_without(cli: Cli, engine: 
     assert done.err.count("is ignored") == 0
 
 
+@pytest.mark.timeout(400)
 def test_two_containers_train_as_one_world(cli: Cli, engine: Engine) -> None:
     specs = checkout(cli, REPOSITORY)
     text = (specs / "pytorch_dist.yaml").read_text()

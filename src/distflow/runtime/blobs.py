@@ -19,7 +19,7 @@ from distflow.runtime.clock import now
 from distflow.runtime.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["BLOBS", "Part", "is_whole", "missing", "path_of", "take", "touch"]
+__all__ = ["BLOBS", "Part", "is_whole", "missing", "path_of", "take"]
 
 BLOBS = "blobs"
 _PART = ".part"
@@ -43,7 +43,7 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     lacking, needed = [], 0
     for blob in blobs:
         path, size = path_of(root, blob["hash"]), int(blob["size"])
-        if not touch(path):
+        if not is_whole(path):
             lacking.append(blob["hash"])
             needed += size - _size_of(path + _PART)
     free = free_bytes(directory)
@@ -59,19 +59,6 @@ def is_whole(path: str) -> bool:
     except FileNotFoundError:
         return False
     return stamp % 10**9 == _MARK or not _keeps_marks(os.path.dirname(path))
-
-
-def touch(path: str) -> bool:
-    """Note that a blob is in use, because cleaning goes by age. False: it is not there, or not whole.
-
-    By reading it: who sets its times sets the mark again, too, of one that a task has written to just then.
-    """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.read(1)
-    except OSError:
-        return False
-    return is_whole(path)
 
 
 def take(path: str, new: str) -> bool:

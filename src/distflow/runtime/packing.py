@@ -17,7 +17,7 @@ import tempfile
 from typing import Callable, Iterator, List, Optional, Set, Tuple
 
 from distflow.runtime import attempts
-from distflow.runtime.blobs import BLOBS, Part, path_of, touch
+from distflow.runtime.blobs import BLOBS, Part, is_whole, path_of
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import Json, OpError
 
@@ -169,7 +169,7 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
     try:
         with open(os.path.join(directory, PACKED), encoding="utf-8") as file:
             packed: Json = json.load(file)
-        return packed if touch(path_of(root, packed["hash"])) else None
+        return packed if is_whole(path_of(root, packed["hash"])) else None
     except (OSError, ValueError, KeyError):
         return None
 
