@@ -35,7 +35,7 @@ def test_a_node_is_waited_for_and_one_workflow_stops_no_other(tmp_path: Path, mo
         (root / workflow / "g/t/0/work").mkdir(parents=True)
     node = Node(name="local", host="localhost", root=str(root), python=str(wrapper))
     # Other questions are answered at once, or never: half a minute is shortened here.
-    monkeypatch.setattr(AgentLink.request, "__kwdefaults__", {"timeout_s": 0.2})
+    monkeypatch.setattr(AgentLink.request, "__kwdefaults__", {"timeout_s": 0.2, "then": None})
     pool = Pool(name="p", backend="local", nodes=(node,))
     done = clean_node(pool, node, older_than_s=0, unfinished=(), now=4e9, is_dry_run=False)
     assert (done.removed, done.kept) == (("w1", "w3"), 1)

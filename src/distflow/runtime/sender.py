@@ -43,7 +43,7 @@ def _serve(root: str) -> None:
         if not packed["hash"]:
             return _say(packed)
         path = path_of(root, packed["hash"])
-        with open(path, "rb") as source:  # from now on: whoever sends the same of another task removes it
+        with _open(path) as source:  # from now on: whoever sends the same of another task removes it
             _say(packed)
             _send(source, int(_line()["at"]))
         if place is not None and _line().get("got"):
@@ -58,6 +58,13 @@ def _serve(root: str) -> None:
         _say({"error": OpError.from_os(error, "its output cannot be packed").as_json()})
     except (KeyError, TypeError, ValueError) as error:
         _say({"error": OpError("bad_request", "this names no output: {!r}".format(error)).as_json()})
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise OpError.from_os(error, "its packed output cannot be read") from error
 
 
 def _send(source: BinaryIO, at: int) -> None:
