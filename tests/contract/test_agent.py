@@ -777,6 +777,19 @@ def test_who_keeps_the_list_of_promises_locked_freezes_no_agent(node: NodeUnderT
     link.request("lease", attempt=node.attempt(), **lease)
 
 
+def test_lock_files_name_the_process_that_holds_them_when_the_agent_has_gone(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.lease(link, gpus=1, gpu_ids=[0], port=0, wanted={"cpus": [1, 8]})
+    link.close()
+    files = {path.name.split("-")[0]: json.loads(path.read_text()) for path in node.lease_dir.glob("*-*.lock")}
+    runner = node.state(attempt)["runner"]["pid"]
+    assert {name: (said["attempt"], said["pid"]) for name, said in files.items()} == dict.fromkeys(
+        ("claim", "gpu", "port"), (attempt, runner)
+    )
+    assert files["claim"]["cpus"] == 1
+    node.connect().request("release", attempt=attempt)
+
+
 def test_traps_in_the_lease_directory_harm_nobody(node: NodeUnderTest, tmp_path: Path) -> None:
     link = node.connect()
     victim = tmp_path / "victim"

@@ -53,10 +53,9 @@ class Grip(NamedTuple):
         """Write into the lock files who holds them."""
         for fd in self.locks:
             try:
-                said = json.loads(os.pread(fd, 4096, 0).decode() or "{}")
-                text = json.dumps(dict(said, **self.holder, pid=pid)).encode()
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, text, 0)
+                said = os.pread(fd, 4096, 0)
+                text = json.dumps(dict(json.loads(said.decode() or "{}"), **dict(self.holder, pid=pid))).encode()
+                os.pwrite(fd, text.ljust(len(said)), 0)  # over what stands there: nobody finds nothing meanwhile
             except (OSError, ValueError, TypeError):
                 continue  # opened for reading only, or no room: the lock is what counts
 
