@@ -161,6 +161,19 @@ def test_a_changed_file_here_is_noticed_there(node: NodeUnderTest, tmp_path: Pat
     assert missing(node, blob) == [blob.digest]
 
 
+def test_what_a_power_cut_left_of_a_blob_is_sent_again(node: NodeUnderTest, tmp_path: Path) -> None:
+    blob = blob_of(tmp_path / "blob", os.urandom(2_000_000))
+    send(node, blob)
+    there = node.root / "blobs" / blob.digest
+    times = there.stat()
+    there.write_bytes(b"")  # its name and its times are on the disk, and what was written is not
+    os.utime(there, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert missing(node, blob) == [blob.digest]
+    send(node, blob)
+    assert missing(node, blob) == []
+    assert there.read_bytes() == blob.path.read_bytes()
+
+
 def test_two_that_send_the_same_at_once_both_get_it_there(node: NodeUnderTest, tmp_path: Path) -> None:
     blob = blob_of(tmp_path / "blob", os.urandom(1_000_000))
     opened = receiver(node)

@@ -43,7 +43,7 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     lacking, needed = [], 0
     for blob in blobs:
         path, size = path_of(root, blob["hash"]), int(blob["size"])
-        if not is_whole(path):
+        if not is_whole(path, size):
             lacking.append(blob["hash"])
             needed += size - _size_of(path + _PART)
     free = free_bytes(directory)
@@ -52,13 +52,15 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
     return lacking
 
 
-def is_whole(path: str) -> bool:
-    """Whether the blob is there, as it was received."""
+def is_whole(path: str, size: Optional[int] = None) -> bool:
+    """Whether the blob is there, as it was received; of a known ``size``, for a power cut may leave a mark without content."""
     try:
-        stamp = os.stat(path).st_mtime_ns
+        info = os.stat(path)
     except FileNotFoundError:
         return False
-    return stamp % 10**9 == _MARK or not _keeps_marks(os.path.dirname(path))
+    if size is not None and info.st_size != size:
+        return False
+    return info.st_mtime_ns % 10**9 == _MARK or not _keeps_marks(os.path.dirname(path))
 
 
 def take(path: str, new: str) -> bool:

@@ -71,14 +71,14 @@ def receive(
     size: int,
     say: Callable[[Json], None],
     told: Callable[[int], None] = lambda _: None,
-    is_here: Callable[[str], bool] = os.path.exists,
+    is_here: Callable[[str, int], bool] = lambda path, _: os.path.exists(path),
 ) -> bool:
     """Take the blob ``name`` (its SHA-256) to ``path``: ``say`` how much is here, then read the rest. False: it broke off.
 
     What came before it broke off stays, and is taken up by the next call. ``told`` hears how much is here. Raises ``damaged``,
     and what the other side says.
     """
-    if is_here(path):
+    if is_here(path, size):
         say({"at": size})
         told(size)
         return True
