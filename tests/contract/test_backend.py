@@ -43,6 +43,7 @@ from distflow.backends.base import (
 from distflow.backends.machines.backend import MachinesBackend
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.recalling import recall_node
+from distflow.backends.machines.staging import send_blobs
 from distflow.errors import NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
@@ -428,7 +429,9 @@ def _answers(bench: Bench) -> list[Observation]:
     return [one for one in bench.seen if getattr(one, "key", None) == bench.key()]
 
 
-def test_a_stop_ends_the_sending_of_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_second_try", [False, True])
+def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_second_try: bool) -> None:
+    """Also where the first try has broken off, and the second one began as soon as that was told."""
     bench = _machines(tmp_path)
     data = os.urandom(1 << 20)
     blob = PlannedFile(path="work/blob", shown="blob", blob=hashlib.sha256(data * 64).hexdigest(), size=len(data) * 64)
@@ -439,7 +442,23 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path) -> None:
     key = bench.key()
     bench.backend.lease(bench.request("t"))
     bench.await_one(Leased)
-    bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), GivenSecrets(), 5.0)
+
+    def prepare() -> None:
+        bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), GivenSecrets(), 5.0)
+
+    def breaks_off(*_: object, **__: object) -> None:
+        monkeypatch.setattr("distflow.backends.machines.connection.send_blobs", send_blobs)
+        raise NodeUnreachable("local", "it ended")
+
+    def take(seen: Observation) -> None:
+        bench.seen.append(seen)
+        if isinstance(seen, Unanswered):
+            prepare()
+
+    monkeypatch.setattr(bench.backend, "_sink", take)
+    if is_second_try:
+        monkeypatch.setattr("distflow.backends.machines.connection.send_blobs", breaks_off)
+    prepare()
     with (tmp_path / "blobs" / str(blob.blob)).open("wb") as pipe:
 
         def is_told() -> bool:
@@ -453,7 +472,7 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path) -> None:
         bench.backend.stop(key, grace_s=1, why="test")
         bench.await_one(Ended, key=key)
         with pytest.raises(BrokenPipeError):  # noqa: PT012  the sender reads a few times more
-            for _ in range(64):
+            for _ in range(32):  # or it is whole, and ends by that
                 pipe.write(data)
                 pipe.flush()
     assert not [one for one in bench.seen if isinstance(one, Prepared)]

@@ -72,8 +72,9 @@ class MachinesBackend:
         self._sink = sink
         self._logs = logs
         self._connections: dict[str, Connection] = {}
+        self._lock = threading.Lock()
         self._halts: dict[AttemptKey, threading.Event] = {}
-        """Attempts that are being prepared; set when one is stopped meanwhile."""
+        """Attempts that are being prepared, with the latest try; set when one is stopped or prepared anew meanwhile."""
         self._collector = Collector(blobs, sink)
         self._deliverer = Deliverer()
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
@@ -99,8 +100,14 @@ class MachinesBackend:
         GangLease(request, self._connections, self._sink).begin()
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
-        """Stage what is large, then write the launch record; in a thread, because that may take minutes."""
-        halt = self._halts.setdefault(key, threading.Event())
+        """Stage what is large, then write the launch record; in a thread, because that may take minutes.
+
+        Nothing is heard any more of a try that is still under way: its connection has broken, or its lease is another one.
+        """
+        self._halt(key)
+        halt = threading.Event()
+        with self._lock:
+            self._halts[key] = halt
         self._workers.submit(self._prepare, key, launch, secrets, stop_grace_s, memo, halt)
 
     def start(self, key: AttemptKey) -> None:
@@ -162,7 +169,8 @@ class MachinesBackend:
 
     def _halt(self, key: AttemptKey) -> None:
         """Let go of what is on its way to an attempt that nobody wants any more."""
-        halt = self._halts.pop(key, None)
+        with self._lock:
+            halt = self._halts.pop(key, None)
         if halt is not None:
             halt.set()
 
@@ -203,24 +211,33 @@ class MachinesBackend:
                 "self_stop_after_s": self._pool.self_stop_after_s,
                 "gang": self._gang(launch, secrets),
             }
+            if halt.is_set():
+                raise _Unwanted
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record, memo=memo)
         except _Unwanted:
-            return  # it is being stopped: that is told by its end
-        except NodeUnreachable:
-            self._sink(Unanswered(at=now(), key=key, op="prepare"))
-        except _Relay as relay:
-            self._sink(NotBrought(at=now(), key=key, op=relay.op, why=relay.why))
-        except StorageError as error:
-            self._sink(PrepareFailed(at=now(), key=key, message=f"an input cannot be fetched: {error}", is_data=True))
-        except AgentError as error:
-            self._refused(key, error)
-        except (DistflowError, OSError) as error:
-            self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
+            return  # it is being stopped, which is told by its end; or the next try tells what becomes of it
+        except (DistflowError, OSError, _Relay) as error:
+            if not halt.is_set():
+                self._not_prepared(key, error)
         else:
-            connection.report(key, {"phase": "prepared"})
+            if not halt.is_set():
+                connection.report(key, {"phase": "prepared"})
         finally:
-            if self._halts.get(key) is halt:
-                del self._halts[key]
+            with self._lock:
+                if self._halts.get(key) is halt:
+                    del self._halts[key]
+
+    def _not_prepared(self, key: AttemptKey, error: Exception) -> None:
+        if isinstance(error, NodeUnreachable):
+            self._sink(Unanswered(at=now(), key=key, op="prepare"))
+        elif isinstance(error, _Relay):
+            self._sink(NotBrought(at=now(), key=key, op=error.op, why=error.why))
+        elif isinstance(error, StorageError):
+            self._sink(PrepareFailed(at=now(), key=key, message=f"an input cannot be fetched: {error}", is_data=True))
+        elif isinstance(error, AgentError):
+            self._refused(key, error)
+        else:
+            self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
 
     def _gang(self, launch: BoundLaunch, secrets: GivenSecrets) -> dict[str, Any] | None:
         if launch.gang is None or secrets.token is None:
