@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
@@ -279,3 +280,25 @@ def test_a_lease_whose_pair_cannot_be_reached_is_given_back_all_the_same(node: N
     node.connect().request("release", attempt=attempt)
     assert not node.directory(attempt).exists()
     assert lease_is_free(node)
+
+
+def test_a_connection_that_is_closed_when_it_is_just_to_be_made_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(name="just-closed", host="here", root=str(tmp_path / "root"), python=sys.executable)
+    pool = Pool(name="lab", backend="local", nodes=(node,))
+    seen: list[Any] = []
+    connection = Connection(pool, node, LocalTransport("here"), seen.append, Logs())
+    clear = connection._broken.clear
+
+    def closed_by_then() -> None:
+        connection.close()
+        clear()
+
+    monkeypatch.setattr(connection._broken, "clear", closed_by_then)
+    connection.begin()
+    try:
+        wait_until(lambda: all(one.name != "node just-closed" for one in threading.enumerate()), 20, "its thread to end")
+        assert not seen
+    finally:
+        connection._broken.set()

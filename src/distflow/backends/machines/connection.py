@@ -258,8 +258,10 @@ class Connection:
 
     def _keep_connected(self) -> None:
         tries = 0
-        while not self._closing.is_set():
-            self._broken.clear()
+        while True:
+            self._broken.clear()  # first, as who closes sets it last
+            if self._closing.is_set():
+                return
             pauses: tuple[float, ...] = _BACKOFF_S
             heard_at = None
             try:
@@ -373,11 +375,8 @@ class Connection:
     def _stream_ended(self, event: Mapping[str, Any]) -> None:
         with self._lock:
             place = self._streams.pop(event["stream"], None)
-            if place is None:
-                return
-            key, file = place
-        if self._has_told(key, file) >= set(_LOG_FILES):
-            self._sink(LogComplete(at=now(), key=key))
+        if place is not None and self._has_told(*place) >= set(_LOG_FILES):
+            self._sink(LogComplete(at=now(), key=place[0]))
 
     def _has_told(self, key: AttemptKey, what: str) -> set[str]:
         """Return what an attempt has told to its end on this connection; one that has nothing left to tell is forgotten.
