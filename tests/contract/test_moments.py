@@ -6,6 +6,7 @@ Each test chooses the moment: it holds a real process at that step, or does in i
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -19,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import launch_of
-from distflow.backends.base import AttemptKey, NodeUp, Prepared, Started
+from contract.test_runtime_faults import kill_together
+from distflow.backends.base import AttemptKey, Ended, Leased, LeaseRequest, NodeUp, Prepared, Started
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.connection import Connection
+from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.link import AgentLink
 from distflow.pools.model import Node, Pool
 from distflow.runtime import attempts, orphans, reaping, records, runner
@@ -280,6 +283,49 @@ def test_a_lease_whose_pair_cannot_be_reached_is_given_back_all_the_same(node: N
     node.connect().request("release", attempt=attempt)
     assert not node.directory(attempt).exists()
     assert lease_is_free(node)
+
+
+def test_what_becomes_of_a_lease_is_told_after_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pair is killed before the gang is known to have its nodes; before that, nobody knows whose end it is."""
+    leases = str(tmp_path / "leases")
+    nodes = tuple(
+        Node(name=name, host=name, root=str(tmp_path / name), python=sys.executable, lease_dir=leases) for name in "ab"
+    )
+    pool = Pool(name="lab", backend="local", nodes=nodes)
+    request = LeaseRequest(
+        workflow=str(uuid.uuid4()), group="g", attempt=0, nodes={"t": "a", "u": "b"}, gpus={}, master="t", port=None,
+        start_timeout_s=60,
+    )  # fmt: skip
+    key, seen = request.key("t"), []
+    answered = GangLease._answered
+
+    def in_turn(gang: GangLease, task: str, answer: Any) -> None:
+        if task == "u":
+            wait_until(lambda: "t" in gang._answers, 20, "the answer for the other task")
+        answered(gang, task, answer)
+
+    def take(one: Any) -> None:
+        if isinstance(one, Leased):
+            kill_together(json.loads((tmp_path / "a" / key.name / "runner.json").read_text()))
+            wait_until(lambda: has_ended() or key.name not in connections["a"]._watched, 20, "the end, where it is told")
+        seen.append(one)
+
+    def has_ended() -> bool:
+        return any(isinstance(one, Ended) for one in seen)
+
+    monkeypatch.setattr(GangLease, "_answered", in_turn)
+    connections = {one.name: Connection(pool, one, LocalTransport(one.name), take, Logs()) for one in nodes}
+    try:
+        for connection in connections.values():
+            connection.begin()
+        wait_until(lambda: sum(isinstance(one, NodeUp) for one in seen) == 2, 20)
+        GangLease(request, connections, take).begin()
+        wait_until(has_ended, 20, "the end")
+        assert [type(one) for one in seen if isinstance(one, (Leased, Ended))] == [Leased, Ended]
+        connections["b"].request("release", attempt=request.key("u").name)
+    finally:
+        for connection in connections.values():
+            connection.close()
 
 
 def test_a_connection_that_is_closed_when_it_is_just_to_be_made_is_not_made(

@@ -83,7 +83,6 @@ class GangLease:
         for task, node in self._request.nodes.items():
             answer = self._answers[task]
             connection = self._connections[node]
-            connection.watch(self._request.key(task))
             if isinstance(answer, Mapping):
                 address, interface = connection.address()
                 tasks[task] = TaskBinding(
@@ -101,6 +100,9 @@ class GangLease:
                 binding=Binding(tasks=tasks, port=port, link_port=link_port, leased_at=at),
             )
         )
+        # Only now: what their nodes say of attempts that nobody knows of yet would be passed over.
+        for task, node in self._request.nodes.items():
+            self._connections[node].watch(self._request.key(task))
 
 
 def _wanted(request: LeaseRequest, task: str, node: Node) -> dict[str, tuple[int, int]]:
