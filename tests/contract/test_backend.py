@@ -41,6 +41,7 @@ from distflow.backends.base import (
     Unanswered,
 )
 from distflow.backends.machines.backend import MachinesBackend
+from distflow.backends.machines.fetching import Fetched
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.recalling import recall_node
 from distflow.backends.machines.staging import send_blobs
@@ -347,6 +348,32 @@ def test_an_output_that_is_under_way_is_not_begun_again(tmp_path: Path) -> None:
     assert (tmp_path / "blobs" / found.digest).stat().st_size == found.size > 64 << 20
     bench.backend.close()
     assert [type(one) for one in bench.seen if getattr(one, "key", None) == bench.key()].count(Collected) == 1
+
+
+def test_an_output_that_waits_in_line_is_not_begun_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for again when its node comes back, which may be before its turn."""
+    monkeypatch.setattr("distflow.backends.machines.backend._COLLECT_THREADS", 1)
+    fetched: list[str] = []
+    may_end = threading.Event()
+
+    def fetch(transport: object, root: str, python: str, attempt: str, *_: object, **__: object) -> Fetched:
+        may_end.wait(30)
+        fetched.append(attempt)
+        return Fetched(digest="0" * 64, size=0, files=0, left_out=())
+
+    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", fetch)
+    bench = _machines(tmp_path)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    try:
+        for task in ("first", "second", "second", "last"):
+            bench.backend.collect(bench.key(task))
+        may_end.set()
+        bench.await_one(Collected, key=bench.key("last"))
+    finally:
+        may_end.set()
+        bench.backend.close()
+    assert fetched == [bench.key(task).name for task in ("first", "second", "last")]
 
 
 def test_a_full_disk_of_this_machine_is_named(tmp_path: Path) -> None:

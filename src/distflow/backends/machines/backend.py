@@ -151,7 +151,8 @@ class MachinesBackend:
     def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None, *, for_nodes: bool = False) -> None:
         """Pack and fetch the output of an ended attempt, or a directory of it; in a thread, because that may take minutes."""
         stays = self._is_everywhere if for_nodes else None
-        self._collecting.submit(self._collector.collect, self._connections[key.node], key, op, place, stays)
+        if self._collector.begin(key, op):
+            self._collecting.submit(self._collector.collect, self._connections[key.node], key, op, place, stays)
 
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress

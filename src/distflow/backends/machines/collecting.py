@@ -32,7 +32,7 @@ class _One(NamedTuple):
 
 
 class Collector:
-    """Collects into one blob store; ``collect`` is called in a thread for each output."""
+    """Collects into one blob store: what ``begin`` takes on, ``collect`` does, in a thread for each output."""
 
     def __init__(self, blobs: Path, sink: Sink) -> None:
         """Begin nothing."""
@@ -47,18 +47,23 @@ class Collector:
         """Wait for nothing any more."""
         self._closing.set()
 
+    def begin(self, key: AttemptKey, op: str) -> bool:
+        """Take on the output of an attempt; false when it is under way already, or waits in line for a thread."""
+        one = _One(key, op)
+        with self._lock:
+            if one.slot in self._under_way:
+                return False
+            self._under_way.add(one.slot)
+            return True
+
     def collect(
         self, connection: Connection, key: AttemptKey, op: str, place: str | None, stays: Callable[[str, int], bool] | None
     ) -> None:
         """Bring the output of an attempt here, or its directory ``place``, and tell the sink.
 
-        What is under way already is not begun again. An archive of which ``stays`` is true need not come.
+        An archive of which ``stays`` is true need not come.
         """
         one = _One(key, op)
-        with self._lock:
-            if one.slot in self._under_way:
-                return
-            self._under_way.add(one.slot)
         told = _Told(one, self._sink, self._closing)
         try:
             fetched = connection.fetch(key, self._blobs, told.progress, place, stays)
