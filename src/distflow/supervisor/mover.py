@@ -78,7 +78,7 @@ class Mover:
 
     def close(self) -> None:
         """Let go of everything, without waiting."""
-        for halt in self._halts.values():
+        for halt in list(self._halts.values()):  # what ends meanwhile leaves it
             halt.set()
 
     def _run(self, command: Command, errand: Errand, backend: Backend | None, halt: threading.Event) -> None:

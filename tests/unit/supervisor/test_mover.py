@@ -7,6 +7,7 @@ import io
 import queue
 import tarfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,27 @@ def test_what_is_called_off_ends_and_is_not_heard_of(tmp_path: Path) -> None:
     place.mover.call_off(COMMAND)
     wait_until(lambda: not any(thread.name == "data write/0" for thread in threading.enumerate()), 20)
     assert place.seen.empty()
+
+
+def test_one_that_ends_while_all_are_let_go_of_keeps_none_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the disk is full: the supervisor cannot write, and neither can a transfer."""
+    place = Place(tmp_path)
+    commands = [replace(COMMAND, op=f"write/{number}") for number in range(3)]
+    for one in commands:
+        place.mover.begin(one, Errand(op=one.op, url="http://127.0.0.1:9/x", regex=""))
+    halts = dict(place.mover._halts)
+    first, ending, last = (halts[one.identity] for one in commands)
+    let_go = first.set
+
+    def and_another_one_ends() -> None:
+        let_go()
+        place.mover._halts.pop(commands[1].identity)
+
+    monkeypatch.setattr(first, "set", and_another_one_ends)
+    try:
+        place.mover.close()
+        assert last.is_set()
+    finally:
+        for halt in (first, ending, last):
+            threading.Event.set(halt)
+    wait_until(lambda: not any(thread.name.startswith("data write/") for thread in threading.enumerate()), 20)
