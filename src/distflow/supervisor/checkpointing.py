@@ -137,9 +137,12 @@ def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) 
 def absorb_checkpoint(
     record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: Collected | CollectFailed
 ) -> tuple[GroupRecord, list[Event]]:
-    """Return the group after a checkpoint was taken, or could not be."""
+    """Return the group after a checkpoint was taken, or could not be; none takes the place of a later one."""
     number = _number(seen.op)
     known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
+    is_being_written = known.is_new and known.attempt == task.attempt
+    if is_being_written or known.attempt > task.attempt:
+        return group, []  # it came twice, or from a node that was given up
     taken = replace(known, attempt=task.attempt, at=seen.at, is_last=seen.op.endswith(LAST), error="")
     words = ""
     if isinstance(seen, CollectFailed):

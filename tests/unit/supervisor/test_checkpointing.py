@@ -137,6 +137,40 @@ def test_one_that_could_not_be_written_is_written_the_next_time_though_nothing_i
     assert STORE not in driver.in_flight  # it is there, and has not changed
 
 
+def test_one_that_comes_while_the_one_before_is_written_is_not_taken_for_written() -> None:
+    driver = running()
+    driver.advance(60.5)
+    key = replace(driver.in_flight[STORE].key, node="n1")
+    written = driver.group().checkpoint("t0", 0)
+    assert written is not None
+    driver.seen.append(Collected(at=driver.clock.now(), key=key, op="pack:0", digest="1" * 64, size=10240))
+    driver.settle()
+    stored(driver)
+    known = driver.group().checkpoint("t0", 0)
+    assert known is not None
+    assert (known.digest, known.is_new) == (written.digest, False)
+
+
+def test_one_of_a_node_that_was_given_up_takes_the_place_of_no_later_one() -> None:
+    """Its transfer stood still, and went on when the network was there again."""
+    driver = running(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1), tasks=1)
+    driver.advance(1.0)
+    driver.backend.cut("n1")
+    for _ in range(4):
+        driver.advance(32.0)
+    later = driver.group().checkpoint("t0", 0)
+    assert later is not None
+    assert (driver.group().attempt, later.attempt) == (1, 1)
+    stored(driver, attempt=1)
+    driver.backend.holds_outputs = True
+    key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
+    driver.seen.append(Collected(at=driver.clock.now(), key=key, op="pack:0", digest="1" * 64, size=10240))
+    driver.settle()
+    known = driver.group().checkpoint("t0", 0)
+    assert known is not None
+    assert (known.attempt, known.digest) == (1, later.digest)
+
+
 def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
     driver = running(seconds=5)
     driver.backend.holds_outputs = True
