@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
+from distflow.backends.base import Collected, Observation
 from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import listed
 from distflow.plan.model import BoundLaunch, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import InputSpec
 from distflow.state.record import Cause, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.carrying import carry_out, relayed
+from distflow.supervisor.carrying import DataSeen, carry_out, relayed
 from distflow.supervisor.world import Command, NodeView
 
-__all__ = ["Handover", "archives", "hand_over", "place_inputs"]
+__all__ = ["Handover", "archives", "arrived", "hand_over", "place_inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,12 @@ def archives(record: WorkflowRecord) -> frozenset[str]:
     carried = {one.digest for group in record.groups for one in group.carried if one.digest}
     checkpoints = {one.digest for group in record.groups for one in group.checkpoints if one.digest}
     return frozenset(saved | carried | checkpoints)
+
+
+def arrived(seen: Observation) -> frozenset[str]:
+    """Return the archive (SHA-256) that has come here, as an observation tells; empty for any other observation."""
+    outcome = seen.outcome if isinstance(seen, DataSeen) else seen if isinstance(seen, Collected) else None
+    return frozenset({outcome.digest} - {""}) if outcome is not None else frozenset()
 
 
 def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from distflow.backends.base import (
     Backend,
-    Collected,
     Leased,
     LeaseRefused,
     NodeDown,
@@ -39,7 +38,7 @@ from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wa
 from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, is_stored, place_of, store_errand
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.decide import decide
-from distflow.supervisor.handover import archives
+from distflow.supervisor.handover import archives, arrived
 from distflow.supervisor.memo import memo_for
 from distflow.supervisor.mover import Mover
 from distflow.supervisor.preparing import launch_of, secrets_of
@@ -163,8 +162,9 @@ class Supervisor:
             self._in_flight.pop(identity, None)
         uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else getattr(seen, "key").workflow  # noqa: B009
         workflow = self._workflows.get(uuid)
-        if workflow is None and isinstance(seen, Collected):
-            self._spent |= {seen.digest} - {""}  # it was on its way when its workflow ended
+        came = arrived(seen)
+        if workflow is None:
+            self._spent |= came  # it was on its way when its workflow ended
         if workflow is None or isinstance(seen, Unanswered):
             return
         if isinstance(seen, DataSeen):
@@ -173,8 +173,9 @@ class Supervisor:
         else:
             record, told = absorb(workflow.record, workflow.plan, seen)
         events += told
-        if isinstance(seen, Collected):
-            self._spent |= archives(workflow.record) - archives(record)  # a checkpoint took the place of the one before
+        if came:
+            # A checkpoint took the place of the one before, or nobody waits for this any more.
+            self._spent |= (archives(workflow.record) | came) - archives(record)
         if record is not workflow.record:
             changed[uuid] = record
             self._workflows[uuid] = replace(workflow, record=record)

@@ -22,6 +22,7 @@ from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.world import Workflow
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.clock import FakeClock
+from distflow.testing.waiting import wait_until
 from unit.supervisor.gangs import group_plan, node, pool, workflow
 from unit.supervisor.test_checkpointing import plan
 
@@ -97,6 +98,41 @@ def test_an_archive_that_comes_when_nobody_takes_it_any_more_is_removed(bench: B
     bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, op="pack:0", digest=DIGEST, size=10240))
     bench.step()
     assert list(bench.blobs.iterdir()) == []
+
+
+def test_an_input_that_comes_when_nobody_takes_it_any_more_is_removed(bench: Bench) -> None:
+    """Its transfer had just ended when the cancel came."""
+    bench.submit(workflow(group_plan(tasks=1)))
+    bench.submit(workflow(group_plan(tasks=1, gpus=0), uuid="u2"))
+    bench.step()
+    request = CancelRequest(at=bench.clock.now(), by="me", force=True)
+    bench.store.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
+    bench.step()
+    assert bench.store.find("u1").state.is_final
+    (bench.blobs / DIGEST).touch()
+    key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="")
+    outcome = Carried(op="fetch/0", task="t0", at=bench.clock.now(), url="file:///data", digest=DIGEST, size=10240)
+    bench.supervisor.tell(DataSeen(at=bench.clock.now(), key=key, op="fetch/0", url="file:///data", outcome=outcome))
+    bench.step()
+    assert list(bench.blobs.iterdir()) == []
+
+
+def test_an_archive_that_comes_too_late_is_removed(bench: Bench) -> None:
+    bench.submit(workflow(plan(tasks=1)))
+    bench.step()
+    bench.backend.holds_outputs = True
+    bench.step(61.0)
+    key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
+    for digest in (DIGEST, "1" * 64):
+        (bench.blobs / digest).touch()
+        bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, op="pack:0", digest=digest, size=10240))
+
+    def is_removed() -> bool:
+        bench.step()
+        return not (bench.blobs / ("1" * 64)).exists()
+
+    wait_until(is_removed, 20, "the first one to be given up, as it is no archive")
+    assert (bench.blobs / DIGEST).exists()
 
 
 def test_an_archive_that_a_restart_has_brought_is_not_removed_while_a_lost_node_is_looked_for(bench: Bench) -> None:
