@@ -1,7 +1,7 @@
 """The process that copies to a task in the background: ``python -m distflow.cli.rsyncdaemon STATE HANDLE``.
 
 What it is to do comes on its standard input (a ``Sync``); to the pipe HANDLE it says ``ready``, or ``other`` when another
-process copies to that task already. It waits until the task runs, follows it from attempt to attempt, and ends with it.
+process copies to that task already. It waits until the task runs, follows it from attempt to attempt, and ends with its group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distflow.errors import DistflowError
 from distflow.lifecycle.states import State
 from distflow.state.codec import decode
 from distflow.state.directory import StateDirectory
-from distflow.state.record import TaskRecord
+from distflow.state.record import GroupRecord, TaskRecord
 from distflow.state.syncs import Sync, Syncs
 from distflow.supervisor.clock import SystemClock
 
@@ -87,10 +87,10 @@ class Daemon:
         """Watch and copy; return why it ended."""
         attempt, next_look, pause = -1, 0.0, threading.Event()
         while True:
-            task, now = self._task(), self._clock.now()
-            if task.state.is_final:
-                return f"{task.name} has ended: {task.status}"
-            if task.state is State.RUNNING:
+            (group, task), now = self._look_up(), self._clock.now()
+            if group.state.is_final:  # before that, a task that has ended may have another attempt
+                return f"{self._sync.task} has ended: {(task or group).status}"
+            if task is not None and task.state is State.RUNNING:
                 if task.attempt != attempt:
                     attempt, next_look = task.attempt, now
                     self._rhythm.begin_anew()
@@ -108,10 +108,13 @@ class Daemon:
         self._sync = replace(self._sync, ended_at=self._clock.now())
         self._syncs.write(self._sync)
 
-    def _task(self) -> TaskRecord:
+    def _look_up(self) -> tuple[GroupRecord, TaskRecord | None]:
+        """Return the task with its group; ``None`` where the present attempt runs without it."""
         with wiring.open_store(self._directory, quiet=True) as store:
             record = store.find(self._sync.workflow)
-        return next(task for group in record.groups for task in group.tasks if task.name == self._sync.task)
+        name = self._sync.task
+        tasks = ((group, task) for group in record.groups for task in group.tasks if task.name == name)
+        return next(tasks, None) or (next(group for group in record.groups if name in group.left_out), None)
 
     def _copy(self) -> None:
         sync = self._sync
