@@ -173,7 +173,11 @@ def _adopt(found: list[_Found], directory: StateDirectory, dry_run: bool) -> lis
     if not ready:
         return results
     with wiring.open_store(directory) as store:
+        # Somebody may have submitted or adopted one while the nodes were asked.
+        known = store.uuids()
         for one, rebuilt in ready:
+            if one.uuid in known:
+                continue
             record = _store(store, one, rebuilt, now)
             renamed = record.id != one.memo.record.id
             told = (f"its id was {one.memo.record.id}, which another one has here",) if renamed else ()

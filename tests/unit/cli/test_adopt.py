@@ -1,0 +1,37 @@
+"""Workflows that others store while the nodes are asked for theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distflow.cli.adopt import _adopt, _Found
+from distflow.lifecycle.states import WorkflowState
+from distflow.pools.model import Pool
+from distflow.state.directory import StateDirectory
+from distflow.state.record import WorkflowRecord
+from distflow.state.store import Store
+from distflow.supervisor.adopting import Place
+from distflow.supervisor.memo import Memo
+from unit.state.stored import plan_of, running_group, submit, supervised, workflow
+
+
+def found(record: WorkflowRecord) -> _Found:
+    places = {f"{record.uuid}/training/{name}/0": Place(node=f"{name}-node", phase="running") for name in ("master", "worker")}
+    memo = Memo(record=record, plan=plan_of(record), template="", spec="", host="theirs")
+    return _Found(uuid=record.uuid, pool=Pool(name="lab", backend="ssh", nodes=()), memo=memo, places=places)
+
+
+def test_one_that_was_submitted_meanwhile_stays_as_it_is_and_the_others_are_adopted(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path).ensure()
+    ours, theirs = (
+        workflow([running_group()], state=WorkflowState.RUNNING, name=name, number=number)
+        for number, name in enumerate(("ours", "theirs"), 1)
+    )
+    with Store(directory.store) as store:
+        submit(store, ours)
+    with supervised(directory):
+        adopted = _adopt([found(ours), found(theirs)], directory, dry_run=False)
+    assert [(one.uuid, one.skipped) for one in adopted] == [(theirs.uuid, "")]
+    with Store(directory.store) as store:
+        assert [event.kind for event in store.events(ours.uuid)] == []
+        assert store.find(theirs.uuid).state is WorkflowState.RUNNING
