@@ -40,4 +40,4 @@ def _without_invoke() -> Iterator[None]:
         yield
     finally:
         if hidden:
-            del sys.modules["invoke"]
+            sys.modules.pop("invoke", None)  # another thread may have hidden it at the same moment

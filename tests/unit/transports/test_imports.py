@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from distflow.transports.loading import _without_invoke
+
 
 @pytest.mark.parametrize("module", ["destination", "sshconfig", "sshhost", "sshcommand", "fanout", "local"])
 def test_these_do_not_import_paramiko(module: str) -> None:
@@ -24,3 +26,10 @@ assert "paramiko" in sys.modules and "invoke" not in sys.modules
 import invoke  # whoever wants it has it
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_two_threads_may_ask_for_it_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "invoke", raising=False)
+    with _without_invoke():
+        del sys.modules["invoke"]  # as the other one does, which has come to the end first
+    assert "invoke" not in sys.modules
