@@ -141,7 +141,8 @@ def absorb_checkpoint(
     number = _number(seen.op)
     known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
     is_being_written = known.is_new and known.attempt == task.attempt
-    if is_being_written or known.attempt > task.attempt:
+    is_being_sent = task.attempt < group.attempt and group.state is State.INITIALIZING  # to the next attempt
+    if is_being_written or is_being_sent or known.attempt > task.attempt:
         return group, []  # it came twice, or from a node that was given up
     taken = replace(known, attempt=task.attempt, at=seen.at, is_last=seen.op.endswith(LAST), error="")
     words = ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from distflow.backends.base import AttemptKey, Collected, Unanswered
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -11,7 +13,7 @@ from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint
 from distflow.spec.model import Retry
 from distflow.state.record import CancelRequest, Carried
 from distflow.supervisor.carrying import DataSeen
-from distflow.supervisor.checkpointing import absorb_stored, place_checkpoints, store_errand
+from distflow.supervisor.checkpointing import absorb_checkpoint, absorb_stored, place_checkpoints, store_errand
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
@@ -169,6 +171,26 @@ def test_one_of_a_node_that_was_given_up_takes_the_place_of_no_later_one() -> No
     known = driver.group().checkpoint("t0", 0)
     assert known is not None
     assert (known.attempt, known.digest) == (1, later.digest)
+
+
+@pytest.mark.parametrize("state", [State.SCHEDULING, State.INITIALIZING])
+def test_one_of_a_node_that_was_given_up_does_not_take_away_what_the_next_attempt_is_just_given(state: State) -> None:
+    driver = running(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1), tasks=1)
+    driver.advance(60.5)
+    stored(driver)
+    driver.backend.cut("n1")
+    driver.advance(32.0)
+    driver.advance(2.0)
+    group = replace(driver.group(), state=state)
+    given = group.checkpoint("t0", 0)
+    assert given is not None
+    assert (group.attempt, given.attempt) == (1, 0)
+    key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
+    seen = Collected(at=driver.clock.now(), key=key, op="pack:0", digest="1" * 64, size=10240)
+    after, _ = absorb_checkpoint(driver.record(), group, group.earlier[0], seen)
+    known = after.checkpoint("t0", 0)
+    assert known is not None
+    assert known.digest == (given.digest if state is State.INITIALIZING else seen.digest)
 
 
 def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
