@@ -17,7 +17,7 @@ from types import FrameType
 
 from distflow.train.errorfile import Failure, read_failure
 
-__all__ = ["STOPPED", "End", "Outcome", "RankProcess", "supervise"]
+__all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "supervise", "woken"]
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that was asked to stop, and did: 143."""
@@ -84,31 +84,29 @@ class Outcome:
     """0, that of the first failure, or 143 (130 after Ctrl-C, and so on) when they were stopped."""
     first: End | None
     """The failure to blame."""
-    was_asked: bool
-    """This process was sent a signal to stop."""
 
 
-def supervise(ranks: Sequence[RankProcess], *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
+def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
     """Wait for the end of all ranks.
 
     When one fails, the others get SIGTERM and, after ``failure_grace_s``, their process groups SIGKILL. A rank fails when it
     leaves an error file, even if it then hangs on its way out. SIGTERM, SIGINT,
     SIGHUP and SIGQUIT to this process are passed on, each rank as SIGTERM, and they have ``stop_grace_s`` to end; so have
-    they when one of them ends with 143, which is how a rank says that it was asked to stop. Call it in the main thread.
+    they when one of them ends with 143, which is how a rank says that it was asked to stop. ``wake`` is of ``woken()``, from
+    before the first rank was started: what comes while they start is a request to them, too.
     """
     watch = _Watch(ranks)
-    with _woken() as wake:
-        while watch.running:
-            wake.wait(watch.wait_s())
-            watch.look()
-            if wake.signals and watch.asked is None:
-                watch.asked = wake.signals[0]
-                watch.stop(stop_grace_s)
-            elif watch.first_failure() is not None or watch.has_raised():
-                watch.stop(failure_grace_s, sooner=True)
-            elif any(end.is_stop for end in watch.ends):
-                watch.stop(stop_grace_s)
-            watch.kill_late()
+    while watch.running:
+        wake.wait(watch.wait_s())
+        watch.look()
+        if wake.signals and watch.asked is None:
+            watch.asked = wake.signals[0]
+            watch.stop(stop_grace_s)
+        elif watch.first_failure() is not None or watch.has_raised():
+            watch.stop(failure_grace_s, sooner=True)
+        elif any(end.is_stop for end in watch.ends):
+            watch.stop(stop_grace_s)
+        watch.kill_late()
     watch.sweep()
     return watch.outcome()
 
@@ -183,12 +181,11 @@ class _Watch:
         first = self.first_failure()
         if self.asked is not None and first is not None and first.failure is not None and first.failure.is_symptom:
             first = None  # a peer that stopped a moment earlier
-        was_asked = self.asked is not None
         if first is not None:
-            return Outcome(exit_code=first.exit_code, first=first, was_asked=was_asked)
+            return Outcome(exit_code=first.exit_code, first=first)
         if any(end.code for end in self.ends):
-            return Outcome(exit_code=STOPPED if self.asked is None else 128 + self.asked, first=None, was_asked=was_asked)
-        return Outcome(exit_code=0, first=None, was_asked=was_asked)
+            return Outcome(exit_code=STOPPED if self.asked is None else 128 + self.asked, first=None)
+        return Outcome(exit_code=0, first=None)
 
 
 def _blame(end: End) -> tuple[bool, int]:
@@ -197,7 +194,7 @@ def _blame(end: End) -> tuple[bool, int]:
     return end.failure.is_symptom, end.failure.written_ns
 
 
-class _Wake:
+class Wake:
     """Waits for signals to this process."""
 
     def __init__(self, reader: int) -> None:
@@ -206,13 +203,14 @@ class _Wake:
         """Requests to stop, in their order."""
 
     def wait(self, timeout_s: float) -> None:
+        """Wait for the next signal, whatever it is, at most for so long."""
         if select.select([self._reader], [], [], timeout_s)[0]:
             self.signals += [number for number in os.read(self._reader, 4096) if number in _STOPS]
 
 
 @contextlib.contextmanager
-def _woken() -> Iterator[_Wake]:
-    """Turn signals into bytes that can be waited for, and leave the handlers as they were."""
+def woken() -> Iterator[Wake]:
+    """Turn signals into bytes that can be waited for, and leave the handlers as they were. For the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -224,7 +222,7 @@ def _woken() -> Iterator[_Wake]:
     before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *taken)}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        yield _Wake(reader)
+        yield Wake(reader)
     finally:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():

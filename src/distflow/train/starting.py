@@ -24,7 +24,7 @@ from typing import Any
 from distflow.train import rank as rank_process
 from distflow.train.affinity import cpus_near_gpu, threads_per_rank
 from distflow.train.errorfile import VARIABLE, write_failure
-from distflow.train.processes import Outcome, RankProcess, supervise
+from distflow.train.processes import Outcome, RankProcess, Wake, supervise, woken
 
 __all__ = ["LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
 
@@ -216,15 +216,17 @@ _Start = Callable[[Mapping[str, str]], _Started]
 def _run(share: Share, start: _Start) -> int:
     """Run the ranks until they complete, are stopped, or have failed more often than allowed."""
     attempt = 0
-    while True:
-        outcome = _attempt(share, start, attempt)
-        if outcome.first is None or outcome.was_asked or attempt == share.max_restarts:
-            return outcome.exit_code
-        attempt += 1
-        _say(f"restart {attempt} of {share.max_restarts}")
+    with woken() as wake:
+        while True:
+            outcome = _attempt(share, start, attempt, wake)
+            wake.wait(0)  # a request may come when the last rank has just ended
+            if outcome.first is None or wake.signals or attempt == share.max_restarts:
+                return outcome.exit_code
+            attempt += 1
+            _say(f"restart {attempt} of {share.max_restarts}")
 
 
-def _attempt(share: Share, start: _Start, attempt: int) -> Outcome:
+def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="distflow-ranks-") as folder, _port(share, attempt) as port:
         ranks: list[RankProcess] = []
         for local_rank in range(share.size):
@@ -233,7 +235,7 @@ def _attempt(share: Share, start: _Start, attempt: int) -> Outcome:
             environment = {**os.environ, **_environment(share, local_rank, attempt, port), VARIABLE: str(error_file)}
             pid, poll = start(environment)
             ranks.append(RankProcess(rank=rank, pid=pid, poll=poll, error_file=error_file))
-        outcome = supervise(ranks, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
+        outcome = supervise(ranks, wake, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
         _report(outcome)
     return outcome
 

@@ -1,0 +1,65 @@
+"""What comes just then: signals and failures that meet the launcher in the middle of a step.
+
+Each script chooses the moment: it does in a step of the launcher what another process may do then, or has a rank wait for it.
+"""
+
+from __future__ import annotations
+
+from train.conftest import Start
+
+LAUNCHER = """
+    import errno, json, os, pathlib, signal, sys
+    from multiprocessing.context import SpawnProcess
+    from distflow.train import processes, starting
+    from distflow.train.launch import main
+
+    def pause():
+        os.write(1, json.dumps({"pid": os.getpid(), "attempt": os.environ["TORCHELASTIC_RESTART_COUNT"]}).encode() + b"\\n")
+        while True:
+            signal.pause()
+"""
+
+
+def test_a_request_to_stop_may_come_while_ranks_are_being_started(start: Start) -> None:
+    run = start(
+        LAUNCHER
+        + """
+    start_one = SpawnProcess.start
+
+    def and_then_somebody_asks(process):
+        start_one(process)
+        SpawnProcess.start = start_one
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if __name__ == "__main__":
+        SpawnProcess.start = and_then_somebody_asks
+        starting.launch(pause, size=2)
+    """,
+        plain=True,
+        TMPDIR=".",
+    )
+    assert run.wait() == 143, run.stderr
+    assert list(run.folder.glob("distflow-ranks-*")) == [], "as it is not, where a signal ends the launcher"
+
+
+def test_a_request_to_stop_that_comes_with_the_last_failure_starts_nothing_anew(start: Start) -> None:
+    run = start(
+        LAUNCHER
+        + """
+    kill_late = processes._Watch.kill_late
+
+    def and_then_somebody_asks(watch):
+        kill_late(watch)
+        if not watch.running:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if "RANK" in os.environ:
+        os.write(1, b"{}\\n")
+        sys.exit(7)
+    processes._Watch.kill_late = and_then_somebody_asks
+    sys.exit(main(["--max-restarts", "1", __file__]))
+    """,
+        plain=True,
+    )
+    assert run.wait() == 7, run.stderr
+    assert len(run.records) == 1
