@@ -5,7 +5,8 @@ Each script chooses the moment: it does in a step of the launcher what another p
 
 from __future__ import annotations
 
-from train.conftest import Start
+from distflow.testing.waiting import wait_until
+from train.conftest import DEADLINE_S, Start, is_alive
 
 LAUNCHER = """
     import errno, json, os, pathlib, signal, sys
@@ -63,3 +64,32 @@ def test_a_request_to_stop_that_comes_with_the_last_failure_starts_nothing_anew(
     )
     assert run.wait() == 7, run.stderr
     assert len(run.records) == 1
+
+
+def test_a_rank_that_cannot_be_started_ends_those_that_were(start: Start) -> None:
+    """The first of two waits for ever, and a process of Python waits at its end for those that it has started."""
+    run = start(
+        LAUNCHER
+        + """
+    start_one = SpawnProcess.start
+
+    def full(process):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def and_then_there_is_no_room(process):
+        start_one(process)
+        SpawnProcess.start = full
+        os.write(1, json.dumps({"pid": process.pid}).encode() + b"\\n")
+
+    if __name__ == "__main__":
+        SpawnProcess.start = and_then_there_is_no_room
+        starting.launch(pause, size=2)
+    """,
+        plain=True,
+        TMPDIR=".",
+    )
+    [first, *_] = run.wait_for_records(1)
+    wait_until(lambda: not is_alive(first["pid"]), DEADLINE_S, "end of the rank that was started")
+    assert run.wait() == 1
+    assert "Resource temporarily unavailable" in run.stderr
+    assert list(run.folder.glob("distflow-ranks-*")) == []

@@ -10,14 +10,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from distflow.train.errorfile import Failure, read_failure
 
-__all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "supervise", "woken"]
+__all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "end_now", "supervise", "woken"]
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that was asked to stop, and did: 143."""
@@ -84,6 +84,14 @@ class Outcome:
     """0, that of the first failure, or 143 (130 after Ctrl-C, and so on) when they were stopped."""
     first: End | None
     """The failure to blame."""
+
+
+def end_now(ranks: Iterable[RankProcess]) -> None:
+    """Kill ranks, with all that they started in their groups, and wait for their end."""
+    for rank in ranks:
+        _kill(rank)
+        while rank.poll() is None:
+            os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
 
 
 def supervise(ranks: Sequence[RankProcess], wake: Wake, *, stop_grace_s: float, failure_grace_s: float) -> Outcome:
@@ -229,6 +237,12 @@ def woken() -> Iterator[Wake]:
             signal.signal(number, handler)
         os.close(reader)
         os.close(writer)
+
+
+def _kill(rank: RankProcess) -> None:
+    """Kill a rank that has not been seen to end, also before it leads a group."""
+    _send(os.killpg, rank.pid, signal.SIGKILL)
+    _send(os.kill, rank.pid, signal.SIGKILL)
 
 
 def _send(how: Callable[[int, int], None], pid: int, number: int) -> None:

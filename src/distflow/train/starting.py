@@ -24,7 +24,7 @@ from typing import Any
 from distflow.train import rank as rank_process
 from distflow.train.affinity import cpus_near_gpu, threads_per_rank
 from distflow.train.errorfile import VARIABLE, write_failure
-from distflow.train.processes import Outcome, RankProcess, Wake, supervise, woken
+from distflow.train.processes import Outcome, RankProcess, Wake, end_now, supervise, woken
 
 __all__ = ["LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
 
@@ -229,12 +229,16 @@ def _run(share: Share, start: _Start) -> int:
 def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="distflow-ranks-") as folder, _port(share, attempt) as port:
         ranks: list[RankProcess] = []
-        for local_rank in range(share.size):
-            rank = share.offset + local_rank
-            error_file = Path(folder) / f"error-{rank}.json"
-            environment = {**os.environ, **_environment(share, local_rank, attempt, port), VARIABLE: str(error_file)}
-            pid, poll = start(environment)
-            ranks.append(RankProcess(rank=rank, pid=pid, poll=poll, error_file=error_file))
+        try:
+            for local_rank in range(share.size):
+                rank = share.offset + local_rank
+                error_file = Path(folder) / f"error-{rank}.json"
+                environment = {**os.environ, **_environment(share, local_rank, attempt, port), VARIABLE: str(error_file)}
+                pid, poll = start(environment)
+                ranks.append(RankProcess(rank=rank, pid=pid, poll=poll, error_file=error_file))
+        except BaseException:
+            end_now(ranks)  # they would wait for those that never came, and this process for them
+            raise
         outcome = supervise(ranks, wake, stop_grace_s=share.stop_grace_s, failure_grace_s=share.failure_grace_s)
         _report(outcome)
     return outcome
