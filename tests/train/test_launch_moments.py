@@ -93,3 +93,22 @@ def test_a_rank_that_cannot_be_started_ends_those_that_were(start: Start) -> Non
     assert run.wait() == 1
     assert "Resource temporarily unavailable" in run.stderr
     assert list(run.folder.glob("distflow-ranks-*")) == []
+
+
+def test_a_rank_that_hangs_before_it_leads_a_group_is_killed_when_its_grace_is_over(start: Start) -> None:
+    """As one does that imports the script for a function, where that takes SIGTERM for itself and then waits for a disk."""
+    run = start(
+        LAUNCHER
+        + """
+    if __name__ == "__main__":
+        starting.launch(pause, size=1, stop_grace_s=0.1)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pause()
+    """,
+        plain=True,
+    )
+    [rank] = run.wait_for_records(1)
+    run.process.terminate()
+    wait_until(lambda: not is_alive(rank["pid"]), DEADLINE_S, "end of the rank")
+    assert run.wait() == 143, run.stderr

@@ -169,7 +169,7 @@ class _Watch:
         """Kill those that had their time, with all that they started in their groups."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for rank in self.running:
-                _send(os.killpg, rank.pid, signal.SIGKILL)
+                _kill(rank)
 
     def sweep(self) -> None:
         """Kill what ended ranks left in their groups."""
