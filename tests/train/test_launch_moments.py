@@ -112,3 +112,23 @@ def test_a_rank_that_hangs_before_it_leads_a_group_is_killed_when_its_grace_is_o
     run.process.terminate()
     wait_until(lambda: not is_alive(rank["pid"]), DEADLINE_S, "end of the rank")
     assert run.wait() == 143, run.stderr
+
+
+def test_a_script_may_take_sigterm_before_its_function_is_called(start: Start) -> None:
+    run = start(
+        LAUNCHER
+        + """
+    def save(*_):
+        pathlib.Path("checkpoint").touch()
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, save)
+    if __name__ == "__main__":
+        starting.launch(pause, size=1)
+    """,
+        plain=True,
+    )
+    run.wait_for_records(1)
+    run.process.terminate()
+    assert run.wait() == 143, run.stderr
+    assert (run.folder / "checkpoint").exists()

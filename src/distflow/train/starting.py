@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -204,7 +203,6 @@ def _call(function: Callable[..., object], args: tuple[Any, ...]) -> None:
     os.setsid()
     rank_process.end_with_parent()
     rank_process.keep_to_cpus()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with rank_process.RecordedFailure():
         function(*args)
 
