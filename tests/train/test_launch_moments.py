@@ -5,6 +5,8 @@ Each script chooses the moment: it does in a step of the launcher what another p
 
 from __future__ import annotations
 
+import signal
+
 from distflow.testing.waiting import wait_until
 from train.conftest import DEADLINE_S, Start, is_alive
 
@@ -132,3 +134,23 @@ def test_a_script_may_take_sigterm_before_its_function_is_called(start: Start) -
     run.process.terminate()
     assert run.wait() == 143, run.stderr
     assert (run.folder / "checkpoint").exists()
+
+
+def test_a_rank_that_was_killed_is_blamed_although_its_end_is_seen_after_what_its_peer_says(start: Start) -> None:
+    run = start(
+        """
+        import os, pathlib, signal
+        if os.environ["RANK"] == "1":
+            # It holds much memory: the kernel has closed its connections, and takes its time to end it.
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            pathlib.Path("lost").touch()
+            while True:
+                signal.pause()
+        while not pathlib.Path("lost").exists():
+            os.sched_yield()
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+        """,
+        "--size", "2", "--failure-grace", "100",
+    )  # fmt: skip
+    assert run.wait() == 128 + signal.SIGKILL, run.stderr
+    assert (run.error["rank"], run.error["signal"]) == (1, "SIGKILL")

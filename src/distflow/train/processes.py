@@ -49,7 +49,9 @@ class End:
     seen_ns: int
     """When the launcher saw it, in nanoseconds since the epoch."""
     was_told: bool
-    """It had been sent a signal by the launcher."""
+    """It had been sent SIGTERM by the launcher."""
+    was_killed: bool
+    """It had been sent SIGKILL by the launcher."""
     failure: Failure | None
     """Its error file."""
 
@@ -63,7 +65,9 @@ class End:
         """Tell whether it failed by itself."""
         if self.failure is not None:
             return self.code != 0
-        return self.code != 0 and not self.is_stop and not (self.was_told and self.code < 0)
+        # The end of a rank with much memory or a GPU is seen a while after its peers have lost it.
+        is_ours = self.was_killed if self.code == -signal.SIGKILL else self.was_told and self.code < 0
+        return self.code != 0 and not self.is_stop and not is_ours
 
     @property
     def exit_code(self) -> int:
@@ -130,7 +134,7 @@ class _Watch:
         self._all = tuple(ranks)
         self._deadline: float | None = None
         """When the rest is killed, on the monotonic clock."""
-        self._was_told = False
+        self._was_told = self._was_killed = False
 
     def wait_s(self) -> float:
         return _POLL_S if self._deadline is None else min(_POLL_S, max(0.0, self._deadline - time.monotonic()))
@@ -145,7 +149,8 @@ class _Watch:
                 if failure is not None and self._was_told and code < 0:
                     code = 1
                 end = End(
-                    rank=rank.rank, pid=rank.pid, code=code, seen_ns=seen_ns, was_told=self._was_told, failure=failure
+                    rank=rank.rank, pid=rank.pid, code=code, seen_ns=seen_ns, was_told=self._was_told,
+                    was_killed=self._was_killed, failure=failure,
                 )  # fmt: skip
                 self.ends.append(end)
 
@@ -168,6 +173,7 @@ class _Watch:
     def kill_late(self) -> None:
         """Kill those that had their time, with all that they started in their groups."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._was_killed = True
             for rank in self.running:
                 _kill(rank)
 
