@@ -154,3 +154,24 @@ def test_a_rank_that_was_killed_is_blamed_although_its_end_is_seen_after_what_it
     )  # fmt: skip
     assert run.wait() == 128 + signal.SIGKILL, run.stderr
     assert (run.error["rank"], run.error["signal"]) == (1, "SIGKILL")
+
+
+def test_a_rank_that_lost_one_that_was_asked_to_stop_has_not_failed(start: Start) -> None:
+    run = start(
+        """
+        import os, pathlib, signal, sys
+        def lost(*_):
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+        if os.environ["RANK"] == "1":
+            signal.signal(signal.SIGTERM, lost)
+            pathlib.Path("ready").touch()
+            while True:
+                signal.pause()
+        while not pathlib.Path("ready").exists():
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGTERM)
+        """,
+        "--size", "2", "--max-restarts", "1",
+    )  # fmt: skip
+    assert run.wait() == 143, run.stderr
+    assert not run.error_file.exists(), "to be stopped is no failure"

@@ -193,7 +193,8 @@ class _Watch:
 
     def outcome(self) -> Outcome:
         first = self.first_failure()
-        if self.asked is not None and first is not None and first.failure is not None and first.failure.is_symptom:
+        is_stop = self.asked is not None or any(end.is_stop and not end.was_told for end in self.ends)
+        if is_stop and first is not None and first.failure is not None and first.failure.is_symptom:
             first = None  # a peer that stopped a moment earlier
         if first is not None:
             return Outcome(exit_code=first.exit_code, first=first)
