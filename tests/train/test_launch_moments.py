@@ -175,3 +175,21 @@ def test_a_rank_that_lost_one_that_was_asked_to_stop_has_not_failed(start: Start
     )  # fmt: skip
     assert run.wait() == 143, run.stderr
     assert not run.error_file.exists(), "to be stopped is no failure"
+
+
+def test_a_failure_that_was_followed_by_another_attempt_is_not_that_of_the_task(start: Start) -> None:
+    run = start(
+        """
+        import os, signal
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("of the attempt before")
+        os.write(1, b"{}\\n")
+        signal.pause()
+        """,
+        "--max-restarts", "1",
+    )  # fmt: skip
+    run.wait_for_records(1)
+    run.process.terminate()
+    assert run.wait() == 143, run.stderr
+    assert "of the attempt before" in run.stderr
+    assert not run.error_file.exists()

@@ -23,7 +23,7 @@ from typing import Any
 from distflow.train import rank as rank_process
 from distflow.train.affinity import cpus_near_gpu, threads_per_rank
 from distflow.train.errorfile import VARIABLE, write_failure
-from distflow.train.processes import Outcome, RankProcess, Wake, end_now, supervise, woken
+from distflow.train.processes import End, Outcome, RankProcess, Wake, end_now, supervise, woken
 
 __all__ = ["LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
 
@@ -219,6 +219,7 @@ def _run(share: Share, start: _Start) -> int:
             outcome = _attempt(share, start, attempt, wake)
             wake.wait(0)  # a request may come when the last rank has just ended
             if outcome.first is None or wake.signals or attempt == share.max_restarts:
+                _leave(outcome)
                 return outcome.exit_code
             attempt += 1
             _say(f"restart {attempt} of {share.max_restarts}")
@@ -291,22 +292,27 @@ def _port(share: Share, attempt: int) -> Iterator[int]:
 
 
 def _report(outcome: Outcome) -> None:
-    """Say which rank failed first, on standard error and in the launcher's own error file."""
+    """Say on standard error which rank failed first."""
     end = outcome.first
-    if end is None:
-        return
-    message = end.failure.message if end.failure else f"rank {end.rank} ended with {end.how}"
-    callstack = end.failure.callstack if end.failure else ""
-    _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {message}")
-    if callstack:
-        sys.stderr.write(callstack)
-        sys.stderr.flush()
-    path = os.environ.get(VARIABLE)
-    if path:
+    if end is not None:
+        _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {_message(end)}")
+        if end.failure and end.failure.callstack:
+            sys.stderr.write(end.failure.callstack)
+            sys.stderr.flush()
+
+
+def _leave(outcome: Outcome) -> None:
+    """Leave the failure that decided, of the last attempt, in the launcher's own error file."""
+    end, path = outcome.first, os.environ.get(VARIABLE)
+    if end is not None and path:
         more: dict[str, Any] = {"rank": end.rank, "pid": end.pid}
         if end.code < 0:
             more["signal"] = end.how
-        write_failure(Path(path), message, callstack, more)
+        write_failure(Path(path), _message(end), end.failure.callstack if end.failure else "", more)
+
+
+def _message(end: End) -> str:
+    return end.failure.message if end.failure else f"rank {end.rank} ended with {end.how}"
 
 
 def _say(text: str) -> None:
