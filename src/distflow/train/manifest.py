@@ -1,7 +1,7 @@
 """Directories of checkpoints: their names, their manifests, and whether they are whole. Knows no torch.
 
-``step-12`` is a checkpoint, ``step-12.tmp`` one that is being written or never was finished, ``step-12.old`` one that is being
-replaced.
+``step-12`` is a checkpoint, ``step-12.tmp`` one that is being written or removed, or never was finished, ``step-12.old`` one
+that is being replaced.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def publish(directory: Path, manifest: Manifest) -> Path:
         old = directory / f"step-{manifest.step}.old"
         place.rename(old)
         folder.rename(place)
-        shutil.rmtree(old)
+        old.rename(folder)
+        shutil.rmtree(folder)
     else:
         folder.rename(place)
     sync_file(directory)
@@ -121,7 +122,9 @@ def publish(directory: Path, manifest: Manifest) -> Path:
 def prune(directory: Path, *, newest: int, keep: int) -> None:
     """Remove checkpoints older than ``newest``, but for the last ``keep`` with it. Newer ones are somebody else's."""
     for step in [step for step in found_steps(directory) if step <= newest][keep:]:
-        shutil.rmtree(directory / f"step-{step}")
+        gone = unfinished(directory, step)
+        (directory / f"step-{step}").rename(gone)  # at no moment half of it has its name
+        shutil.rmtree(gone)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +83,25 @@ def test_only_older_ones_are_removed(tmp_path: Path) -> None:
         write(tmp_path, step)
     prune(tmp_path, newest=3, keep=2)
     assert found_steps(tmp_path) == [9, 3, 2]
+
+
+def test_one_that_is_being_removed_is_not_there_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who removes it is killed in the middle: what is left is not taken for a checkpoint, and goes with the next save."""
+    for step in (1, 2):
+        write(tmp_path, step)
+    unlink = os.unlink
+
+    def and_then_killed(*given: Any, **named: Any) -> None:
+        unlink(*given, **named)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", and_then_killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path, newest=2, keep=1)
+    assert found_steps(tmp_path) == [2]
+    clear_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
 @pytest.mark.parametrize(
