@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def clear_unfinished(directory: Path) -> None:
     recover(directory)
     for path in directory.iterdir():
         if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path)
+            _remove(path)
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
@@ -112,7 +113,7 @@ def publish(directory: Path, manifest: Manifest) -> Path:
         place.rename(old)
         folder.rename(place)
         old.rename(folder)
-        shutil.rmtree(folder)
+        _remove(folder)
     else:
         folder.rename(place)
     sync_file(directory)
@@ -124,7 +125,7 @@ def prune(directory: Path, *, newest: int, keep: int) -> None:
     for step in [step for step in found_steps(directory) if step <= newest][keep:]:
         gone = unfinished(directory, step)
         (directory / f"step-{step}").rename(gone)  # at no moment half of it has its name
-        shutil.rmtree(gone)
+        _remove(gone)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -162,6 +163,14 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove what is no checkpoint any more. What somebody still reads on NFS cannot be, and goes with a later save."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"{folder} could not be removed, which is tried again at the next save: {error}", stacklevel=2)
 
 
 def _digest(path: Path) -> str:

@@ -104,6 +104,30 @@ def test_one_that_is_being_removed_is_not_there_any_more(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
+def test_one_that_somebody_reads_while_it_is_removed_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a file that is open elsewhere on the machine gets another name in its directory, which then is not empty."""
+    for step in (1, 2):
+        write(tmp_path, step)
+    rmdir = os.rmdir
+
+    def opened(path: str, **named: Any) -> None:
+        (tmp_path / path / ".nfs0001").touch()
+        rmdir(path, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", opened)
+        with pytest.warns(UserWarning, match=r"step-1\.tmp could not be removed.*Directory not empty"):
+            prune(tmp_path, newest=2, keep=1)
+        with pytest.warns(UserWarning, match=r"step-2\.tmp could not be removed.*Directory not empty"):
+            write(tmp_path, 2, "new")
+        with pytest.warns(UserWarning, match="could not be removed"):
+            clear_unfinished(tmp_path)
+    assert found_steps(tmp_path) == [2]
+    assert (tmp_path / "step-2" / "a.bin").read_text() == "new"
+    clear_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
