@@ -171,6 +171,25 @@ def test_stacks_go_to_a_file_of_the_attempt(start: Start, tmp_path: Path) -> Non
     assert "most recent call first" not in run.stderr
 
 
+def test_stacks_may_be_asked_for_as_soon_as_their_file_is_there(start: Start, tmp_path: Path) -> None:
+    run = start(
+        """
+        import os, signal
+        from distflow import train
+        open_one = os.open
+        def and_then_the_node_asks(path, *given):
+            descriptor = open_one(path, *given)
+            if "stacks-" in str(path):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return descriptor
+        os.open = and_then_the_node_asks
+        train.init()
+        """,
+        plain=True, DISTFLOW_ATTEMPT_DIR=str(tmp_path),
+    )  # fmt: skip
+    assert run.wait() == 0, run.stderr
+
+
 def test_debug_mode_names_both_sides_of_a_mismatch(start: Start) -> None:
     run = start(
         """

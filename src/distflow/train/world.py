@@ -90,6 +90,8 @@ def init(backend: str = "auto", timeout: float | timedelta | None = None, *, sta
         return _joined
     if dist.is_initialized():
         raise WorldError("the process group was made already: call distflow.train.init() in place of init_process_group()")
+    # Before there is the file that says that we outlive it.
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     faulthandler.register(signal.SIGUSR1, file=_stack_file(), all_threads=True, chain=False)
     if is_debug():
         for name, value in _DEBUG.items():
