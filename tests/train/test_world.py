@@ -6,15 +6,18 @@ import json
 import os
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from distflow.layout.strategy import parse_strategy
 from distflow.testing.waiting import wait_until
-from distflow.train.world import WorldError, _meet, _place
+from distflow.train import world
+from distflow.train.world import WorldError, _gather, _meet, _place
 from train.conftest import DEADLINE_S, Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -312,6 +315,22 @@ def test_torchrun_starts_the_same_script(start: Start) -> None:
     assert run.wait() == 0, run.stderr
     assert sorted(record["rank"] for record in run.records) == [0, 1]
     assert [(record["size"], record["stop"]) for record in run.records] == [(2, False)] * 2
+
+
+def test_a_rank_that_comes_at_the_last_moment_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = _place({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "gloo")
+    meeting = HashStore()
+    other = PrefixStore(f"distflow/0/{world._left}", meeting)
+    now = time.monotonic
+
+    def and_then_it_comes() -> float:
+        if other.add("rank/1", 1) == 1:
+            other.add("arrived", 1)
+        return now()
+
+    monkeypatch.setattr(time, "monotonic", and_then_it_comes)
+    _gather(meeting, {}, place, timedelta(seconds=1), deadline=now() - 1)
+    assert other.get("size") == b"2"
 
 
 def test_ranks_that_have_left_a_world_join_the_next(start: Start) -> None:

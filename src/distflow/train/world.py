@@ -257,6 +257,8 @@ def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: t
     while not store.check(["all"]):
         if time.monotonic() > deadline:
             missing = [rank for rank in range(place.size) if not store.check([f"rank/{rank}"])]
+            if not missing:  # the last one came just now
+                break
             raise WorldError(f"{_ranks(missing)} did not come within {timeout.total_seconds():g} s")
         pause.wait(pause_s)
         pause_s = min(2 * pause_s, 0.25)
