@@ -333,3 +333,41 @@ def test_ranks_save_together_and_fail_together(start: Start, tmp_path: Path) -> 
         assert records["still", rank]["step"] == 2
     assert "is not the same directory for ranks 1 as for rank 0" in records["apart without 0", 0]["warned"]
     assert sorted(path.name for path in (tmp_path / "shared").glob("step-[12]")) == ["step-1", "step-2"]
+
+
+LEFT = """
+    import os, threading, torch.distributed as dist
+    from torch import nn
+    from distflow import train
+    from distflow.testing.waiting import wait_until
+    from distflow.train import manifest
+
+    train.init()
+    checkpoints = train.Checkpoints("checkpoints")
+    left, waited = threading.Event(), threading.Event()
+    describe, destroy, wait = manifest.describe, dist.destroy_process_group, checkpoints.wait
+
+    def slow(*given):
+        wait_until(lambda: left.is_set() or waited.is_set(), 60, "the world to be left, or the writer to be waited for")
+        return describe(*given)
+
+    def leave():
+        destroy()
+        left.set()
+
+    def wait_for_it():
+        waited.set()
+        wait()
+
+    manifest.describe, dist.destroy_process_group = slow, leave
+    checkpoints.async_save(1, nn.Linear(2, 2))
+    checkpoints.wait = wait_for_it
+    train.finish()
+    print(os.listdir("checkpoints"))
+"""
+
+
+def test_a_checkpoint_that_is_being_written_when_the_world_is_left_is_whole_then(start: Start) -> None:
+    run = start(LEFT, plain=True)
+    assert run.wait() == 0, run.stderr
+    assert run.stdout == "['step-1']\n"

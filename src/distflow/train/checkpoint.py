@@ -31,6 +31,7 @@ from distflow.train.places import find_places
 from distflow.train.randomness import random_state, set_random_state
 from distflow.train.strategies.states import set_training_state, training_state
 from distflow.train.votes import check_all_answer, from_all
+from distflow.train.world import before_leaving
 
 __all__ = ["CheckpointError", "Checkpoints", "Stateful"]
 
@@ -86,6 +87,7 @@ class Checkpoints:
                 "directory gets all files; a file system that all machines share spares that",
                 stacklevel=2,
             )
+        before_leaving(self._leave)
         atexit.register(self._leave)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> None:
@@ -104,8 +106,8 @@ class Checkpoints:
     ) -> None:
         """Take a copy of the state, and write it while the training goes on; an earlier one is waited for.
 
-        It is whole after ``wait()``, the next call of any method here, or the end of the process. What goes wrong
-        meanwhile is raised there.
+        It is whole after ``wait()``, the next call of any method here, ``finish()``, or the end of the process. What goes
+        wrong meanwhile is raised there.
         """
         folder = self._begin(step, others)
         state = training_state(model, optimizer, self._group)

@@ -14,8 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,7 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from distflow.train.collectives import answer_collectives
 from distflow.train.strategies.description import forget, said_strategy
 
-__all__ = ["World", "WorldError", "control_group", "finish", "init", "is_debug", "world"]
+__all__ = ["World", "WorldError", "before_leaving", "control_group", "finish", "init", "is_debug", "world"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEBUG = {
@@ -67,6 +67,8 @@ _joined: World | None = None
 _control: dist.ProcessGroup | None = None
 _left = 0
 """How many worlds this process has left."""
+_leaving: list[Callable[[], None]] = []
+"""What is to be done before this one is left."""
 _stores: dict[tuple[str, int, int], TCPStore] = {}
 """Where a rank has met others, by address, port and rank: those who come to the next world first find that of rank 0 there."""
 
@@ -145,8 +147,24 @@ def control_group() -> dist.ProcessGroup | None:
     return _control
 
 
+def before_leaving(work: Callable[[], None]) -> None:
+    """Have ``finish`` do something while the ranks can still talk to each other."""
+    _leaving.append(work)
+
+
 def finish() -> None:
-    """Leave the world, and its strategy; ``init`` may join another one. Does nothing when there is none."""
+    """Leave the world, and its strategy; ``init`` may join another one. Does nothing when there is none.
+
+    Checkpoints that are being written are waited for. Raises what ``Checkpoints.wait`` raises, when the world is left.
+    """
+    with ExitStack() as last_first:
+        last_first.callback(_leave)
+        for work in _leaving:
+            last_first.callback(work)
+        _leaving.clear()
+
+
+def _leave() -> None:
     global _joined, _control, _left  # noqa: PLW0603
     _left += _joined is not None
     _joined = _control = None
