@@ -371,3 +371,25 @@ def test_a_checkpoint_that_is_being_written_when_the_world_is_left_is_whole_then
     run = start(LEFT, plain=True)
     assert run.wait() == 0, run.stderr
     assert run.stdout == "['step-1']\n"
+
+
+def test_a_process_whose_last_checkpoint_failed_has_failed(start: Start) -> None:
+    run = start(
+        """
+        import errno
+        from torch import nn
+        from distflow import train
+        from distflow.train import manifest
+
+        def full(*given):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        manifest.publish = full
+        train.init()
+        train.Checkpoints("checkpoints").async_save(1, nn.Linear(2, 2))
+        """,
+        plain=True,
+    )
+    assert run.wait() == 1, run.stderr
+    assert run.error["message"]["message"] == "CheckpointError: rank 0: OSError: [Errno 28] No space left on device"
+    assert "No space left on device" in run.stderr

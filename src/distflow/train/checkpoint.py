@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from distflow.train import manifest as files
+from distflow.train.errorfile import write_exception
 from distflow.train.places import find_places
 from distflow.train.randomness import random_state, set_random_state
 from distflow.train.strategies.states import set_training_state, training_state
@@ -88,7 +92,7 @@ class Checkpoints:
                 stacklevel=2,
             )
         before_leaving(self._leave)
-        atexit.register(self._leave)
+        atexit.register(self._leave_at_exit)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> None:
         """Write a checkpoint; when this returns, it is whole and on the disk.
@@ -155,6 +159,18 @@ class Checkpoints:
             self.wait()
         finally:
             self._group = None
+
+    def _leave_at_exit(self) -> None:
+        """End with 1 when the last checkpoint failed: what is raised this late changes no exit code."""
+        try:
+            self._leave()
+        except RuntimeError as error:
+            traceback.print_exception(error)
+            write_exception(error, rank=self._rank)
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(1)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
