@@ -102,8 +102,12 @@ def spawn_ranks(args: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, stop_all)
     signal.signal(signal.SIGINT, stop_all)
+    ranks = spawn(run_rank, args=(args,), nprocs=args.size, join=False)
+    if asked_to_stop.is_set():
+        stop_all()  # those that were not there yet when it came
     try:
-        spawn(run_rank, args=(args,), nprocs=args.size)
+        while not ranks.join():
+            pass
     except ProcessExitedException as error:
         if asked_to_stop.is_set() or error.exit_code == STOPPED:
             return STOPPED

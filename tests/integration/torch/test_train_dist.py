@@ -275,6 +275,24 @@ def test_ranks_that_wait_for_a_peer_can_be_stopped(start: Start) -> None:
     assert_nothing_is_left(run)
 
 
+def test_a_request_to_stop_may_come_before_the_first_rank_is_there(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "from multiprocessing.context import SpawnProcess\n"
+        "start = SpawnProcess.start\n"
+        "def just_before(process):\n"
+        "    SpawnProcess.start = start\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    start(process)\n"
+        "SpawnProcess.start = just_before\n"
+    )
+    run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER, PYTHONPATH=str(tmp_path))
+    assert holds_in_time(lambda: run.process.poll() is not None or run.epochs)
+    assert not run.epochs, "it trains, as if nobody had asked"
+    assert run.wait() == 128 + signal.SIGTERM, run.stderr
+    assert_nothing_is_left(run)
+
+
 def test_mnist_files_are_read_and_a_resumed_run_ends_as_an_uninterrupted_one(start: Start, tmp_path: Path) -> None:
     """Plain or gzipped idx files; two epochs and then two more leave the same model as four."""
     data, checkpoint = tmp_path / "data", tmp_path / "checkpoint.pt"
