@@ -6,6 +6,7 @@ Each script chooses the moment: it does in a step of the launcher what another p
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 from distflow.testing.waiting import wait_until
 from train.conftest import DEADLINE_S, Start, is_alive
@@ -193,3 +194,25 @@ def test_a_failure_that_was_followed_by_another_attempt_is_not_that_of_the_task(
     assert run.wait() == 143, run.stderr
     assert "of the attempt before" in run.stderr
     assert not run.error_file.exists()
+
+
+def test_what_a_killed_launcher_leaves_goes_with_its_attempt(start: Start, tmp_path: Path) -> None:
+    attempt, elsewhere = tmp_path / "attempt", tmp_path / "elsewhere"
+    attempt.mkdir()
+    elsewhere.mkdir()
+    script = """
+        import os, signal
+        os.write(1, b"{}\\n")
+        signal.pause()
+    """
+    run = start(script, DISTFLOW_ATTEMPT_DIR=str(attempt), TMPDIR=str(elsewhere))
+    run.wait_for_records(1)
+    run.process.kill()
+    assert run.wait() == -signal.SIGKILL
+    assert [path.name.rpartition("-")[0] for path in attempt.iterdir()] == ["distflow-ranks"]
+    assert list(elsewhere.iterdir()) == []
+
+    gone = start("raise ValueError", DISTFLOW_ATTEMPT_DIR=str(tmp_path / "nowhere"), TMPDIR=str(elsewhere))
+    assert gone.wait() == 1
+    assert gone.error["message"]["message"] == "ValueError: "
+    assert list(elsewhere.iterdir()) == []

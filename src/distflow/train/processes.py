@@ -47,7 +47,7 @@ class End:
     code: int
     """Exit code, or minus a signal's number; 1 when it was ended after it had raised an exception."""
     seen_ns: int
-    """When the launcher saw it, in nanoseconds since the epoch."""
+    """When the launcher saw it, by the clock of the file system of the error files, in nanoseconds."""
     was_told: bool
     """It had been sent SIGTERM by the launcher."""
     was_killed: bool
@@ -145,7 +145,7 @@ class _Watch:
             code = rank.poll()
             if code is not None:
                 self.running.remove(rank)
-                seen_ns, failure = time.time_ns(), read_failure(rank.error_file)
+                seen_ns, failure = _now_ns(rank.error_file.parent), read_failure(rank.error_file)
                 if failure is not None and self._was_told and code < 0:
                     code = 1
                 end = End(
@@ -207,6 +207,15 @@ def _blame(end: End) -> tuple[bool, int]:
     if end.failure is None:
         return False, end.seen_ns
     return end.failure.is_symptom, end.failure.written_ns
+
+
+def _now_ns(folder: Path) -> int:
+    """Return the time by the clock of a file system, which may be another machine's."""
+    try:
+        os.utime(folder)
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return time.time_ns()
 
 
 class Wake:

@@ -226,7 +226,10 @@ def _run(share: Share, start: _Start) -> int:
 
 
 def _attempt(share: Share, start: _Start, attempt: int, wake: Wake) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="distflow-ranks-") as folder, _port(share, attempt) as port:
+    # In a task of distflow, what a launcher that is killed leaves goes with its attempt.
+    place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
+    place = place if place and os.access(place, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="distflow-ranks-", dir=place) as folder, _port(share, attempt) as port:
         ranks: list[RankProcess] = []
         try:
             for local_rank in range(share.size):
