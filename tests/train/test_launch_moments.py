@@ -216,3 +216,26 @@ def test_what_a_killed_launcher_leaves_goes_with_its_attempt(start: Start, tmp_p
     assert gone.wait() == 1
     assert gone.error["message"]["message"] == "ValueError: "
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_request_to_stop_may_come_while_the_launcher_begins_to_listen(start: Start) -> None:
+    run = start(
+        LAUNCHER
+        + """
+    set_wakeup_fd = signal.set_wakeup_fd
+
+    def and_somebody_asks(*given, **named):
+        signal.set_wakeup_fd = set_wakeup_fd
+        os.kill(os.getpid(), signal.SIGTERM)
+        return set_wakeup_fd(*given, **named)
+
+    if "RANK" in os.environ:
+        os.write(1, b"{}\\n")
+        sys.exit()
+    signal.set_wakeup_fd = and_somebody_asks
+    sys.exit(main([__file__]))
+    """,
+        plain=True,
+    )
+    assert run.wait() == -signal.SIGTERM
+    assert run.records == []

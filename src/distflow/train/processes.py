@@ -243,14 +243,15 @@ def woken() -> Iterator[Wake]:
 
     # Who ignores SIGHUP was told so by nohup, and is to outlive its terminal.
     taken = [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *taken)}
+    # Never is a signal taken of which no byte tells.
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, ignore) for number in (signal.SIGCHLD, *taken)}
     try:
         yield Wake(reader)
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
         os.close(reader)
         os.close(writer)
 
