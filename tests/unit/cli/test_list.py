@@ -179,8 +179,9 @@ def test_a_record_of_another_version_hides_no_tasks_of_others(
     names = [submit(screen.store, running(number)).id for number in (1, 2)]
     screen.store._db.execute(f"UPDATE {broken} = ? WHERE workflow = ?", (b'{"name": "tra', running(1).uuid))
     capsys.readouterr()
-    assert run(["task", "list", "--all-users"]) == 0
-    shown = capsys.readouterr()
+    with supervised(screen.directory):
+        assert run(["task", "list", "--all-users"]) == 0
+        shown = capsys.readouterr()
     assert (names[0] in shown.out, names[1] in shown.out) == (False, True)
     assert f"warning: {names[0]} is left out" in shown.err
     assert run(["resource", "list", "--all", "-t", "json"]) == 0
