@@ -192,11 +192,10 @@ def _say(text: str) -> None:
 
 def wants_json(arguments: Sequence[str]) -> bool:
     """Return whether the caller asked for JSON, so that errors come as JSON too."""
-    flags = ["--format-type", "-t"]
+    flags, joined = {"--format-type", "-t"}, {"--format-type=json", "-tjson"}
     if "logs" in arguments[:2] or "events" in arguments[:2]:
         # There, -t means a task, as OSMO has it.
-        flags.remove("-t")
-    joined = {"--format-type=json", *(f"{flag}json" for flag in flags if flag == "-t")}
+        flags, joined = {"--format-type"}, {"--format-type=json"}
     return not joined.isdisjoint(arguments) or any(flag in flags and value == "json" for flag, value in pairwise(arguments))
 
 
