@@ -11,6 +11,7 @@ from distflow.runtime import control, gpubuses, leases, records, runner, secretf
 from distflow.runtime.clock import now
 from distflow.runtime.facts import user_name
 from distflow.runtime.grip import Grip
+from distflow.runtime.locking import is_named
 from distflow.runtime.wire import Json, OpError
 
 __all__ = [
@@ -147,19 +148,11 @@ def _make_task(directory: str) -> int:
             lock = lock_task(directory, wait=False)
         except (FileNotFoundError, FileExistsError):
             continue
-        if _is_at(lock, parent):
+        if is_named(lock, parent):
             return lock
         os.close(lock)
     os.makedirs(parent, mode=0o700, exist_ok=True)
     return lock_task(directory, wait=False)
-
-
-def _is_at(fd: int, path: str) -> bool:
-    """Whether what was opened still has this name."""
-    try:
-        return os.stat(path).st_ino == os.fstat(fd).st_ino
-    except FileNotFoundError:
-        return False
 
 
 def create(root: str, request: Json, umask: int) -> int:

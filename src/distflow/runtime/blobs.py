@@ -17,6 +17,7 @@ from typing import List, Optional
 
 from distflow.runtime.clock import now
 from distflow.runtime.facts import free_bytes
+from distflow.runtime.locking import is_named
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["BLOBS", "Part", "is_whole", "missing", "path_of", "take"]
@@ -118,11 +119,8 @@ def _open_locked(path: str) -> Optional[int]:
         except BlockingIOError:
             os.close(fd)
             return None
-        try:
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return fd
-        except FileNotFoundError:
-            pass
+        if is_named(fd, path):
+            return fd
         os.close(fd)  # it was finished or swept while we opened it
 
 

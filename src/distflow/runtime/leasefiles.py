@@ -13,6 +13,7 @@ import stat
 import time
 from typing import Optional, Tuple
 
+from distflow.runtime.locking import is_named
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["lock", "open_directory", "open_lock", "said_of"]
@@ -83,13 +84,9 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
         except OSError as error:
             os.close(fd)
             return -1, "{}: {}".format(name, error.strerror)
-        try:
-            now_there = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        except FileNotFoundError:
-            now_there = None
-        if now_there is not None and now_there.st_ino == os.fstat(fd).st_ino:
+        if is_named(fd, name, directory):
             break
-        os.close(fd)  # it was removed while we opened it: a lock on a file without a name keeps nobody out
+        os.close(fd)  # it was removed while we opened it
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(holder).encode(), 0)

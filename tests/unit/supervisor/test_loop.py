@@ -65,6 +65,13 @@ class Bench:
         """Store a workflow, as a command does."""
         self.store.submit(replace(one.record, name=one.record.uuid), template="", spec="", plan=one.plan, pool=pool(node("n1")))
 
+    def cancel(self) -> None:
+        """End ``u1`` at once, as a command does."""
+        request = CancelRequest(at=self.clock.now(), by="me", force=True)
+        self.store.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
+        self.step()
+        assert self.store.find("u1").state.is_final
+
     def step(self, seconds: float = 0.0) -> None:
         """Let time pass, and the supervisor look at the store and at what was seen, and do what follows."""
         self.clock.advance(seconds)
@@ -89,10 +96,7 @@ def test_an_archive_that_comes_when_nobody_takes_it_any_more_is_removed(bench: B
     bench.step()
     bench.backend.holds_outputs = True
     bench.step(61.0)
-    request = CancelRequest(at=bench.clock.now(), by="me", force=True)
-    bench.store.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
-    bench.step()
-    assert bench.store.find("u1").state.is_final
+    bench.cancel()
     (bench.blobs / DIGEST).touch()
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
     bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, op="pack:0", digest=DIGEST, size=10240))
@@ -105,10 +109,7 @@ def test_an_input_that_comes_when_nobody_takes_it_any_more_is_removed(bench: Ben
     bench.submit(workflow(group_plan(tasks=1)))
     bench.submit(workflow(group_plan(tasks=1, gpus=0), uuid="u2"))
     bench.step()
-    request = CancelRequest(at=bench.clock.now(), by="me", force=True)
-    bench.store.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
-    bench.step()
-    assert bench.store.find("u1").state.is_final
+    bench.cancel()
     (bench.blobs / DIGEST).touch()
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="")
     outcome = Carried(op="fetch/0", task="t0", at=bench.clock.now(), url="file:///data", digest=DIGEST, size=10240)
