@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.documents.problems import Mark
+from distflow.documents.problems import Mark, Problem
 
 __all__ = ["Document", "Path", "Place", "Text", "path_text"]
 
@@ -60,6 +60,8 @@ class Document:
     """Mappings, lists and scalars; ``None`` for an empty document."""
     places: Mapping[Path, Place]
     """Of every part, the whole (the empty path) included."""
+    warnings: tuple[Problem, ...] = ()
+    """Keys that are given twice with the same value."""
 
     def value_at(self, path: Path) -> Any:
         """Return the part at ``path``, or ``None`` where there is nothing."""

@@ -1,8 +1,9 @@
 """YAML text to a ``Document``: values with their places, bounded in depth and in the nodes that aliases expand to.
 
 Works on the parser's events and builds its own small tree, so that no nesting reaches the interpreter's (or libyaml's) stack,
-the line of everything is known, and aliases cost nothing until they are counted. Refused, each with its line: duplicate keys,
-keys that are not text, custom tags, several documents, aliases that contain themselves or expand without bound.
+the line of everything is known, and aliases cost nothing until they are counted. Refused, each with its line: duplicate keys
+with different values, keys that are not text, custom tags, several documents, aliases that contain themselves or expand without
+bound. A duplicate key with an equal value is a warning of the document.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-from distflow.documents.document import Document, Path, Place
-from distflow.documents.problems import Mark, Problem, ProblemsFound
+from distflow.documents.document import Document, Path, Place, path_text
+from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
 from distflow.documents.scalars import CORE, resolve, scalar_value
 from distflow.documents.text_lines import content_lines
 
@@ -100,13 +101,14 @@ def parse_yaml(text: str, file: str, line_map: Sequence[int] = ()) -> Document:
         marker = _Marker(file, starts, line_map)
         if root is None:
             return Document(file=file, value=None, places={(): Place(mark=Mark(file), key=Mark(file))})
-        value = _Flattener(marker, places).flatten(root)
+        flattener = _Flattener(marker, places)
+        value = flattener.flatten(root)
     except _Refused as refused:
         where = _Marker(file, starts, line_map)(refused.index)
         raise ProblemsFound(
             [Problem(where=where, message=refused.message, hint=refused.hint, drawing=_drawn(text, starts, refused.index))]
         ) from None
-    return Document(file=file, value=value, places=MappingProxyType(places))
+    return Document(file=file, value=value, places=MappingProxyType(places), warnings=tuple(flattener.warnings))
 
 
 class _Marker:
@@ -241,6 +243,7 @@ class _Flattener:
 
     def __init__(self, marker: _Marker, places: dict[Path, Place]) -> None:
         self._marker, self._places = marker, places
+        self.warnings: list[Problem] = []
 
     def flatten(self, root: _Node) -> Any:
         return self._value(root, (), None)
@@ -250,7 +253,7 @@ class _Flattener:
         if node.kind == "list":
             return [self._value(item, (*path, position), None) for position, item in enumerate(node.items)]
         if node.kind == "map":
-            return {name: self._value(item, (*path, name), at) for name, (at, item) in self._entries(node).items()}
+            return {name: self._value(item, (*path, name), at) for name, (at, item) in self._entries(node, path).items()}
         return node.value
 
     def _place(self, node: _Node, key: _Node | None) -> Place:
@@ -259,7 +262,7 @@ class _Flattener:
         at = self._marker(key.index) if key is not None else self._marker(node.index)
         return Place(mark=mark, key=at, raw=node.raw, plain=node.plain, lines=lines if len(lines) > 1 else ())
 
-    def _entries(self, node: _Node) -> dict[str, tuple[_Node, _Node]]:
+    def _entries(self, node: _Node, path: Path) -> dict[str, tuple[_Node, _Node]]:
         """Return key and value of each entry by name.
 
         An own key wins over a merged one (``<<``), an earlier merge over a later one.
@@ -272,15 +275,34 @@ class _Flattener:
                 for source in item.items if item.kind == "list" else [item]:
                     if source.kind != "map":
                         raise _Refused(key.index, "`<<` merges a mapping or a list of mappings, not this", "write `<<: *name`")
-                    merged = {**self._entries(source), **merged}
+                    merged = {**self._entries(source, path), **merged}
             elif name in own:
                 first = self._marker(own[name][0].index).line
-                raise _Refused(
-                    key.index, f"the key `{name}` stands here twice", f"it was given in line {first} already; keep one of them"
+                if not _are_equal(own[name][1], item):
+                    hint = f"line {first} already gives it another value; keep one of them"
+                    raise _Refused(key.index, f"the key `{name}` is given twice, with different values", hint)
+                message = f"the key `{name}` is given twice, with the same value"
+                self.warnings.append(
+                    Problem(
+                        where=self._marker(key.index),
+                        message=message,
+                        hint=f"line {first} already gives it; remove one of them",
+                        path=path_text((*path, name)),
+                        severity=Severity.WARNING,
+                    )
                 )
             else:
                 own[name] = (key, item)
         return {**merged, **own}
+
+
+def _are_equal(one: _Node, other: _Node) -> bool:
+    """Return whether two values are written alike: the same scalars in the same order, below the same keys."""
+    return one is other or (
+        (one.kind, one.raw, one.plain, len(one.items)) == (other.kind, other.raw, other.plain, len(other.items))
+        and all(map(_are_equal, one.keys, other.keys))
+        and all(map(_are_equal, one.items, other.items))
+    )
 
 
 def _in_words(said: str, character: str) -> str:

@@ -94,7 +94,7 @@ def parse_configuration(text: str, file: str, *, root: str, machine: Machine) ->
     The hostfiles that it names are read: paths are relative to the directory of ``file``.
     """
     document = parse_yaml(text, file)
-    problems = list(schema_problems(document, load_schema(_PACKAGE, _SCHEMA), _explain))
+    problems = [*document.warnings, *schema_problems(document, load_schema(_PACKAGE, _SCHEMA), _explain)]
     top = View(document, (), problems)
     names = top.view("pools").keys
     pools = {name: _parse_pool(top.view("pools", name), name, root, machine) for name in names}

@@ -86,7 +86,7 @@ def load_spec_text(
         document = parse_yaml(rendered.text, file, rendered.line_map)
     except ProblemsFound as error:
         raise ProblemsFound([*bad_names, *error.problems]) from None
-    problems = [*bad_names, *rendered.problems, *spec_problems(document)]
+    problems = [*bad_names, *rendered.problems, *document.warnings, *spec_problems(document)]
     if "default-values" in View(document, ()).keys:
         hint = "write `default-values:` without quotes and without spaces before it"
         View(document, (), problems).add("`default-values` was not recognised as such", hint, key="default-values")

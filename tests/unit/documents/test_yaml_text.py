@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.documents.document import Document, path_text
-from distflow.documents.problems import Mark, ProblemsFound
+from distflow.documents.problems import Mark, ProblemsFound, Severity
 from distflow.documents.yaml_text import MAX_DEPTH, parse_yaml
 
 
@@ -123,6 +123,20 @@ def test_aliases_and_merge_keys_expand() -> None:
     assert document.value["w"] == [{"a": 1, "b": 2}]
     assert document.key_mark_at(("y", "b")).line == 2
     assert document.key_mark_at(("y", "a")).line == 1
+
+
+def test_an_equal_duplicate_is_a_warning_with_both_lines() -> None:
+    document = parsed("a:\n  b: {c: [1, x]}\n  d: 2\n  b: {c: [1, x]}\n")
+    assert document.value == {"a": {"b": {"c": [1, "x"]}, "d": 2}}
+    (warning,) = document.warnings
+    assert (warning.where.line, warning.path, warning.severity) == (4, "a.b", Severity.WARNING)
+    assert "line 2" in warning.hint
+
+
+@pytest.mark.parametrize("second", ["{c: 2}", "{d: 1}", "{c: '1'}", "{c: 1.0}", "{c: 1, d: 1}", "[c, 1]", "", "{c: [1]}"])
+def test_a_duplicate_that_is_written_otherwise_is_refused(second: str) -> None:
+    with pytest.raises(ProblemsFound, match="given twice, with different values"):
+        parsed(f"b: {{c: 1}}\nb: {second}\n")
 
 
 def nested_anchors(count: int) -> str:

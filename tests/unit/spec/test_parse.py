@@ -318,3 +318,35 @@ def test_distflows_own_keys_are_marked() -> None:
         ("task", "replicas"),
         *(("ranks", key) for key in ("offset", "size", "world_size")),
     }
+
+
+NULLS = """\
+default-values: {platform: a100}
+workflow:
+  name: job
+  timeout: {exec_timeout: , queue_timeout: null, hang_timeout: ~}
+  resources:
+    default: {cpu: null, gpu: , memory: ~, storage: null, platform: {{platform}}}
+  tasks:
+  - {name: a, command: [echo]}
+"""
+
+
+def test_null_in_resources_and_timeouts_counts_as_missing() -> None:
+    spec = loaded(NULLS, sets=[("platform", "")])
+    resource = spec.resources["default"]
+    assert (resource.cpu, resource.gpu, resource.memory, resource.storage, resource.platform) == (None,) * 5
+    assert spec.groups[0].timeouts == Timeouts()
+
+
+def test_null_in_ranks_is_refused() -> None:
+    with pytest.raises(ProblemsFound, match=r"ranks.offset. is empty"):
+        only_task("ranks: {offset: }")
+
+
+def test_a_key_that_is_given_twice_with_equal_values_is_a_warning() -> None:
+    text = "workflow:\n  name: job\n  tasks:\n  - name: a\n    command: [echo]\n    image: x\n    image: x\n"
+    warnings = load_spec_text(text, "f.yaml", Path("/nowhere"))[1]
+    assert [(str(one.where), one.path) for one in warnings if "given twice" in one.message] == [
+        ("f.yaml:7", "workflow.tasks[0].image")
+    ]
