@@ -17,7 +17,11 @@ BARE = str(Path(sys.base_prefix) / "bin" / "python3")
 
 def unpacked(folder: Path) -> Path:
     with tarfile.open(fileobj=io.BytesIO(library_archive())) as archive:
-        archive.extractall(folder, filter="data")
+        for entry in archive:  # Python before 3.11.4 cannot be asked for a filter in `extractall`
+            content = archive.extractfile(entry)
+            assert content is not None
+            (folder / entry.name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / entry.name).write_bytes(content.read())
     return folder
 
 
