@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
+import hmac
+import os
 import socket
 import threading
 from pathlib import Path
@@ -18,12 +20,48 @@ if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
 
 TOKEN = "t0ken"
+HUB = "127.0.0.1"
 WAIT = ["sh", "-c", 'trap "exit 0" TERM; echo ready; while :; do sleep 0.05; done']
 """Ends when it is asked to, as if all were well."""
 
 
 def until(go: Path, code: int) -> list[str]:
     return ["sh", "-c", f'while [ ! -e "{go}" ]; do sleep 0.05; done; exit {code}']
+
+
+NUMBER = b"0" * 32 + b"\n"
+LIE = b'{"failed": {"task": "two", "why": "a lie"}}\n'
+RUBBISH = {
+    "no greeting": b"\xff" * 100_000,
+    "an old greeting": b'{"number": "00000000000000000000000000000000"}\n',
+    "a deeply nested greeting": b"[" * 8000 + b"\n",
+    "empty lines": b"\n\n\n",
+    "no code": NUMBER + LIE,
+    "another code": NUMBER + b"0" * 64 + b" " + LIE,
+    "a deeply nested message": NUMBER + b"0" * 64 + b" " + b'{"a":' * 1500 + b"\n",
+    # At one of these depths, json.loads succeeds and json.dumps raises RecursionError: that ended the hub.
+    **{
+        f"a message of the old form, nested {depth} times": b'{"number": "0"}\n{"mac": "", "said": '
+        + b"[" * depth + b"]" * depth + b"}\n"
+        for depth in range(940, 1000)
+    },
+    "a line without an end": NUMBER + b"0" * 100_000,
+    "a number that is not finite": NUMBER + b"0" * 64 + b' {"task": 1e999}\n',
+}  # fmt: skip
+"""What a host without the token may send."""
+
+
+def say(port: int, data: bytes) -> bytes:
+    """Send ``data`` to the hub and return its answer; it must hang up."""
+    with socket.create_connection((HUB, port)) as raw:
+        heard = b""
+        with contextlib.suppress(OSError):
+            raw.sendall(data)
+        raw.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            while more := raw.recv(4096):
+                heard += more
+        return heard
 
 
 class Gang:
@@ -35,7 +73,7 @@ class Gang:
         self.names: dict[str, str] = {}
         self.hub = node.attempt()
         answer = self.link.request(
-            "lease", attempt=self.hub, link=True, gpus=0, gpu_ids=[], lease_dir="", port=None, start_timeout_s=60
+            "lease", attempt=self.hub, link=HUB, gpus=0, gpu_ids=[], lease_dir="", port=None, start_timeout_s=60
         )
         self.port: int = answer["link_port"]
 
@@ -44,7 +82,7 @@ class Gang:
         for task, argv in commands.items():
             is_hub = not self.names
             others = [name for name in commands if name != task] if is_hub else [next(iter(commands))]
-            where = {"address": None, "port": None} if is_hub else {"address": "127.0.0.1", "port": port or self.port}
+            where = {"address": None, "port": None} if is_hub else {"address": HUB, "port": port or self.port}
             gang = {"task": task, "others": others, **where, "counts": True, "success": [], "failure": []}
             name = self.hub if is_hub else self.node.lease(self.link)
             self.names[task] = name
@@ -136,24 +174,8 @@ def test_who_does_not_know_the_token_says_nothing_and_hears_nothing(gang: Gang, 
         {"master": WAIT, "stranger": until(tmp_path / "go", 3), "two": until(tmp_path / "then", 1)},
         stranger={"token": "another"},
     )
-    with socket.create_connection(("127.0.0.1", gang.port)) as raw:
-        greeting = json.loads(raw.makefile().readline())
-        for line in (
-            {"number": "0" * 32},
-            {"said": {"task": "two"}, "mac": "0" * 64},
-            {"said": {"failed": {"task": "two", "why": "a lie"}}, "mac": greeting["number"]},
-        ):
-            with contextlib.suppress(OSError):
-                raw.sendall(json.dumps(line).encode() + b"\n")
-        raw.settimeout(10)
-        with contextlib.suppress(ConnectionResetError):
-            assert raw.recv(4096) == b""
-    for rubbish in (b"\xff" * 100_000, b"[" * 8000 + b"\n", b'{"number": ' + b"[" * 4000 + b"\n", b"{}\n{}\n", b'"x"\n'):
-        with socket.create_connection(("127.0.0.1", gang.port)) as raw, contextlib.suppress(OSError):
-            raw.sendall(rubbish)
-            raw.settimeout(10)
-            while raw.recv(4096):
-                pass
+    for rubbish in RUBBISH.values():
+        assert b"failed" not in say(gang.port, rubbish)
     (tmp_path / "go").touch()
     assert gang.end("stranger")["exit_code"] == 3
     (tmp_path / "then").touch()
@@ -223,3 +245,35 @@ def test_nothing_of_the_link_lies_on_the_disk_or_in_an_environment(gang: Gang, t
     for path in gang.node.root.rglob("*"):
         if path.is_file():
             assert TOKEN not in path.read_bytes().decode(errors="replace"), path
+
+
+@pytest.mark.parametrize("said", [b"[" * 2000, b'{"failed": 1}', b'{"failed": {"task": [], "why": 1e400}}', b"{}"])
+def test_a_message_that_proves_the_token_but_is_malformed_harms_nobody(gang: Gang, tmp_path: Path, said: bytes) -> None:
+    gang.start({"master": WAIT, "one": until(tmp_path / "go", 3)})
+    with socket.create_connection((HUB, gang.port)) as raw:
+        mine, lines = os.urandom(16).hex().encode(), raw.makefile("rb")
+        raw.sendall(mine + b"\n")
+        numbers = lines.readline().strip() + mine
+        for text in (b'{"task": "one"}', said):
+            code = hmac.new(TOKEN.encode(), b"task " + numbers + text, hashlib.sha256).hexdigest().encode()
+            raw.sendall(code + b" " + text + b"\n")
+        raw.settimeout(10)
+        assert b"welcome" in lines.readline()
+    (tmp_path / "go").touch()
+    assert gang.end("master")["message"] == "one failed (exit code 3), as its own node told"
+
+
+def test_a_flood_of_strangers_does_not_keep_the_gang_from_the_hub(gang: Gang, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as flood:
+        gang.start({"master": WAIT}, master={"others": ["one"]})
+        for _ in range(100):
+            flood.enter_context(socket.create_connection((HUB, gang.port)))
+        gang.start({"one": until(tmp_path / "go", 3)}, one={"others": ["master"]})
+        (tmp_path / "go").touch()
+        assert gang.end("master")["message"] == "one failed (exit code 3), as its own node told"
+
+
+def test_the_hub_listens_on_the_training_address_only(gang: Gang) -> None:
+    socket.create_connection((HUB, gang.port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", gang.port)).close()

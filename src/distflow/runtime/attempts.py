@@ -193,7 +193,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
         for name in ("work", "output", "files"):
             os.mkdir(os.path.join(directory, name), 0o700)
         dir_fd = keep(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        link, link_port = _link() if request.get("link") else (-1, None)
+        link, link_port = _link(str(request["link"])) if request.get("link") else (-1, None)
         if link >= 0:
             keep(link)
         append: Callable[[str], int] = lambda name: keep(_append_to(dir_fd, name))  # noqa: E731
@@ -230,10 +230,10 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
             os.close(fd)
 
 
-def _link() -> Tuple[int, int]:
-    from distflow.runtime import ganglink
+def _link(address: str) -> Tuple[int, int]:
+    from distflow.runtime.listening import listen_on
 
-    listener = ganglink.listen()
+    listener, _ = listen_on(address)
     port = int(listener.getsockname()[1])
     return listener.detach(), port
 

@@ -4,6 +4,11 @@ One of them, the hub, listens on the training network; the others connect to it,
 travels is that a task failed, and how; it goes to the hub, and from there to all. A connection that breaks says nothing, and
 ends nothing. Both sides prove with each line that they know the gang's token (HMAC, RFC 2104), over numbers that both chose for
 this connection, so that nothing can be repeated from another one. Loaded only for gangs of several tasks.
+
+Each side first sends a line with its number. Every line after that is the HMAC in hexadecimal, a space, and a JSON object. The
+HMAC covers the bytes of the object as they were received: nothing of a line is parsed before the HMAC is verified, so a host
+without the token reaches no parser. All keepers of a gang run the same version of this module: agents and keepers come from
+the runtime that one supervisor sent, whose hash names it. A peer of another version fails the check and is disconnected.
 """
 
 from __future__ import annotations
@@ -14,18 +19,24 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import selectors
 import socket
+import sys
 import time
 from typing import Callable, List, Optional, Set
 
-from distflow.runtime.wire import Json, LineReader, encode
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import Json
 
-__all__ = ["GangLink", "counts_as_failure", "listen"]
+__all__ = ["GangLink", "counts_as_failure"]
 
 _LINE = 8192
+"""The longest line in bytes."""
+_DEPTH = 4
+_NUMBER = re.compile(rb"[0-9a-f]{32}")
 _STRANGERS = 32
-"""Connections that the hub holds beyond two for each of the others: who floods it takes no descriptors from the task."""
+"""Connections that the hub holds beyond two for each of the others: a flood takes no more descriptors from the task."""
 _GREETING_S = 10.0
 """How long the other side has to prove itself."""
 _PAUSES_S = (0.2, 1.0, 5.0, 15.0)
@@ -38,19 +49,6 @@ _EVICTED = 3004
 
 Failed = Callable[[str, str], None]
 """Hears the name of the task that failed, and how."""
-
-
-def listen() -> socket.socket:
-    """Make the hub's socket, on a port of the kernel's choice. Raises ``OSError``."""
-    try:
-        listener = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(("::", 0))
-    except OSError:  # no IPv6 here
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        listener.bind(("0.0.0.0", 0))
-    listener.listen(512)
-    return listener
 
 
 def counts_as_failure(gang: Json, reason: str, end: Json) -> bool:
@@ -128,10 +126,16 @@ class GangLink:
             connection = self._listener.accept()[0] if self._listener else None
         except OSError:
             return
-        if connection is not None and len(self._peers) < 2 * len(self._gang["others"]) + _STRANGERS:
-            self._add(_Peer(connection, self._gang, self._selector, self._hear, is_hub=True))
-        elif connection is not None:
-            connection.close()
+        if connection is None:
+            return
+        if len(self._peers) >= 2 * len(self._gang["others"]) + _STRANGERS:
+            # A stranger makes room, never a connection of the gang: keepers prove themselves within a round trip.
+            stranger = next((peer for peer in self._peers if not peer.is_known), None)
+            if stranger is None:
+                connection.close()
+                return
+            self._drop(stranger)
+        self._add(_Peer(connection, self._gang, self._selector, self._hear, is_hub=True))
 
     def _connect(self) -> None:
         try:
@@ -168,8 +172,9 @@ class GangLink:
         elif "bye" in message:
             self._left.add(peer.task)
         elif "failed" in message:
+            failed = {"task": str(message["failed"]["task"]), "why": str(message["failed"]["why"])[:_WORDS]}
             peer.knows = True
-            self._take(message["failed"])
+            self._take(failed)
         else:  # it has just become known
             self._tries = 0
             self._pass_on(peer)
@@ -205,9 +210,9 @@ class _Peer:
         self._selector = selector
         self._hear = hear
         self._is_hub = is_hub
-        self._reader = LineReader(_LINE)
-        self._mine = os.urandom(16).hex()
-        self._theirs = ""
+        self._received = bytearray()
+        self._mine = os.urandom(16).hex().encode()
+        self._theirs = b""
         self.task = "" if is_hub else str(gang["others"][0])
         self.is_known = False
         self.knows = False
@@ -229,7 +234,8 @@ class _Peer:
 
     def say(self, message: Json) -> None:
         """Send a line that proves who wrote it."""
-        self._send({"said": message, "mac": self._mac(message, from_hub=self._is_hub)})
+        said = json.dumps(message).encode()
+        self._send(self._mac(said, from_hub=self._is_hub) + b" " + said)
 
     def _connected(self) -> None:
         if self._socket is None:
@@ -247,36 +253,43 @@ class _Peer:
             self._socket.setblocking(False)
             _notice_when_gone(self._socket)
             self._selector.register(self._socket, selectors.EVENT_READ, self._read)
-            self._send({"number": self._mine})
+            self._send(self._mine)
 
     def _read(self) -> None:
         if self._socket is None:
             return
         try:
             data = self._socket.recv(_LINE)
-            lines = self._reader.feed(data)
-        except BlockingIOError:
-            return
-        except Exception:  # whatever a stranger sends, RecursionError included: the task must not end because of it
-            data, lines = b"", []
-        try:
+            self._received += data
+            *lines, rest = bytes(self._received).split(b"\n")
+            self._received = bytearray(rest)
             for line in lines:
                 self._take(line)
-        except (KeyError, TypeError, ValueError):
+            if len(rest) > _LINE:
+                raise ValueError("a line is longer than {} bytes".format(_LINE))
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):  # it is gone, or it does not belong to the gang
+            data = b""
+        except Exception as error:  # a peer must never end the task, not even with a fault of this module
+            sys.excepthook(type(error), error, error.__traceback__)
             data = b""
         if not data:
             self._hear(self, None)
 
-    def _take(self, line: Json) -> None:
-        """Raises ``ValueError`` for what nobody of the gang has written."""
+    def _take(self, line: bytes) -> None:
+        """Raises ``ValueError`` for a line that no keeper of the gang has written."""
         if not self._theirs:
-            self._theirs = str(line["number"])
+            if not _NUMBER.fullmatch(line):
+                raise ValueError("a greeting is 32 hexadecimal digits")
+            self._theirs = line
             if not self._is_hub:
                 self.say({"task": self._gang["task"]})
             return
-        said = line["said"]
-        if not hmac.compare_digest(str(line["mac"]), self._mac(said, from_hub=not self._is_hub)):
-            raise ValueError("it does not know the token")
+        mac, _, text = line.partition(b" ")
+        if len(line) > _LINE or not hmac.compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
+            raise ValueError("the peer does not know the token")
+        said = decode_object(text, max_bytes=_LINE, max_depth=_DEPTH)
         if not self.is_known:
             self.is_known = True
             if self._is_hub:
@@ -284,17 +297,18 @@ class _Peer:
                 self.say({"welcome": self._gang["task"]})
         self._hear(self, said)
 
-    def _mac(self, said: object, *, from_hub: bool) -> str:
-        numbers = [self._mine, self._theirs] if self._is_hub else [self._theirs, self._mine]
-        text = json.dumps([from_hub, numbers, said], sort_keys=True)
-        return hmac.new(str(self._gang["token"]).encode(), text.encode(), hashlib.sha256).hexdigest()
+    def _mac(self, said: bytes, *, from_hub: bool) -> bytes:
+        """The HMAC of a line: of the side that wrote it, the numbers of both sides (32 bytes each), and the line's bytes."""
+        numbers = self._mine + self._theirs if self._is_hub else self._theirs + self._mine
+        text = (b"hub " if from_hub else b"task ") + numbers + said
+        return hmac.new(str(self._gang["token"]).encode(), text, hashlib.sha256).hexdigest().encode()
 
-    def _send(self, line: Json) -> None:
+    def _send(self, line: bytes) -> None:
         try:
             if self._socket is not None:
-                self._socket.send(encode(line))  # short, and seldom: one that does not fit is for nobody who reads
+                self._socket.send(line + b"\n")  # short and rare: a line that does not fit has no reader
         except OSError:
-            pass  # what is wrong is read next
+            pass  # the next read reports the error
 
 
 def _towards(address: str, port: int) -> socket.socket:

@@ -6,15 +6,15 @@ The sockets are the agent's own; connecting may take long, and is work for a chi
 from __future__ import annotations
 
 import errno
-import re
 import selectors
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, Optional, Tuple
+from typing import Callable
 
+from distflow.runtime.listening import listen_on
 from distflow.runtime.loop import Loop
-from distflow.runtime.wire import Json, OpError
+from distflow.runtime.wire import Json
 
 __all__ = ["Listeners", "reach"]
 
@@ -50,7 +50,7 @@ class Listeners:
         """Listen on a port of ``address``, or of every address when that one is not this node's."""
         word = str(request["word"]).encode() + b"\n"
         timeout_s = min(float(request.get("limit_s") or 30.0), _LONGEST_S)
-        listener, is_own = _listening(str(request["address"]))
+        listener, is_own = listen_on(str(request["address"]))
 
         def accept(_events: int) -> None:
             try:
@@ -71,25 +71,6 @@ class Listeners:
         self._loop.watch(listener.fileno(), selectors.EVENT_READ, accept)
         self._loop.later(timeout_s, close)
         return {"port": listener.getsockname()[1], "is_own": is_own}
-
-
-def _listening(address: str) -> Tuple[socket.socket, Optional[bool]]:
-    """A listening socket, and whether ``address`` is this node's; ``None`` for a name, whose look-up may take long."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    every = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    is_number = family == socket.AF_INET6 or re.fullmatch(r"[0-9.]+", address) is not None
-    for place in [address, every] if is_number else [every]:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setblocking(False)
-            listener.bind(socket.getaddrinfo(place, 0, family, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)[0][4])
-            listener.listen(1024)
-            return listener, (place == address) if is_number else None
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRNOTAVAIL or place == every:
-                raise OpError.from_os(error, "no port of {} can be had".format(place)) from error
-    raise OpError("bad_request", "there is no address to listen on")
 
 
 def _reach(address: str, port: int, word: str, timeout_s: float) -> Json:

@@ -43,7 +43,7 @@ class GangLease:
                 share_gpus=self._connections[node].node.share_gpus,
                 lease_dir=self._connections[node].node.lease_dir,
                 port=request.port if task == request.master else None,
-                link=task == request.master and len(request.nodes) > 1,
+                link=self._connections[node].address()[0] if task == request.master and len(request.nodes) > 1 else None,
                 start_timeout_s=request.start_timeout_s,
             )
 
