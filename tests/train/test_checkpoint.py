@@ -242,7 +242,8 @@ TWO = (
     losses = [one.train_step(torch.ones(4, 6)) for _ in range(5)]
     sent = one.get_model_state()
     before = other.get_model_state()
-    other.set_model_state(sent if rank == 0 else {})
+    # As a program writes it, every rank gives the state that it got; rank 0's counts.
+    other.set_model_state(sent if rank == 0 else {name: value + 1 for name, value in sent.items()})
     received = other.get_model_state()
     equal = [all(torch.equal(sent[name], state[name]) for name in sent) for state in (before, received)]
     train.report(step=5, what="worker", names=str(sorted(received)), equal=str(equal), falls=losses[-1] < losses[0])
@@ -255,8 +256,12 @@ TWO = (
     arrived = piped.get_model_state()
     losses = [piped.train_step((torch.ones(4, 6), torch.ones(4, 2))) for _ in range(5)]
     trained = piped.get_model_state()
-    other.set_model_state(trained if rank == 0 else {})
+    other.set_model_state(trained)
     back = other.get_model_state()
+    try:
+        other.set_model_state({"0.weight": sent["0.weight"], "9.bias": sent["0.bias"]} if rank == 0 else {})
+    except RuntimeError as error:
+        train.report(step=5, what="refused", error=str(error))
     equal = [all(torch.equal(a[name], b[name]) for name in sent) for a, b in ((sent, before), (sent, arrived), (trained, back))]
     try:
         piped.set_model_state({"0.weight": sent["0.weight"], "9.bias": sent["0.bias"]} if rank == 0 else {})
@@ -321,6 +326,7 @@ def test_ranks_save_together_and_fail_together(start: Start, tmp_path: Path) -> 
         worker = records["worker", rank]
         assert worker["names"] == "['0.bias', '0.weight', '2.bias', '2.weight']"
         assert (worker["equal"], worker["falls"]) == ("[False, True]", True)
+        assert records["refused", rank]["error"].endswith("this model: they differ in 0.bias, 2.bias, 2.weight, 9.bias")
         piped = records["piped", rank]
         assert piped["names"] == worker["names"]
         assert (piped["equal"], piped["falls"]) == ("[False, True, True]", True)

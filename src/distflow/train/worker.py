@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -54,22 +54,27 @@ class Worker:
         return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def set_model_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over the weights that rank 0 gives, as ``get_model_state`` returns them; other ranks may give none.
+        """Load the weights that rank 0 gives, as ``get_model_state`` returns them; those of other ranks are ignored.
 
-        Raises ``RuntimeError`` when they are not of this model.
+        Raises ``RuntimeError`` on all ranks when their names are not those of this model.
         """
-        if isinstance(self.model, Pipeline):
-            _set_stage(self.model.part, dict(state))
-            return
         together = dist.is_initialized()
-        set_model_state_dict(
-            self.model, dict(state), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=together)
+        if isinstance(self.model, Pipeline):
+            given, own = from_first(dict(state)), list(self.model.part.state_dict())
+            _check_names(given, {name for names in from_all(own) for name in names})
+            self.model.part.load_state_dict({name: given[name] for name in own})
+            return
+        own_state = get_model_state_dict(self.model)
+        # A rank that raised alone would leave the others in the broadcast.
+        _check_names(
+            from_first(list(state)) if together else state,
+            {name for name, value in own_state.items() if isinstance(value, torch.Tensor)},
         )
+        # For models in DDP, torch renames only the names of rank 0 and refuses those of the others as unexpected.
+        weights: dict[str, Any] = dict(state) if not together or dist.get_rank() == 0 else {}
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=together))
 
 
-def _set_stage(part: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Take over the weights of this rank's stage from those of rank 0."""
-    given, own = from_first(state), list(part.state_dict())
-    if wrong := given.keys() ^ {name for names in from_all(own) for name in names}:
+def _check_names(given: Iterable[str], own: set[str]) -> None:
+    if wrong := set(given) ^ own:
         raise RuntimeError(f"the weights are not those of this model: they differ in {', '.join(sorted(wrong))}")
-    part.load_state_dict({name: given[name] for name in own})
