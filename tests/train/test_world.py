@@ -29,7 +29,7 @@ TOGETHER = """
     from distflow import train
     from distflow.train.world import world
 
-    place = train.init(timeout=60)
+    place = train.init(timeout=30)
     assert train.init() is place is world()
     assert (place.rank, place.size, place.backend) == (int(os.environ["RANK"]), 2, "gloo")
     assert str(place.device) == "cpu"
@@ -56,6 +56,24 @@ TOGETHER = """
     weights = [torch.empty(4) for _ in range(2)]
     dist.all_gather(weights, model.module.weight.detach().flatten())
     train.report(step=0, what="memory", steps=str(steps), same=torch.equal(*weights), count=guard.count, mine=guard.mine)
+
+    # Out of memory before the forward pass: DDP begins it with collectives, for buffers in each step and for its buckets in the
+    # second one.
+    model_with_buffers = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    for plain in (True, False):
+        trained = DistributedDataParallel(nn.Linear(4, 1)) if plain else model_with_buffers
+        early, steps = train.MemoryGuard(), []
+        for step in range(6):
+            with early:
+                if (rank, step) in ((0, 0), (1, 2)):
+                    raise torch.OutOfMemoryError("injected")
+                loss = trained(torch.full((2, 4), float(rank + step))).sum()
+                if (rank, step) == (1, 4):
+                    raise torch.OutOfMemoryError("injected")
+            if not early.skipped:
+                loss.backward()
+                steps.append(step)
+        train.report(step=0, what=f"early {plain}", steps=str(steps), count=early.count, mine=early.mine)
 
     # Another error goes through at once, without a word to the others.
     try:
@@ -109,6 +127,9 @@ def test_ranks_decide_together(start: Start) -> None:
     for rank, records in enumerate(by_rank):
         memory = records["memory"]
         assert (memory["steps"], memory["same"], memory["count"], memory["mine"]) == ("[0, 2]", True, 1, rank)
+        for plain in (True, False):
+            early = records[f"early {plain}"]
+            assert (early["steps"], early["count"], early["mine"]) == ("[1, 3, 5]", 3, 1 + rank)
         assert "other" in records
         assert records["gradients"]["answers"] == "[True, False, True, False]"
         assert records["gradients"]["count"] == 3
@@ -126,6 +147,24 @@ def test_ranks_decide_together(start: Start) -> None:
     shares = [paces[rank]["samples_per_s"] for rank in (0, 1)]
     assert sum(shares) == pytest.approx(paces[0]["total_samples_per_s"], abs=0.01)
     assert "Warning" not in run.stderr
+
+
+def test_a_rank_without_memory_ends_the_world_where_the_others_cannot_vote(start: Start) -> None:
+    run = start(
+        """
+        import torch
+        from distflow import train
+        place = train.init()
+        with train.MemoryGuard(timeout=2):
+            if place.rank == 1:
+                raise torch.OutOfMemoryError("injected")
+            torch.distributed.barrier()  # as in a backward pass
+        """,
+        "--size", "2",
+    )  # fmt: skip
+    assert run.wait() == 1
+    assert run.error["rank"] == 1
+    assert "OutOfMemory: this rank ran out of memory, and the other ranks did not vote within 2 s" in run.stderr
 
 
 def test_a_request_to_one_rank_stops_all_after_the_same_step(start: Start) -> None:

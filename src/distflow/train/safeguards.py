@@ -1,17 +1,21 @@
-"""Steps that all ranks take, or none: out of memory on one rank, and gradients that are no numbers.
+"""Steps that all ranks take, or none: out of memory on one rank, and gradients that are not finite.
 
-A rank that alone skips a step leaves the others in a reduction that never ends. Here every rank says how it fared, and all
-decide alike. Other errors are not voted on: they go on at once, the launcher stops the world, and no rank waits in a barrier.
+A rank that alone skips a step leaves the others in a reduction that never ends. Here every rank votes, and all decide alike.
+Other errors are not voted on: they are raised at once, the launcher stops the world, and no rank waits in a barrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from distflow.train.votes import all_ranks
 
@@ -19,7 +23,7 @@ __all__ = ["GradientGuard", "MemoryGuard", "NonFiniteGradients", "OutOfMemory"]
 
 
 class OutOfMemory(RuntimeError):
-    """Ranks ran out of memory in too many steps in a row."""
+    """Ranks ran out of memory in too many steps in a row, or where the other ranks could not vote."""
 
 
 class NonFiniteGradients(RuntimeError):
@@ -40,39 +44,61 @@ class MemoryGuard:
                 continue
             loss.backward()
 
-    Every rank enters and leaves the block in every step: leaving it is a collective. The block must hold no reductions of its
-    own: the forward pass of a model in ``DistributedDataParallel``, but no backward pass, and no forward pass of a sharded
-    model, where the other ranks would wait inside it.
+    Every rank enters and leaves the block in every step: leaving it is a vote of all ranks. Each call of a model in
+    ``DistributedDataParallel`` inside the block begins with a vote too, because DDP itself begins with collectives (in the
+    second step, and in every step of a model with buffers). So the block may also hold what comes before the forward pass,
+    such as moving the batch to the GPU.
 
-    It begins with that pass: a model with buffers (``BatchNorm``) is sent rank 0's there, and a rank that had no memory before
-    it, to bring the batch to its GPU, would leave the others waiting.
+    A rank that runs out of memory while others wait in a collective of their own (the backward pass, or the forward pass of a
+    sharded model) cannot be voted on. It raises ``OutOfMemory`` after ``timeout`` seconds, which ends the world.
     """
 
-    def __init__(self, limit: int = 10, *, group: dist.ProcessGroup | None = None) -> None:
-        """``limit``: how many steps in a row may be skipped before ``OutOfMemory`` is raised, on all ranks."""
+    def __init__(self, limit: int = 10, *, group: dist.ProcessGroup | None = None, timeout: float = 300.0) -> None:
+        """Make a guard.
+
+        ``limit``: how many steps in a row may be skipped before ``OutOfMemory`` is raised, on all ranks. ``timeout``: how many
+        seconds a rank that ran out of memory waits for the votes of the others.
+        """
         self.skipped = False
         """Whether the last step is to be skipped, by all."""
         self.count = 0
         """How many steps were skipped."""
         self.mine = 0
-        """How many times it was this rank that had no memory."""
+        """How many times it was this rank that ran out of memory."""
         self._limit, self._group, self._in_a_row = limit, group, 0
+        self._timeout = timedelta(seconds=timeout)
+        self._is_inside = False
+        self._models: list[nn.Module] = []
+        """The models in DDP that begin with a vote, or were seen in this block to need one."""
+        self._all_calls: RemovableHandle | None = None
+        """Watches the calls of all modules, until all ranks have completed a step and so have seen the same models."""
 
     def __enter__(self) -> MemoryGuard:
         """Begin a step."""
-        self.skipped = False
+        self.skipped, self._is_inside = False, True
+        if not self._models:
+            self._all_calls = register_module_forward_pre_hook(self._before_call)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """Vote, unless another error goes through."""
-        if error is not None and not isinstance(error, torch.OutOfMemoryError):
+        """Vote, unless another error is raised."""
+        self._is_inside = False
+        seen, first = self._models, self._all_calls is not None
+        if self._all_calls is not None:
+            self._all_calls.remove()
+            self._models, self._all_calls = [], None
+        if error is not None and not isinstance(error, (torch.OutOfMemoryError, _SkippedByOthers)):
             return False
-        failed = error is not None
-        if failed:
+        if isinstance(error, torch.OutOfMemoryError):
             self.mine += 1
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        self.skipped = not all_ranks(not failed, group=self._group)
+            self._refuse(error)
+        self.skipped = error is not None or not all_ranks(True, group=self._group)
+        if first and not self.skipped:
+            self._models = seen
+            for model in seen:
+                model.register_forward_pre_hook(self._before_call)
         self._in_a_row = self._in_a_row + 1 if self.skipped else 0
         self.count += self.skipped
         if self._in_a_row > self._limit:
@@ -80,7 +106,31 @@ class MemoryGuard:
                 f"{self._in_a_row} steps in a row had no memory on some rank: use smaller batches, more accumulation, or "
                 "activation checkpointing"
             ) from error
-        return failed
+        return error is not None
+
+    def _before_call(self, module: nn.Module, _: object) -> None:
+        """Vote before a model in DDP is called. Raises ``_SkippedByOthers`` when another rank has run out of memory."""
+        if not self._is_inside or not isinstance(module, DistributedDataParallel):
+            return
+        if self._all_calls is not None and module not in self._models:
+            self._models.append(module)
+        if not all_ranks(True, group=self._group):
+            raise _SkippedByOthers
+
+    def _refuse(self, error: torch.OutOfMemoryError) -> None:
+        """Vote against the step. Raises ``OutOfMemory`` when the others do not vote."""
+        try:
+            all_ranks(False, group=self._group, timeout=self._timeout)
+        except RuntimeError as why:
+            raise OutOfMemory(
+                f"this rank ran out of memory, and the other ranks did not vote within {self._timeout.total_seconds():g} s "
+                f"({str(why).splitlines()[0]}). They may wait in a collective of the guarded block: keep the backward pass and "
+                "sharded models out of it, or use smaller batches"
+            ) from error
+
+
+class _SkippedByOthers(Exception):
+    """Ends the block of a rank that has memory, before its forward pass."""
 
 
 class GradientGuard:

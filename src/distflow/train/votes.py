@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -53,17 +54,24 @@ def any_rank(answer: bool, *, group: dist.ProcessGroup | None = None) -> bool:
     return _vote(answer, dist.ReduceOp.MAX, group)
 
 
-def all_ranks(answer: bool, *, group: dist.ProcessGroup | None = None) -> bool:
-    """Tell whether every rank says yes. Collective."""
-    return _vote(answer, dist.ReduceOp.MIN, group)
+def all_ranks(answer: bool, *, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> bool:
+    """Tell whether every rank says yes. Collective.
+
+    Raises ``RuntimeError`` when a rank does not vote within ``timeout``, by default the limit of the group.
+    """
+    return _vote(answer, dist.ReduceOp.MIN, group, timeout)
 
 
-def _vote(answer: bool, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> bool:
+def _vote(
+    answer: bool, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None, timeout: timedelta | None = None
+) -> bool:
     if not dist.is_initialized():
         return answer
     group, device = channel(group)
     ballot = torch.tensor([int(answer)], dtype=torch.int32, device=device)
-    dist.all_reduce(ballot, operation, group=group)
+    work = dist.all_reduce(ballot, operation, group=group, async_op=True)
+    if work is not None:
+        work.wait(*(() if timeout is None else (timeout,)))
     return bool(ballot.item())
 
 
