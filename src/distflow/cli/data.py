@@ -162,18 +162,21 @@ def list_data(
 
 @app.command(epilog="Example: distflow data delete s3://bucket/run7 --regex 'checkpoints/'")
 def delete(url: UrlArgument, regex: RegexOption = "", format_type: FormatOption = Format.TEXT) -> None:
-    """Remove what a URL names. Nobody is asked first: `distflow data list -r` shows what it would be."""
-    from distflow.storage.downloading import find
+    """Remove the objects at a URL, without asking. `distflow data list -r` shows them first.
+
+    A symbolic link is removed itself; the files that it leads to stay.
+    """
     from distflow.storage.tending import delete as remove
+    from distflow.storage.tending import find_removable
 
     goal = parse_url(url, writes=True)
-    if goal.scheme == "file" and not goal.key:
-        raise InputError("file:/// is this whole machine", hint="name a directory")
+    if goal.scheme in ("file", "sftp") and not goal.key:
+        raise InputError(f"{goal} is a whole machine", hint="name a directory")
     with _store(goal) as store:
-        wanted = find(store, goal, regex)
+        wanted = find_removable(store, goal, regex)
         if not wanted:
             raise NotFound(f"nothing at {goal} is matched by `{regex}`", hint="`distflow data list -r` shows the paths")
-        count = remove(store, wanted)
+        count = remove(store, goal, wanted)
     if format_type is Format.JSON:
         print(json.dumps({"url": str(goal), "deleted": count}, indent=2))
     else:

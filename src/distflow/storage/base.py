@@ -57,7 +57,8 @@ class Store(Protocol):
        A container that is not there raises ``StorageMissing``.
     2. ``read`` gives the content from a byte on to ``sink``, in pieces.
     3. ``write`` puts a file there, whole or not at all, over what has the key already.
-    4. ``delete`` of what is not there does nothing.
+    4. ``delete`` of an object that is not there does nothing. It never follows a symbolic link below ``top``: a link itself is
+       removed.
     5. All raise ``StorageError`` and its subclasses only, which name the object: ``StorageUnreachable`` when another try may
        help. What ``sink`` and ``told`` raise comes out as it is.
     6. All but ``close`` may be called from several threads at once.
@@ -65,6 +66,9 @@ class Store(Protocol):
 
     def find(self, key: str) -> Sequence[Entry]:
         """Return what is at a key and below it."""
+
+    def find_removable(self, key: str) -> Sequence[Entry]:
+        """Return the objects that ``delete`` removes at a key and below it: a symbolic link itself, never its target."""
 
     def stat(self, key: str) -> Entry:
         """Return one object, with what its store can say of its content for certain. Raises ``StorageMissing``."""
@@ -75,8 +79,8 @@ class Store(Protocol):
     def write(self, key: str, source: Path, told: Callable[[int], None]) -> None:
         """Put a file there; ``told`` hears how many more bytes are on their way."""
 
-    def delete(self, key: str) -> None:
-        """Remove an object."""
+    def delete(self, key: str, *, top: str = "") -> None:
+        """Remove an object. ``top``: the key of the directory that the user named, if ``key`` lies below it."""
 
     def check_readable(self, key: str) -> None:
         """Return when what is at the key, if anything, may be listed. Raises ``StorageError``."""

@@ -211,10 +211,10 @@ class Datasets:
         held = {(one.number, one.path) for other in self.versions(name) for one in self._load(name, other.number).files}
         for at in sorted({number, *(one.number for one in gone)}):
             data = self._data(name, at)
-            found = select(data, self._patience.keep_trying(lambda data=data: self._store.find(data.key)))  # type: ignore[misc]
+            found = select(data, self._patience.keep_trying(lambda data=data: self._store.find_removable(data.key)))  # type: ignore[misc]
             own = {one.path for one in gone if one.number == at}
             doomed = [one for one in found if (at, one.name) not in held and (at == number or one.name in own)]
-            delete(self._store, doomed, patience=self._patience)
+            delete(self._store, data, doomed, patience=self._patience)
 
     def _data(self, name: str, number: int) -> StorageUrl:
         return self._base.below(f"{_DATA}/{name}/{number}")

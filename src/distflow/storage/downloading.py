@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.documents.urls import StorageUrl
-from distflow.errors import StorageError, StorageMissing, StorageUnreachable
+from distflow.errors import StorageError, StorageUnreachable
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import OpError
 from distflow.storage.base import Entry, Progress, Store, nothing_told, part_name
 from distflow.storage.failures import Halted, local_errors
-from distflow.storage.selecting import Wanted, check_names, select
+from distflow.storage.selecting import Wanted, check_names, select_found
 from distflow.storage.sums import is_equal
 from distflow.storage.trying import Gauge, Patience, for_all
 
@@ -38,11 +38,7 @@ def find(store: Store, url: StorageUrl, regex: str = "", *, patience: Patience |
 
     Raises ``StorageMissing`` when there is nothing at all at the URL.
     """
-    entries = (patience or Patience()).keep_trying(lambda: store.find(url.key))
-    found = select(url, entries, regex)
-    if not found and not select(url, entries):
-        raise StorageMissing(f"there is nothing at {url}", hint="`distflow data list` shows what there is")
-    return found
+    return select_found(url, (patience or Patience()).keep_trying(lambda: store.find(url.key)), regex)
 
 
 def download(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from distflow.errors import StorageError, StorageMissing
@@ -16,6 +18,7 @@ from distflow.storage.failures import local_errors
 __all__ = ["FolderStore"]
 
 _AT_ONCE = 1 << 20
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class FolderStore:
@@ -32,6 +35,18 @@ class FolderStore:
             if stat.S_ISDIR(found.st_mode):
                 return list(_walk(path, (_identity(found),)))
             return [_entry(path, found)] if stat.S_ISREG(found.st_mode) else []
+
+    def find_removable(self, key: str) -> Sequence[Entry]:
+        """Return the file or link, or all files and links below the directory. No link is followed."""
+        path = _path(key)
+        with local_errors(path):
+            try:
+                found = os.lstat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            if stat.S_ISDIR(found.st_mode):
+                return list(_walk_removable(path))
+            return [_entry(path, found)] if _is_removable(found) else []
 
     def stat(self, key: str) -> Entry:
         """Return one file."""
@@ -76,11 +91,20 @@ class FolderStore:
                 part.unlink(missing_ok=True)
                 raise
 
-    def delete(self, key: str) -> None:
-        """Remove a file; directories stay."""
-        path = Path(_path(key))
-        with local_errors(path):
-            path.unlink(missing_ok=True)
+    def delete(self, key: str, *, top: str = "") -> None:
+        """Remove a file or a link; directories stay. No link between ``top`` and ``key`` is followed."""
+        path = _path(key)
+        folder = _path(top if key.startswith(f"{top}/") else posixpath.dirname(key))
+        *parents, name = posixpath.relpath(path, folder).split("/")
+        with local_errors(path), suppress(FileNotFoundError):
+            directory = os.open(folder, _DIRECTORY)
+            try:
+                for parent in parents:
+                    outer, directory = directory, _open_real_directory(parent, directory, path)
+                    os.close(outer)
+                os.unlink(name, dir_fd=directory)
+            finally:
+                os.close(directory)
 
     def check_readable(self, key: str) -> None:
         """List it."""
@@ -121,6 +145,28 @@ def _walk(top: str, above: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
                 yield from _walk(item.path, (*above, _identity(found)))
         elif stat.S_ISREG(found.st_mode) and not is_part(item.name):
             yield _entry(item.path, found)
+
+
+def _walk_removable(top: str) -> Iterator[Entry]:
+    for item in sorted(os.scandir(top), key=lambda one: os.fsencode(one.name)):
+        found = item.stat(follow_symlinks=False)
+        if stat.S_ISDIR(found.st_mode):
+            yield from _walk_removable(item.path)
+        elif _is_removable(found) and not is_part(item.name):
+            yield _entry(item.path, found)
+
+
+def _open_real_directory(name: str, inside: int, path: str) -> int:
+    try:
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=inside)
+    except NotADirectoryError:
+        raise StorageError(
+            f"{path} is not removed: `{name}` in its path is not a directory any longer", hint="run the command again"
+        ) from None
+
+
+def _is_removable(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
 
 
 def _entry(path: str, found: os.stat_result) -> Entry:

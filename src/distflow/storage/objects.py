@@ -71,6 +71,10 @@ class ObjectStore:
                 pass
         return list(found.values())
 
+    def find_removable(self, key: str) -> Sequence[Entry]:
+        """Return the same as ``find``: these stores have no links."""
+        return self.find(key)
+
     def stat(self, key: str) -> Entry:
         """Return one object."""
         with self._errors(key):
@@ -100,7 +104,7 @@ class ObjectStore:
         with self._errors(key):
             self._files.put_file(str(source), self._path(key), callback=_callback(told), **options)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, top: str = "") -> None:  # noqa: ARG002  these stores have no links
         """Remove an object."""
         try:
             with self._errors(key):

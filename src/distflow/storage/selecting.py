@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from distflow.documents.urls import StorageUrl
-from distflow.errors import InputError, StorageError
+from distflow.errors import InputError, StorageError, StorageMissing
 from distflow.storage.base import Entry
 
-__all__ = ["Wanted", "check_names", "compile_regex", "select"]
+__all__ = ["Wanted", "check_names", "compile_regex", "select", "select_found"]
 
 _LONGEST_NAME = 255
 
@@ -49,6 +49,15 @@ def select(url: StorageUrl, entries: Iterable[Entry], regex: str = "") -> tuple[
     ]
     wanted = [Wanted(entry=entry, name=name) for entry, name in named if pattern is None or pattern.match(name)]
     return tuple(sorted(wanted, key=lambda one: os.fsencode(one.name)))
+
+
+def select_found(url: StorageUrl, entries: Iterable[Entry], regex: str = "") -> tuple[Wanted, ...]:
+    """Return the same as ``select``. Raises ``StorageMissing`` when there is nothing at all at the URL."""
+    there = list(entries)
+    found = select(url, there, regex)
+    if not found and not select(url, there):
+        raise StorageMissing(f"there is nothing at {url}", hint="`distflow data list` shows what there is")
+    return found
 
 
 def check_names(url: StorageUrl, wanted: Sequence[Wanted]) -> None:

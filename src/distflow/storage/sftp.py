@@ -80,6 +80,17 @@ class SftpStore:
                 return list(_walk(client, key))
             return [_entry(key, found)] if stat.S_ISREG(found.st_mode) else []
 
+    def find_removable(self, key: str) -> Sequence[Entry]:
+        """Return the file or link, or all files and links below the directory. No link is followed."""
+        with self._talk(key) as client:
+            try:
+                found = client.lstat(_path(key))
+            except FileNotFoundError:
+                return []
+            if stat.S_ISDIR(found.st_mode):
+                return list(_walk(client, key, follow=False))
+            return [_entry(key, found)] if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode) else []
+
     def stat(self, key: str) -> Entry:
         """Return one file."""
         with self._talk(key) as client:
@@ -120,10 +131,23 @@ class SftpStore:
                     client.remove(part)
                 raise
 
-    def delete(self, key: str) -> None:
-        """Remove a file; directories stay."""
+    def delete(self, key: str, *, top: str = "") -> None:
+        """Remove a file or a link; directories stay. A link that is a directory of the path below ``top`` is refused.
+
+        SFTP cannot open a directory and then remove a file in it, so another user of the server who may write there can
+        still replace a directory between the check and the removal.
+        """
+        path = _path(key)
         with self._talk(key) as client, contextlib.suppress(FileNotFoundError):
-            client.remove(_path(key))
+            folder = posixpath.dirname(key)
+            while key.startswith(f"{top}/") and folder != top:
+                if stat.S_ISLNK(client.lstat(_path(folder)).st_mode):
+                    raise StorageError(
+                        f"{self._url.shown(key)} is not removed: {self._url.shown(folder)} is not a directory any longer",
+                        hint="run the command again",
+                    )
+                folder = posixpath.dirname(folder)
+            client.remove(path)
 
     def check_readable(self, key: str) -> None:
         """List it."""
@@ -238,18 +262,18 @@ def _entry(key: str, found: Any) -> Entry:
     return Entry(key=key, size=found.st_size, mark=f"{found.st_mtime}-{found.st_size}", modified=float(found.st_mtime))
 
 
-def _walk(client: Any, key: str) -> Iterator[Entry]:
+def _walk(client: Any, key: str, *, follow: bool = True) -> Iterator[Entry]:
     for item in sorted(client.listdir_attr(_path(key)), key=lambda one: str(one.filename)):
         below = f"{key}/{item.filename}" if key else str(item.filename)
         found = item
-        if stat.S_ISLNK(item.st_mode):
+        if stat.S_ISLNK(item.st_mode) and follow:
             try:
                 found = client.stat(_path(below))
             except FileNotFoundError:
                 continue
         if stat.S_ISDIR(item.st_mode):
-            yield from _walk(client, below)
-        elif stat.S_ISREG(found.st_mode) and not is_part(item.filename):
+            yield from _walk(client, below, follow=follow)
+        elif (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)) and not is_part(item.filename):
             yield _entry(below, found)
 
 

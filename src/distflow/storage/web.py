@@ -75,7 +75,11 @@ class WebStore:
         """Refuse."""
         raise self._read_only()
 
-    def delete(self, key: str) -> None:
+    def find_removable(self, key: str) -> Sequence[Entry]:
+        """Refuse."""
+        raise self._read_only()
+
+    def delete(self, key: str, *, top: str = "") -> None:
         """Refuse."""
         raise self._read_only()
 

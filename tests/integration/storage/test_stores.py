@@ -21,7 +21,7 @@ from distflow.storage.credentials import Credentials
 from distflow.storage.downloading import Moved, download, find
 from distflow.storage.failures import Halted
 from distflow.storage.opening import open_store
-from distflow.storage.tending import Access, check_access, delete
+from distflow.storage.tending import Access, check_access, delete, find_removable
 from distflow.storage.trying import Patience
 from distflow.storage.uploading import sources, upload
 from distflow.testing.s3 import S3Server
@@ -135,7 +135,7 @@ def test_contents_and_regexes(place: tuple[StorageUrl, Path], tmp_path: Path) ->
     assert sorted(tree(folder)) == ["a", "b", "c/a"]
     download(store, url, tmp_path / "got", regex=".*a$")
     assert sorted(tree(tmp_path / "got")) == ["a", "c/a"]
-    assert delete(store, find(store, url, "c/")) == 1
+    assert delete(store, url, find_removable(store, url, "c/")) == 1
     assert sorted(tree(folder)) == ["a", "b"]
 
 
@@ -202,6 +202,37 @@ def test_a_link_in_the_target_leads_nobody_out(place: tuple[StorageUrl, Path], t
     download(open_store(url), url, target)
     assert (tmp_path / "victim").read_bytes() == b"mine"
     assert tree(target) == {"b": b"B", "link/a": b"A"}
+
+
+@pytest.mark.parametrize("place", ["file", "sftp"], indirect=True)
+def test_delete_removes_links_and_never_their_targets(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    precious = make(tmp_path / "precious", a=b"A", in__b=b"B")
+    make(folder, x=b"X", sub__y=b"Y")
+    for name, target in (("dataset", "../../precious"), ("sub/file", "../../../precious/a"), ("broken", "nothing")):
+        (folder / name).symlink_to(target)
+    store = open_store(url)
+    assert delete(store, url, find_removable(store, url)) == 5
+    assert tree(precious) == {"a": b"A", "in/b": b"B"}
+    assert [path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()] == []
+    (folder / "link").symlink_to(precious)
+    link = url.below("link")
+    assert delete(store, link, find_removable(store, link)) == 1
+    assert (tree(precious), list(folder.glob("link"))) == ({"a": b"A", "in/b": b"B"}, [])
+
+
+@pytest.mark.parametrize("place", ["file", "sftp"], indirect=True)
+def test_a_directory_that_becomes_a_link_before_it_is_deleted(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    precious = make(tmp_path / "precious", y=b"mine")
+    make(folder, sub__y=b"Y")
+    store = open_store(url)
+    found = find_removable(store, url)
+    (folder / "sub").rename(folder / "moved")
+    (folder / "sub").symlink_to(precious)
+    with pytest.raises(StorageError, match="is not a directory any longer"):
+        delete(store, url, found)
+    assert tree(precious) == {"y": b"mine"}
 
 
 def test_a_disk_that_is_full(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
@@ -449,7 +480,7 @@ def test_many_files_share_one_connection(sshd: Sshd, tmp_path: Path) -> None:
     assert download(store, url, tmp_path / "got").files == 40
     assert sshd.log.read_text().count("Accepted publickey") == logins + 1
     assert tree(tmp_path / "got") == tree(source)
-    assert delete(store, find(store, url)) == 40
+    assert delete(store, url, find_removable(store, url)) == 40
     store.close()
 
 
