@@ -14,23 +14,25 @@ lost.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distflow.documents.names import parse_dataset
 from distflow.documents.urls import StorageUrl
 from distflow.errors import NotFound, StorageError, StorageUnreachable
+from distflow.runtime.untrusted import decode_object
 from distflow.storage.base import Progress, Store, nothing_told
 from distflow.storage.downloading import Moved, download
 from distflow.storage.failures import local_errors
-from distflow.storage.selecting import compile_regex, select
+from distflow.storage.selecting import compile_regex, select, why_not_a_file
+from distflow.storage.sums import sha256
 from distflow.storage.tending import delete
 from distflow.storage.trying import Patience
 from distflow.storage.uploading import Source, upload
@@ -39,6 +41,12 @@ __all__ = ["Datasets", "File", "Manifest", "Version"]
 
 _CLAIMS, _DATA, _VERSIONS, _TURNS = "claims", "data", "versions", "turns"
 _ROUNDS = 30
+_MANIFEST_BYTES = 256 << 20
+"""More than a million files."""
+_LATEST_S = 253402300799
+"""The last second of the year 9999."""
+_SHOWN = 100
+"""Characters of a path that an error shows."""
 _MOST_PAUSE_S = 0.5
 _LONGEST_TURN_S = 600.0
 """Who has not ended its turn after that never will; a turn takes two small reads and two small writes."""
@@ -99,7 +107,7 @@ class Datasets:
         """Return the versions of a dataset, or of all, by name and number."""
         found = []
         for path, at in self._names(f"{_VERSIONS}/{name}" if name else _VERSIONS):
-            match = re.fullmatch(r"([A-Za-z0-9_-]+)/([1-9][0-9]*)\.json", f"{name}/{path}" if name else path)
+            match = re.fullmatch(r"([A-Za-z0-9_-]+)/([1-9][0-9]{0,17})\.json", f"{name}/{path}" if name else path)
             if match is not None:
                 found.append(Version(name=match.group(1), number=int(match.group(2)), at=at))
         return tuple(sorted(found, key=lambda one: (one.name, one.number)))
@@ -161,7 +169,7 @@ class Datasets:
         return manifest
 
     def _send(self, name: str, number: int, files: Sequence[Source], told: Progress) -> tuple[File, ...]:
-        before = [(one.path.stat().st_mtime_ns, _sha256(one.path)) for one in files]
+        before = [(one.path.stat().st_mtime_ns, sha256(one.path)) for one in files]
         goal = self._data(name, number)
         upload(self._store, goal, files, patience=self._patience, told=told)
         for one, (changed, _) in zip(files, before, strict=True):
@@ -176,7 +184,10 @@ class Datasets:
     def fetch(
         self, manifest: Manifest, target: Path, *, regex: str = "", resume: bool = False, told: Progress = nothing_told
     ) -> Moved:
-        """Fetch a version into ``target``; every file is held against its SHA-256. Raises ``StorageError``."""
+        """Fetch a version into ``target``; every file is held against its SHA-256 before it gets its name.
+
+        Raises ``StorageError``.
+        """
         wanted = {one.path: one for one in manifest.matching(regex)}
         if not wanted:
             return Moved()
@@ -184,22 +195,13 @@ class Datasets:
         for number in sorted({one.number for one in wanted.values()}):
             part = download(
                 self._store, self._data(manifest.name, number), target,
-                only={one.path for one in wanted.values() if one.number == number}, resume=resume, patience=self._patience,
+                sums={one.path: one.sha256 for one in wanted.values() if one.number == number}, resume=resume,
+                patience=self._patience,
                 told=lambda done, _, before=moved.size: told(before + done, whole),  # type: ignore[misc]
             )  # fmt: skip
             moved = Moved(
                 files=moved.files + part.files, size=moved.size + part.size, skipped=moved.skipped + part.skipped
             )  # fmt: skip
-        for path, one in wanted.items():
-            here, source = target / path, self._data(manifest.name, one.number)
-            if not here.is_file():
-                raise StorageError(
-                    f"{source.below(path)} is missing from the store: version {manifest.number} is not whole any more"
-                )
-            with local_errors(here):
-                if _sha256(here) != one.sha256:
-                    here.unlink()
-                    raise StorageError(f"{source.below(path)} is not what was written there: its SHA-256 is another one")
         return moved
 
     def remove(self, name: str, number: int) -> None:
@@ -225,14 +227,9 @@ class Datasets:
     def _load(self, name: str, number: int) -> Manifest:
         url = self._manifest(name, number)
         try:
-            body = json.loads(self._read(url))
-            files = tuple(
-                File(path=one["path"], size=int(one["size"]), sha256=one["sha256"], number=int(one.get("version", number)))
-                for one in body["files"]
-            )
-            return Manifest(name=name, number=number, created=float(body["created"]), files=files)
+            return _manifest_of(decode_object(self._read(url), max_bytes=_MANIFEST_BYTES), name, number)
         except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{url} is no manifest of a dataset: {error}") from error
+            raise StorageError(f"{url} is not a manifest of a dataset: {error}", hint="upload the version again") from error
 
     def _put(self, manifest: Manifest) -> None:
         self._write(self._manifest(manifest.name, manifest.number), _text(manifest))
@@ -262,7 +259,7 @@ class Datasets:
             taken: dict[int, set[str]] = {}
             for path, _at in self._names(f"{_CLAIMS}/{name}"):
                 number, _, who = path.partition(".")
-                if number.isdigit():
+                if re.fullmatch("[0-9]{1,18}", number):
                     taken.setdefault(int(number), set()).add(who)
             mine = [number for number, marks in taken.items() if mark in marks]
             if mine and taken[max(mine)] == {mark} and max(mine) > above:
@@ -283,9 +280,15 @@ class Datasets:
 
     def _read(self, url: StorageUrl) -> bytes:
         def read() -> bytes:
-            pieces: list[bytes] = []
-            self._store.read(self._store.stat(url.key), 0, pieces.append)
-            return b"".join(pieces)
+            content = bytearray()
+
+            def keep(piece: bytes) -> None:
+                content.extend(piece)
+                if len(content) > _MANIFEST_BYTES:
+                    raise StorageError(f"{url} is longer than a manifest can be ({_MANIFEST_BYTES >> 20} MiB)")
+
+            self._store.read(self._store.stat(url.key), 0, keep)
+            return bytes(content)
 
         return self._patience.keep_trying(read)
 
@@ -294,6 +297,31 @@ class Datasets:
             file.write(text.encode())
             file.flush()
             self._patience.keep_trying(lambda: self._store.write(url.key, Path(file.name), lambda _: None))
+
+
+def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> Manifest:
+    """Return a manifest, all of which was checked: whoever may write to the store can write anything into it."""
+    created = body["created"]
+    if type(created) not in (int, float) or not 0 <= created <= _LATEST_S:
+        raise ValueError("`created` is not a time")
+    files = tuple(_file_of(one, number) for one in body["files"])
+    names = {one.path for one in files}
+    if len(names) != len(files):
+        raise ValueError("it names a path twice")
+    for one in files:
+        why = why_not_a_file(one.path, names)
+        if why:
+            raise ValueError(f"the path {one.path[:_SHOWN]!r}: {why}")
+    return Manifest(name=name, number=number, created=float(created), files=files)
+
+
+def _file_of(one: Mapping[str, Any], number: int) -> File:
+    path, size, digest, at = one["path"], one["size"], one["sha256"], one.get("version", number)
+    if not isinstance(path, str) or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError("a file has no path or no SHA-256")
+    if type(size) is not int or size < 0 or type(at) is not int or at < 1:
+        raise ValueError(f"the size or the version of {path[:_SHOWN]!r} is not a number that can be right")
+    return File(path=path, size=size, sha256=digest, number=at)
 
 
 def _text(manifest: Manifest) -> str:
@@ -325,11 +353,3 @@ def _folders(path: str) -> list[str]:
 def _is_alive(since: float | None, now: float | None) -> bool:
     """Whether a turn that began at ``since`` may still go on; both are times of the store."""
     return since is None or now is None or now - since < _LONGEST_TURN_S
-
-
-def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
-    with local_errors(path), path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            found.update(piece)
-    return found.hexdigest()

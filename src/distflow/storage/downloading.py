@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from distflow.runtime.wire import OpError
 from distflow.storage.base import Entry, Progress, Store, nothing_told, part_name
 from distflow.storage.failures import Halted, local_errors
 from distflow.storage.selecting import Wanted, check_names, select_found
-from distflow.storage.sums import is_equal
+from distflow.storage.sums import is_equal, sha256
 from distflow.storage.trying import Gauge, Patience, for_all
 
 __all__ = ["Moved", "download", "find"]
@@ -47,31 +47,39 @@ def download(
     target: Path,
     *,
     regex: str = "",
-    only: Container[str] | None = None,
+    sums: Mapping[str, str] | None = None,
     resume: bool = False,
     at_once: int = 8,
     patience: Patience | None = None,
     told: Progress = nothing_told,
 ) -> Moved:
-    """Fetch what a URL means into the directory ``target``; with ``only``, of that these names.
+    """Fetch what a URL means into the directory ``target``.
 
-    With ``resume``, what is there with the right size and sum stays. A file that is half here is gone on with in any case,
-    as long as the store has the same content. Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
+    With ``sums`` (SHA-256 by name), only these names are fetched. All of them must be there, and a file gets its name only when
+    its content has that sum. With ``resume``, what is there with the right size and sum stays. A file that is half here is gone
+    on with in any case, as long as the store has the same content.
+
+    Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
     """
     patience = patience or Patience()
     found = find(store, url, regex, patience=patience)
-    wanted = tuple(one for one in found if only is None or one.name in only)
+    wanted = tuple(one for one in found if sums is None or one.name in sums)
+    missing = sorted(set(sums or ()) - {one.name for one in wanted})
+    if missing:
+        raise StorageError(f"{url.below(missing[0])} is missing from the store", hint="a part of this version was removed")
     check_names(url, wanted)
     gauge = Gauge(sum(one.entry.size for one in wanted), told)
     with local_errors(target):
         target.mkdir(parents=True, exist_ok=True)
         places = _places(target, wanted)
 
-    fetches = {one.name: _Fetch(store, url, one.entry, places[one.name], patience, gauge) for one in wanted}
+    fetches = {
+        one.name: _Fetch(store, url, one.entry, places[one.name], (sums or {}).get(one.name, ""), patience, gauge)
+        for one in wanted
+    }
 
     def fetch(one: Wanted) -> bool:
-        path = places[one.name]
-        if resume and path.is_file() and not path.is_symlink() and is_equal(path, one.entry):
+        if resume and fetches[one.name].is_there():
             gauge.add(one.entry.size)
             return True
         fetches[one.name].run()
@@ -106,11 +114,14 @@ def _places(target: Path, wanted: Sequence[Wanted]) -> dict[str, Path]:
 class _Fetch:
     """One object on its way to a file."""
 
-    def __init__(self, store: Store, url: StorageUrl, entry: Entry, path: Path, patience: Patience, gauge: Gauge) -> None:
+    def __init__(
+        self, store: Store, url: StorageUrl, entry: Entry, path: Path, sha256: str, patience: Patience, gauge: Gauge
+    ) -> None:
         self._store = store
         self._shown = url.shown(entry.key)
         self._entry = entry
         self._path = path
+        self._sha256 = sha256
         # The part belongs to this content only: another one under the same key begins anew.
         mark = hashlib.sha256(f"{self._shown}\0{path.name}\0{entry.mark}\0{entry.size}".encode("utf-8", "surrogateescape"))
         self._part = path.with_name(part_name(mark.hexdigest()[:16]))
@@ -118,6 +129,14 @@ class _Fetch:
         self._gauge = gauge
         self._here = 0
         """Bytes of it that the gauge knows of."""
+
+    def is_there(self) -> bool:
+        """Whether the file is complete from an earlier download."""
+        if not self._path.is_file() or self._path.is_symlink():
+            return False
+        if self._sha256:
+            return self._path.stat().st_size == self._entry.size and sha256(self._path) == self._sha256
+        return bool(is_equal(self._path, self._entry))
 
     def run(self) -> None:
         try:
@@ -168,6 +187,9 @@ class _Fetch:
                 self._again("it was changed while it was fetched", keep=False)
             if is_equal(self._part, now) is False:
                 self._again("what came does not have the sum that the store tells", keep=False)
+        if self._sha256 and sha256(self._part) != self._sha256:
+            self.drop()
+            raise StorageError(f"{self._shown} is not what was written there: its SHA-256 is another one")
 
     def _again(self, why: str, *, keep: bool) -> None:
         if not keep:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from distflow.documents.urls import StorageUrl
 from distflow.errors import InputError, StorageError, StorageMissing
 from distflow.storage.base import Entry
 
-__all__ = ["Wanted", "check_names", "compile_regex", "select", "select_found"]
+__all__ = ["Wanted", "check_names", "compile_regex", "select", "select_found", "why_not_a_file"]
 
 _LONGEST_NAME = 255
 
@@ -64,11 +64,7 @@ def check_names(url: StorageUrl, wanted: Sequence[Wanted]) -> None:
     """Refuse names that cannot be files below a folder, each and together. Raises ``StorageError``."""
     names = {one.name for one in wanted}
     for one in wanted:
-        why = _why_not(one.name)
-        parts = one.name.split("/")
-        above = next(("/".join(parts[:end]) for end in range(1, len(parts)) if "/".join(parts[:end]) in names), None)
-        if above is not None:
-            why = f"{url.shown(above)} would have to be a file and a directory"
+        why = why_not_a_file(one.name, names)
         if why:
             raise StorageError(
                 f"{url.shown(one.entry.key)!r} cannot be kept as a file: {why}",
@@ -76,7 +72,8 @@ def check_names(url: StorageUrl, wanted: Sequence[Wanted]) -> None:
             )
 
 
-def _why_not(name: str) -> str:
+def why_not_a_file(name: str, names: Container[str]) -> str:
+    """Return why an object cannot be a file of this name below a folder that gets all of ``names``; empty when it can."""
     parts = name.split("/")
     if name.startswith("/") or ".." in parts:
         return "its name leads elsewhere"
@@ -86,4 +83,5 @@ def _why_not(name: str) -> str:
         return "its name holds a zero byte"
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
         return f"a part of its name is longer than {_LONGEST_NAME} bytes"
-    return ""
+    above = next(("/".join(parts[:end]) for end in range(1, len(parts)) if "/".join(parts[:end]) in names), None)
+    return f"`{above}` would have to be a file and a directory" if above is not None else ""

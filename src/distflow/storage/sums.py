@@ -9,7 +9,7 @@ from distflow.storage.base import PART_BYTES, Entry
 from distflow.storage.failures import local_errors
 from distflow.storage.objects import part_size
 
-__all__ = ["is_equal"]
+__all__ = ["is_equal", "sha256"]
 
 _AT_ONCE = 1 << 20
 _GUESSES = (PART_BYTES, 8 << 20, 5 << 20, 50 << 20, 64 << 20, 100 << 20)
@@ -31,6 +31,15 @@ def is_equal(path: Path, entry: Entry) -> bool | None:
         if any(_md5_of_parts(path, one) == digest for one in sorted(sizes)):
             return True
     return None
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, hexadecimal. Raises ``StorageError``."""
+    found = hashlib.sha256()
+    with local_errors(path), path.open("rb") as file:
+        while piece := file.read(_AT_ONCE):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def _md5(path: Path) -> str:

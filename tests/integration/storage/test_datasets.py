@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -127,13 +128,83 @@ def test_what_was_changed_in_the_store_is_noticed(base: tuple[StorageUrl, Path],
     (folder / "data" / "a" / "1" / "x").write_bytes(b"?")
     with pytest.raises(StorageError, match="data/a/1/x is not what was written there"):
         datasets.fetch(manifest, tmp_path / "got")
-    assert not (tmp_path / "got" / "x").exists()
+    # The good file of the download before is kept.
+    assert (tmp_path / "got" / "x").read_bytes() == b"1"
     (folder / "data" / "a" / "1" / "x").unlink()
     with pytest.raises(StorageError, match="data/a/1/x is missing"):
-        datasets.fetch(manifest, tmp_path / "more")
+        at(url).fetch(manifest, tmp_path / "more")
     (folder / "versions" / "a" / "1.json").write_text("{}")
-    with pytest.raises(StorageError, match="is no manifest"):
+    with pytest.raises(StorageError, match="is not a manifest"):
+        at(url).manifest("a")
+
+
+BAD = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": "../../../home/authorized_keys", "sha256": BAD},
+        {"path": "/home/authorized_keys"}, {"path": ""}, {"path": "."}, {"path": "a/./b"}, {"path": "a\0b"}, {"path": 3},
+        {"path": "x" * 256}, {"path": "y/z"}, {"path": "y"}, {"sha256": "zz"}, {"sha256": None},
+        {"size": -1}, {"size": "1"}, {"size": 1e400}, {"version": 0}, {"version": True}, {"version": "../1"},
+    ],
+)  # fmt: skip
+def test_a_manifest_that_another_user_wrote(change: dict[str, object], base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    datasets = at(url)
+    datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), mark="m1", at=0.0)
+    victim = tmp_path / "home" / "authorized_keys"
+    victim.parent.mkdir()
+    victim.write_text("mine")
+    manifest = folder / "versions" / "a" / "1.json"
+    body = json.loads(manifest.read_text())
+    body["files"][0] |= change
+    manifest.write_text(json.dumps(body))
+    with pytest.raises(StorageError, match="is not a manifest of a dataset"):
+        datasets.fetch(datasets.manifest("a"), tmp_path / "home" / "got" / "deep" / "er")
+    assert victim.read_text() == "mine"
+    assert [path.name for path in (tmp_path / "home").rglob("*")] == ["authorized_keys"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"created": ' + "9" * 400 + "}", '{"created": NaN, "files": []}', "\xff"])
+def test_a_manifest_that_no_decoder_likes(text: str, base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    datasets = at(url)
+    datasets.add("a", files(tmp_path / "a", x=b"1"), mark="m1", at=0.0)
+    (folder / "versions" / "a" / "1.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(StorageError, match="is not a manifest of a dataset"):
         datasets.manifest("a")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_download_that_fails_leaves_the_files_of_the_user(
+    resume: bool, base: tuple[StorageUrl, Path], tmp_path: Path
+) -> None:
+    url, folder = base
+    datasets = at(url)
+    manifest = datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), mark="m1", at=0.0)
+    (folder / "data" / "a" / "1" / "x").write_bytes(b"?")
+    mine = tmp_path / "got" / "x"
+    mine.parent.mkdir()
+    mine.write_bytes(b"!")
+    with pytest.raises(StorageError, match="its SHA-256 is another one"):
+        datasets.fetch(manifest, tmp_path / "got", resume=resume)
+    assert mine.read_bytes() == b"!"
+    # A file of the user's own in the place of one that the store has lost is no part of the version.
+    (folder / "data" / "a" / "1" / "x").unlink()
+    with pytest.raises(StorageError, match="is missing from the store"):
+        at(url).fetch(manifest, tmp_path / "got", resume=resume)
+    assert mine.read_bytes() == b"!"
+
+
+def test_claims_that_are_not_numbers_are_ignored(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = base
+    claims = folder / "claims" / "a"
+    claims.mkdir(parents=True)
+    for name in ("\u00b2.m9", "9" * 100 + ".m9"):
+        (claims / name).write_text("")
+    assert at(url).add("a", files(tmp_path / "a", x=b"1"), mark="m1", at=0.0).number == 1
 
 
 def put(top: Path, **contents: str) -> tuple[Source, ...]:
