@@ -26,6 +26,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@sh scripts/install_sshd.sh
 	@sh scripts/install_engines.sh
+	@sh scripts/install_lookup.sh
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)

@@ -73,6 +73,7 @@ def bind_task(
         container=container_of(launch, node, fill),
         memory=launch.resource.memory if node.enforce_limits else None,
         python_path=launch.python_path,
+        path=launch.path,
         gang=_link(group, task, binding),
     )
 

@@ -17,6 +17,7 @@ from distflow.plan.environment import task_environment
 from distflow.plan.frameworks.model import Place, Started
 from distflow.plan.frameworks.table import FRAMEWORKS, start
 from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
+from distflow.plan.nametools import NAME_TOOLS, name_tools
 from distflow.plan.tokens import Rewrite, place_of, rewriter
 from distflow.spec.bundles import Bundle
 from distflow.spec.library import LIBRARY, needs_library
@@ -142,6 +143,8 @@ def _launch(
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
+    files = tuple(_file(file, rewrite, bundles) for file in task.files)
+    tools = name_tools([*started.argv, *environment.values(), *(file.text or "" for file in files)])
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
     return Launch(
         task=task.name,
@@ -150,8 +153,9 @@ def _launch(
         environment={name: value for name, value in environment.items() if name not in secret},
         secret_names=secret_names,
         credentials=planned_credentials(task.credentials),
-        files=(*(_file(file, rewrite, bundles) for file in task.files), *started.files, *library),
+        files=(*files, *started.files, *library, *tools),
         python_path=tuple(f"{ATTEMPT_DIR}/{file.path}" for file in library),
+        path=(NAME_TOOLS,) if tools else (),
         inputs=task.inputs,
         url_inputs=task.url_inputs,
         earlier_inputs=task.earlier_inputs,

@@ -142,6 +142,8 @@ class Launch:
     """Which member of its gang it is in ``distributed.json``; ``None``: it is given none (``plan.distributed``)."""
     python_path: tuple[str, ...] = ()
     """Directories at the end of its PYTHONPATH, whatever stands there before."""
+    path: tuple[str, ...] = ()
+    """Directories at the beginning of its PATH."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,5 +287,7 @@ class BoundLaunch:
     """Bytes that its processes may use; ``None``: all that there are."""
     python_path: tuple[str, ...] = ()
     """Directories at the end of its PYTHONPATH."""
+    path: tuple[str, ...] = ()
+    """Directories at the beginning of its PATH."""
     gang: GangLink | None = None
     """``None`` for a task that is alone."""

@@ -93,6 +93,7 @@ def script(group: GroupPlan, launch: Launch) -> str:
     for file in files:
         lines += _place(file)
     lines += [f"export {name}={_word(value)}" for name, value in launch.environment.items()]
+    lines += [f'export PATH={_word(path)}:"$PATH"' for path in launch.path]
     lines += [f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{_word(path)}' for path in launch.python_path]
     lines += ['cd "$ATTEMPT_DIR/work"', "exec " + " ".join(_word(word) for word in launch.argv)]
     return "\n".join(lines) + "\n"
@@ -123,6 +124,7 @@ def _task_lines(launch: Launch, node: str | None) -> list[str]:
     lines = [head, "    command      " + " ".join(shlex.quote(_shown(word)) for word in launch.argv)]
     for position, (name, value) in enumerate(launch.environment.items()):
         lines.append(f"    {'environment' if position == 0 else '':12} {name}={_shown(value)}")
+    lines += [f"    {'':12} PATH={_shown(path)}:…" for path in launch.path]
     lines += [f"    {'':12} PYTHONPATH=…:{_shown(path)}" for path in launch.python_path]
     lines += [f"    {'':12} {name}={MASK}" for name in (*launch.secret_names, *_variables(launch))]
     named = [one for one in launch.credentials if one.path]
@@ -170,6 +172,7 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
         "member": launch.member,
         "command": list(launch.argv),
         "python_path": list(launch.python_path),
+        "path": list(launch.path),
         "environment": dict(launch.environment) | dict.fromkeys((*launch.secret_names, *_variables(launch)), MASK),
         "credentials": [
             {"name": one.name, "variables": dict(one.variables), "directory": one.shown or None, "placed_at": one.path or None}

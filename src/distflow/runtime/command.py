@@ -52,6 +52,7 @@ def fill(launch: Json, directory: str) -> Json:
     filled = dict(launch)
     filled["argv"] = [text(a) for a in launch["argv"]]
     filled["path_prepend"] = [text(p) for p in launch.get("path_prepend") or []]
+    filled["path"] = [text(p) for p in launch.get("path") or []]
     filled["python_path"] = [text(p) for p in launch.get("python_path") or []]
     for name in ("env", "secret_env"):
         filled[name] = {key: text(value) for key, value in (launch.get(name) or {}).items()}
@@ -72,7 +73,9 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     env.update(launch.get("secret_env") or {})
     if not launch.get("container"):
         path = env.get("PATH") or path
-    env["PATH"] = ":".join([*(launch.get("path_prepend") or []), path, *filter(None, [nc.directory()])])
+    env["PATH"] = ":".join(
+        [*(launch.get("path") or []), *(launch.get("path_prepend") or []), path, *filter(None, [nc.directory()])]
+    )
     if launch.get("python_path"):
         env["PYTHONPATH"] = ":".join([*filter(None, [env.get("PYTHONPATH")]), *launch["python_path"]])
     env.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, "error.json"))

@@ -90,7 +90,7 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
     program = _program(container, env)
     if apptainer.is_it(program):
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(directory))))
-        return apptainer.wrap(program, launch, _names(launch, env), root, directory, env)
+        return apptainer.wrap(program, dict(launch, argv=_argv(launch)), _names(launch, env), root, directory, env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     words = [program, "run", "--name", _name(attempt), "--label", "distflow.attempt=" + attempt, *_limits(container)]
     words += ["--cidfile", os.path.join(directory, CREATED), "--network", "host", "--ipc", "host", "--pid", "host"]
@@ -103,7 +103,7 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
     if (launch.get("env") or {}).get("CUDA_VISIBLE_DEVICES"):
         words += ["--gpus", "all"] if _is_docker(program) else ["--device", "nvidia.com/gpu=all"]
     words += _variables(launch, env)
-    program_inside, *arguments = launch["argv"]
+    program_inside, *arguments = _argv(launch)
     return [*words, "--entrypoint", program_inside, str(container["image"]), *arguments]
 
 
@@ -117,7 +117,14 @@ def enter(launch: Json, attempt: str, directory: str, env: Dict[str, str], termi
     if terminal:
         words += ["--tty", "--env", "TERM"]
     words += _variables(launch, env)
-    return [*words, _name(attempt), *launch["argv"]]
+    return [*words, _name(attempt), *_argv(launch)]
+
+
+def _argv(launch: Json) -> List[str]:
+    """The command inside: with directories of its own for PATH, through a shell, as only that knows the image's PATH."""
+    if not launch.get("path"):
+        return list(launch["argv"])
+    return ["/bin/sh", "-c", 'PATH="$0:$PATH"; export PATH; exec "$@"', ":".join(launch["path"]), *launch["argv"]]
 
 
 def remove(known: Optional[Json]) -> Optional[str]:

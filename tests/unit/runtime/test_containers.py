@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_distflow_train_is_found_inside_too(path: str, monkeypatch: pytest.Monke
     without = own | {"env": {}}
     assert "PYTHONPATH" in containers.wrap(without, "w/g/t/0", "/attempt", command.environment(without, "w/g/t/0", "/attempt"))
     assert "PYTHONPATH" not in containers.wrap(launch(), "w/g/t/0", "/attempt", env)
+
+
+def test_programs_for_the_task_lead_the_path_of_the_image(path: str) -> None:
+    own = launch() | {"path": ["/attempt/bin"]}
+    for words in (
+        containers.wrap(own, "w/g/t/0", "/attempt", {"PATH": path}),
+        containers.enter(own, "w/g/t/0", "/attempt", {"PATH": path}, terminal=False),
+    ):
+        assert words[-5:] == ["/attempt/bin", "python3", "train.py", "--lr", "1"]
+        at = words.index("-c")
+        done = subprocess.run(
+            ["/bin/sh", "-c", words[at + 1], "/attempt/bin", "sh", "-c", 'echo "$PATH $1"', "x", "a b"],
+            env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout == "/attempt/bin:/usr/bin:/bin a b\n"
 
 
 def test_what_ends_a_container_holds_no_secret(path: str) -> None:

@@ -199,6 +199,7 @@ class MachinesBackend:
                 "secret_files": [{"path": path, "files": revealed(files)} for path, files in secrets.directories.items()],
                 "path_prepend": connection.path_prepend(),
                 "python_path": list(launch.python_path),
+                "path": list(launch.path),
                 "files": [
                     {"path": file.path, "mode": file.mode, "is_tar": file.is_tar, "only": file.only} | self._content(file)
                     for file in launch.files

@@ -1,0 +1,95 @@
+"""Shapes of OSMO's own specs, written anew here: each must run as it does there, or warn at the line where it does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from distflow.testing.sshd import free_port
+from scenarios.lab import Lab, json_lines
+
+TUTORIAL = """\
+workflow:
+  name: pytorch-dist
+  resources:
+    default: {cpu: 1, memory: 1Gi, storage: 1Gi}
+  groups:
+  - name: training
+    tasks:
+    - name: master
+      lead: true
+      image: nvcr.io/nvidia/pytorch:24.03-py3
+      command: [bash]
+      args: [/tmp/entry.sh]
+      volumeMounts: [/dev/shm]
+      files:
+      - path: /train_dist.py
+        localpath: train_dist.py
+      - path: /tmp/entry.sh
+        contents: |
+          set -x
+          mkdir -p {{output}}/models
+          export MASTER_ADDR=localhost
+          export MASTER_PORT={{port}}
+          python3 /train_dist.py --offset 0 --size 1 --world_size 2 --epochs 1 --output {{output}}/models
+          echo "Finished training!"
+      outputs:
+      - dataset:
+          name: models
+          path: models
+    - name: worker
+      image: nvcr.io/nvidia/pytorch:24.03-py3
+      command: [bash]
+      args: [/tmp/entry.sh]
+      volumeMounts: [/dev/shm]
+      files:
+      - path: /train_dist.py
+        localpath: train_dist.py
+      - path: /tmp/entry.sh
+        contents: |
+          export MASTER_ADDR=$(nslookup {{host:master}} | grep -oP "\\\\d+.\\\\d+.\\\\d+.\\\\d+" | tail -n 1)
+          export MASTER_PORT={{port}}
+          echo "the master is at $MASTER_ADDR"
+          while ! nc -w 30 -z {{host:master}} $MASTER_PORT; do
+            echo "Waiting for the master..."
+            sleep 1
+          done
+          python3 /train_dist.py --offset 1 --size 1 --world_size 2 --epochs 1
+          echo "Finished training!"
+
+default-values:
+  port: 29500
+"""
+
+
+def need(*programs: str) -> None:
+    """Skip the test where a program is missing: stand-ins would prove nothing."""
+    lacking = [program for program in programs if shutil.which(program) is None]
+    if lacking:
+        pytest.skip(f"{', '.join(lacking)} not found: apt-get install bind9-dnsutils bind9-host netcat-openbsd")
+
+
+@pytest.mark.ssh
+@pytest.mark.torch
+def test_the_tutorial_of_two_nodes_trains_with_a_real_nslookup_and_nc(lab: Lab, repository: Path) -> None:
+    need("nslookup", "nc")
+    cli = lab.cli
+    lab.configure(names=("gpu1", "gpu2"))
+    shutil.copy(repository / "scripts" / "train_dist.py", cli.folder)
+    done = cli.run(
+        "workflow", "submit", cli.spec(TUTORIAL), "--wait", "--set", f"port={free_port('')}", timeout=170
+    )  # fmt: skip
+    assert done.code == 0, done.err + done.out
+    tasks, log = cli.tasks("pytorch-dist-1"), cli.logs("pytorch-dist-1")
+    assert {task["node_name"] for task in tasks.values()} == {"gpu1", "gpu2"}
+    assert f"[worker] the master is at 127.0.1.{tasks['master']['node_name'][-1]}" in log
+    assert log.count("Finished training!") >= 2
+    rows = json_lines(log)
+    assert {row["rank"] for row in rows if row.get("event") == "started"} == {0, 1}
+    assert [row["world_size"] for row in rows if row.get("event") == "started"] == [2, 2]
+    (made,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]
+    assert (made["name"], made["versions"]) == ("models", [1])
+    assert made["latest"]["file_count"] >= 1
