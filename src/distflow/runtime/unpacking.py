@@ -11,45 +11,77 @@ from typing import BinaryIO, Optional, Pattern, Set
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import OpError
 
-__all__ = ["unpack"]
+__all__ = ["EARLIEST_S", "unpack"]
 
+EARLIEST_S = 315619200
+"""The second of January 1980: ``zip`` refuses files from before 1980, by the clock of its own time zone."""
+_LATEST_S = 2**32
 _SMALL = 1 << 20
+_HEADER_BYTES = 1 << 20
+"""tarfile reads extended headers into memory, however long they claim to be."""
+_EXTENDED = (
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+)  # fmt: skip
 
 
-def unpack(archive: BinaryIO, top: str, only: str = "") -> None:
+def unpack(archive: BinaryIO, top: str, only: str = "", *, compressed: bool = True) -> None:
     """Unpack files, directories and links that stay inside ``top``. May be done again over what is there.
 
     ``only`` is a regular expression: of the files and links those whose relative path it matches from its start, in the
-    directories that they need.
+    directories that they need. ``compressed``: whether the archive may be compressed. Raises ``OpError`` and ``OSError`` only.
     """
     wanted = _matcher(only)
-    real_top = os.path.realpath(top)
+    try:
+        with tarfile.open(fileobj=archive, mode="r:*" if compressed else "r:", tarinfo=_Member) as tar:
+            has_links = _unpack_members(tar, top, wanted)
+    except (OpError, OSError):
+        raise
+    except Exception as error:  # tarfile raises many kinds for a damaged archive, RecursionError among them
+        raise OpError("bad_request", "the archive is damaged: {}".format(str(error) or type(error).__name__)) from error
+    if has_links:
+        _refuse_links_outside(top)
+
+
+class _Member(tarfile.TarInfo):
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _EXTENDED and self.size > _HEADER_BYTES:
+            raise OpError("bad_request", "the archive has a header of {} bytes".format(self.size))
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return member
+
+
+def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str]]) -> bool:
+    """Unpack all members and return whether links were made or replaced."""
     known: Set[str] = set()
-    with tarfile.open(fileobj=archive, mode="r:*") as tar:
-        for member in tar:
-            name = os.path.normpath(member.name)
-            if name == "." or (wanted is not None and (member.isdir() or not wanted.match(name))):
-                continue
-            path = _place_of(top, name, known)
-            if member.isdir():
-                if os.path.islink(path):
-                    os.unlink(path)
-                os.makedirs(path, exist_ok=True)
-                os.chmod(path, (member.mode & 0o777) | 0o700)
-            elif member.isfile():
-                _unpack_file(tar, member, path)
-            elif member.issym():
-                known.clear()
-                _clear(path)
-                os.symlink(member.linkname, path)
-                _refuse_outside(path, real_top, member)
-            elif member.islnk():
-                source = inside(top, os.path.normpath(member.linkname))
-                _clear(path)
-                os.link(source, path, follow_symlinks=False)
-                _refuse_outside(path, real_top, member)
-            else:
-                raise OpError("bad_request", "the archive holds {!r}, which is no file, directory or link".format(member.name))
+    has_links = False
+    for member in tar:
+        name = os.path.normpath(member.name)
+        if name == "." or (wanted is not None and (member.isdir() or not wanted.match(name))):
+            continue
+        path = _place_of(top, name, known)
+        if member.issym() or member.islnk() or os.path.islink(path):
+            # Every path through a link may lead elsewhere from now on.
+            known.clear()
+            has_links = True
+        if member.isdir():
+            if os.path.islink(path):
+                os.unlink(path)
+            os.makedirs(path, exist_ok=True)
+            os.chmod(path, (member.mode & 0o777) | 0o700)
+        elif member.isfile() and not member.issparse():
+            _unpack_file(tar, member, path)
+        elif member.issym():
+            _clear(path)
+            os.symlink(member.linkname, path)
+            _refuse_outside(top, path)
+        elif member.islnk():
+            source = inside(top, os.path.normpath(member.linkname))
+            _clear(path)
+            os.link(source, path, follow_symlinks=False)
+            _refuse_outside(top, path)
+        else:
+            raise OpError("bad_request", "the archive holds {!r}, which is no file, directory or link".format(member.name))
+    return has_links
 
 
 def _matcher(only: str) -> Optional[Pattern[str]]:
@@ -88,11 +120,23 @@ def _unpack_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> No
             shutil.copyfileobj(source, target, _SMALL)
         target.flush()
         os.fchmod(fd, (member.mode & 0o777) | 0o600)
-        os.utime(fd, (member.mtime, member.mtime))
+        # Not ``max`` and ``min`` alone: an extended header can say NaN.
+        at = min(member.mtime, _LATEST_S) if member.mtime >= EARLIEST_S else EARLIEST_S
+        os.utime(fd, (at, at))
 
 
-def _refuse_outside(path: str, real_top: str, member: tarfile.TarInfo) -> None:
-    real = os.path.realpath(path)
+def _refuse_links_outside(top: str) -> None:
+    """Check the finished tree: a link that led to a place inside when it was made may lead outside at the end."""
+    for folder, folders, names in os.walk(top):
+        for name in folders + names:
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                _refuse_outside(top, path)
+
+
+def _refuse_outside(top: str, path: str) -> None:
+    real, real_top = os.path.realpath(path), os.path.realpath(top)
     if real != real_top and not real.startswith(real_top + os.sep):
+        target = os.readlink(path) if os.path.islink(path) else real
         os.unlink(path)
-        raise OpError("bad_request", "the archive's link {!r} leads outside ({!r})".format(member.name, member.linkname))
+        raise OpError("bad_request", "the archive's link {!r} leads outside ({!r})".format(os.path.relpath(path, top), target))

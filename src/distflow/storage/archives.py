@@ -64,7 +64,7 @@ def unpacked(archive: Path, scratch: Path) -> Iterator[Path]:
             with local_errors(scratch):
                 scratch.mkdir(parents=True)
                 with archive.open("rb") as source:
-                    unpack(source, os.fspath(scratch))
+                    unpack(source, os.fspath(scratch), compressed=False)
         except OpError as error:
             raise StorageError(f"the output cannot be unpacked: {error}") from error
         yield scratch

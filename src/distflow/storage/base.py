@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
-__all__ = ["PART_BYTES", "Entry", "Progress", "Sink", "Store", "is_part", "nothing_told", "part_name"]
+__all__ = ["PART_BYTES", "Entry", "Progress", "Sink", "Store", "is_part", "nothing_told", "open_source", "part_name"]
 
 PART_BYTES = 16 << 20
 """Large objects are written in parts of this size, and read in pieces of it."""
@@ -26,6 +27,11 @@ def part_name(mark: str) -> str:
 def is_part(name: str) -> bool:
     """Whether a file of this name is one that was not whole."""
     return re.fullmatch(r"\.[0-9a-f]{16}\.distflow-part", name) is not None
+
+
+def open_source(path: Path) -> BinaryIO:
+    """Open a file of this machine for reading, if it is not a symbolic link. Raises ``OSError``."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb")
 
 
 def nothing_told(done: int, total: int) -> None:

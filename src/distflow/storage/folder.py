@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from distflow.errors import StorageError, StorageMissing
-from distflow.storage.base import Entry, Sink, is_part, part_name
+from distflow.storage.base import Entry, Sink, is_part, open_source, part_name
 from distflow.storage.failures import local_errors
 
 __all__ = ["FolderStore"]
@@ -81,7 +81,7 @@ class FolderStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(part_name(secrets.token_hex(8)))
             try:
-                with source.open("rb") as given, part.open("xb") as target:
+                with open_source(source) as given, part.open("xb") as target:
                     while piece := given.read(_AT_ONCE):
                         target.write(piece)
                         told(len(piece))

@@ -28,7 +28,7 @@ from distflow.errors import (
     StorageRefused,
     StorageUnreachable,
 )
-from distflow.storage.base import Entry, Sink, is_part, part_name
+from distflow.storage.base import Entry, Sink, is_part, open_source, part_name
 from distflow.storage.failures import driver_errors, local_errors
 from distflow.transports.destination import SshDestination
 from distflow.transports.loading import load_link
@@ -118,7 +118,7 @@ class SftpStore:
             _make_folders(client, posixpath.dirname(path))
             try:
                 with local_errors(source):
-                    file = source.open("rb")
+                    file = open_source(source)
                 with file as given, client.open(part, "wbx") as target:
                     target.set_pipelined(True)
                     while piece := given.read(_PIECE):

@@ -25,6 +25,7 @@ class Source:
     """A file to write."""
 
     path: Path
+    """With all links resolved: it is opened as it stands here, and a link that takes its place is not followed."""
     name: str
     """Where, relative to the URL."""
     size: int
@@ -92,12 +93,14 @@ def _write(store: Store, goal: StorageUrl, one: Source, patience: Patience, gaug
 
     try:
         with local_errors(one.path):
-            before = one.path.stat()
+            before = one.path.lstat()
+        if not stat.S_ISREG(before.st_mode):
+            raise StorageError(f"{one.path} is not a regular file any longer", hint="upload it again")
         store.write(goal.key, one.path, told)
         found = store.stat(goal.key)
         with local_errors(one.path):
-            after = one.path.stat()
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            after = one.path.lstat()
+        if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
             raise StorageError(f"{one.path}: it was changed while it was sent to {goal}", hint="upload it again")
         if found.size != before.st_size or is_equal(one.path, found) is False:
             raise StorageUnreachable(f"{goal}: what is there now is not what was sent")
@@ -112,7 +115,7 @@ def _walk(path: Path, name: str, above: tuple[tuple[int, int], ...], *, only_fil
     if stat.S_ISREG(found.st_mode):
         if not os.access(path, os.R_OK):
             raise PermissionError(13, "Permission denied", os.fspath(path))
-        yield Source(path=path, name=name or path.name, size=found.st_size)
+        yield Source(path=path.resolve(), name=name or path.name, size=found.st_size)
     elif stat.S_ISDIR(found.st_mode):
         identity = (found.st_dev, found.st_ino)
         if identity in above:

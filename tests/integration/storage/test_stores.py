@@ -186,6 +186,17 @@ def test_links_of_the_source_are_followed_and_circles_found(tmp_path: Path) -> N
         sources([tmp_path / "else" / "b", make(tmp_path / "more", b=b"") / "b"])
 
 
+def test_a_file_that_becomes_a_link_is_not_sent(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    found = sources([make(tmp_path / "src", x=b"X")], contents=True)
+    (tmp_path / "secret").write_bytes(b"S")
+    (tmp_path / "src" / "x").unlink()
+    (tmp_path / "src" / "x").symlink_to(tmp_path / "secret")
+    with pytest.raises(StorageError, match="is not a regular file any longer"):
+        upload(open_store(url), url, found, patience=quickly())
+    assert not folder.exists() or tree(folder) == {}
+
+
 def test_a_link_in_the_target_leads_nobody_out(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = place
     make(folder, link__a=b"A", b=b"B")
