@@ -23,6 +23,7 @@ import yaml
 
 from distflow import errors
 from distflow.diagnosis.ends import END_RULES
+from distflow.diagnosis.rules import EXCEPTION
 from distflow.diagnosis.rules import RULES as RULES_OF_DIAGNOSIS
 from distflow.documents.problems import ProblemsFound
 from distflow.lifecycle import states
@@ -499,7 +500,7 @@ def _message(name: str) -> str:
 def diagnosis_table() -> str:
     """Return every rule of ``distflow workflow diagnose``: how a cause shows, what it is, what to do."""
     lines = ["| `key` | how it shows | cause | remedy |", "|---|---|---|---|"]
-    for rule in (*RULES_OF_DIAGNOSIS, *END_RULES):
+    for rule in (*RULES_OF_DIAGNOSIS, EXCEPTION, *END_RULES):
         cells = (f"`{rule.key}`", rule.shows, rule.cause, rule.remedy)
         lines.append("| " + " | ".join(prose(cell) for cell in cells) + " |")
     return "\n".join(lines)

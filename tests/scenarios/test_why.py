@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,31 @@ workflow:
       ranks: {size: 2}
       files: *files
 """
+
+PLAIN = """
+workflow:
+  name: plain
+  resources: {default: {gpu: 0}}
+  groups:
+  - name: train
+    launcher: torchrun
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 2}
+      command: &train [python3, /train.py]
+      files: &files
+      - path: /train.py
+        contents: |
+          import torch.distributed as dist
+          dist.init_process_group("gloo")
+          print("ready", flush=True)
+          if dist.get_rank() == 3:
+              raise RuntimeError("bad batch 17")
+          dist.barrier()
+    - {name: worker, ranks: {size: 2}, command: *train, files: *files}
+"""
+"""A script that nobody decorated with ``@record``."""
 
 
 def _why(cli: Cli, workflow: str) -> dict[str, Any]:
@@ -164,6 +190,25 @@ def test_an_exception_under_torchrun_is_told_with_its_rank_and_traceback(lab: La
         one["because"] for one in _why(cli, workflow)["timeline"] if one["task"] == "master" and one["text"].startswith("ended")
     )
     assert because == ("worker failed" if master["reason"] == "PEER_FAILED" else "it says that a peer was gone")
+
+
+@pytest.mark.torch
+def test_an_exception_of_a_script_without_record_is_named_with_its_rank_and_traceback(lab: Lab) -> None:
+    cli = lab.cli
+    lab.configure(python=sys.executable)
+    workflow = cli.submit(cli.spec(PLAIN))
+    cause = cli.await_status(workflow, "FAILED", timeout=120)["groups"][0]["first_cause"]
+    assert (cause["task"], cause["ranks"], cause["message"]) == ("worker", "3", "exit code 1: RuntimeError: bad batch 17")
+    assert cause["traceback"].splitlines()[-1] == "RuntimeError: bad batch 17"
+    assert not any("ChildFailedError" in line for line in cause["lines"])
+    shown = cli.run("workflow", "query", workflow).out
+    assert "rank 3: exit code 1: RuntimeError: bad batch 17" in shown
+    assert not any(task["last_line"].startswith("====") for task in cli.tasks(workflow).values())
+    assert "Traceback   | Traceback (most recent call last):" in cli.run("workflow", "why", workflow).out
+    told = cli.run("workflow", "diagnose", workflow).out
+    assert "rank 3 (worker on gpu" in told
+    assert "raised RuntimeError: bad batch 17 (" in told
+    assert "No known cause" not in told
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distflow.cli.output import log_sources
 from distflow.cli.tables import Paint, plain
+from distflow.cli.wiring import mirror
 from distflow.diagnosis.diagnose import diagnose
 from distflow.diagnosis.evidence import case_of
 from distflow.diagnosis.model import Diagnosis
 from distflow.lifecycle.states import State
-from distflow.state.logs import read_lines
+from distflow.state.mirror import LAST_LINES
 from distflow.supervisor.timeline import attempt_of
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from distflow.state.store import Store
 
 __all__ = ["Examined", "diagnoses_json", "diagnoses_text", "examine"]
-
-_LINES = 300
-"""Of each task's output, from its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,7 @@ def examine(
     With ``tasks`` only their words count. What was kept of another workflow ran there, and is told there. Reads the store and
     the mirrored logs, and reaches no node.
     """
-    events = store.events(record.uuid)
+    events, logs = store.events(record.uuid), mirror(directory)
     found = []
     for group in record.groups:
         number = group.attempt if attempt is None else attempt
@@ -62,9 +59,7 @@ def examine(
         if (tasks and not any(task.name in tasks for task in group.tasks)) or number > group.attempt:
             continue
         lines = {
-            task.name: [
-                line.text for line in read_lines(log_sources(directory, record, [(group.name, task)], number), last=_LINES)
-            ]
+            task.name: logs.last_lines(record.uuid, group.name, task.name, number, LAST_LINES)
             for task in attempt_of(group, number)
             if not tasks or task.name in tasks
         }
@@ -91,8 +86,8 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[Examined], words: 
     """Return what ``diagnose --format-type json`` prints.
 
     ``message`` says why there are no ``groups``. Of a group: ``retry_id``, and its ``diagnoses``, the most specific first:
-    ``key`` (such as ``rank-missing``), ``cause``, ``found``, ``remedy``, and the ``task`` and ``line`` that show it. Where
-    there are none, the group's ``message`` says what to look at.
+    ``key`` (such as ``rank-missing``), ``cause``, ``found``, ``remedy``, and the ``task`` with the ``line`` or ``traceback``
+    that shows it. Where there are none, the group's ``message`` says what to look at.
     """
     return {
         "name": record.id,
@@ -113,6 +108,7 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[Examined], words: 
                         "remedy": _remedy(record, diagnosis),
                         "task": diagnosis.task or None,
                         "line": diagnosis.line or None,
+                        "traceback": diagnosis.traceback or None,
                     }
                     for diagnosis in one.diagnoses
                 ],
@@ -128,6 +124,8 @@ def _rows(record: WorkflowRecord, diagnosis: Diagnosis, paint: Paint) -> Iterato
         yield f"  Found   {plain(diagnosis.found)}"
     if diagnosis.line:
         yield f"  Shown   [{diagnosis.task}] {plain(diagnosis.line)}"
+    for number, line in enumerate(diagnosis.traceback.splitlines()):
+        yield f"  {'' if number else 'Shown':<7} | {plain(line)}"
     yield f"  Remedy  {_remedy(record, diagnosis)}"
 
 

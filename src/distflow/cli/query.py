@@ -20,6 +20,7 @@ from distflow.state.logs import LogLine
 from distflow.state.metrics import Latest, Metric, latest, read_metrics
 from distflow.state.record import WorkflowRecord
 from distflow.supervisor.clock import SystemClock
+from distflow.supervisor.printed_errors import without_launcher
 
 __all__ = ["app"]
 
@@ -91,8 +92,8 @@ def _said(directory: StateDirectory, record: WorkflowRecord) -> tuple[LastLines,
         now = {(task.name, task.attempt) for task in group.tasks}
         for task in group.attempts:
             lines = mirror.last_lines(record.uuid, group.name, task.name, task.attempt, _TAIL_LINES)
-            if lines:
-                last_lines[group.name, task.name, task.attempt] = lines[-1]
+            if own := without_launcher(lines) or lines:
+                last_lines[group.name, task.name, task.attempt] = own[-1]
             if (task.name, task.attempt) in now:
                 found += read_metrics(LogLine(task.name, task.attempt, None, line) for line in lines)
         if found:

@@ -15,6 +15,7 @@ from distflow.cli.tables import Paint, terminal_width
 from distflow.cli.verdicts import Verdict, no_verdict, verdict_json, verdict_text
 from distflow.errors import NotFound
 from distflow.lifecycle.states import State
+from distflow.state.mirror import LAST_LINES
 from distflow.supervisor.timeline import attempt_of, moments
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = command_app()
-
-_LINES = 50
-"""Of each task's output: as many as the verdict itself was found by."""
 
 
 @app.command(epilog="Examples: distflow workflow why pytorch-dist-3  ·  distflow workflow why pytorch-dist-3 -r 0 -t json")
@@ -87,6 +85,7 @@ def _verdict(
     number = group.attempt if attempt is None else attempt
     mirror = wiring.mirror(directory)
     lines = {
-        task.name: mirror.last_lines(record.uuid, group.name, task.name, number, _LINES) for task in attempt_of(group, number)
+        task.name: mirror.last_lines(record.uuid, group.name, task.name, number, LAST_LINES)
+        for task in attempt_of(group, number)
     }
     return Verdict(group=group, attempt=number, moments=moments(group, number, list(store.events(record.uuid)), lines))

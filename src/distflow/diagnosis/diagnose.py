@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from distflow.diagnosis.ends import by_kernel, by_other_ends
-from distflow.diagnosis.model import Case, Diagnosis, Hit, Level, hits_in
-from distflow.diagnosis.rules import PEER_DIED, RULES, Rule
+from distflow.diagnosis.model import Case, Diagnosis, First, Hit, Level, hits_in
+from distflow.diagnosis.rules import EXCEPTION, PEER_DIED, RULES, Rule
 
 __all__ = ["diagnose"]
 
 _LONGEST_LINE = 500
+_FRAME = re.compile(r' *File "(.+)", line (\d+)')
+_LIBRARY = re.compile(r"^<frozen |/(?:site|dist)-packages/|/lib(?:64)?/python3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,22 @@ class _Shown:
         """Whether that task printed one of the lines."""
         return any(hit.witness.task == task for hit in self.hits)
 
+    def explains(self, first: First) -> bool:
+        """Whether it says more of the first failure than its traceback does.
+
+        Of waiting and of lost peers another rank of the task may have printed: they count where the traceback shows them.
+        """
+        if self.rule.level is Level.CAUSE:
+            return self.is_of(first.task)
+        return any(pattern.search(line) for line in first.traceback.splitlines() for pattern in self.rule.patterns)
+
 
 def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     """Return what a case shows, the most specific first; nothing when no rule knows it.
 
     What names a cause is believed before what tells of waiting, and that before what tells of a lost peer; and the first
-    task to fail before all others. Where its own words are of none of these, the others only lost it.
+    task to fail before all others. Where its own words are of none of these, the exception that ended it is the cause, and
+    the others only lost it.
     """
     killed = by_kernel(case)
     if killed is not None:
@@ -38,7 +51,10 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     shown = _shown(case)
     ended = by_other_ends(case)
     first = case.first.task if case.first else None
-    if first is not None and shown and not any(one.is_of(first) for one in shown):
+    if case.first is not None and case.first.traceback:
+        if not any(one.explains(case.first) for one in shown):
+            return (_exception(case, case.first, shown),)
+    elif first is not None and shown and not any(one.is_of(first) for one in shown):
         return (*ended, _peer_died(case, shown))
     for level in Level:
         said = [one for one in shown if one.rule.level is level]
@@ -80,19 +96,49 @@ def _diagnosis(case: Case, shown: _Shown) -> Diagnosis:
     )
 
 
+def _exception(case: Case, first: First, shown: list[_Shown]) -> Diagnosis:
+    """Say which rank raised what, and where."""
+    raised = _raised_text(first.traceback)
+    return Diagnosis(
+        key=EXCEPTION.key,
+        cause=EXCEPTION.cause,
+        found=f"{_who_failed(case, first)} raised {raised}{_lost(shown)}",
+        remedy=EXCEPTION.remedy,
+        task=first.task,
+        traceback=first.traceback,
+    )
+
+
+def _raised_text(traceback: str) -> str:
+    """Return the first line of a traceback's last message, and the last frame that is no library's."""
+    lines = traceback.splitlines()
+    frames = [(number, match) for number, line in enumerate(lines) if (match := _FRAME.match(line))]
+    after = lines[frames[-1][0] + 1 :] if frames else lines
+    message = next((line for line in after if line and not line[0].isspace()), lines[-1])
+    places = [match for _, match in frames]
+    place = next((one for one in reversed(places) if not _LIBRARY.search(one[1])), places[-1] if places else None)
+    return f"{_cut(message)} ({place[1]}, line {place[2]})" if place else _cut(message)
+
+
+def _who_failed(case: Case, first: First) -> str:
+    place = next((one.place for one in case.witnesses if one.task == first.task), first.task)
+    return f"rank {first.rank} ({place})" if first.rank.isdigit() else place
+
+
+def _lost(shown: list[_Shown]) -> str:
+    others = dict.fromkeys(hit.who for one in shown if one.rule.level is not Level.CAUSE for hit in one.hits)
+    return f"; {', '.join(others)} lost it" if others else ""
+
+
 def _peer_died(case: Case, shown: list[_Shown]) -> Diagnosis:
     """Say who failed first, and whom of the others that touched."""
     assert case.first is not None  # noqa: S101  (the caller has looked)
-    task, rank = case.first.task, case.first.rank
-    place = next((one.place for one in case.witnesses if one.task == task), task)
-    who = f"rank {rank} ({place})" if rank.isdigit() else place
-    others = dict.fromkeys(hit.who for one in shown if one.rule.level is not Level.CAUSE for hit in one.hits)
-    lost = f"; {', '.join(others)} lost it" if others else ""
+    task = case.first.task
     last = next((line for one in case.witnesses if one.task == task for line in reversed(one.lines) if line.strip()), "")
     return Diagnosis(
         key=PEER_DIED.key,
         cause=PEER_DIED.cause,
-        found=f"{who} failed first: {case.first.message}{lost}",
+        found=f"{_who_failed(case, case.first)} failed first: {case.first.message}{_lost(shown)}",
         remedy=PEER_DIED.remedy,
         task=task,
         line=_cut(last),

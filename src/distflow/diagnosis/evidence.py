@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from distflow.diagnosis.model import Case, First, Witness
-from distflow.state.record import Event, GroupRecord, TaskRecord
+from distflow.state.record import Cause, Event, GroupRecord, TaskRecord
+from distflow.supervisor.printed_errors import without_launcher
+from distflow.supervisor.testimony import hear
 from distflow.supervisor.timeline import attempt_of, cause_of
 
 __all__ = ["case_of"]
 
 _HANGS, _SPEAKS = "may hang", "prints again"
 """The supervisor's words (``supervisor.decide``)."""
+
+_LINES = 300
+"""Lines of each task's output, from its end, that the rules are tried on."""
 
 
 def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[Event]) -> Case:
@@ -22,9 +27,18 @@ def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]]
     tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
     return Case(
         witnesses=tuple(_witness(task, lines.get(task.name, ())) for task in tasks),
-        first=First(task=cause.task, rank=cause.ranks, message=cause.message) if cause else None,
+        first=_first(cause, tasks, lines) if cause else None,
         silence=_silence(group, tasks, events),
     )
+
+
+def _first(cause: Cause, tasks: Sequence[TaskRecord], lines: Mapping[str, Sequence[str]]) -> First:
+    traceback = cause.traceback
+    if not traceback:
+        # The verdict of an earlier distflow, which did not look for tracebacks in the output.
+        end = next((task.end for task in tasks if task.name == cause.task), None)
+        traceback = hear(end, lines.get(cause.task, ())).traceback
+    return First(task=cause.task, rank=cause.ranks, message=cause.message, traceback=traceback)
 
 
 def _witness(task: TaskRecord, lines: Sequence[str]) -> Witness:
@@ -33,7 +47,7 @@ def _witness(task: TaskRecord, lines: Sequence[str]) -> Witness:
         task=task.name,
         node=task.node or "",
         ranks=_ranks(task.ranks),
-        lines=(*lines, *_error_lines(end.error if end else None)),
+        lines=(*without_launcher(lines)[-_LINES:], *_error_lines(end.error if end else None)),
         kernel=end.kernel if end else (),
         reason=task.reason,
         exit_code=end.exit_code if end else None,

@@ -57,6 +57,8 @@ class First:
     rank: str = ""
     """The rank that failed, or those of the task; empty without a world."""
     message: str = ""
+    traceback: str = ""
+    """Of the Python exception that ended it; empty where none is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,8 @@ class Diagnosis:
     """Whose output, or end, shows it."""
     line: str = ""
     """The line that shows it; empty where an end or an event did."""
+    traceback: str = ""
+    """Of the Python exception that is the cause; empty where another line or an end shows it."""
 
 
 def hits_in(witness: Witness, patterns: tuple[re.Pattern[str], ...]) -> Iterator[Hit]:

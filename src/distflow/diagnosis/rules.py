@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distflow.diagnosis import words
 from distflow.diagnosis.model import Case, Hit, Level
 
-__all__ = ["HANG", "HOST_MEMORY", "PEER_DIED", "RULES", "Rule"]
+__all__ = ["EXCEPTION", "HANG", "HOST_MEMORY", "PEER_DIED", "RULES", "Rule"]
 
 Explain = Callable[[Case, Sequence[Hit]], str | None]
 """From the lines that show a cause to what is known of it; ``None`` when they do not mean this cause after all."""
@@ -75,6 +75,14 @@ PEER_DIED = Rule(
     ),
     explain=words.lost_peer,
 )  # fmt: skip
+
+EXCEPTION = Rule(
+    key="exception",
+    shows="a Python traceback that no other row of this table explains",
+    cause="the script raised an exception",
+    remedy="Start with the last frame of the traceback that is your own code. `distflow workflow logs <id>` shows what the "
+    "rank printed before. An exception that occurs on one rank only often depends on that rank's part of the data.",
+)
 
 RULES: tuple[Rule, ...] = (
     Rule(

@@ -11,12 +11,17 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["INDEX", "OUTPUT", "Mirror", "attempt_name"]
+__all__ = ["INDEX", "LAST_LINES", "OUTPUT", "Mirror", "attempt_name"]
 
 OUTPUT, INDEX = "output.log", "output.idx"
 HEARTBEAT = "heartbeat"
 
-_TAIL_BYTES = 16384
+LAST_LINES = 2000
+"""How many lines a first cause is looked for in: eight ranks may print tracebacks with C++ frames before torchrun's report."""
+
+_LINE_BYTES = 128
+"""Of each line that is asked for, on average; longer lines make fewer."""
+_LEAST_TAIL_BYTES = 16384
 
 
 class Mirror:
@@ -77,7 +82,7 @@ class Mirror:
         try:
             with (self.folder(workflow, group, task, attempt) / OUTPUT).open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
-                start = max(0, end - _TAIL_BYTES)
+                start = max(0, end - max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
                 log.seek(start)
                 data = log.read()
         except FileNotFoundError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from distflow.errors import InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.earlier import planned_blobs
 from distflow.pools.model import Pool
-from distflow.state.mirror import Mirror
+from distflow.state.mirror import LAST_LINES, Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import remove_secrets
 from distflow.state.store import Store
@@ -44,10 +44,7 @@ from distflow.supervisor.mover import Mover
 from distflow.supervisor.preparing import launch_of, secrets_of
 from distflow.supervisor.world import Command, CommandId, Decision, NodeView, Rest, Workflow, World, key_of
 
-__all__ = ["LAST_LINES", "STRAY_PATIENCE_S", "Supervisor", "Wake"]
-
-LAST_LINES = 50
-"""Lines of output that a first cause is found by: torchrun's report, which ends it, may hold a traceback."""
+__all__ = ["STRAY_PATIENCE_S", "Supervisor", "Wake"]
 
 STRAY_PATIENCE_S = 3600.0
 """How long a supervisor stays for a lost node alone, to stop there what may still run."""
@@ -62,6 +59,28 @@ OpenBackend = Callable[[Pool, Callable[[Observation], None]], Backend]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wake(Observation):
     """Somebody changed the store."""
+
+
+class _LastLines(Mapping[tuple[str, str, str], tuple[str, ...]]):
+    """The last lines of tasks of unfinished groups, by workflow (uuid), group and task; read when they are asked for."""
+
+    def __init__(self, workflows: Mapping[str, Workflow], mirror: Mirror) -> None:
+        self._workflows = workflows
+        self._mirror = mirror
+
+    def __getitem__(self, place: tuple[str, str, str]) -> tuple[str, ...]:
+        uuid, group, name = place
+        task = self._workflows[uuid].record.group(group).task(name)
+        return self._mirror.last_lines(uuid, group, name, task.attempt, LAST_LINES)
+
+    def __iter__(self) -> Iterator[tuple[str, str, str]]:
+        for uuid, workflow in self._workflows.items():
+            for group in workflow.record.groups:
+                if not group.state.is_final:
+                    yield from ((uuid, group.name, task.name) for task in group.tasks)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Supervisor:
@@ -292,20 +311,12 @@ class Supervisor:
                 del self._in_flight[identity]
 
     def _world(self) -> World:
-        lines = {
-            (uuid, group.name, task.name): self._mirror.last_lines(uuid, group.name, task.name, task.attempt, LAST_LINES)
-            for uuid, workflow in self._workflows.items()
-            for group in workflow.record.groups
-            if not group.state.is_final
-            for task in group.tasks
-            if task.state is State.FAILED
-        }
         return World(
             workflows=tuple(self._workflows.values()),
             pools=self._pools,
             nodes=self._nodes,
             in_flight=frozenset(self._in_flight),
-            lines=lines,
+            lines=_LastLines(self._workflows, self._mirror),
             alive_at=self._alive_at(),
             rest=self._rest,
         )

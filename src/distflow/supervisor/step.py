@@ -79,8 +79,11 @@ class Step:
             self._tell(f"{self.group.name}: {message}")
 
     def _lines(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the last lines of the tasks that failed."""
         return {
-            task.name: self.world.lines.get((self.record.uuid, self.group.name, task.name), ()) for task in self.group.tasks
+            task.name: self.world.lines.get((self.record.uuid, self.group.name, task.name), ())
+            for task in self.group.tasks
+            if task.state is State.FAILED
         }
 
 

@@ -1,4 +1,4 @@
-"""What a failed task's own words tell of its failure: torch's error file, torchrun's report, its last lines. Pure."""
+"""What a failed task reports of its failure: torch's error file, tracebacks in its output, torchrun's report. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.state.ends import End
+from distflow.supervisor.printed_errors import (
+    PrintedException,
+    ReportedRank,
+    printed_exceptions,
+    read_report,
+    without_launcher,
+)
 
 __all__ = ["Told", "hear", "signal_name"]
 
@@ -18,8 +25,12 @@ _SYMPTOM = re.compile(
 """What torch's backends say when it was another process that went away (gloo, TCPStore, NCCL; texts of torch 2.13)."""
 _LAST = 8
 """Lines at the end of an output that tell why it ended; what stands before may have been overcome."""
-_REPORT = re.compile(r"Root Cause .*?\n +rank +: (\d+) .*?\n +exitcode +: (-?\d+) +\(pid: (\d+)\)", re.DOTALL)
-"""How torchrun ends its output (``ChildFailedError``)."""
+_NEAR = 20
+"""Lines that may follow the traceback of the exception that ended a process: warnings of libraries at the interpreter's end."""
+_NOT_PYTHONS = (-9, -15, 137, 143)
+"""Exit codes of processes that no exception ended: they were killed or told to stop."""
+_PYTHONS = (1, -6, -11)
+"""Exit codes of Python after an exception; threads of gloo and NCCL may abort the process while it exits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,25 +48,27 @@ class Told:
 
 
 def hear(end: End | None, lines: Sequence[str]) -> Told:
-    """Return what the error file of an end tells, and where that is silent the last ``lines``.
+    """Return what the error file of an end says, and where there is none what the last ``lines`` of the output say.
 
     The file's format is torch's (``torch.distributed.elastic.multiprocessing.errors.error_handler``); ``rank`` and ``pid``
     in it are our sample's additions.
     """
     error: Mapping[str, object] = (end.error if end else None) or {}
     detail, traceback = _message(error)
-    report = _REPORT.search("\n".join(lines))
+    reported = read_report(lines)
+    raised = {} if detail else _raised(end, lines, reported)
+    first, exception = _first(reported, raised)
     rank, pid = _number(error, "rank"), _number(error, "pid")
-    known = Told(
-        detail=detail,
-        rank=str(rank) if rank is not None else report[1] if report else "",
-        pid=pid if pid is not None else int(report[3]) if report else None,
+    rank = rank if rank is not None else first.rank if first else exception.rank if exception else None
+    if exception is not None:
+        detail, traceback = exception.message[:300], exception.traceback
+    return Told(
+        detail=detail or (_reported(first) if first else ""),
+        rank=str(rank) if rank is not None else "",
+        pid=pid if pid is not None else first.pid if first else None,
         traceback=traceback,
-        is_symptom=_is_symptom(detail, lines, report),
+        is_symptom=_is_symptom(detail if exception is None else exception.text, lines, first),
     )
-    if detail or report is None:
-        return known
-    return Told(detail=_reported(report), rank=known.rank, pid=known.pid, is_symptom=known.is_symptom)
 
 
 def signal_name(number: int) -> str:
@@ -82,15 +95,66 @@ def _message(error: Mapping[str, object]) -> tuple[str, str]:
     return (text[-1][:300] if text else ""), traceback.rstrip()
 
 
-def _reported(report: re.Match[str]) -> str:
-    code = int(report[2])
-    return f"rank {report[1]} " + (f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}")
+def _reported(failed: ReportedRank) -> str:
+    code = failed.exit_code
+    return f"rank {failed.rank} " + (f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}")
 
 
-def _is_symptom(detail: str, lines: Sequence[str], report: re.Match[str] | None) -> bool:
-    if detail:
-        return bool(_SYMPTOM.search(detail))
-    if report is None:
+def _raised(
+    end: End | None, lines: Sequence[str], reported: Sequence[ReportedRank]
+) -> dict[ReportedRank | None, PrintedException]:
+    """Return the exception that ended each failed rank, as far as the output shows it; without a report by ``None``."""
+    own = without_launcher(lines)
+    printed = [one for one in printed_exceptions(own) if not one.is_launchers]
+    if not reported:
+        ended_by_exception = end is not None and end.reason == "exited" and end.oom_pid is None
+        code = (-end.signal if end.signal else end.exit_code) if end is not None else None
+        if not ended_by_exception or code in (None, 0, *_NOT_PYTHONS):
+            return {}
+        last = {(one.rank, one.local_rank): one for one in printed if one.last_line >= len(own) - _NEAR}
+        return {None: _most_telling(list(last.values()))} if last else {}
+    failed = [one for one in reported if one.exit_code not in _NOT_PYTHONS]
+    anonymous = [one for one in printed if one.rank is None and one.local_rank is None]
+    found: dict[ReportedRank | None, PrintedException] = {}
+    for one in failed:
+        its_own = [
+            each for each in printed if each.rank == one.rank or (each.rank is None and each.local_rank == one.local_rank)
+        ]
+        # Lines without a label are of any rank: as many of the last exceptions as ranks have failed come into question.
+        candidates = its_own[-1:] or anonymous[-len(failed) :]
+        if one.exit_code not in _PYTHONS:
+            candidates = [each for each in candidates if each.last_line >= len(own) - _NEAR]
+        if candidates:
+            found[one] = _most_telling(candidates)
+    return found
+
+
+def _most_telling(candidates: Sequence[PrintedException]) -> PrintedException:
+    """Return the first exception that does not only say that another process was gone."""
+    return next((one for one in candidates if not _SYMPTOM.search(one.text)), candidates[0])
+
+
+def _first(
+    reported: Sequence[ReportedRank], raised: Mapping[ReportedRank | None, PrintedException]
+) -> tuple[ReportedRank | None, PrintedException | None]:
+    """Return the rank that failed first, and its exception.
+
+    torchrun looks ten times a second: of ranks that failed between two looks it names the one with the lowest number, which
+    may only have lost the other.
+    """
+    if not reported:
+        return None, raised.get(None)
+    first = reported[0]
+    if first in raised and _SYMPTOM.search(raised[first].text):
+        telling = (one for one in reported if one in raised and not _SYMPTOM.search(raised[one].text))
+        first = next(telling, first)
+    return first, raised.get(first)
+
+
+def _is_symptom(words: str, lines: Sequence[str], failed: ReportedRank | None) -> bool:
+    if words:
+        return bool(_SYMPTOM.search(words))
+    if failed is None:
         return any(_SYMPTOM.search(line) for line in lines[-_LAST:])
-    # Its other ranks lost their peer, too: only what the first of them said counts. One that a signal ended said nothing.
-    return int(report[2]) > 0 and any(_SYMPTOM.search(line) for line in lines if line.startswith(f"[rank{report[1]}]"))
+    # Its other ranks lost their peer, too: only the output of the first of them counts. A signal leaves no words.
+    return failed.exit_code > 0 and any(_SYMPTOM.search(line) for line in lines if line.startswith(f"[rank{failed.rank}]"))

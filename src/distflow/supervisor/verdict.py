@@ -17,6 +17,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import Action, ExitActions, action_of
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import Cause, End, GroupRecord, TaskRecord
+from distflow.supervisor.printed_errors import without_launcher
 from distflow.supervisor.testimony import Told, hear, signal_name
 
 __all__ = ["by_exit_actions", "conclude", "end_from", "first_cause"]
@@ -160,7 +161,7 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
         signal=end.signal,
         clock=end.clock,
         rivals=tuple(task.name for task in rivals),
-        lines=lines.get(first.name, ())[-_LINES:],
+        lines=without_launcher(lines.get(first.name, ()))[-_LINES:],
         traceback=witness.traceback,
         kernel=end.kernel,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import Event, Kept, WorkflowRecord
@@ -110,3 +111,14 @@ def test_a_gang_that_is_silent_now_is_diagnosed_until_it_prints_again(screen: Sc
         tell(T0 + 70, "prints again")
         assert screen.run("diagnose", record.id) == 0
     assert "nothing of it has failed" in screen.out
+
+
+def test_the_exception_in_a_log_is_diagnosed_also_where_the_verdict_is_an_older_ones(screen: Screen) -> None:
+    record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
+    output = (Path(__file__).parents[2] / "goldens" / "torchrun" / "2.6" / "two_nodes.1.txt").read_bytes()
+    task_log(screen.directory, record, "worker", [(T0 + 90, output)])
+    assert screen.run("diagnose", record.id) == 0
+    assert "raised RuntimeError: bad batch 17 (/data/gang.py, line 8)" in screen.out
+    assert "  Shown   | Traceback (most recent call last):\n          |   File" in screen.out
+    assert screen.run("query", record.id) == 0
+    assert "[rank2]: RuntimeError" in screen.out.splitlines()[-1]

@@ -191,3 +191,34 @@ def test_every_rule_is_complete_and_has_a_key_of_its_own() -> None:
         assert not rule.cause.endswith("."), rule.key
     assert [rule.level for rule in RULES] == sorted(rule.level for rule in RULES), "the most specific first"
     assert {rule.level for rule in RULES} == set(Level)
+
+
+STACK = """\
+Traceback (most recent call last):
+  File "/data/train.py", line 15, in <module>
+    train(batch)
+  File "/venv/lib/python3.11/site-packages/torch/utils/data.py", line 8, in train
+    raise ValueError("bad label")
+ValueError: bad label"""
+
+
+def raised(*lines: str, traceback: str = STACK) -> Case:
+    """A gang whose worker's rank 11 ended with an exception."""
+    before = case(*lines)
+    return replace(before, first=First(task="worker", rank="11", message="exit code 1", traceback=traceback))
+
+
+def test_an_exception_that_no_rule_knows_is_the_cause() -> None:
+    (told,) = diagnose(raised("step 12", "[rank12]: RuntimeError: Connection closed by peer [10.0.0.1]:45283"))
+    assert (told.key, told.task, told.traceback) == ("exception", "worker", STACK)
+    assert told.found == (
+        "rank 11 (worker on gpu2) raised ValueError: bad label (/data/train.py, line 15); "
+        "master on gpu1, rank 12 (worker on gpu2) lost it"
+    )
+
+
+def test_an_exception_that_a_rule_knows_is_told_by_the_rule() -> None:
+    missing = STACK.replace("ValueError: bad label", "ModuleNotFoundError: No module named 'flash'")
+    assert [one.key for one in diagnose(raised(*missing.splitlines(), traceback=missing))] == ["module-missing"]
+    lost = STACK.replace("ValueError: bad label", "RuntimeError: Connection closed by peer [10.0.0.1]:45283")
+    assert [one.key for one in diagnose(raised(*lost.splitlines(), traceback=lost))] == ["peer-died"]

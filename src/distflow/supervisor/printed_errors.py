@@ -1,0 +1,195 @@
+"""Find Python exceptions, and torchrun's report of failed ranks, in the output of a task. Pure.
+
+A script that is not decorated with torch's ``@record`` leaves no error file: its traceback is in the output only, between the
+output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and 2.13
+(``torch/distributed/elastic/multiprocessing/errors``, ``torch/distributed/distributed_c10d.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["PrintedException", "ReportedRank", "printed_exceptions", "read_report", "without_launcher"]
+
+_LABEL = re.compile(r"\[(?P<name>[A-Za-z_]\w{0,40}?) ?(?P<number>\d{1,9})\]:")
+"""torch labels tracebacks ``[rank3]: `` once a rank has joined its world; ``torchrun --tee`` labels lines ``[default1]:``."""
+_TRACEBACK = re.compile(r"(?P<lead> *(?:\+ Exception Group |Original )?)Traceback \(most recent call last\):\s*")
+_EXCEPTION = re.compile(r"(?:[^\W\d]\w*\.)*[^\W\d]\w*(?:: .*|:)?\s*")
+_IN_GROUP = re.compile(r" +\| (?P<text>(?:[^\W\d]\w*\.)*[^\W\d]\w*: .*)")
+_LINKS = ("The above exception was the direct cause of", "During handling of the above exception", "-- Process ")
+"""Between two tracebacks of one failure; the last is that of ``torch.multiprocessing``."""
+_HARMLESS = ("Exception ignored in", "Exception in thread")
+"""Before a traceback: the process continues after it."""
+_MORE = 20
+"""Lines that a message may have after its first, where the label says that they belong to it."""
+_LONGEST = 100
+"""Lines of a traceback that are kept: half of them from each end."""
+_WIDEST = 500
+
+_LAUNCHER_NOTE = re.compile(
+    r"[IWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/(?:elastic|launcher|run)"
+    r"|(?:\[[\d :,-]+\] |[A-Z]+:)torch\.distributed\.(?:elastic|run)\b"
+)
+"""How the lines of torchrun's log begin: since torch 2.3, and before."""
+_LAUNCHER_RAISES = ("ChildFailedError", "SignalException")
+_RANK = re.compile(
+    r"^ {1,4}rank {1,9}: (\d{1,9}) \(local_rank: (\d{1,9})\)\n {1,4}exitcode {1,9}: (-?\d{1,9}) {1,4}\(pid: (\d{1,9})\)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedRank:
+    """A failed rank in torchrun's report."""
+
+    rank: int
+    local_rank: int
+    exit_code: int
+    """Below 0: the signal that ended it."""
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintedException:
+    """An exception that ended up in the output."""
+
+    message: str
+    """``ValueError: bad label``; of a message with several lines the first."""
+    traceback: str
+    """With the exceptions that led to it."""
+    text: str
+    """Every line of the message."""
+    rank: int | None = None
+    """From the label of its lines; ``None`` where they have none."""
+    local_rank: int | None = None
+    last_line: int
+    """Where it ends, counted in the lines that were searched."""
+
+    @property
+    def is_launchers(self) -> bool:
+        """Whether torchrun raised it, to say that a rank failed."""
+        return self.message.partition(":")[0].endswith(_LAUNCHER_RAISES)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The lines that carry the same label: number, text, and whether torch labeled it as part of a traceback."""
+
+    rank: int | None = None
+    lines: list[tuple[int, str, bool]] = field(default_factory=list)
+
+
+def printed_exceptions(lines: Sequence[str]) -> list[PrintedException]:
+    """Return the exceptions in a task's output that may have ended a process, in the order of their ends."""
+    streams: dict[tuple[str, int] | None, _Stream] = {}
+    for number, line in enumerate(lines):
+        key, rank, text, is_torchs = _unlabeled(line)
+        stream = streams.setdefault(key, _Stream())
+        stream.rank = rank if rank is not None else stream.rank
+        stream.lines.append((number, text, is_torchs))
+    found = [one for key, stream in streams.items() for one in _exceptions(key, stream)]
+    return sorted(found, key=lambda one: one.last_line)
+
+
+def read_report(lines: Sequence[str]) -> list[ReportedRank]:
+    """Return the ranks that torchrun's report names, the one that it observed first in front; empty without a report."""
+    text = "\n".join(lines)
+    root = text.rfind("Root Cause (first observed failure)")
+    if root < 0:
+        return []
+    report = text[max(0, text.rfind(" FAILED\n", 0, root)) :]
+    ranks = [
+        ReportedRank(rank=int(one[1]), local_rank=int(one[2]), exit_code=int(one[3]), pid=int(one[4]))
+        for one in _RANK.finditer(report)
+    ]
+    return [*ranks[-1:], *ranks[:-1]]
+
+
+def without_launcher(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the output of the ranks themselves: torchrun's notes, traceback and report are left out."""
+    left_out = {number for number, line in enumerate(lines) if _LAUNCHER_NOTE.match(line)}
+    for one in printed_exceptions(lines):
+        if one.is_launchers:
+            left_out.update(range(one.last_line - one.traceback.count("\n"), one.last_line + 1))
+    begin: int | None = None
+    for number, line in enumerate(lines):
+        is_rule = len(line) > 2 and not line.strip("=")
+        if begin is not None and is_rule:
+            left_out.update(range(begin, number + 1))
+            begin = None
+        elif is_rule and number + 1 < len(lines) and lines[number + 1].endswith(" FAILED"):
+            begin = number
+    return tuple(line for number, line in enumerate(lines) if number not in left_out)
+
+
+def _unlabeled(line: str) -> tuple[tuple[str, int] | None, int | None, str, bool]:
+    """Return a line's stream, its global rank, its text without labels, and whether torch labeled it as a rank's traceback."""
+    key, rank, start, is_torchs = None, None, 0, False
+    while match := _LABEL.match(line, start):
+        start = match.end()
+        number = int(match["number"])
+        if match["name"].lower() == "rank":
+            rank = number
+            is_torchs = line.startswith(" ", start)
+            start += is_torchs
+        key = key or (match["name"].lower(), number)
+    return key, rank, line[start:], is_torchs
+
+
+def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[PrintedException]:
+    local_rank = key[1] if key is not None and key[0] != "rank" else None
+    begin, end = 0, 0
+    blocks: list[tuple[int, int, int, str]] = []
+    """Of each traceback its first line, its exception's line, where that ends, and that line."""
+    position = 0
+    while position < len(stream.lines):
+        head = _TRACEBACK.fullmatch(stream.lines[position][1])
+        position += 1
+        if head is None:
+            continue
+        begin = position - 1
+        if begin and stream.lines[begin - 1][1].startswith(_HARMLESS):
+            continue
+        shown = ""
+        while position < len(stream.lines) and stream.lines[position][1][:1] in (" ", "\t"):
+            in_group = _IN_GROUP.fullmatch(stream.lines[position][1]) if "Group" in head["lead"] else None
+            shown = shown or (in_group["text"] if in_group else "")
+            position += 1
+        if not shown:
+            if position == len(stream.lines) or not _EXCEPTION.fullmatch(stream.lines[position][1]):
+                continue
+            shown = stream.lines[position][1].strip()
+            position += 1
+        at, end = position - 1, position
+        while end < len(stream.lines) and end < position + _MORE and stream.lines[end][2]:
+            if _TRACEBACK.fullmatch(stream.lines[end][1]) or stream.lines[end][1].startswith(_LINKS):
+                break
+            end += 1
+        if blocks and _is_linked(stream, blocks[-1][2], begin):
+            begin = blocks.pop()[0]
+        blocks.append((begin, at, end, shown))
+    for first, at, after, message in blocks:
+        texts = [text.rstrip() for _, text, _ in stream.lines[first:after]]
+        yield PrintedException(
+            message=message[:_WIDEST], traceback="\n".join(_shortened(texts)).rstrip(),
+            text="\n".join(text for _, text, _ in stream.lines[at:after]), rank=stream.rank, local_rank=local_rank,
+            last_line=stream.lines[after - 1][0],
+        )  # fmt: skip
+
+
+def _is_linked(stream: _Stream, after: int, begin: int) -> bool:
+    """Whether the traceback at ``begin`` tells what followed from the one that ended before ``after``."""
+    if stream.lines[begin][1].startswith("Original "):
+        return begin - after < _MORE
+    between = [text for _, text, _ in stream.lines[max(after, begin - 3) : begin] if text.strip()]
+    return bool(between) and between[-1].startswith(_LINKS)
+
+
+def _shortened(texts: list[str]) -> list[str]:
+    kept = [text if len(text) <= _WIDEST else f"{text[:_WIDEST]} …" for text in texts]
+    if len(kept) <= _LONGEST:
+        return kept
+    half = _LONGEST // 2
+    return [*kept[:half], f"… {len(kept) - 2 * half} lines left out …", *kept[-half:]]

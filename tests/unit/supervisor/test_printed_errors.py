@@ -1,0 +1,166 @@
+"""Exceptions in the output of ranks, found in what torchrun of torch 2.6.0 and 2.13.0 really printed (``goldens/torchrun``).
+
+The scripts there, except ``recorded.py.txt``, are not decorated with ``@record``, like those of most users. ``bare`` was
+recorded with torchrun's defaults, ``tee`` with ``--tee 3``, ``two_nodes`` with two nodes of two ranks each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.state.ends import End
+from distflow.supervisor.printed_errors import printed_exceptions, read_report, without_launcher
+from distflow.supervisor.testimony import hear
+
+GOLDENS = Path(__file__).resolve().parents[2] / "goldens" / "torchrun"
+VERSIONS = ("2.6", "2.13")
+FAILED = End(ended_at=1.0, exit_code=1)
+BEGIN = "Traceback (most recent call last):"
+
+
+def output(version: str, name: str) -> list[str]:
+    return (GOLDENS / version / f"{name}.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "rank", "detail", "frame"),
+    [
+        ("plain.bare", "1", "ValueError: bad batch 17", 'File "/data/plain.py", line 7, in train'),
+        ("plain.tee", "1", "ValueError: bad batch 17", 'File "/data/plain.py", line 7, in train'),
+        ("gang.bare", "1", "RuntimeError: bad batch 17", 'File "/data/gang.py", line 8, in train'),
+        ("gang.tee", "1", "RuntimeError: bad batch 17", 'File "/data/gang.py", line 8, in train'),
+        ("chained.bare", "1", "BadLabel: line 3 of labels.csv:", 'File "/data/chained.py", line 13, in label'),
+        ("chained.tee", "1", "BadLabel: line 3 of labels.csv:", 'File "/data/chained.py", line 13, in label'),
+        ("missing.bare", "0", "ModuleNotFoundError: No module named 'no_such_module'", 'File "/data/missing.py", line 1'),
+        ("recorded.bare", "1", "ValueError: bad batch 17", 'File "/data/recorded.py", line 10, in main'),
+        ("recorded.tee", "1", "ValueError: bad batch 17", 'File "/data/recorded.py", line 10, in main'),
+        ("two_nodes.1", "3", "RuntimeError: bad batch 17", 'File "/data/gang.py", line 8, in train'),
+    ],
+)
+def test_rank_exception_and_traceback_are_found(version: str, name: str, rank: str, detail: str, frame: str) -> None:
+    told = hear(FAILED, output(version, name))
+    assert (told.rank, told.detail, told.is_symptom) == (rank, detail, False)
+    assert told.pid is not None
+    assert told.traceback.startswith(BEGIN)
+    assert frame in told.traceback
+    assert detail in told.traceback.splitlines()
+    assert "[rank" not in told.traceback
+    assert "ChildFailedError" not in told.traceback
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_exception_that_led_to_another_stands_in_its_traceback(version: str) -> None:
+    told = hear(FAILED, output(version, "chained.bare"))
+    assert "ValueError: invalid literal for int() with base 10: 'cat'" in told.traceback
+    assert told.traceback.count(BEGIN) == 2
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_that_lost_a_peer_are_known_by_their_exception(version: str) -> None:
+    told = hear(FAILED, output(version, "two_nodes.0"))
+    assert (told.rank, told.is_symptom) == ("0", True)
+    assert "Connection closed by peer" in told.detail
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "detail"), [("exits.bare", "rank 1 exited with code 3"), ("killed.bare", "rank 1 was killed by SIGKILL")]
+)
+def test_a_rank_that_raised_nothing_is_reported_by_its_exit(version: str, name: str, detail: str) -> None:
+    told = hear(FAILED, output(version, name))
+    assert (told.rank, told.detail, told.traceback) == ("1", detail, "")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("plain.bare", "ValueError: bad batch 17"),
+        ("chained.tee", "[default1]:is not a number"),
+        ("exits.bare", "no data"),
+        ("killed.bare", None),
+    ],
+)
+def test_the_launchers_own_lines_are_left_out(version: str, name: str, last: str | None) -> None:
+    own = without_launcher(output(version, name))
+    assert (own[-1] if own else None) == last
+    assert not any("torch/distributed/run.py" in line or "FAILED" in line for line in own)
+
+
+def test_of_ranks_that_fail_together_the_one_that_only_lost_a_peer_is_not_the_first() -> None:
+    """torchrun names the lower number when it finds both dead at once."""
+    lines = [line.replace("exitcode  : -15", "exitcode  : 1") for line in output("2.13", "gang.tee")]
+    report = "\n".join(lines).replace("(local_rank: 1)", "(local_rank: x)").replace("(local_rank: 0)", "(local_rank: 1)")
+    swapped = report.replace("(local_rank: x)", "(local_rank: 0)").replace("rank      : 0", "rank      : x")
+    swapped = swapped.replace("rank      : 1", "rank      : 0").replace("rank      : x", "rank      : 1")
+    assert [one.rank for one in read_report(swapped.splitlines())] == [0, 1]
+    told = hear(FAILED, swapped.splitlines())
+    assert (told.rank, told.detail, told.is_symptom) == ("1", "RuntimeError: bad batch 17", False)
+
+
+def test_a_script_without_a_launcher_is_understood_too() -> None:
+    lines = ["step 1", BEGIN, '  File "train.py", line 3, in <module>', "    main()", "KeyError: 'label'", "wandb: bye"]
+    told = hear(FAILED, lines)
+    assert (told.detail, told.rank, told.traceback) == ("KeyError: 'label'", "", "\n".join(lines[1:5]))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        None,
+        End(ended_at=1.0, exit_code=0),
+        End(ended_at=1.0, signal=9),
+        End(ended_at=1.0, exit_code=137),
+        End(ended_at=1.0, reason="stopped", signal=15),
+        End(ended_at=1.0, reason="start_error", exit_code=127),
+    ],
+)
+def test_an_exception_that_did_not_end_the_command_is_not_named(end: End | None) -> None:
+    assert hear(end, [BEGIN, '  File "a.py", line 3', "KeyError: 'label'"]).traceback == ""
+
+
+def test_an_exception_that_was_overcome_is_not_named() -> None:
+    lines = [BEGIN, '  File "a.py", line 3', "KeyError: 'label'", *[f"step {number}" for number in range(30)]]
+    assert hear(FAILED, lines).detail == ""
+    ignored = ["Exception ignored in: <function Pool.__del__ at 0x7>", BEGIN, '  File "a.py", line 3', "OSError: closed"]
+    assert hear(FAILED, ignored).detail == ""
+
+
+def test_processes_and_workers_of_a_rank_show_the_exception_itself() -> None:
+    spawned = [
+        BEGIN, '  File "main.py", line 9', "torch.multiprocessing.spawn.ProcessRaisedException: ", "",
+        "-- Process 1 terminated with the following error:", BEGIN, '  File "main.py", line 4', "ValueError: bad label",
+    ]  # fmt: skip
+    assert hear(FAILED, spawned).detail == "ValueError: bad label"
+    worker = [
+        BEGIN, '  File "main.py", line 9', "KeyError: Caught KeyError in DataLoader worker process 0.",
+        "Original Traceback (most recent call last):", '  File "data.py", line 4', "KeyError: 'cat'", "",
+    ]  # fmt: skip
+    told = hear(FAILED, worker)
+    assert (told.detail, told.traceback) == ("KeyError: 'cat'", "\n".join(worker[:-1]))
+    group = [
+        "  + Exception Group " + BEGIN, '  |   File "main.py", line 9', "  | ExceptionGroup: two of them (2 sub-exceptions)",
+        "  +-+---------------- 1 ----------------", "    | ValueError: bad label", "    +------------------------------------",
+    ]  # fmt: skip
+    assert hear(FAILED, group).detail == "ExceptionGroup: two of them (2 sub-exceptions)"
+
+
+def test_a_long_traceback_is_shortened_in_its_middle() -> None:
+    (one,) = printed_exceptions(
+        [BEGIN, *[f'  File "a.py", line {number}' for number in range(500)], "RecursionError: too deep"]
+    )
+    shown = one.traceback.splitlines()
+    assert len(shown) == 101
+    assert (shown[0], shown[50], shown[-1]) == (BEGIN, "… 402 lines left out …", "RecursionError: too deep")
+
+
+@pytest.mark.parametrize(
+    "line", ["[" + "a" * 200_000, "[a" + "1" * 200_000, " " * 200_000, "E1122 " + "1" * 200_000, f"{'=' * 9}\n", "x." * 100_000]
+)
+def test_no_line_is_too_much(line: str) -> None:
+    lines = [BEGIN, line, line, "Root Cause (first observed failure):", line, " " * 100_000 + "rank  : 1"]
+    assert hear(FAILED, lines).rank == ""
+    assert without_launcher(lines)
