@@ -42,6 +42,7 @@ from distflow.backends.base import (
 )
 from distflow.backends.machines.backend import MachinesBackend
 from distflow.backends.machines.fetching import Fetched
+from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.link import AgentLink
 from distflow.backends.machines.recalling import recall_node
 from distflow.backends.machines.staging import send_blobs
@@ -139,9 +140,9 @@ def _fake(folder: Path, **settings: Any) -> Bench:
     return bench
 
 
-def _machines(folder: Path) -> Bench:
+def _machines(folder: Path, **settings: Any) -> Bench:
     node = _node(folder)
-    pool = Pool(name="p", backend="local", nodes=(node,))
+    pool = Pool(name="p", backend="local", nodes=(node,), **settings)
     bench = Bench(backend=None, node=node)  # type: ignore[arg-type]
     (folder / "blobs").mkdir()
     bench.backend = MachinesBackend(pool, blobs=folder / "blobs", sink=bench.seen.append, logs=bench)
@@ -434,14 +435,14 @@ def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypat
         bench.backend.close()
 
 
-def test_connections_that_end_again_and_again_are_no_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.backends.machines.collecting._PAUSE_S", 0.0)
 
     def ends(*_: object, **__: object) -> None:
         raise NodeUnreachable("local", "it ended")
 
     monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", ends)
-    bench = _machines(tmp_path)
+    bench = _machines(tmp_path, node_lost_after_s=0.0)
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
     for number in range(1, 6):
@@ -450,6 +451,91 @@ def test_connections_that_end_again_and_again_are_no_accident(tmp_path: Path, mo
     assert [type(one) for one in _answers(bench)] == [Unanswered] * 4 + [CollectFailed]
     assert "the connection ended 5 times: it ended" in bench.await_one(CollectFailed).message
     bench.backend.close()
+
+
+def test_refused_connections_are_not_given_up_before_the_node_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An sshd that is being restarted refuses new connections, while the agent's connection still stands."""
+    monkeypatch.setattr("distflow.backends.machines.collecting._PAUSE_S", 0.0)
+    tries: list[int] = []
+
+    def fetch(*_: object, **__: object) -> Fetched:
+        tries.append(1)
+        if len(tries) < 20:
+            raise NodeUnreachable("local", "connection refused")
+        return Fetched(digest="0" * 64, size=0, files=0, left_out=())
+
+    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", fetch)
+    bench = _machines(tmp_path)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    for number in range(1, 21):
+        bench.backend.collect(bench.key())
+        wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
+    assert [type(one) for one in _answers(bench)] == [Unanswered] * 19 + [Collected]
+    bench.backend.close()
+
+
+def test_an_unexpected_error_while_an_output_is_collected_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> Fetched:
+        raise RuntimeError("bad frame")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("distflow.backends.machines.connection.fetch_output", fails)
+        bench = _machines(tmp_path)
+        bench.backend.connect([bench.node])
+        bench.await_one(NodeUp)
+        bench.backend.collect(bench.key())
+        message = bench.await_one(CollectFailed, key=bench.key()).message
+        assert message == "it cannot be fetched, unexpected error: RuntimeError('bad frame')"
+    # The same output may be asked for again.
+    (tmp_path / "node" / bench.key().name / "output").mkdir(parents=True)
+    bench.backend.collect(bench.key())
+    bench.await_one(Collected, key=bench.key())
+    bench.backend.close()
+
+
+def test_an_unexpected_error_while_an_attempt_is_prepared_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _machines(tmp_path)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    bench.backend.lease(bench.request("t"))
+    bench.await_one(Leased)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("bad launch")
+
+    monkeypatch.setattr("distflow.backends.machines.connection.path_prepend", fails)
+    bench.backend.prepare(bench.key(), bench.launch("true"), GivenSecrets(), 5.0)
+    assert bench.await_one(PrepareFailed, key=bench.key()).message == "unexpected error: RuntimeError('bad launch')"
+    bench.backend.release(bench.key())
+    bench.await_one(Released, key=bench.key())
+    bench.backend.close()
+
+
+@pytest.mark.parametrize("answer", [{"gpu_ids": 7}, {"gpu_ids": ["0"]}, {"gpu_ids": [], "port": "http"}, {"port": 70000}])
+def test_a_lease_that_is_answered_with_nonsense_is_refused(answer: dict[str, Any]) -> None:
+    seen: list[Observation] = []
+
+    class Answering:
+        node = Node(name="n", host="n", root="/r", python="python3")
+        gpu_ids = (0, 1)
+
+        def __init__(self) -> None:
+            self.given_back: list[AttemptKey] = []
+
+        def send(self, _op: str, answered: Callable[[object], None], **_: object) -> None:
+            answered(answer)
+
+        def give_back(self, key: AttemptKey) -> None:
+            self.given_back.append(key)
+
+    request = LeaseRequest(workflow="w", group="g", attempt=0, nodes={"t": "n"}, gpus={"t": 1}, master="t")
+    node = Answering()
+    GangLease(request, {"n": node}, seen.append).begin()  # type: ignore[dict-item]
+    (refused,) = seen
+    assert isinstance(refused, LeaseRefused)
+    assert refused.is_final
+    assert node.given_back == [request.key("t")]
 
 
 def _answers(bench: Bench) -> list[Observation]:

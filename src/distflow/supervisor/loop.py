@@ -356,6 +356,7 @@ class Supervisor:
         workflow, pool = self._workflows[command.workflow], self._pools[command.pool]
         launch = launch_of(workflow, command, {command.node: self._nodes[command.pool, command.node].node})
         if launch is None:
+            del self._in_flight[command.identity]
             return
         try:
             secrets = secrets_of(workflow, command, self._secrets)

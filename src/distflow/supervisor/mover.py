@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -92,13 +93,14 @@ class Mover:
                 with self._turns:
                     outcome = self._carry(command, errand, halt, told)
         except Halted:
-            return
+            outcome = told.outcome(error="the transfer was halted")  # reported only if nobody called it off
         except DistflowError as error:
             outcome = told.outcome(error=": ".join(str(error).split("\n")))
         except OSError as error:
             outcome = told.outcome(error=f"{error.filename or self._blobs}: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting for ever
-            outcome = told.outcome(error=f"a bug in distflow: {error!r}")
+            outcome = told.outcome(error=f"unexpected error: {error!r}")
+            sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
         # A transfer of which one file failed has halted the others itself: only what was called off is not told.
         if self._halts.pop(command.identity, None) is halt:
             self._sink(told.seen(outcome=outcome))

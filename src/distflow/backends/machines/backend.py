@@ -7,6 +7,7 @@ connection (``connection``), which comes back by itself; this module spreads com
 from __future__ import annotations
 
 import base64
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,7 @@ _INLINE = 64 << 10
 _PLACING_S = 3600.0
 """For unpacking and copying what was staged; a node that is gone is noticed by its silence, long before."""
 _TELL_S = 5.0
+_PAUSE_S = 1.0
 
 
 def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> MachinesBackend:
@@ -75,8 +77,8 @@ class MachinesBackend:
         self._lock = threading.Lock()
         self._halts: dict[AttemptKey, threading.Event] = {}
         """Attempts that are being prepared, with the latest try; set when one is stopped or prepared anew meanwhile."""
-        self._collector = Collector(blobs, sink)
-        self._deliverer = Deliverer()
+        self._collector = Collector(blobs, sink, pool.node_lost_after_s)
+        self._deliverer = Deliverer(pool.node_lost_after_s)
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
         # Of their own: the outputs of one slow node may wait in line for hours, and a gang's start must not.
         self._collecting = ThreadPoolExecutor(max_workers=_COLLECT_THREADS, thread_name_prefix="collect")
@@ -150,9 +152,9 @@ class MachinesBackend:
 
     def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None, *, for_nodes: bool = False) -> None:
         """Pack and fetch the output of an ended attempt, or a directory of it; in a thread, because that may take minutes."""
-        stays = self._is_everywhere if for_nodes else None
+        stays, connection = self._is_everywhere if for_nodes else None, self._connections[key.node]
         if self._collector.begin(key, op):
-            self._collecting.submit(self._collector.collect, self._connections[key.node], key, op, place, stays)
+            self._collecting.submit(self._collector.collect, connection, key, op, place, stays)
 
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress
@@ -218,9 +220,9 @@ class MachinesBackend:
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record, memo=memo)
         except _Unwanted:
             return  # it is being stopped, which is told by its end; or the next try tells what becomes of it
-        except (DistflowError, OSError, _Relay) as error:
+        except Exception as error:  # noqa: BLE001  nobody waits for this thread: without an answer, the gang would wait
             if not halt.is_set():
-                self._not_prepared(key, error)
+                self._not_prepared(key, error, halt)
         else:
             if not halt.is_set():
                 connection.report(key, {"phase": "prepared"})
@@ -229,8 +231,10 @@ class MachinesBackend:
                 if self._halts.get(key) is halt:
                     del self._halts[key]
 
-    def _not_prepared(self, key: AttemptKey, error: Exception) -> None:
+    def _not_prepared(self, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
         if isinstance(error, NodeUnreachable):
+            # The next try follows at once: an sshd that is being restarted refuses connections without any delay.
+            halt.wait(_PAUSE_S)
             self._sink(Unanswered(at=now(), key=key, op="prepare"))
         elif isinstance(error, _Relay):
             self._sink(NotBrought(at=now(), key=key, op=error.op, why=error.why))
@@ -238,8 +242,11 @@ class MachinesBackend:
             self._sink(PrepareFailed(at=now(), key=key, message=f"an input cannot be fetched: {error}", is_data=True))
         elif isinstance(error, AgentError):
             self._refused(key, error)
-        else:
+        elif isinstance(error, DistflowError | OSError):
             self._sink(PrepareFailed(at=now(), key=key, message=str(error)))
+        else:
+            self._sink(PrepareFailed(at=now(), key=key, message=f"unexpected error: {error!r}"))
+            sys.excepthook(type(error), error, error.__traceback__)  # the traceback goes to the supervisor's log
 
     def _gang(self, launch: BoundLaunch, secrets: GivenSecrets) -> dict[str, Any] | None:
         if launch.gang is None or secrets.token is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +19,7 @@ __all__ = ["Collector"]
 _TRIES = 5
 """Connections that may end one after the other without having brought anything, while the node itself answers."""
 _PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 5.0
 
 
 class _One(NamedTuple):
@@ -34,13 +37,15 @@ class _One(NamedTuple):
 class Collector:
     """Collects into one blob store: what ``begin`` takes on, ``collect`` does, in a thread for each output."""
 
-    def __init__(self, blobs: Path, sink: Sink) -> None:
-        """Begin nothing."""
+    def __init__(self, blobs: Path, sink: Sink, patience_s: float) -> None:
+        """Begin nothing. ``patience_s``: for how long connections may fail while the node's agent still answers."""
         self._blobs = blobs
         self._sink = sink
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._under_way: set[tuple[AttemptKey, str]] = set()
-        self._broken: dict[tuple[AttemptKey, str], int] = {}
+        self._broken: dict[tuple[AttemptKey, str], list[float]] = {}
+        """When connections ended that brought nothing, one after the other (monotonic)."""
         self._closing = threading.Event()
 
     def close(self) -> None:
@@ -75,6 +80,9 @@ class Collector:
             self._give_up(one, f"it cannot be fetched: {error}")
         except OSError as error:
             self._give_up(one, f"it cannot be kept in {self._blobs}, on the machine of the supervisor: {error.strerror}")
+        except Exception as error:  # noqa: BLE001  nobody waits for this thread: without an answer, the group would wait forever
+            self._give_up(one, f"it cannot be fetched, unexpected error: {error!r}")
+            sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
         else:
             self._done(one)
             self._sink(
@@ -85,14 +93,15 @@ class Collector:
             )  # fmt: skip
 
     def _broke_off(self, one: _One, error: NodeUnreachable, *, is_accident: bool) -> None:
+        at = time.monotonic()
         with self._lock:
             # A node that is gone is waited for as long as the pool allows; that is decided elsewhere.
-            self._broken[one.slot] = 0 if is_accident else self._broken.get(one.slot, 0) + 1
-            tries = self._broken[one.slot]
-        if tries >= _TRIES:
-            self._give_up(one, f"it cannot be fetched, the connection ended {tries} times: {error.detail}")
+            self._broken[one.slot] = ends = [] if is_accident else [*self._broken.get(one.slot, ()), at]
+        # An sshd that is being restarted accepts no connection while the agent's connection still stands.
+        if len(ends) >= _TRIES and at - ends[0] >= self._patience_s:
+            self._give_up(one, f"it cannot be fetched, the connection ended {len(ends)} times: {error.detail}")
             return
-        self._closing.wait(_PAUSE_S)
+        self._closing.wait(min(_PAUSE_S * max(1, len(ends)), _LONGEST_PAUSE_S))
         with self._lock:
             self._under_way.discard(one.slot)
         self._sink(Unanswered(at=now(), key=one.key, op=one.op))

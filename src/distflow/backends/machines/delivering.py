@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,13 +20,15 @@ __all__ = ["Deliverer"]
 _TRIES = 5
 """Connections that may end one after the other without having brought anything, while the node itself answers."""
 _PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 5.0
 
 
 class Deliverer:
     """Has outputs delivered, of each node one at a time."""
 
-    def __init__(self) -> None:
-        """Begin nothing."""
+    def __init__(self, patience_s: float) -> None:
+        """Begin nothing. ``patience_s``: for how long connections may fail while the node's agent still answers."""
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._turns: dict[str, threading.Lock] = {}
 
@@ -35,17 +38,22 @@ class Deliverer:
     ) -> Delivered:  # fmt: skip
         """Return when all is there; a node that is away is waited for. Raises as ``deliver_there`` does, and ``Halted``."""
         tries = furthest = 0
+        since = time.monotonic()
         while True:
             progress = _Progress(halt, told)
             try:
                 with self._turn(key.node, halt):
                     return connection.deliver(key, delivery, identity, progress)
             except TransportError as error:
-                tries = 0 if progress.done > furthest or not connection.is_up else tries + 1
+                if progress.done > furthest or not connection.is_up:
+                    tries, since = 0, time.monotonic()
+                else:
+                    tries += 1
                 furthest = max(furthest, progress.done)
-                if tries >= _TRIES:
+                # An sshd that is being restarted accepts no connection while the agent's connection still stands.
+                if tries >= _TRIES and time.monotonic() - since >= self._patience_s:
                     raise NotDirect(f"{error.message} (tried {tries} times)") from error
-            halt.wait(_PAUSE_S)
+            halt.wait(min(_PAUSE_S * max(1, tries), _LONGEST_PAUSE_S))
 
     @contextmanager
     def _turn(self, node: str, halt: threading.Event) -> Iterator[None]:

@@ -48,6 +48,8 @@ class GangLease:
             )
 
     def _answered(self, task: str, answer: Mapping[str, Any] | DistflowError) -> None:
+        if isinstance(answer, Mapping):
+            answer = _checked(self._request.nodes[task], answer)
         with self._lock:
             self._answers[task] = answer
             if len(self._answers) < len(self._request.nodes):
@@ -60,7 +62,8 @@ class GangLease:
 
     def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
         for task in self._request.nodes:
-            if task not in refusals or not isinstance(refusals[task], AgentError):
+            refusal = refusals.get(task)
+            if not isinstance(refusal, AgentError) or refusal.kind == "internal":
                 # One that did not answer may have leased all the same.
                 key = self._request.key(task)
                 self._connections[key.node].give_back(key)
@@ -109,3 +112,11 @@ def _wanted(request: LeaseRequest, task: str, node: Node) -> dict[str, tuple[int
     """Return what is asked for of what the configuration promises; what it does not name is not counted."""
     there = {"cpus": (request.cpus.get(task, 0), node.cpus), "memory": (request.memory.get(task, 0), node.memory)}
     return {name: (want, have) for name, (want, have) in there.items() if have is not None and want}
+
+
+def _checked(node: str, answer: Mapping[str, Any]) -> Mapping[str, Any] | AgentError:
+    """Return the answer, or a refusal if the node answered something else than GPUs and ports."""
+    gpus, ports = answer.get("gpu_ids") or [], [answer.get("port"), answer.get("link_port")]
+    is_valid = isinstance(gpus, list) and all(type(gpu) is int and gpu >= 0 for gpu in gpus)
+    is_valid = is_valid and all(port is None or (type(port) is int and 0 < port < 1 << 16) for port in ports)
+    return answer if is_valid else AgentError(node, "internal", "the answer to the lease request is not valid")
