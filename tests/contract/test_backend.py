@@ -615,6 +615,39 @@ def test_a_lease_whose_answer_was_lost_is_given_back_when_the_node_answers_again
     bench.backend.close()
 
 
+def test_a_silent_node_is_noticed_long_before_it_is_given_up(tmp_path: Path) -> None:
+    """The interval of heartbeats follows ``node_lost_after``, however long ``ping`` is."""
+    bench = _machines(tmp_path, ping_s=60.0, node_lost_after_s=3.0)
+    bench.backend.connect([bench.node])
+    bench.await_one(NodeUp)
+    wait_until(lambda: len(_agents(tmp_path)) == 1, 20)
+    (agent,) = _agents(tmp_path)
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        down = bench.await_one(NodeDown)
+    finally:
+        os.kill(agent, signal.SIGKILL)
+    assert "no heartbeat for" in down.error
+    assert down.since is not None
+    assert down.since < down.at
+    bench.backend.close()
+
+
+def test_a_node_whose_first_answer_makes_no_sense_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = AgentLink._take
+
+    def lies(link: AgentLink, message: dict[str, Any]) -> None:
+        take(link, message | {"facts": {"gpus": "many"}} if "facts" in message else message)
+
+    bench = _machines(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(AgentLink, "_take", lies)
+        bench.backend.connect([bench.node])
+        assert "the agent's answer to `hello` is not valid" in bench.await_one(NodeDown).error
+    bench.await_one(NodeUp)
+    bench.backend.close()
+
+
 STALE = """\
 import os
 real = os.statvfs

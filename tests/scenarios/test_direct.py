@@ -226,7 +226,7 @@ def test_a_node_that_does_not_come_back_spoils_its_output(lab: Lab, s3: S3Server
     lab.servers["gpu1"].stop()
     body = lab.cli.await_status(ident, "FAILED_BACKEND_ERROR")
     assert body["groups"][0]["reason"] == "NODE_LOST"
-    assert "only: its output cannot be handed on: gpu1 has been out of reach for" in body["groups"][0]["message"]
+    assert "only: its output cannot be handed on: gpu1 has been unreachable for" in body["groups"][0]["message"]
     s3.thaw()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -247,11 +248,27 @@ def test_a_canceled_task_whose_node_stays_away_is_named_in_the_end(far_lab: Lab,
     canceled = cli.run("workflow", "cancel", workflow, "--wait", "60", "-t", "json")
     assert canceled.code == 0
     assert '"out_of_reach": [\n' in canceled.out
-    assert f"warning: worker: {away} has been out of reach for" in canceled.err
+    assert f"warning: worker: {away} has been unreachable for" in canceled.err
     assert "it may still run there" in canceled.err
     assert cli.query(workflow)["status"] == "FAILED_CANCELED"
     hosts[away].heal()
     far_lab.await_stray_end(workflow, "worker")
+
+
+@pytest.mark.timeout(240)
+def test_a_link_that_is_back_in_time_loses_no_node(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
+    cli = far_lab.cli
+    # Longer than it takes to notice the silence, and shorter than one try to connect after that.
+    far_lab.configure(connect_timeout="30s", node_lost_after="20s")
+    workflow, let_go = _two(far_lab)
+    away = cli.await_running(workflow)["worker"]["node_name"]
+    hosts[away].cut()
+    begun = time.monotonic()
+    far_lab.await_message(workflow, f"{away} is out of reach since")
+    wait_until(lambda: time.monotonic() > begun + 12.0, 20)
+    hosts[away].heal()
+    let_go()
+    cli.await_status(workflow, "COMPLETED", timeout=60)
 
 
 OTHER = """
@@ -325,7 +342,7 @@ def test_a_host_that_dies_while_it_runs_fails_the_gang_after_node_lost_after(far
     answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR")
     cause = answer["groups"][0]["first_cause"]
     assert (cause["task"], cause["node"], cause["reason"]) == ("worker", away, "NODE_LOST")
-    assert f"{away} has been out of reach for" in cause["message"]
+    assert f"{away} has been unreachable for" in cause["message"]
     assert cli.tasks(workflow)["master"]["status"] == "FAILED"
     assert cli.tasks(workflow)["master"]["reason"] == "PEER_FAILED"
     # What runs on there was not stopped, because nobody could: that is done as soon as somebody can.

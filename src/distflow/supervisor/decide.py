@@ -217,7 +217,7 @@ class _Step(Starting):
             if self.now < deadline:
                 self.decision.wake(deadline)
                 continue
-            gone = f"{task.node} has been out of reach for {seconds_text(self.now - view.since)}: {view.error}"
+            gone = f"{task.node} has been unreachable for {seconds_text(self.now - view.since)}: {view.error}"
             lost = replace(
                 task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True,
                 stray=Stray.OUT_OF_REACH,

@@ -113,7 +113,7 @@ def _spoilt(task: TaskRecord, view: NodeView | None, lost_after_s: float, now: f
         words = "it was never started, so it has no output"
     elif view is not None and not view.up and now >= view.since + lost_after_s:
         reason = Reason.NODE_LOST
-        words = f"{task.node} has been out of reach for {now - view.since:.0f} s: {view.error}"
+        words = f"{task.node} has been unreachable for {now - view.since:.0f} s: {view.error}"
     if not words:
         return None
     message = f"its output cannot be handed on: {words}"

@@ -88,5 +88,10 @@ class Step:
 
 
 def seconds_text(value: float) -> str:
-    """Return a time as people say it: `90 s`, `5 min`."""
-    return f"{value:g} s" if value < 120 or value % 60 else f"{value / 60:g} min"
+    """Return a time as people say it, rounded.
+
+    >>> seconds_text(0.25), seconds_text(19.7107), seconds_text(90), seconds_text(300), seconds_text(301.4)
+    ('0.25 s', '20 s', '90 s', '5 min', '301 s')
+    """
+    rounded = round(value) if value >= 10 else float(f"{value:.2g}")
+    return f"{rounded:g} s" if rounded < 120 or rounded % 60 else f"{rounded / 60:g} min"

@@ -89,7 +89,9 @@ class Transport(Protocol):
     4. ``argv`` arrives as it is: no shell of ours or theirs changes a byte of it.
     5. ``open`` starts a command in a session of its own. Neither the end of our process nor ``close`` stops it.
     6. ``dial`` connects to a TCP port of the node itself, on its loopback. It raises ``NodeUnreachable`` when nothing listens.
-    7. ``close`` may be called twice and never raises. It does not stop remote processes.
+    7. ``hang_up`` drops the connection, also one that is being made: what uses it ends with an error, and the next use connects
+       again. It never raises, and does not stop remote processes.
+    8. ``close`` may be called twice and never raises. It does not stop remote processes.
     """
 
     @property
@@ -112,6 +114,9 @@ class Transport(Protocol):
 
     def dial(self, port: int, *, timeout_s: float) -> Stream:
         """Connect to a TCP port of the node."""
+
+    def hang_up(self) -> None:
+        """Drop the connection, which may be dead without having ended; the next use makes a new one."""
 
     def close(self) -> None:
         """Give back what the transport holds."""

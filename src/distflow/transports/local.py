@@ -72,6 +72,9 @@ class LocalTransport:
         except OSError as error:
             raise NodeUnreachable(self.name, f"nothing answers on its port {port} ({error.strerror or error})") from error
 
+    def hang_up(self) -> None:
+        """There is no connection."""
+
     def close(self) -> None:
         """Nothing is held."""
 

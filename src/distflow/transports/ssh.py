@@ -53,10 +53,17 @@ class SshTransport:
         link = self._connected(deadline)
         return SshStream(link, link.dial(port, deadline))
 
+    def hang_up(self) -> None:
+        """Drop the connection; the next use makes a new one."""
+        self._drop()
+
     def close(self) -> None:
-        """Hang up; what runs there goes on."""
+        """Hang up for good; what runs there goes on."""
+        self._drop(is_closed=True)
+
+    def _drop(self, *, is_closed: bool = False) -> None:
         with self._lock:
-            self._is_closed = True
+            self._is_closed = self._is_closed or is_closed
             links = [self._link, self._attempt[0] if self._attempt is not None else None]
             self._link = None
         for link in links:

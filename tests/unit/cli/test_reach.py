@@ -62,7 +62,7 @@ def test_cancel_says_what_is_known_and_what_will_happen() -> None:
 
 
 def test_a_lost_task_of_an_ended_workflow_is_told() -> None:
-    gone = "worker-node has been out of reach for 2 min: it does not answer"
+    gone = "worker-node has been unreachable for 2 min: it does not answer"
     lost = replace(task("worker", State.FAILED), reason=Reason.NODE_LOST, message=gone, stray=Stray.OUT_OF_REACH)
     record = _record(replace(running_group(), tasks=(task("master"), lost)))
     assert list(left_behind(record)) == [

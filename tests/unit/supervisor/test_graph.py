@@ -261,7 +261,7 @@ def test_a_node_that_is_lost_with_an_output_fails_its_group() -> None:
     driver.run()
     top = group(driver, "top")
     assert (top.reason, top.status) == (Reason.NODE_LOST, "FAILED_BACKEND_ERROR")
-    assert f"t0: its output cannot be handed on: {where} has been out of reach for 60 s: cut" in top.message
+    assert f"t0: its output cannot be handed on: {where} has been unreachable for 60 s: cut" in top.message
     assert top.task("t0").state is COMPLETED
 
 

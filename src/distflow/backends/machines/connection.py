@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from distflow.backends.base import (
     Absent,
@@ -33,6 +34,7 @@ from distflow.backends.machines.clocks import now
 from distflow.backends.machines.direct import bring_there, deliver_there
 from distflow.backends.machines.fetching import Fetched, fetch_output
 from distflow.backends.machines.link import AgentLink
+from distflow.backends.machines.reconnecting import Reconnecting, heartbeat_s
 from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
@@ -47,9 +49,6 @@ __all__ = ["Answered", "Connection", "now"]
 
 Answered = Callable[[Mapping[str, Any] | DistflowError], None]
 
-_BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-_REFUSED_BACKOFF_S = (10.0, 30.0, 120.0, 300.0)
-"""After a refused login: a person must change something first, and many machines lock out who tries too often."""
 _LOG_FILES = ("output.log", "output.idx")
 _END = "exit.json"
 
@@ -79,6 +78,8 @@ class Connection:
         self._closing = threading.Event()
         self._broken = threading.Event()
         self._error = ""
+        self._is_welcome = False
+        """Whether the agent's answer to ``hello`` was valid."""
 
     # What the backend uses.
 
@@ -257,26 +258,28 @@ class Connection:
     # The connection itself.
 
     def _keep_connected(self) -> None:
-        tries = 0
+        tries = Reconnecting(self._pool.node_lost_after_s)
         while True:
             self._broken.clear()  # first, as who closes sets it last
             if self._closing.is_set():
                 return
-            pauses: tuple[float, ...] = _BACKOFF_S
-            heard_at = None
+            is_refused, heard_at = False, None
             try:
-                made = connect(
-                    self._transport, self.node.root, self.node.python, timeout_s=self._pool.connect_timeout_s,
-                    ping_s=self._pool.ping_s, on_event=self._pushed, on_close=self._closed,
-                )  # fmt: skip
-                with closing(made) as link:  # its agent would stay there, kept alive by our pings
+                with self._connect(tries) as link:
                     self._greet(link)
-                    tries = 0
                     self._broken.wait()
-                    heard_at = now() - link.silent_s
+                silent_s = link.silent_s
+                tries.was_connected(silent_s)
+                heard_at = now() - silent_s
+                if silent_s >= link.ping_s:
+                    self._transport.hang_up()  # a dead connection would keep the next try waiting
             except DistflowError as error:
-                self._error = _words(error)
-                pauses = _REFUSED_BACKOFF_S if isinstance(error, AuthenticationRefused) else _BACKOFF_S
+                self._error, is_refused = _words(error), isinstance(error, AuthenticationRefused)
+                if isinstance(error, NodeUnreachable):
+                    self._transport.hang_up()
+            except Exception as error:  # noqa: BLE001  without this thread, nobody would try again
+                self._error = f"unexpected error: {error!r}"
+                sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
             with self._lock:
                 self._link = None
                 self._streams.clear()
@@ -285,19 +288,46 @@ class Connection:
             if self._closing.is_set():
                 return
             self._sink(NodeDown(at=now(), pool=self._pool.name, node=self.node.name, error=self._error, since=heard_at))
-            self._closing.wait(pauses[min(tries, len(pauses) - 1)])
-            tries += 1
+            self._closing.wait(tries.pause_s(is_refused=is_refused))
+
+    def _connect(self, tries: Reconnecting) -> closing[AgentLink]:
+        """Start an agent; the block's end ends it, as it would stay there, kept alive by our pings.
+
+        A try that is still under way when the last one before the end of the wait is due gives way to that one.
+        """
+        gives_way = None
+        if (last_try_in_s := tries.last_try_in_s) is not None:
+            gives_way = threading.Timer(last_try_in_s, self._transport.hang_up)
+            gives_way.daemon = True
+            gives_way.start()
+        try:
+            link = connect(
+                self._transport, self.node.root, self.node.python, timeout_s=self._pool.connect_timeout_s,
+                ping_s=heartbeat_s(self._pool.ping_s, self._pool.node_lost_after_s), on_event=self._pushed,
+                on_close=self._closed,
+            )  # fmt: skip
+        finally:
+            if gives_way is not None:
+                gives_way.cancel()
+        return closing(link)
 
     def _greet(self, link: AgentLink) -> None:
+        self._is_welcome = False
         with self._lock:
             keys = list(self._watched.values())
         self._give_back_all(link)  # before anybody knows that it is up, and asks for the same again
         watched = [key.name for key in keys]
         link.request("hello", then=lambda answer: self._welcomed(link, answer, keys), watch=watched)
+        if not self._is_welcome:
+            raise NodeUnreachable(self.node.name, "the agent's answer to `hello` is not valid")
 
     def _welcomed(self, link: AgentLink, answer: Mapping[str, Any], keys: list[AttemptKey]) -> None:
-        facts = self._facts = answer["facts"]
+        facts = answer.get("facts")
+        if not _is_valid(facts):
+            return
+        self._facts = facts
         self._link = link
+        self._is_welcome = True
         self._give_back_all(link)  # what was refused elsewhere while it said hello
         self._sink(
             NodeUp(
@@ -391,6 +421,14 @@ class Connection:
                 self._watched.pop(key.name, None)
                 self._tailed.discard(key.name)
             return told
+
+
+def _is_valid(facts: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether what a node reports of itself is an object, in which the numbers that decisions depend on are numbers."""
+    if not isinstance(facts, Mapping):
+        return False
+    numbers = [facts.get(name) for name in ("gpus", "cpus", "memory")]
+    return all(value is None or (type(value) is int and value >= 0) for value in numbers)
 
 
 def _words(error: DistflowError) -> str:

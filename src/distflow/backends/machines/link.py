@@ -57,7 +57,7 @@ class AgentLink:
         self._channel = channel
         self._on_event = on_event
         self._on_close = on_close
-        self._ping_s = ping_s
+        self.ping_s = ping_s
         self._numbers = itertools.count(1)
         self._state = threading.Lock()
         self._waiting: dict[int, tuple[str, Callable[[Result | NodeError], None]]] = {}
@@ -131,7 +131,7 @@ class AgentLink:
 
         At most as long as noticing a silence takes: this process may have been asleep, and then the silence was its own.
         """
-        return min(time.monotonic() - self._heard_at, (_SILENT_PINGS + 1) * self._ping_s)
+        return min(time.monotonic() - self._heard_at, (_SILENT_PINGS + 1) * self.ping_s)
 
     @property
     def clock(self) -> Clock | None:
@@ -169,10 +169,10 @@ class AgentLink:
 
     def _ping(self) -> None:
         # It only queues: a writer that is blocked by a stalled node must not keep this thread from noticing.
-        while not self._has_ended.wait(self._ping_s):
+        while not self._has_ended.wait(self.ping_s):
             silent_s = time.monotonic() - self._heard_at
-            if silent_s > _SILENT_PINGS * self._ping_s:
-                self._fail(NodeUnreachable(self.node, f"the agent has said nothing for {silent_s:.0f} s"))
+            if silent_s > _SILENT_PINGS * self.ping_s:
+                self._fail(NodeUnreachable(self.node, f"no heartbeat for {silent_s:.0f} s"))
                 return
             self._send_ping()
 
