@@ -93,6 +93,7 @@ def event_json(event: Event) -> dict[str, object]:
         "sequence": event.sequence,
         "time": iso(event.at),
         "kind": event.kind,
+        "code": event.code.value if event.code else None,
         "group": event.group,
         "task": event.task,
         "retry_id": event.attempt,

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from distflow.diagnosis.model import Case, First, Witness
-from distflow.state.record import Cause, Event, GroupRecord, TaskRecord
+from distflow.state.record import Cause, Event, EventCode, GroupRecord, TaskRecord
 from distflow.supervisor.printed_errors import without_launcher
 from distflow.supervisor.testimony import hear
 from distflow.supervisor.timeline import attempt_of, cause_of
 
 __all__ = ["case_of"]
-
-_HANGS, _SPEAKS = "may hang", "prints again"
-"""The supervisor's words (``supervisor.decide``)."""
 
 _LINES = 300
 """Lines of each task's output, from its end, that the rules are tried on."""
@@ -75,11 +72,10 @@ def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[E
     ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)
     said = ""
     for event in events:
-        about, _, text = event.text.partition(": ")
-        if about != group.name or begun is None or event.at < begun or (ended is not None and event.at > ended):
+        if event.group != group.name or begun is None or event.at < begun or (ended is not None and event.at > ended):
             continue
-        if text.startswith(_HANGS):
-            said = text.partition(";")[0]
-        elif text.startswith(_SPEAKS):
+        if event.code is EventCode.HANG:
+            said = event.text.removeprefix(f"{group.name}: may hang: ").partition(";")[0]
+        elif event.code is EventCode.HANG_OVER:
             said = ""
-    return said.removeprefix(f"{_HANGS}: ")
+    return said

@@ -22,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "End",
     "Event",
+    "EventCode",
     "GroupRecord",
     "Kept",
     "OutOfReach",
@@ -245,6 +246,8 @@ class GroupRecord:
     running_at: float | None = None
     stopping_at: float | None = None
     ended_at: float | None = None
+    silent_since: float | None = None
+    """When its tasks printed last, once that is longer ago than ``hang_timeout``; ``None`` while they make progress."""
     stop_reason: Reason | None = None
     """Why it is being stopped, while it is."""
     withdrawing: bool = False
@@ -367,6 +370,15 @@ class WorkflowRecord:
         return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
 
 
+class EventCode(str, Enum):
+    """What an event means to a program; an event that no program needs to understand has none."""
+
+    HANG = "hang"
+    """All tasks of a group have been silent for longer than ``hang_timeout``."""
+    HANG_OVER = "hang_over"
+    """One of them has made progress again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Something that happened, as the store remembers it."""
@@ -381,5 +393,6 @@ class Event:
     group: str | None = None
     task: str | None = None
     attempt: int | None = None
+    code: EventCode | None = None
     sequence: int = 0
     """Position in the store; 0 before it is saved."""

@@ -20,7 +20,7 @@ import msgspec
 from distflow.errors import NotFound, StoreTooNew
 from distflow.state import opening
 from distflow.state.codec import DecodeError, decode, encode, writable
-from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
+from distflow.state.record import CancelRequest, Event, EventCode, GroupRecord, WorkflowRecord
 from distflow.state.search import Search, where
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ _MIGRATIONS = (
     ) WITHOUT ROWID;
     """,
     "ALTER TABLE workflows ADD COLUMN parent TEXT",
+    """
+    ALTER TABLE events ADD COLUMN code TEXT;
+    UPDATE events SET code = 'hang' WHERE text LIKE grp || ': may hang: %';
+    UPDATE events SET code = 'hang_over' WHERE text = grp || ': gives signs of life again'
+    """,
 )
 
 _FIELDS = (
@@ -73,6 +78,7 @@ _FIELDS = (
 )  # fmt: skip
 _COLUMNS = ", ".join(_FIELDS)
 _ALL = Search()
+_CODES = frozenset(code.value for code in EventCode)
 _TAGS = "(SELECT group_concat(tag) FROM tags WHERE workflow = uuid)"
 """No tag holds a comma."""
 
@@ -288,12 +294,22 @@ class Store:
         """Return the events of a workflow (uuid) with a sequence number above ``after``, in order."""
         with self._errors():
             rows = self._db.execute(
-                "SELECT sequence, at, kind, text, workflow, grp, task, attempt FROM events"
+                "SELECT sequence, at, kind, text, workflow, grp, task, attempt, code FROM events"
                 " WHERE workflow = ? AND sequence > ? ORDER BY sequence",
                 (workflow, after),
             ).fetchall()
         return tuple(
-            Event(sequence=r[0], at=r[1], kind=r[2], text=r[3], workflow=r[4], group=r[5], task=r[6], attempt=r[7])
+            Event(
+                sequence=r[0],
+                at=r[1],
+                kind=r[2],
+                text=r[3],
+                workflow=r[4],
+                group=r[5],
+                task=r[6],
+                attempt=r[7],
+                code=EventCode(r[8]) if r[8] in _CODES else None,
+            )
             for r in rows
         )
 
@@ -337,8 +353,11 @@ class Store:
 
     def _write_events(self, events: Iterable[Event]) -> None:
         self._db.executemany(
-            "INSERT INTO events (workflow, at, kind, text, grp, task, attempt) VALUES (?,?,?,?,?,?,?)",
-            [(e.workflow, e.at, e.kind, writable(e.text), e.group, e.task, e.attempt) for e in events],
+            "INSERT INTO events (workflow, at, kind, text, grp, task, attempt, code) VALUES (?,?,?,?,?,?,?,?)",
+            [
+                (e.workflow, e.at, e.kind, writable(e.text), e.group, e.task, e.attempt, e.code.value if e.code else None)
+                for e in events
+            ],
         )
 
     def _migrate(self) -> None:

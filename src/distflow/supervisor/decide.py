@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State
-from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray
+from distflow.state.record import CancelRequest, Cause, Event, EventCode, GroupRecord, Stray
 from distflow.supervisor.absorb import stop_unstarted
 from distflow.supervisor.checkpointing import CANCELED_S, due
 from distflow.supervisor.handover import Handover, hand_over
@@ -30,7 +30,6 @@ __all__ = ["LOG_DRAIN_S", "decide"]
 LOG_DRAIN_S = 5.0
 """How long an ended group may wait for the last of its output before it is shown as ended; mirroring goes on after that."""
 
-_HANGS = "may hang"
 _HANG_LOOK_S = 10.0
 
 
@@ -169,12 +168,15 @@ class _Step(Starting):
         silent_since = max([self.group.running_at or self.now, *(at for at in signs if at is not None)])
         if self.now < silent_since + limit:
             self.decision.wake(silent_since + limit)
-            if self.group.message.startswith(_HANGS):
-                self.group = replace(self.group, message="")
-                self._tell(f"{self.group.name}: gives signs of life again")
+            if self.group.silent_since is not None:
+                self.group = replace(self.group, silent_since=None, message="")
+                self._tell(f"{self.group.name}: makes progress again", code=EventCode.HANG_OVER)
             return
-        words = f"{_HANGS}: no task has printed anything for {seconds_text(limit)} (hang_timeout)"
-        self._say(f"{words}; where its processes are: distflow workflow stacks {self.record.id}")
+        if self.group.silent_since is None:
+            words = f"may hang: no task has printed anything for {seconds_text(limit)} (hang_timeout)"
+            words += f"; where its processes are: distflow workflow stacks {self.record.id}"
+            self.group = replace(self.group, silent_since=silent_since, message=words)
+            self._tell(f"{self.group.name}: {words}", code=EventCode.HANG)
         self.decision.wake(self.now + _HANG_LOOK_S)
 
     # STOPPING: until nothing is left anywhere.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
-from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.record import Event, EventCode, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
 
 __all__ = ["Step", "seconds_text"]
@@ -39,11 +39,11 @@ class Step:
             words = f": {self.group.message}" if self.group.message else ""
             self._tell(f"{self.group.name}: {self.group.status}{words}")
 
-    def _tell(self, text: str, task: TaskRecord | None = None) -> None:
+    def _tell(self, text: str, task: TaskRecord | None = None, *, code: EventCode | None = None) -> None:
         self.decision.events.append(
             Event(
                 at=self.now, kind="state", text=text, workflow=self.record.uuid, group=self.group.name,
-                task=task.name if task else None, attempt=task.attempt if task else None,
+                task=task.name if task else None, attempt=task.attempt if task else None, code=code,
             )
         )  # fmt: skip
 

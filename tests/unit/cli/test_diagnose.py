@@ -8,8 +8,11 @@ from pathlib import Path
 
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import Event, Kept, WorkflowRecord
+from distflow.testing.backend import Behaviour
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task_log, workflow
+from unit.supervisor.gangs import Driver, group_plan
+from unit.supervisor.gangs import workflow as planned
 
 MISMATCH = (
     b"[rank11]: RuntimeError: Detected mismatch between collectives on ranks. Rank 11 is running collective: "
@@ -95,20 +98,30 @@ def test_attempts_of_a_group_that_was_kept_are_told_where_it_ran(screen: Screen)
         assert "Group kept" not in screen.out
 
 
-def test_a_gang_that_is_silent_now_is_diagnosed_until_it_prints_again(screen: Screen) -> None:
+def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: Screen) -> None:
+    """The events are those of the supervisor itself: no text of theirs may decide."""
+    driver = Driver(planned(group_plan(hang_s=30)), behaviour=lambda _: Behaviour(seconds=float("inf")))
+    driver.settle()
+    driver.advance(30)
+    (silent,) = [event for event in driver.events if event.code]
+    driver.alive_at["u1", "train", "t0"] = driver.clock.now()
+    driver.advance(10)
+    assert driver.group().message == ""
+    (_, over) = [event for event in driver.events if event.code]
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
 
-    def tell(at: float, words: str) -> None:
-        screen.store.add_events([Event(at=at, kind="hang", text=f"training: {words}", workflow=record.uuid, group="training")])
+    def tell(at: float, event: Event) -> None:
+        text = event.text.replace("train:", "training:")
+        screen.store.add_events([replace(event, at=at, text=text, workflow=record.uuid, group="training")])
 
-    tell(T0 + 60, "may hang: no task has printed anything for 40 s (hang_timeout); where its processes are: …")
+    tell(T0 + 60, silent)
     with supervised(screen.directory):
         assert screen.run("diagnose", record.id, "-t", "json") == 0
         (group,) = json.loads(screen.out)["groups"]
         assert [(one["key"], one["found"]) for one in group["diagnoses"]] == [
-            ("hang", "no task has printed anything for 40 s (hang_timeout)")
+            ("hang", "no task has printed anything for 30 s (hang_timeout)")
         ]
-        tell(T0 + 70, "prints again")
+        tell(T0 + 70, over)
         assert screen.run("diagnose", record.id) == 0
     assert "nothing of it has failed" in screen.out
 
