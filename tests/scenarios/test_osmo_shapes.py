@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.testing.sshd import free_port
+from scenarios.conftest import Cli
 from scenarios.lab import Lab, json_lines
 
 TUTORIAL = """\
@@ -93,3 +94,26 @@ def test_the_tutorial_of_two_nodes_trains_with_a_real_nslookup_and_nc(lab: Lab, 
     (made,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]
     assert (made["name"], made["versions"]) == ("models", [1])
     assert made["latest"]["file_count"] >= 1
+
+
+REFERENCES = """\
+workflow:
+  name: references
+  tasks:
+  - name: write
+    command: [sh]
+    args: [-c, 'echo "stored at $(FILE_PATH) on $(date +%Y | cut -c1-2)xx"; echo text > $(FILE_PATH); cat "$$(FILE_PATH)"; true']
+    environment:
+      FOLDER: "{{output}}"
+      FILE_PATH: $(FOLDER)/answer.txt
+"""
+
+
+def test_references_to_variables_are_replaced_as_in_kubernetes(cli: Cli) -> None:
+    done = cli.run("workflow", "submit", cli.spec(REFERENCES), "--wait")
+    assert done.code == 0, done.err + done.out
+    output = Path(cli.tasks("references-1")["write"]["output_dir"])
+    assert (output / "answer.txt").read_text() == "text\n"
+    log = cli.logs("references-1")
+    assert f"[write] stored at {output}/answer.txt on 20xx" in log
+    assert "FILE_PATH: not found" in log  # escaped: the shell looked for a command of that name

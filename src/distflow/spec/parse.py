@@ -21,6 +21,7 @@ from distflow.spec.inputs import Graph, upstream_of
 from distflow.spec.launchers import parse_elastic, parse_framework, parse_strategy_block, with_launchers
 from distflow.spec.model import GroupSpec, InputSpec, Near, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
+from distflow.spec.references import with_references
 from distflow.spec.schema import spec_problems
 from distflow.spec.tasks import check_tokens, parse_task, replica_names
 from distflow.spec.template import Rendered, render
@@ -92,7 +93,8 @@ def load_spec_text(
         View(document, (), problems).add("`default-values` was not recognised as such", hint, key="default-values")
     top = View(document, ("workflow",), problems)
     resources = _parse_resources(top)
-    groups = _parse_groups(top, resources, base_dir)
+    groups, found = with_references(_parse_groups(top, resources, base_dir), environment_names)
+    problems += found
     spec = WorkflowSpec(
         name=top.string("name") or "",
         pool=top.string("pool") or None,
