@@ -102,7 +102,7 @@ workflow:
   tasks:
   - name: write
     command: [sh]
-    args: [-c, 'echo "stored at $(FILE_PATH) on $(date +%Y | cut -c1-2)xx"; echo text > $(FILE_PATH); cat "$$(FILE_PATH)"; true']
+    args: [-c, 'echo "at $(FILE_PATH) in $(date +%Y | cut -c1-2)xx"; echo text > $(FILE_PATH); cat "$$(FILE_PATH)"; true']
     environment:
       FOLDER: "{{output}}"
       FILE_PATH: $(FOLDER)/answer.txt
@@ -115,5 +115,38 @@ def test_references_to_variables_are_replaced_as_in_kubernetes(cli: Cli) -> None
     output = Path(cli.tasks("references-1")["write"]["output_dir"])
     assert (output / "answer.txt").read_text() == "text\n"
     log = cli.logs("references-1")
-    assert f"[write] stored at {output}/answer.txt on 20xx" in log
+    assert f"[write] at {output}/answer.txt in 20xx" in log
     assert "FILE_PATH: not found" in log  # escaped: the shell looked for a command of that name
+
+
+EARLIER = """\
+# Submit with a workflow that has ended: {{ workflow }}, {% raw %} and {{host:nobody}} stand in a comment.
+workflow:
+  name: later
+  tasks:
+  - name: read
+    command: [bash, /tmp/run.sh]
+    inputs:
+    - task: "{{earlier}}:write"
+    files:
+    - path: /tmp/run.sh
+      contents: |
+        # Was: cat {{input:3}}/x on {{host:other}}
+        cat {{input:write}}/answer.txt {{input:0}}/answer.txt
+
+default-values:
+  earlier: none-1
+"""
+
+
+def test_tokens_in_comments_only_warn_and_an_earlier_task_is_named_by_its_name(cli: Cli) -> None:
+    text = "workflow: {name: first, tasks: [{name: write, command: [sh, -c, 'echo text > {{output}}/answer.txt']}]}\n"
+    assert cli.run("workflow", "submit", cli.spec(text), "--wait").code == 0
+    done = cli.run("workflow", "submit", cli.spec(EARLIER), "--wait", "--set", "earlier=first-1")
+    assert done.code == 0, done.err + done.out
+    assert cli.logs("later-1") == "[read] text\n[read] text\n"
+    warnings = [line.partition("spec.yaml:")[2] for line in done.err.splitlines() if ": warning: " in line]
+    assert warnings == [
+        "12: warning: {{input:3}} names no input of this task",
+        "12: warning: {{host:other}} names no task of this group",
+    ]

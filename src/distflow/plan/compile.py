@@ -119,7 +119,8 @@ def _launch(
     injected = [(file.path.value, file.is_directory) for file in task.files if file.path.value.startswith("/")]
     injected += [(one.directory.value, True) for one in task.credentials if one.directory and one.directory.value[:1] == "/"]
     injected += [(one.path.value.rstrip("/"), True) for one in task.checkpoints if one.path.value.startswith("/")]
-    rewrite = rewriter(ranks, world, injected, task.inputs, (*task.url_inputs, *task.earlier_inputs))
+    hosts = {one.name for one in group.tasks}
+    rewrite = rewriter(ranks, world, injected, task.inputs, (*task.url_inputs, *task.earlier_inputs), hosts)
     resource = spec.resources[task.resource]
     given = {name: rewrite(text.value) for name, text in task.environment.items()}
     started = Started(argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)))

@@ -8,7 +8,7 @@ path in the command, the arguments, the environment and the other injected files
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 
 from distflow.layout.ranks import TaskRanks, World
@@ -69,20 +69,22 @@ def rewriter(
     injected: Sequence[tuple[str, bool]],
     inputs: Sequence[InputSpec] = (),
     others: Sequence[DataSpec | EarlierInput] = (),
+    hosts: Container[str] | None = None,
 ) -> Rewrite:
     """Return the function that turns a string of the spec into one of the plan.
 
     ``injected`` holds each absolute path and whether it is a directory; mentions of what lies in a directory follow it too.
-    ``others`` are the inputs that do not come from tasks of this workflow.
+    ``others`` are the inputs that do not come from tasks of this workflow, ``hosts`` the tasks of the group; ``None``: any.
     """
     values = token_values(ranks, world)
+    everything = sorted((*inputs, *others), key=lambda one: one.position, reverse=True)
     # Of several entries for one task its name means the first.
-    places = {name: input_place(one.position) for one in reversed(inputs) for name in (one.task, str(one.position))}
-    places |= {str(one.position): input_place(one.position) for one in others}
+    places = {one.task: input_place(one.position) for one in everything if not isinstance(one, DataSpec)}
+    places |= {str(one.position): input_place(one.position) for one in everything}
 
     def token(match: re.Match[str]) -> str:
         name, argument = match.group(1), match.group(2)
-        if name == "host" and argument is not None:
+        if name == "host" and argument is not None and (hosts is None or argument in hosts):
             return address_of(argument)
         if name == "input" and argument in places:
             return f"{ATTEMPT_DIR}/{places[argument]}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from distflow.documents.document import Text
+from distflow.documents.problems import Severity
 from distflow.documents.view import View
 from distflow.documents.words import did_you_mean
 from distflow.spec.credentials import parse_credentials
@@ -140,7 +142,13 @@ def check_tokens(task: View, spec: TaskSpec, group: Sequence[View], elsewhere: C
                 near = did_you_mean(token.name, TOKEN_NAMES, what="tokens")
                 hint = f"{near}; text with braces of its own goes into a file sent with `localpath`"
             if message:
-                task.add(message, hint, where=text.mark_at(token.offset))
+                severity = Severity.WARNING if _is_in_comment(text.value, token.offset) else Severity.ERROR
+                task.add(message, hint, where=text.mark_at(token.offset), severity=severity)
+
+
+def _is_in_comment(text: str, offset: int) -> bool:
+    """Return whether a `#` that begins a word stands before the offset, on its line: a comment for shells and Python."""
+    return re.search(r"(?:^|\s)#", text[text.rfind("\n", 0, offset) + 1 : offset]) is not None
 
 
 def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Container[str]) -> tuple[str, str]:
@@ -162,7 +170,7 @@ def _host_finding(name: str | None, hosts: Mapping[str, str], elsewhere: Contain
 def _input_finding(argument: str | None, spec: TaskSpec) -> tuple[str, str]:
     known = [name for one in spec.inputs for name in (str(one.position), one.task)]
     known += [str(one.position) for one in spec.url_inputs]
-    known += [str(one.position) for one in spec.earlier_inputs]
+    known += [name for one in spec.earlier_inputs for name in (str(one.position), one.task)]
     if argument in known:
         return "", ""
     said = f"{{{{input:{argument or 'N'}}}}}"

@@ -2,8 +2,8 @@
 
 OSMO's order: ``default-values`` is cut out of the raw text (it stands at column 0 and is not rendered itself), variables are
 the defaults, then ``--set``, then ``--set-string``, later ones winning; tokens such as ``{{output}}`` go through untouched;
-the rest is Jinja in a sandbox. Files named by ``localpath`` are never rendered. A text without ``{{``, ``{%`` and ``{#`` does
-not import Jinja.
+comments above the first section are not rendered; the rest is Jinja in a sandbox. Files named by ``localpath`` are never
+rendered. A text without ``{{``, ``{%`` and ``{#`` does not import Jinja.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _DEFAULTS = re.compile(r"default-values[ \t]*:")
 _NEXT_PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]*[ \t]*:|\{[%{#]|---|\.\.\.")
 """What may follow ``default-values`` at column 0."""
 _IS_TEMPLATE = re.compile(r"\{[{%#]")
+_HEADER = re.compile(r"(?:(?:[ \t]*#.*|[ \t]*|---[ \t]*)\n)*")
+"""Comments, blank lines and the start of the document above the first section."""
+_DEFINES = re.compile(r"\{%[-+]?\s*(?:set|macro|import|from|block|call|filter)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ def render(
 
     fence = choose_fence(text, *(value for _, value in (*sets, *set_strings)))
     shield = Shield(fence)
-    template = shield.protect(body)
+    template = shield.protect(_without_header(body))
     used: frozenset[str] = frozenset()
     line_map: tuple[int, ...] = ()
     if _IS_TEMPLATE.search(template):
@@ -84,6 +87,19 @@ def render(
     if not used:
         _check_options(options, defaults, used, problems)
     return Rendered(text=shield.restore(template), line_map=line_map, problems=tuple(problems))
+
+
+def _without_header(body: str) -> str:
+    """Return the text with blank lines for comments above the first section that hold template syntax.
+
+    OSMO renders nothing above the first section. What stands there is rendered all the same when it is more than comments, or
+    defines something.
+    """
+    found = _HEADER.match(body)
+    header = found.group() if found else ""
+    if _DEFINES.search(header):
+        return body
+    return re.sub(r"(?m)^[ \t]*#.*\{[{%#].*$", "", header) + body[len(header) :]
 
 
 def split_defaults(text: str, file: str) -> tuple[str, str]:

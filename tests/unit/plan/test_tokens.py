@@ -6,7 +6,7 @@ import pytest
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.tokens import place_of, rewriter
-from distflow.spec.model import InputSpec
+from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
 MASTER = TaskRanks(task="master", offset=0, size=8, node_rank=0)
 WORKER = TaskRanks(task="worker", offset=8, size=8, node_rank=1)
@@ -41,6 +41,16 @@ def test_each_token_has_its_value(text: str, expected: str) -> None:
 def test_inputs_are_directories_by_position_and_by_task(text: str, expected: str) -> None:
     inputs = (InputSpec(position=1, task="crop"), InputSpec(position=2, task="crop", regex="a"))
     assert rewriter(None, None, [], inputs)(text) == expected
+
+
+def test_inputs_of_earlier_workflows_are_named_by_their_task_too() -> None:
+    earlier = (EarlierInput(position=0, workflow="train-7", task="prepare"), DataSpec(position=2, url="s3://b/x"))
+    rewrite = rewriter(None, None, [], (InputSpec(position=1, task="prepare"),), earlier)
+    assert rewrite("{{input:prepare}} {{input:1}} {{input:2}}") == " ".join(f"@@ATTEMPT_DIR@@/input/{i}" for i in range(3))
+
+
+def test_the_address_of_an_unknown_task_stays_text() -> None:
+    assert rewriter(None, None, [], hosts={"a"})("{{host:a}} {{host:b}}") == "@@ADDRESS:a@@ {{host:b}}"
 
 
 def test_rank_tokens_stay_text_where_there_is_no_world() -> None:

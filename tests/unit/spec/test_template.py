@@ -39,6 +39,17 @@ def test_defaults_end_where_the_next_part_begins(line: str) -> None:
     assert split_defaults(f"default-values:\n  a: 1\n{line}\n", "f")[0] == f"\n\n{line}\n"
 
 
+def test_comments_above_the_first_section_are_not_rendered() -> None:
+    header = "# Run with {{ image }} and {% if x %}\n#   {# never closed\n\n# plain\n---\n"
+    assert rendered(header + DEFAULTS + "x: {{ n }}") == "\n\n\n# plain\n---\n\n\n\n\n\nx: 2"
+    assert "f.yaml:3: error: the variable `image`" in refusal("# {{ image }}\na: 1\n# {{ image }}\n")
+
+
+def test_text_above_the_first_section_is_rendered_when_it_is_more_than_comments() -> None:
+    assert rendered("# {% set n = 2 %}\nx: {{ n }}") == "# \nx: 2"
+    assert rendered("# {{ 1 }}\n{% for n in [3] %}\nx: {{ n }}{% endfor %}").endswith("x: 3")
+
+
 def test_defaults_may_be_a_flow_mapping_that_closes_at_column_0() -> None:
     assert rendered("default-values: {\n  a: 1\n}\nx: {{ a }}\n") == "\n\n\nx: 1\n"
 
