@@ -469,6 +469,13 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("elastic_output", "Nor its output."),
         ),
     ),
+    (
+        "After a restart all tasks of a world find the same files",
+        (
+            ("checkpoint_of_one_task", "A checkpoint of one task reaches only that task (a warning)."),
+            ("shared_without_restart", "A shared directory is for groups that are tried again (a warning)."),
+        ),
+    ),
 )
 
 

@@ -37,19 +37,19 @@ workflow:
 """
 
 
-@pytest.mark.parametrize("backend", ["local", "ssh"])
+@pytest.mark.parametrize(("backend", "path", "name"), [("local", ".", "work"), ("ssh", "/tmp/models", "models")])
 def test_the_next_attempt_goes_on_where_the_last_one_ended(
-    backend: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest
+    backend: str, path: str, name: str, cli: Cli, s3: S3Server, request: pytest.FixtureRequest
 ) -> None:
     bucket = s3.bucket("b")
     if backend == "ssh":
         request.getfixturevalue("lab")
-    spec = cli.spec(COUNTING.replace("URL", "s3://b/runs/{{workflow_id}}"))
+    spec = cli.spec(COUNTING.replace("URL", "s3://b/runs/{{workflow_id}}").replace("/tmp/models", path))
     done = cli.run("workflow", "submit", spec, "--wait")
     assert done.code == 0, done.err
     words = [line for line in done.out.splitlines() if "resumes" in line]
     assert words == ["[train] resumes at 0", "[train retry-1] resumes at 3"]
-    kept = bucket / "runs" / "counting-1" / "models"
+    kept = bucket / "runs" / "counting-1" / name
     assert (kept / "last").read_text() == "6\n"
     assert sorted(path.name for path in kept.iterdir() if path.name[0] != ".") == ["last", *(f"step-{n}" for n in range(1, 7))]
     events = cli.run("workflow", "events", "counting-1").out
@@ -91,6 +91,49 @@ workflow:
     before = last.read_text()
     assert cli.run("workflow", "cancel", ident, "--wait", "60").code == 0
     assert int(last.read_text()) > int(before)
+
+
+SNAPSHOTS = """
+workflow:
+  name: snapshots
+  retry: {backoff: 0}
+  groups:
+  - name: training
+    shared: .
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: &command
+      - sh
+      - -c
+      - |
+        ln -sf /usr/share data
+        attempt=$(basename $(realpath $(cat place)))
+        echo rank {{rank_offset}} resumes at $(cat snapshot 2> /dev/null || echo 0) $(ls shards 2> /dev/null) of $attempt
+        if [ $DISTFLOW_RETRY_ID = 1 ]; then exit 0; fi
+        mkdir shards; echo shard > shards/{{rank_offset}}
+        if [ {{rank_offset}} = 1 ]; then touch READY; exec sleep 600; fi
+        until [ -e READY ]; do sleep 0.05; done
+        echo 3 > snapshot; exit 75
+      files: &files
+      - {path: place, contents: "{{output}}/.."}
+      exitActions: &actions {RESCHEDULE: 75}
+    - {name: worker, ranks: {size: 1}, command: *command, files: *files, exitActions: *actions}
+"""
+
+
+def test_all_ranks_resume_from_the_snapshot_that_one_of_them_wrote_in_the_working_directory(lab: Lab, cli: Cli) -> None:
+    """On hosts without a common file system."""
+    done = cli.run("workflow", "submit", cli.spec(SNAPSHOTS.replace("READY", str(cli.folder / "ready"))), "--wait")
+    assert done.code == 0, done.err + cli.run("workflow", "events", "snapshots-1").out
+    assert sorted(line for line in done.out.splitlines() if "resumes at" in line) == [
+        "[master retry-1] rank 0 resumes at 3 0 1 of 1", "[master] rank 0 resumes at 0 of 0",
+        "[worker retry-1] rank 1 resumes at 3 0 1 of 1", "[worker] rank 1 resumes at 0 of 0",
+    ]  # fmt: skip
+    events = cli.run("workflow", "events", "snapshots-1").out
+    assert "left out of its checkpoint, as they changed meanwhile or lead out of it: work/data" in events
+    assert "different files" not in events
 
 
 def test_a_supervisor_that_is_killed_goes_on_taking_them(cli: Cli, tmp_path: Path) -> None:

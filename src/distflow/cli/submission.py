@@ -198,7 +198,7 @@ def _check_drivers(plan: Plan) -> None:
     for group in plan.groups:
         for launch in group.launches:
             urls = [data.url for data in (*launch.url_inputs, *launch.url_outputs)]
-            for url in map(parse_url, (*urls, *(one.url for one in launch.checkpoints))):
+            for url in map(parse_url, (*urls, *(one.url for one in launch.checkpoints if not one.is_shared))):
                 package = package_of(url)
                 if package and importlib.util.find_spec(package) is None:
                     words = f"`{launch.task}`: {url} needs the driver {package}, which is not installed here"

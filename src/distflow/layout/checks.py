@@ -24,6 +24,7 @@ from distflow.layout.launchers import launcher_problems, uneven_problems
 from distflow.layout.members import Member, and_list, change, place, ranks_field
 from distflow.layout.ranks import World
 from distflow.layout.rendezvous import address_problems, check_port
+from distflow.layout.restarts import restart_problems
 from distflow.layout.spans import spans_world
 from distflow.layout.strategies import group_strategy, unread_strategy
 from distflow.layout.torchrun import is_shared, torchrun_world
@@ -43,7 +44,7 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
     for group in spec.groups:
         alone = _alone(spec, group)
         world, found = _check_with_strategy(spec, group, alone=alone)
-        found += [] if errors_of(found) else unread_strategy(group)
+        found += [] if errors_of(found) else [*unread_strategy(group), *restart_problems(group, world)]
         if group.elastic is not None and not errors_of(found):
             smaller, wrong = smaller_worlds(spec, group, world, partial(_check_with_strategy, spec, alone=alone))
             world = replace(world, smaller=smaller) if world is not None else None

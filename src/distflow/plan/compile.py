@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from posixpath import normpath
 
 from distflow.layout.elastic import staying
 from distflow.layout.placement import Demand
@@ -211,4 +212,4 @@ def _checkpoint(one: CheckpointSpec, rewrite: Rewrite) -> PlannedCheckpoint:
     path = rewrite(one.path.value)
     inside = path.startswith(f"{ATTEMPT_DIR}/")
     place = path.removeprefix(f"{ATTEMPT_DIR}/") if inside else place_of(path)
-    return PlannedCheckpoint(place=place.rstrip("/"), shown=one.path.value, url=one.url, every_s=one.every_s, regex=one.regex)
+    return PlannedCheckpoint(place=normpath(place), shown=one.path.value, url=one.url, every_s=one.every_s, regex=one.regex)

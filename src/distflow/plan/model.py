@@ -93,16 +93,22 @@ class PlannedCredential:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCheckpoint:
-    """A directory of a task that is written to a URL while it runs, and given back to its next attempt."""
+    """A directory of a task that is taken while it runs, and given to its next attempt."""
 
     place: str
     """Relative to the attempt's directory, such as ``files/tmp/models``."""
     shown: str
     """As the spec names it, such as ``/tmp/models``."""
     url: str
-    """The directory appears there under its own name; ``{{workflow_id}}`` may stand in it."""
+    """The directory is written there under its own name; ``{{workflow_id}}`` may stand in it. Empty: it is written nowhere,
+    and every task of the group is given it."""
     every_s: float
     regex: str = ""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every task of the group is given it."""
+        return not self.url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

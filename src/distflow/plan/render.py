@@ -145,7 +145,8 @@ def _task_lines(launch: Launch, node: str | None) -> list[str]:
         place = f"<ATTEMPT_DIR>/{input_place(position)}"
         lines.append(f"    {'inputs' if number == 0 else '':12} {what}{_only(regex)} → {place}")
     for number, one in enumerate(launch.checkpoints):
-        words = f"<ATTEMPT_DIR>/{one.place}{_only(one.regex)}, every {one.every_s:g} s → {parse_url(one.url)}"
+        target = "all tasks after a restart" if one.is_shared else parse_url(one.url)
+        words = f"<ATTEMPT_DIR>/{one.place}{_only(one.regex)}, every {one.every_s:g} s → {target}"
         lines.append(f"    {'checkpoint' if number == 0 else '':12} {words}")
     for number, data in enumerate(launch.url_outputs):
         lines.append(f"    {'outputs' if number == 0 else '':12} <ATTEMPT_DIR>/output{_only(data.regex)} → {_url(data)}")
@@ -197,8 +198,8 @@ def _task_json(launch: Launch, node: str | None) -> dict[str, Any]:
             for data in launch.url_inputs
         ],
         "checkpoints": [
-            {"path": one.shown, "placed_at": one.place, "url": str(parse_url(one.url)), "frequency": one.every_s,
-             "regex": one.regex}
+            {"path": one.shown, "placed_at": one.place, "url": None if one.is_shared else str(parse_url(one.url)),
+             "frequency": one.every_s, "regex": one.regex}
             for one in launch.checkpoints
         ],
         "outputs": [{"position": data.position, "url": _url(data), "regex": data.regex} for data in launch.url_outputs],

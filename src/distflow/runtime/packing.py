@@ -79,12 +79,13 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
             select.select([], [], [], _PAUSE_S)  # nothing tells when a file has come to rest
         began = _clock(root)
         entries = _below(top, base)
-        members = [(name, info) for name, info in entries if _is_packed(info) and name not in unstable]
+        strange = {name for name, info in entries if not _is_packed(info) or _leads_out(top, name, info)}
+        members = [(name, info) for name, info in entries if name not in strange and name not in unstable]
         if not any(stat.S_ISREG(info.st_mode) for _, info in members):
             if number == 0 or not unstable:
                 return {"hash": "", "size": 0, "files": 0, "left_out": []}
             break
-        left_out = sorted({*unstable, *(name for name, info in entries if not _is_packed(info))})
+        left_out = sorted(unstable | strange)
         packed, failure = None, None
         try:
             packed = _pack(root, attempt + "/" + place, top, members, left_out, told)
@@ -122,6 +123,17 @@ def _target(output: str, name: str) -> Tuple[str, bool]:
         said = "the link {} in its output leads to {}, outside of it; copy what it points to, or remove the link"
         raise OpError("bad_request", said.format(name, os.readlink(path)))
     return target, False
+
+
+def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
+    """Whether it is a link to a directory elsewhere, such as a dataset or a credential: no part of a checkpoint."""
+    if not stat.S_ISLNK(info.st_mode):
+        return False
+    try:
+        _target(top, name)
+    except OpError:
+        return True
+    return False
 
 
 def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from posixpath import normpath
+
+from distflow.documents.document import Text
 from distflow.documents.names import parse_dataset
 from distflow.documents.quantities import parse_duration
 from distflow.documents.urls import parse_url
@@ -11,7 +14,9 @@ from distflow.spec.inputs import regex_finding
 from distflow.spec.model import CheckpointSpec, DataSpec
 from distflow.spec.tokens import find_tokens
 
-__all__ = ["checkpoints", "url_inputs", "url_outputs"]
+__all__ = ["checkpoints", "shared_directory", "url_inputs", "url_outputs"]
+
+_SHARED_EVERY_S = 300.0
 
 
 def url_inputs(task: View) -> tuple[DataSpec, ...]:
@@ -54,20 +59,42 @@ def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
     for position, entry in enumerate(task.views("checkpoint")):
         path, data = entry.text("path"), _data(entry, position, writes=True)
         every_s = entry.parsed("frequency", parse_duration)
-        if path is not None and (".." in path.value.split("/") or not path.value.strip("/.")):
-            entry.add(
-                f"`{path.value}` cannot be a checkpoint", "name a directory of the task, such as `/tmp/models`", key="path"
-            )
-        if every_s is not None and every_s < 1:
-            entry.add("`frequency` is shorter than a second", "write how often, such as `5m`", key="frequency")
+        _check_directory(entry, "path", path)
+        _check_frequency(entry, every_s)
         regex_finding(entry)
         if path is not None and every_s is not None:
             found.append(CheckpointSpec(path=path, url=data.url, every_s=every_s, regex=data.regex))
-    names = [one.path.value.rstrip("/") for one in found]
+    names = [normpath(one.path.value) for one in found]
     for position, name in enumerate(names):
         if name in names[:position]:
             task.add(f"two checkpoints have the path `{name}`", "write one of them", key="checkpoint")
     return tuple(found)
+
+
+def shared_directory(group: View) -> CheckpointSpec | None:
+    """Return the directory that the tasks of a group share; finds one that cannot be."""
+    if not group.has("shared"):
+        return None
+    entry, key, every_s = group, "shared", None
+    path = group.text("shared")
+    if path is None:
+        entry, key = group.view("shared"), "path"
+        path = entry.text("path")
+        every_s = entry.parsed("frequency", parse_duration)
+        _check_frequency(entry, every_s)
+    _check_directory(entry, key, path)
+    return CheckpointSpec(path=path, url="", every_s=every_s or _SHARED_EVERY_S) if path is not None else None
+
+
+def _check_directory(entry: View, key: str, path: Text | None) -> None:
+    if path is not None and (".." in path.value.split("/") or normpath(path.value).strip("/") == ""):
+        hint = "name a directory of the task, such as `/tmp/models`, or `.` for its working directory"
+        entry.add(f"`{path.value}` cannot be a checkpoint", hint, key=key)
+
+
+def _check_frequency(entry: View, every_s: float | None) -> None:
+    if every_s is not None and every_s < 1:
+        entry.add("`frequency` is shorter than a second", "write how often, such as `5m`", key="frequency")
 
 
 def _output(entry: View, position: int) -> DataSpec:

@@ -202,14 +202,19 @@ class EarlierInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """A directory that is written to a URL while its task runs."""
+    """A directory of a task that its next attempt finds in its place."""
 
     path: Text
     url: str
-    """As written; ``{{workflow_id}}`` may stand in it."""
+    """Where it is written while its task runs; ``{{workflow_id}}`` may stand in it. Empty: the group shares the directory."""
     every_s: float
     """Seconds between the end of one writing and the begin of the next."""
     regex: str = ""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every task of the group gets its files."""
+        return not self.url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from posixpath import normpath
 from types import MappingProxyType
 
 from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
@@ -16,6 +18,7 @@ from distflow.documents.quantities import parse_bytes, parse_duration
 from distflow.documents.source import decode, read_text
 from distflow.documents.view import View
 from distflow.documents.yaml_text import parse_yaml
+from distflow.spec.data import shared_directory
 from distflow.spec.exits import parse_retry
 from distflow.spec.inputs import Graph, upstream_of
 from distflow.spec.launchers import parse_elastic, parse_framework, parse_strategy_block, with_launchers
@@ -145,6 +148,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
         lead = lead_position(group, tasks)
         inputs = [graph.inputs(task, position) for task in tasks]
         specs = with_launchers(group, tasks, _parse_members(tasks, lead, resources, inputs, everyone, base_dir))
+        specs = _with_shared(group, specs)
         found.append(
             GroupSpec(
                 name=group.string("name") or "",
@@ -181,6 +185,20 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
             )
         )
     return tuple(found)
+
+
+def _with_shared(group: View, tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ...]:
+    """Return the tasks of a group with the directory that they share."""
+    shared = shared_directory(group)
+    if shared is None:
+        return tasks
+    for task in tasks:
+        for one in task.checkpoints:
+            if normpath(one.path.value) == normpath(shared.path.value):
+                hint = "remove one of them: `checkpoint` gives each task its own files, `shared` gives all tasks the same"
+                group.add(f"`{one.path.value}` is shared and also a checkpoint of `{task.name}`", hint, key="shared")
+                return tasks
+    return tuple(replace(task, checkpoints=(*task.checkpoints, shared)) for task in tasks)
 
 
 def _check_names(written: Sequence[tuple[View, Sequence[View]]], alone: Sequence[View]) -> None:

@@ -72,7 +72,7 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
     if isinstance(seen, NotBrought):
         return absorb_not_brought(record, seen)
     if isinstance(seen, Collected | CollectFailed) and is_checkpoint(seen.op):
-        taken, told = absorb_checkpoint(record, group, task, seen)
+        taken, told = absorb_checkpoint(record, plan.group(group.name), group, task, seen)
         return record.with_group(taken), told
     if isinstance(seen, Ended):
         changed, text = _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)

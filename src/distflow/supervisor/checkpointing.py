@@ -3,16 +3,21 @@
 A checkpoint is packed on its node and fetched (``pack:<n>``, and ``pack:<n>:last`` once the task has ended), then written to
 its URL (``store/<n>``). The last whole archive stays in the blob store until the workflow has ended: a group that is tried
 again gets it from there. What fails is told, and tried again when the next one is due; no training ends because of it.
+
+A directory that a group shares is taken of each task in the same way, only as long as the group may be tried again, and is
+written to no URL. Every task of the next attempt is given the archives of all tasks, the lead's over those of the others.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from distflow.backends.base import LAST, Collected, CollectFailed, slot_of
 from distflow.documents.quantities import bytes_text
+from distflow.documents.words import few
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
 from distflow.state.record import Checkpoint, Event, GroupRecord, TaskRecord, WorkflowRecord
@@ -24,6 +29,7 @@ __all__ = [
     "Due",
     "absorb_checkpoint",
     "absorb_stored",
+    "differences",
     "due",
     "is_checkpoint",
     "is_stored",
@@ -64,6 +70,8 @@ def due(
     times: list[float] = []
     waits: list[str] = []
     for task, number, planned in _all(plan, group):
+        if planned.is_shared and not _may_be_tried_again(plan, record, group):
+            continue
         known = group.checkpoint(task.name, number)
         mine = known if known is not None and known.attempt == task.attempt else None
         if mine is not None and mine.is_new:
@@ -80,7 +88,7 @@ def due(
                 packs.append((task, f"{_PACK}{number}"))
             else:
                 times.append(at)
-        elif _has_one_more(task, mine):
+        elif _has_one_more(task, mine) and not (planned.is_shared and _goes_well(group)):
             view = node_of(task)
             if view is None or view.up:
                 packs.append((task, f"{_PACK}{number}{LAST}"))
@@ -123,19 +131,44 @@ def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) 
     """Return the launch with the last checkpoints of earlier attempts as archives to unpack."""
     files = []
     for number, planned in enumerate(plan.launch(launch.task).checkpoints):
-        known = group.checkpoint(launch.task, number)
-        if known is not None and known.digest:
-            files.append(
-                PlannedFile(
-                    path=str(PurePosixPath(planned.place).parent), shown=f"the last checkpoint of {planned.shown}",
-                    blob=known.digest, size=known.size, mode=0o700, is_tar=True,
-                )
-            )  # fmt: skip
-    return replace(launch, files=(*launch.files, *files))
+        place = PurePosixPath(planned.place)
+        # A node packed it: it may not place anything next to the directory, such as distflow's own records of the attempt.
+        only = f"{re.escape(place.name)}/" if place.parent == PurePosixPath() else ""
+        files += [
+            PlannedFile(
+                path=str(place.parent), shown=f"the last checkpoint of {planned.shown}", blob=known.digest, size=known.size,
+                mode=0o700, is_tar=True, only=only,
+            )
+            for known in _archives(plan, group, launch.task, number)
+        ]  # fmt: skip
+    # Files of the spec are placed over those of a checkpoint: they may name addresses of this attempt.
+    return replace(launch, files=(*files, *launch.files))
+
+
+def differences(plan: GroupPlan, group: GroupRecord) -> str:
+    """Return which tasks of a world begin their next attempt with different files, in words; empty when none do."""
+    ranked = [launch for launch in plan.launches if launch.ranks is not None]
+    found = []
+    for shown in dict.fromkeys(one.shown for launch in ranked for one in launch.checkpoints if not one.is_shared):
+        taken: dict[str, Checkpoint | None] = {}
+        for launch in ranked:
+            number = next((number for number, one in enumerate(launch.checkpoints) if one.shown == shown), None)
+            taken[launch.task] = group.checkpoint(launch.task, number) if number is not None else None
+        if len({one.digest if one is not None else "" for one in taken.values()}) > 1:
+            sizes = [
+                f"{name}: {bytes_text(one.size) if one is not None and one.digest else 'none'}" for name, one in taken.items()
+            ]
+            found.append(f"`{shown}` ({few(sizes)})")
+    if not found:
+        return ""
+    words = (
+        f"the tasks begin with different files in {' and '.join(found)}. Ranks that load different checkpoints train wrongly"
+    )
+    return f"{words}; `shared` gives all tasks of the group the same files"
 
 
 def absorb_checkpoint(
-    record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: Collected | CollectFailed
+    record: WorkflowRecord, plan: GroupPlan, group: GroupRecord, task: TaskRecord, seen: Collected | CollectFailed
 ) -> tuple[GroupRecord, list[Event]]:
     """Return the group after a checkpoint was taken, or could not be; none takes the place of a later one."""
     number = _number(seen.op)
@@ -149,9 +182,10 @@ def absorb_checkpoint(
     if isinstance(seen, CollectFailed):
         taken, words = replace(taken, error=seen.message), f"its checkpoint was not taken: {seen.message}"
     elif seen.digest and (seen.digest != known.digest or known.error):  # with an error it may not be at its URL
-        taken = replace(taken, digest=seen.digest, size=seen.size, is_new=True)
+        is_shared = plan.launch(task.name).checkpoints[number].is_shared
+        taken = replace(taken, digest=seen.digest, size=seen.size, is_new=not is_shared)
         if seen.left_out:
-            words = f"left out of its checkpoint, as they changed meanwhile: {', '.join(seen.left_out)}"
+            words = f"left out of its checkpoint, as they changed meanwhile or lead out of it: {', '.join(seen.left_out)}"
     return group.with_checkpoint(taken), _events(record, group, task.name, task.attempt, seen.at, words)
 
 
@@ -173,6 +207,31 @@ def _all(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int,
     for task in group.tasks:
         for number, planned in enumerate(plan.launch(task.name).checkpoints):
             yield task, number, planned
+
+
+def _archives(plan: GroupPlan, group: GroupRecord, task: str, number: int) -> list[Checkpoint]:
+    """Return the archives of which a task is given the files, one over the other."""
+    holders = [(task, number)]
+    if plan.launch(task).checkpoints[number].is_shared:
+        order = [*(launch for launch in plan.launches[::-1] if not launch.lead), plan.lead]
+        holders = [(one.task, at) for one in order for at, other in enumerate(one.checkpoints) if other.is_shared]
+    found: dict[str, Checkpoint] = {}
+    for name, at in holders:
+        known = group.checkpoint(name, at)
+        if known is not None and known.digest:
+            found.pop(known.digest, None)
+            found[known.digest] = known
+    return list(found.values())
+
+
+def _may_be_tried_again(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> bool:
+    is_left = record.cancel is None and group.attempt < plan.retry.limit
+    return is_left and any(launch.exit_actions.reschedule for launch in plan.launches)
+
+
+def _goes_well(group: GroupRecord) -> bool:
+    """Whether no task has ended otherwise than well, so that there will be no other attempt, as far as is known."""
+    return all(task.state is State.COMPLETED for task in group.tasks if task.state.is_final)
 
 
 def _number(op: str) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import CancelRequest, Cause, Event, EventCode, GroupRecord, Stray
 from distflow.supervisor.absorb import stop_unstarted
-from distflow.supervisor.checkpointing import CANCELED_S, due
+from distflow.supervisor.checkpointing import CANCELED_S, differences, due
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
@@ -328,6 +328,8 @@ class _Step(Starting):
         if again is not None:
             self.group = again
             self._tell(f"{again.name}: RESCHEDULED: {cause.task}: {cause.message}; {again.message}")
+            if words := differences(self.plan, again):
+                self._tell(f"{again.name}: {words}")
         return again is not None
 
 

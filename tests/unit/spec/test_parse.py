@@ -308,6 +308,7 @@ def test_distflows_own_keys_are_marked() -> None:
         ("group", "strategy"),
         ("group", "debug"),
         ("group", "elastic"),
+        ("group", "shared"),
         ("elastic", "min"),
         ("elastic", "wait"),
         ("task", "launcher"),

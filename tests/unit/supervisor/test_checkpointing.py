@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from distflow.backends.base import AttemptKey, Collected, Unanswered
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint
+from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import Retry
 from distflow.state.record import CancelRequest, Carried
 from distflow.supervisor.carrying import DataSeen
@@ -18,6 +19,7 @@ from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 EVERY = PlannedCheckpoint(place="files/tmp/models", shown="/tmp/models", url="file:///kept/{{workflow_id}}", every_s=60.0)
+SCRIPT = PlannedFile(path="work/train.sh", shown="train.sh", text="x")
 PACK, STORE = ("pack:0", "u1", "train", "t0", 0), ("store/0", "u1", "train", "t0", 0)
 
 
@@ -187,10 +189,87 @@ def test_one_of_a_node_that_was_given_up_does_not_take_away_what_the_next_attemp
     assert (group.attempt, given.attempt) == (1, 0)
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
     seen = Collected(at=driver.clock.now(), key=key, op="pack:0", digest="1" * 64, size=10240)
-    after, _ = absorb_checkpoint(driver.record(), group, group.earlier[0], seen)
+    after, _ = absorb_checkpoint(driver.record(), plan(), group, group.earlier[0], seen)
     known = after.checkpoint("t0", 0)
     assert known is not None
     assert known.digest == (given.digest if state is State.INITIALIZING else seen.digest)
+
+
+SHARED = PlannedCheckpoint(place="work", shown=".", url="", every_s=60.0)
+AGAIN: dict[str, Any] = {"exit_actions": ExitActions(reschedule=((75, 75),)), "retry": Retry(backoff_s=1, limit=1)}
+
+
+def sharing(seconds: float = 100.0, exit_code: int = 75, **more: object) -> Driver:
+    """A gang whose tasks share a directory; the lead ends with an exit code."""
+    made = plan(**more)
+    made = replace(made, launches=tuple(replace(one, checkpoints=(SHARED,)) for one in made.launches))
+
+    def behave(key: AttemptKey) -> Behaviour:
+        return Behaviour(seconds=seconds, exit_code=exit_code if key.task == "t0" else 0)
+
+    driver = Driver(workflow(made), behaviour=behave, on=pool(node("n1"), node("n2"), node_lost_after_s=30.0))
+    driver.settle()
+    return driver
+
+
+def test_all_tasks_of_the_next_attempt_are_given_the_shared_files_of_all_with_the_leads_last() -> None:
+    driver = sharing(**AGAIN)
+    driver.advance(60.5)
+    assert driver.backend.collected == ["u1/train/t0/0/work", "u1/train/t1/0/work"], "while they run"
+    driver.advance(40.0)
+    driver.settle()
+    assert driver.backend.collected[2:] == ["u1/train/t0/0/work", "u1/train/t1/0/work"], "and at their end"
+    assert not any(one.startswith("store/") for one, *_ in driver.in_flight)
+    driver.advance(2.0)
+    driver.advance(2.0)
+    group, whole = driver.group(), driver.workflows["u1"].plan.group("train")
+    assert group.attempt == 1
+    taken = {task: group.checkpoint(task, 0) for task in ("t0", "t1")}
+    for task in taken:
+        launch = BoundLaunch(task=task, node="n1", argv=("x",), environment={}, files=(SCRIPT,))
+        placed = place_checkpoints(launch, whole, group).files
+        assert [(one.path, one.only, one.blob) for one in placed[:2]] == [
+            (".", "work/", one.digest) for name in ("t1", "t0") if (one := taken[name]) is not None
+        ]
+        assert placed[2] is SCRIPT, "files of the spec are placed over older ones of the same name"
+    # There will be no third attempt, so nothing more is copied.
+    driver.advance(200.0)
+    driver.settle()
+    assert driver.group().state is State.FAILED
+    assert len(driver.backend.collected) == 4
+
+
+def test_shared_files_are_not_copied_after_a_good_end_nor_after_a_cancel() -> None:
+    driver = sharing(seconds=5, exit_code=0, **AGAIN)
+    driver.advance(6.0)
+    assert driver.group().state is State.COMPLETED
+    assert driver.backend.collected == []
+    canceled = sharing(**AGAIN)
+    canceled.advance(1.0)
+    canceled.change("u1", cancel=CancelRequest(at=canceled.clock.now(), by="me"))
+    canceled.settle()
+    canceled.advance(31.0)
+    assert canceled.group().state is State.CANCELED
+    assert canceled.backend.collected == []
+
+
+def test_an_event_says_when_ranks_begin_with_different_files() -> None:
+    driver = running(seconds=5, exit_code=75, **AGAIN)
+    driver.advance(6.0)
+    stored(driver)
+    driver.settle()
+    assert driver.group().attempt == 1
+    (said,) = [event.text for event in driver.events if "different files" in event.text]
+    assert said == (
+        "train: the tasks begin with different files in `/tmp/models` (t0: 10 KiB, t1: none). Ranks that load different "
+        "checkpoints train wrongly; `shared` gives all tasks of the group the same files"
+    )
+    # Two shares of one whole are no reason to warn.
+    alike = sharing(**AGAIN)
+    alike.advance(101.0)
+    alike.settle()
+    assert alike.group().attempt == 1
+    assert not [event for event in alike.events if "different files" in event.text]
 
 
 def test_a_node_that_is_gone_is_waited_for_as_long_as_the_pool_says() -> None:
