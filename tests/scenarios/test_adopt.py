@@ -86,7 +86,9 @@ def test_another_laptop_takes_in_what_runs_and_what_has_ended(cli: Cli) -> None:
     assert text.code == 0, text.err
     assert text.out == (
         "waits-2: adopted\n  its id was waits-1, which another one has here\n"
+        "  this machine did not sign its record; read `distflow workflow spec waits-2` before you restart it\n"
         "  the values of --set-env are gone (TOKEN): a restart needs them again\nfails-1: adopted\n"
+        "  this machine did not sign its record; read `distflow workflow spec fails-1` before you restart it\n"
     )
     assert adopt(other) == []
     assert other.run("workflow", "adopt").out == "the nodes hold nothing that the store does not know\n"
@@ -157,7 +159,7 @@ def test_nothing_is_started_twice_when_two_watch_one_workflow(cli: Cli) -> None:
         cli.await_log(workflow, "up")
     told = {one["name"]: one for one in adopt(other)}
     assert told[completes]["adopted"], told
-    assert "had not been started when the workflow was adopted" in told[completes]["notes"][0]
+    assert "had not been started when the workflow was adopted" in told[completes]["notes"][1]
     assert "a group that fails is not tried again from here" in told[again]["notes"]
     for workflow in (completes, again):
         wait_until(lambda w=workflow: other.tasks(w)["first"]["status"] == "RUNNING", 30)  # type: ignore[misc]
@@ -194,3 +196,32 @@ def test_a_gang_is_put_together_from_all_of_its_nodes(lab: Lab) -> None:
     lab.await_logs(gang, "offset", 2)
     go.touch()
     cli.await_status(gang, "COMPLETED")
+
+
+def test_a_record_that_a_node_made_up_writes_no_files_here(cli: Cli) -> None:
+    go, other, home = cli.folder / "go", another(cli), cli.folder / "home"
+    spec = WAITS.replace("GO", str(go)) + f"    outputs: [{{url: 'file://{cli.folder}/wanted'}}]\n"
+    runs = cli.submit(cli.spec(spec.replace("echo first", "echo secret > {{output}}/x; echo first")))
+    cli.await_running(runs)
+    kill_supervisor(cli)
+    for name in ("distflow.sqlite3", "distflow.sqlite3-wal", "distflow.sqlite3-shm"):
+        (cli.state / name).unlink(missing_ok=True)
+    (note,) = cli.root.rglob("workflow.json")
+    signed = note.read_text()
+    note.write_text(signed.replace(f"{cli.folder}/wanted", str(home)))
+    for one in (cli, other):
+        (told,) = adopt(one)
+        assert (told["name"], told["adopted"]) == (runs, False)
+        assert f"did not sign its record, and it would write to file://{home}" in told["why"]
+    # The same record unchanged is one of this machine's own, also without the store that it came from.
+    note.write_text(signed)
+    (told,) = adopt(cli)
+    assert (told["adopted"], told["notes"]) == (True, [])
+    (told,) = adopt(other, "--trust-records")
+    assert told["adopted"]
+    assert f"this machine did not sign its record; its outputs go to file://{cli.folder}/wanted" in told["notes"][0]
+    go.touch()
+    for one in (cli, other):
+        one.await_status(runs, "COMPLETED")
+    assert not home.exists()
+    assert (cli.folder / "wanted" / "x").read_text() == "secret\n"

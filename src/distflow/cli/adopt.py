@@ -26,12 +26,15 @@ from distflow.state.directory import StateDirectory, find_state_directory
 from distflow.state.record import Event, WorkflowRecord
 from distflow.state.store import Store
 from distflow.supervisor.adopting import Place, Rebuilt, is_starting, latest, rebuild
-from distflow.supervisor.memo import Memo, read_memo
+from distflow.supervisor.memo import Memo, read_memo, writes_here
 from distflow.supervisor.process import Lock, ensure_supervisor, is_running
 
 __all__ = ["app"]
 
 app = command_app()
+
+_NAMED = 3
+"""URLs of a record that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class _Found:
     uuid: str
     pool: Pool
     memo: Memo
+    is_own: bool
+    """The key of this state directory signed its record."""
     places: dict[str, Place]
 
 
@@ -60,21 +65,30 @@ class _Adopted:
 def adopt(
     pool: PoolOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be adopted, change nothing.")] = False,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust-records",
+            help="Also take in unsigned records whose outputs go to files of this machine or over SFTP.",
+        ),
+    ] = False,
     hostfile: HostfileOption = None,
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Take in workflows that lie on the nodes and that the store does not know: from another machine, or of a lost store.
 
-    They are watched from then on, and can be looked at and canceled; nothing of them is started from here. A store that is
-    damaged is kept aside first.
+    They are watched from then on, and can be looked at and canceled; nothing of them is started from here. A record that this
+    machine did not sign is not taken in when its outputs are files of this machine or go over SFTP. A store that is damaged is
+    kept aside first.
     """
     places = chosen_places(pool, hostfile)
     directory = find_state_directory(os.environ) if dry_run else wiring.state_directory()
     aside = _set_aside(directory, dry_run)
     known = _known(directory, is_fresh=aside is not None)
     answers = each_place(places, lambda one, node: recall_node(one, node, known=known))
-    found, skipped = _gather(answers)
-    results = [*skipped, *_adopt(found, directory, dry_run)]
+    found, skipped = _gather(answers, directory.secrets)
+    trusted, refused = _trusted(found, trust=trust)
+    results = [*skipped, *refused, *_adopt(trusted, directory, dry_run)]
     if format_type is Format.JSON:
         print(json.dumps(_json(results, answers, aside, dry_run), indent=2))
     else:
@@ -122,9 +136,34 @@ def _known(directory: StateDirectory, *, is_fresh: bool) -> frozenset[str]:
         return store.uuids()
 
 
-def _gather(answers: Iterable[Recalled]) -> tuple[list[_Found], list[_Adopted]]:
+def _trusted(found: list[_Found], *, trust: bool) -> tuple[list[_Found], list[_Adopted]]:
+    """Keep the workflows that a node may not have made up: signed ones, and those that write no files of this user."""
+    trusted, refused = [], []
+    for one in found:
+        here, _ = writes_here(one.memo)
+        if one.is_own or trust or not here:
+            trusted.append(one)
+            continue
+        why = (
+            f"this machine did not sign its record, and it would write to {', '.join(here[:_NAMED])}; "
+            "if you know it, repeat the command with --trust-records"
+        )
+        refused.append(_Adopted(uuid=one.uuid, name=one.memo.record.id, skipped=why))
+    return trusted, refused
+
+
+def _origin(one: _Found, name: str) -> tuple[str, ...]:
+    """Return what a person should know of a record that this machine did not sign."""
+    if one.is_own:
+        return ()
+    here, stores = writes_here(one.memo)
+    goals = f"; its outputs go to {', '.join([*here, *stores][:_NAMED])}" if here or stores else ""
+    return (f"this machine did not sign its record{goals}; read `distflow workflow spec {name}` before you restart it",)
+
+
+def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[_Found], list[_Adopted]]:
     """Put together what the nodes of each pool have of one workflow."""
-    memos: dict[str, list[tuple[Pool, Memo]]] = {}
+    memos: dict[str, list[tuple[Pool, Memo, bool]]] = {}
     places: dict[tuple[str, str], dict[str, list[Place]]] = {}
     unread: dict[str, str] = {}
     for answer in answers:
@@ -135,18 +174,21 @@ def _gather(answers: Iterable[Recalled]) -> tuple[list[_Found], list[_Adopted]]:
                 )
                 places.setdefault((answer.pool.name, workflow.uuid), {}).setdefault(one.name, []).append(place)
             try:
-                memo = read_memo(workflow.memo) if workflow.memo else None
+                memo, is_own = read_memo(workflow.memo, secrets) if workflow.memo else (None, False)
                 if memo is not None and memo.record.uuid == workflow.uuid:
-                    memos.setdefault(workflow.uuid, []).append((answer.pool, memo))
+                    memos.setdefault(workflow.uuid, []).append((answer.pool, memo, is_own))
                 elif workflow.attempts:
                     unread.setdefault(workflow.uuid, "no node holds what is needed: it had not got that far, or is too old")
             except StateError as error:
                 unread[workflow.uuid] = error.message
     found = []
     for uuid, known in memos.items():
-        memo, pool = latest(one for _, one in known), known[0][0]
-        at = {name: _nearest(memo, name, some) for name, some in places[pool.name, uuid].items()}
-        found.append(_Found(uuid=uuid, pool=pool, memo=memo, places=at))
+        # What another node says without a signature is worth nothing next to a record that is signed.
+        is_own = any(own for _, _, own in known)
+        believed = [(pool, memo) for pool, memo, own in known if own or not is_own]
+        memo, pool = latest(one for _, one in believed), believed[0][0]
+        at = {name: _nearest(memo, name, some) for name, some in places.get((pool.name, uuid), {}).items()}
+        found.append(_Found(uuid=uuid, pool=pool, memo=memo, is_own=is_own, places=at))
     skipped = [_Adopted(uuid=uuid, name=uuid, skipped=why) for uuid, why in unread.items() if uuid not in memos]
     return found, skipped
 
@@ -169,7 +211,10 @@ def _adopt(found: list[_Found], directory: StateDirectory, dry_run: bool) -> lis
             continue
         ready.append((one, rebuild(one.memo, one.places, nodes=[node.name for node in one.pool.nodes], now=now)))
     if dry_run:
-        return results + [_Adopted(uuid=one.uuid, name=one.memo.record.id, notes=rebuilt.notes) for one, rebuilt in ready]
+        return results + [
+            _Adopted(uuid=one.uuid, name=(name := one.memo.record.id), notes=(*_origin(one, name), *rebuilt.notes))
+            for one, rebuilt in ready
+        ]
     if not ready:
         return results
     with wiring.open_store(directory) as store:
@@ -181,7 +226,7 @@ def _adopt(found: list[_Found], directory: StateDirectory, dry_run: bool) -> lis
             record = _store(store, one, rebuilt, now)
             renamed = record.id != one.memo.record.id
             told = (f"its id was {one.memo.record.id}, which another one has here",) if renamed else ()
-            results.append(_Adopted(uuid=one.uuid, name=record.id, notes=(*told, *rebuilt.notes)))
+            results.append(_Adopted(uuid=one.uuid, name=record.id, notes=(*told, *_origin(one, record.id), *rebuilt.notes)))
     ensure_supervisor(directory)
     return results
 

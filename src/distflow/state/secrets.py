@@ -13,10 +13,12 @@ from pathlib import Path
 from distflow.shell import Secret
 from distflow.state.store import Store
 
-__all__ = ["gang_token", "read_secrets", "remove_secrets", "sweep_secrets", "write_secrets"]
+__all__ = ["gang_token", "is_own_record", "read_secrets", "record_mac", "remove_secrets", "sweep_secrets", "write_secrets"]
 
 _BEING_SUBMITTED_S = 3600.0
 _KEY = "gang.key"
+_RECORD = b"record\0"
+"""Nodes know the tokens of their gangs; none of these can be the signature of a record, which begins otherwise."""
 
 
 def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) -> None:
@@ -48,6 +50,20 @@ def gang_token(folder: Path, gang: str) -> Secret:
 
     It is made from a key that lies in ``folder`` and is made when there is none (HMAC, RFC 2104).
     """
+    return Secret(hmac.new(_key(folder), gang.encode(), hashlib.sha256).hexdigest())
+
+
+def record_mac(folder: Path, record: str) -> str:
+    """Return the signature of a record that nodes keep: an HMAC with the key in ``folder``, as hexadecimal digits."""
+    return hmac.new(_key(folder), _RECORD + record.encode(), hashlib.sha256).hexdigest()
+
+
+def is_own_record(folder: Path, record: str, mac: str) -> bool:
+    """Return whether ``record_mac`` made the signature with the key in ``folder``; false without a key."""
+    return (folder / _KEY).exists() and hmac.compare_digest(record_mac(folder, record), mac)
+
+
+def _key(folder: Path) -> bytes:
     path = folder / _KEY
     try:
         key = path.read_bytes()
@@ -63,7 +79,7 @@ def gang_token(folder: Path, gang: str) -> Secret:
             finally:
                 made.unlink()
         key = path.read_bytes()
-    return Secret(hmac.new(key, gang.encode(), hashlib.sha256).hexdigest())
+    return key
 
 
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from distflow.lifecycle.states import Reason, State
-from distflow.plan.model import Binding, Plan
+from distflow.plan.model import Binding, GroupPlan, Plan
 from distflow.state.mirror import attempt_name
 from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.absorb import end_unstarted
@@ -90,8 +90,13 @@ def rebuild(memo: Memo, places: Mapping[str, Place], *, nodes: Collection[str], 
         notes.append(f"the values of --set-env are gone ({', '.join(secret)}): a restart needs them again")
     if any(launch.exit_actions.reschedule for group in memo.plan.groups for launch in group.launches):
         notes.append("a group that fails is not tried again from here")
-    plan = replace(memo.plan, groups=tuple(replace(one, retry=replace(one.retry, limit=0)) for one in memo.plan.groups))
+    plan = replace(memo.plan, groups=tuple(_without_retries(one) for one in memo.plan.groups))
     return Rebuilt(record=replace(record, groups=tuple(groups)), plan=plan, notes=tuple(notes))
+
+
+def _without_retries(plan: GroupPlan) -> GroupPlan:
+    smaller = tuple(_without_retries(one) for one in plan.smaller)
+    return replace(plan, retry=replace(plan.retry, limit=0), smaller=smaller)
 
 
 def _group(

@@ -361,11 +361,11 @@ class Supervisor:
         try:
             secrets = secrets_of(workflow, command, self._secrets)
             known = {one.op: self._mover.identity(one.url) for one in launch.brings}
+            memo = memo_for(workflow, command, self._store, os.uname().nodename, self._secrets)
         except StateError as error:
             self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=error.message))
             return
         secrets = replace(secrets, stores={op: identity for op, identity in known.items() if identity is not None})
-        memo = memo_for(workflow, command, self._store, os.uname().nodename)
         backend.prepare(command.key, launch, secrets, pool.stop_grace_s, memo)
 
     def _forget_finished(self) -> None:

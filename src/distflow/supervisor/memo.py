@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from distflow.errors import StateError
+from distflow.documents.urls import parse_url
+from distflow.errors import InputError, StateError
 from distflow.plan.model import Plan
+from distflow.runtime.untrusted import decode_object
 from distflow.state.codec import DecodeError, decode, encode
+from distflow.state.directory import state_errors
 from distflow.state.record import WorkflowRecord
+from distflow.state.secrets import is_own_record, record_mac
 from distflow.state.store import Store
 from distflow.supervisor.world import Command, Workflow
 
-__all__ = ["COPIES", "Memo", "memo_for", "read_memo"]
+__all__ = ["COPIES", "Memo", "memo_for", "read_memo", "writes_here"]
 
 COPIES = 8
 """Tasks of a gang that get one: it names all of them, and a thousand copies of a thousand tasks are too much."""
+
+_LONGEST: Final = 64 << 20
+_SHOWN: Final = 80
+"""Characters of a wrong name that an error shows."""
+_SIGNED: Final = re.compile(r',"mac":"([0-9a-f]{64})"\}\Z')
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_UUID: Final = re.compile(r"[0-9a-f]{8}(-?)[0-9a-f]{4}(\1[0-9a-f]{4}){2}\1[0-9a-f]{12}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +45,82 @@ class Memo:
     """Of the submitter."""
 
 
-def memo_for(workflow: Workflow, command: Command, store: Store, host: str) -> str:
-    """Return what goes along with a task's ``prepare``; nothing for those beyond the first ones of a large gang."""
+def memo_for(workflow: Workflow, command: Command, store: Store, host: str, secrets: Path) -> str:
+    """Return what goes along with a task's ``prepare``; nothing for those beyond the first ones of a large gang.
+
+    It is signed with the key in the directory ``secrets``. Raises ``StateError`` when that cannot be used.
+    """
     record = workflow.record
     if command.task not in [task.name for task in record.group(command.group).tasks[:COPIES]]:
         return ""
     template, spec = store.document(record.uuid, "template"), store.document(record.uuid, "spec")
-    return encode(Memo(record=record, plan=workflow.plan, template=template, spec=spec, host=host)).decode()
+    text = encode(Memo(record=record, plan=workflow.plan, template=template, spec=spec, host=host)).decode()
+    with state_errors(secrets):
+        return f'{text[:-1]},"mac":"{record_mac(secrets, text)}"}}'
 
 
-def read_memo(text: str) -> Memo:
-    """Return what ``memo_for`` wrote, by this distflow or another one. Raises ``StateError``."""
+def read_memo(text: str, secrets: Path) -> tuple[Memo, bool]:
+    """Return what ``memo_for`` wrote, by this distflow or another one, and whether the key in ``secrets`` signed it.
+
+    All names that become paths here are checked, also those of a signed record. Raises ``StateError``.
+    """
+    signed = _SIGNED.search(text)
+    body = f"{text[: signed.start()]}}}" if signed else text
     try:
-        return decode(text.encode(), Memo)
-    except DecodeError as error:
+        decode_object(body, max_bytes=_LONGEST)
+        memo = decode(body.encode(), Memo)
+        _check(memo.record, memo.plan)
+        with state_errors(secrets):
+            return memo, signed is not None and is_own_record(secrets, body, signed.group(1))
+    except (DecodeError, ValueError, RecursionError) as error:
         raise StateError(f"its workflow.json on the node cannot be read: {error}") from error
+
+
+def writes_here(memo: Memo) -> tuple[list[str], list[str]]:
+    """Return the URLs that a workflow writes to: those that this machine would write for it by itself, and all others.
+
+    The first are files of this machine, files of machines that this user reaches over SSH, and URLs that cannot be read.
+    """
+    here: set[str] = set()
+    stores: set[str] = set()
+    for group in memo.plan.groups:
+        for launch in (launch for size in group.sizes for launch in size.launches):
+            for url in (*(one.url for one in launch.url_outputs), *(one.url for one in launch.checkpoints)):
+                try:
+                    goal = parse_url(url.replace("{{workflow_id}}", memo.record.id), writes=True)
+                except InputError:
+                    here.add(url)
+                    continue
+                (here if goal.scheme in ("file", "sftp") else stores).add(str(goal))
+    return sorted(here), sorted(stores)
+
+
+def _check(record: WorkflowRecord, plan: Plan) -> None:
+    """Refuse names and ids that would be paths elsewhere, or that do not fit together. Raises ``ValueError``."""
+    tasks = [(group, task) for group in record.groups for task in group.attempts]
+    launches = [launch for group in plan.groups for size in group.sizes for launch in size.launches]
+    names = [record.name, plan.name, *(group.name for group in plan.groups), *(launch.task for launch in launches)]
+    names += [name for group, task in tasks for name in (group.name, task.name)]
+    _match(_NAME, "name", names)
+    _match(_UUID, "uuid", [record.uuid, *(group.kept.uuid for group in record.groups if group.kept is not None)])
+    digests = [one.digest for group in record.groups for one in group.carried]
+    digests += [one.digest for group in record.groups for one in group.checkpoints]
+    digests += [task.saved.digest for _, task in tasks if task.saved is not None]
+    digests += [file.blob or "" for launch in launches for file in launch.files]
+    _match(_DIGEST, "digest", digests)
+    if record.id != f"{record.name}-{record.number}" or record.number < 1:
+        raise ValueError(f"the id {record.id!r} is not made of its name and number")
+    if any(task.attempt < 0 for _, task in tasks):
+        raise ValueError("the number of an attempt is negative")
+    if sorted(group.name for group in record.groups) != sorted({group.name for group in plan.groups}):
+        raise ValueError("its groups are not those of its plan")
+    for group in record.groups:
+        planned = {launch.task for launch in plan.group(group.name).launches}
+        if not group.tasks or not planned >= {task.name for task in group.attempts}:
+            raise ValueError(f"the tasks of {group.name} are not those of its plan")
+
+
+def _match(pattern: re.Pattern[str], kind: str, values: Iterable[str]) -> None:
+    for value in values:
+        if not pattern.fullmatch(value):
+            raise ValueError(f"{value[:_SHOWN]!r} is not a {kind}")

@@ -18,7 +18,7 @@ from unit.state.stored import plan_of, running_group, submit, supervised, workfl
 def found(record: WorkflowRecord) -> _Found:
     places = {f"{record.uuid}/training/{name}/0": Place(node=f"{name}-node", phase="running") for name in ("master", "worker")}
     memo = Memo(record=record, plan=plan_of(record), template="", spec="", host="theirs")
-    return _Found(uuid=record.uuid, pool=Pool(name="lab", backend="ssh", nodes=()), memo=memo, places=places)
+    return _Found(uuid=record.uuid, pool=Pool(name="lab", backend="ssh", nodes=()), memo=memo, is_own=True, places=places)
 
 
 def test_one_that_was_submitted_meanwhile_stays_as_it_is_and_the_others_are_adopted(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from distflow.backends.machines.backend import transport_of
 from distflow.backends.machines.bootstrap import connect
@@ -14,6 +16,9 @@ from distflow.pools.model import Node, Pool
 __all__ = ["FoundAttempt", "FoundWorkflow", "Recalled", "recall_node"]
 
 _LIMIT_S = 120.0
+_LONGEST = 4096
+_CONTROL = re.compile(r"[\0-\x1f\x7f]")
+_ATTEMPT = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+/[A-Za-z0-9_-]+/(?:0|[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,24 +69,37 @@ def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
     finally:
         link.close()
         transport.close()
-    found = tuple(
-        FoundWorkflow(
-            uuid=one["uuid"],
-            memo=one["memo"],
-            attempts=tuple(
-                FoundAttempt(
-                    name=attempt["attempt"],
-                    phase=attempt["phase"],
-                    pid=attempt["pid"],
-                    started_at=_ours(attempt["started_at"], link.clock),
-                    directory=attempt["directory"],
-                )
-                for attempt in one["attempts"]
-            ),
-        )
-        for one in answer["workflows"]
-    )
+    try:
+        found = tuple(_workflow(one, link.clock) for one in answer["workflows"])
+    except (KeyError, TypeError, ValueError) as error:
+        return Recalled(pool=pool, node=node.name, error=f"its answer cannot be understood: {error}")
     return Recalled(pool=pool, node=node.name, workflows=found)
+
+
+def _workflow(one: Mapping[str, Any], clock: Clock | None) -> FoundWorkflow:
+    uuid, memo = _text(one["uuid"]), one["memo"]
+    if not isinstance(memo, str):
+        raise TypeError("`memo` is not a text")
+    attempts = tuple(_attempt(attempt, uuid, clock) for attempt in one["attempts"])
+    return FoundWorkflow(uuid=uuid, memo=memo, attempts=attempts)
+
+
+def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAttempt:
+    name, pid, started_at = _text(one["attempt"]), one["pid"], one["started_at"]
+    if _ATTEMPT.fullmatch(name) is None or not name.startswith(f"{uuid}/"):
+        raise ValueError(f"{name!r} is not an attempt of {uuid}")
+    if pid is not None and (type(pid) is not int or pid < 1):
+        raise ValueError(f"the process id of {name} is not a number")
+    if started_at is not None and type(started_at) not in (int, float):
+        raise ValueError(f"the start of {name} is not a time")
+    phase, directory = _text(one["phase"]), _text(one["directory"])
+    return FoundAttempt(name=name, phase=phase, pid=pid, started_at=_ours(started_at, clock), directory=directory)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _LONGEST or _CONTROL.search(value):
+        raise ValueError("a name is too long, or holds characters that cannot be shown")
+    return value
 
 
 def _ours(at: float | None, clock: Clock | None) -> float | None:

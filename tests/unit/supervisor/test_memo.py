@@ -1,0 +1,178 @@
+"""Records that nodes keep: signed by their submitter, and believed only as far as that goes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distflow.errors import StateError
+from distflow.lifecycle.states import State, WorkflowState
+from distflow.plan.model import Plan, PlannedCheckpoint, PlannedFile
+from distflow.spec.model import DataSpec
+from distflow.state.codec import encode
+from distflow.state.record import Carried, Checkpoint, Saved, WorkflowRecord
+from distflow.state.store import Store
+from distflow.supervisor.adopting import Place, rebuild
+from distflow.supervisor.memo import Memo, memo_for, read_memo, writes_here
+from distflow.supervisor.world import Command, Workflow
+from unit.state.stored import plan_of, running_group, submit, task, workflow
+
+DIGEST = "ab" * 32
+
+
+def record_and_plan() -> tuple[WorkflowRecord, Plan]:
+    """A workflow that uses everything whose name may become a path here."""
+    group = running_group()
+    group = replace(
+        group,
+        earlier=(task("worker", State.RESCHEDULED, attempt=0, saved=Saved(at=1.0, digest=DIGEST)),),
+        attempt=1,
+        carried=(Carried(op="fetch/0", task="master", at=1.0, url="s3://b/x", digest=DIGEST),),
+        checkpoints=(Checkpoint(task="master", number=0, digest=DIGEST),),
+        tasks=tuple(replace(one, attempt=1) for one in group.tasks),
+    )
+    record = replace(workflow([group], state=WorkflowState.RUNNING), id="digits-7", number=7)
+    file = PlannedFile(path="files/x", shown="/x", blob=DIGEST)
+    plan = plan_of(record)
+    return record, replace(
+        plan, groups=tuple(one.with_launches(lambda old: replace(old, files=(file,))) for one in plan.groups)
+    )
+
+
+@cache
+def body() -> str:
+    record, plan = record_and_plan()
+    return encode(Memo(record=record, plan=plan, template="t", spec="s", host="laptop")).decode()
+
+
+def with_writes(url: str, checkpoint: str = "") -> Memo:
+    record, plan = record_and_plan()
+    points = (PlannedCheckpoint(place="files/m", shown="/m", url=checkpoint, every_s=60.0),) if checkpoint else ()
+
+    def change(launch: Any) -> Any:
+        return replace(launch, url_outputs=(DataSpec(position=0, url=url),), checkpoints=points)
+
+    groups = tuple(one.with_launches(change) for one in plan.groups)
+    return Memo(record=record, plan=replace(plan, groups=groups), template="", spec="", host="")
+
+
+def test_a_record_is_signed_and_every_change_of_it_shows(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    mine.mkdir()
+    other.mkdir()
+    with Store(tmp_path / "store") as store:
+        record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
+        told = Workflow(record=record, plan=plan_of(record))
+        command = Command(op="prepare", pool="lab", workflow=record.uuid, group="training", attempt=0, task="master")
+        text = memo_for(told, command, store, "laptop", mine)
+    memo, is_own = read_memo(text, mine)
+    assert (memo.record, memo.host, is_own) == (record, "laptop", True)
+    # A version without signatures reads it as well, and what that wrote is read here.
+    assert json.loads(text)["host"] == "laptop"
+    unsigned = re.sub(r',"mac":"[0-9a-f]+"', "", text)
+    for changed in (unsigned, text.replace('"laptop"', '"l4ptop"'), text.replace('"mac":"', '"mac":"0')[:-3] + '"}'):
+        assert read_memo(changed, mine)[1] is False
+    assert read_memo(text, other)[1] is False
+    assert not list(other.iterdir()), "reading makes no key"
+    # The token of a gang, which its nodes know, signs nothing.
+    assert read_memo(text[:-66] + DIGEST + '"}', mine)[1] is False
+
+
+def at(where: str, value: object) -> Callable[[Any], None]:
+    def change(document: Any) -> None:
+        *parents, last = where.split(".")
+        for part in parents:
+            document = document[int(part) if part.isdigit() else part]
+        document[int(last) if last.isdigit() else last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        at("record.uuid", "../../x"), at("record.id", "../x-7"), at("record.name", "a/b"), at("record.number", 10**30),
+        at("record.groups.0.name", ".."), at("record.groups.0.tasks.0.name", "../../.ssh"),
+        at("record.groups.0.tasks.0.attempt", -1), at("record.groups.0.earlier.0.name", "unplanned"),
+        at("record.groups.0.earlier.0.saved.digest", "../../.ssh/authorized_keys"),
+        at("record.groups.0.carried.0.digest", "/etc/passwd"), at("record.groups.0.checkpoints.0.digest", "x"),
+        at("record.groups.0.kept", {"uuid": "../x", "id": "x-1"}), at("record.groups", []),
+        at("plan.groups.0.launches.0.files.0.blob", "../authorized_keys"), at("plan.groups.0.launches.0.task", "a\0b"),
+        at("plan.groups", []), at("record.submitted_at", float("inf")), at("host", {"a": []}),
+    ],
+)  # fmt: skip
+def test_names_that_lead_elsewhere_are_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
+    document = json.loads(body())
+    change(document)
+    with pytest.raises(StateError, match=r"workflow\.json on the node cannot be read"):
+        read_memo(json.dumps(document), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"record":' * 50_000, "9" * 5000, "", "null", '{"a": "\ud800"}'])
+def test_what_is_not_a_record_at_all_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"workflow\.json on the node cannot be read"):
+        read_memo(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "checkpoint", "here"),
+    [
+        ("file:///home/me", "", True), ("/home/me", "", True), ("sftp://host/home", "", True), ("", "", True),
+        ("{{workflow_id}}:///x", "", True), ("s3://bucket/x", "", False), ("s3://bucket/x", "file:///x", True),
+        ("s3://bucket/../x", "", True),
+    ],
+)  # fmt: skip
+def test_what_is_written_with_the_rights_of_this_user_is_found(url: str, checkpoint: str, here: bool) -> None:
+    found, stores = writes_here(with_writes(url, checkpoint))
+    assert bool(found) is here
+    assert stores == (["s3://bucket/x"] if url == "s3://bucket/x" else [])
+
+
+def leaves(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = document.items() if isinstance(document, Mapping) else enumerate(document) if isinstance(document, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from leaves(value, (*path, key))
+
+
+PATHS = sorted(leaves(json.loads(body())), key=str)
+TEXTS = ["", "..", "../../x", "/etc", "a/b", "a\0", "\ud800", "x" * 5000]
+OTHERS: list[object] = [-1, 0, 10**18, 10**40, 1e300, True, None, {}, []]
+HOSTILE: st.SearchStrategy[object] = st.one_of(st.sampled_from([*TEXTS, *OTHERS]), st.text(max_size=8), st.integers())
+
+
+@given(changes=st.lists(st.tuples(st.sampled_from(PATHS), HOSTILE), min_size=1, max_size=4))
+def test_a_changed_record_is_refused_or_harmless(
+    changes: list[tuple[tuple[Any, ...], object]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    document = copy.deepcopy(json.loads(body()))
+    for path, value in changes:
+        with suppress(KeyError, IndexError, TypeError):
+            place = document
+            for part in path[:-1]:
+                place = place[part]
+            place[path[-1]] = value
+    try:
+        memo, is_own = read_memo(json.dumps(document), tmp_path_factory.getbasetemp())
+    except StateError:
+        return
+    assert not is_own
+    plain = re.compile("[A-Za-z0-9_-]+")
+    for group in memo.record.groups:
+        assert plain.fullmatch(group.name)
+        assert all(plain.fullmatch(one.name) and one.attempt >= 0 for one in group.attempts)
+        assert all(re.fullmatch("[0-9a-f]{64}|", one.digest) for one in (*group.carried, *group.checkpoints))  # type: ignore[attr-defined]
+    places = {f"{memo.record.uuid}/training/master/1": Place(node="n1", phase="running")}
+    rebuilt = rebuild(memo, places, nodes=["n1"], now=5.0)
+    assert all(one.retry.limit == 0 for group in rebuilt.plan.groups for one in group.sizes)
