@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from hypothesis import settings
 # No test hangs on how fast the machine is at the moment.
 settings.register_profile("untimed", settings(), deadline=None)
 settings.load_profile("untimed")
+
+# A shell starts what it runs in the background with SIGINT ignored, and processes pass that on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_LIBRARY_PATH", "CI")
 

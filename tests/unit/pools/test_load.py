@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import grp
 import json
+import os
+import pwd
 from pathlib import Path
 
 import pytest
 
 from distflow.documents.problems import ProblemsFound
+from distflow.errors import InputError
 from distflow.pools.load import (
     configuration_schema_text,
     find_configuration,
@@ -111,6 +115,73 @@ def test_the_users_own_file_comes_last(tmp_path: Path) -> None:
     assert find_configuration(tmp_path, environ(tmp_path)) == user
     nearer = written(tmp_path)
     assert find_configuration(tmp_path, environ(tmp_path)) == nearer
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file another user's: by giving it away, or else by being somebody else."""
+    if os.geteuid() == 0:
+        os.chown(path, 54321, 54321)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+
+
+def test_a_file_of_another_user_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path)
+    give_away(Path(path), monkeypatch)
+    with pytest.raises(InputError, match=r"is not read: it belongs to the user") as caught:
+        load_configuration(tmp_path, environ(tmp_path), MACHINE)
+    assert f"DISTFLOW_CONFIG={path}" in caught.value.hint
+    assert load_configuration(tmp_path, environ(tmp_path, DISTFLOW_CONFIG=path), MACHINE).file == path
+    if os.geteuid() == 0:
+        assert find_configuration(tmp_path, environ(tmp_path, SUDO_UID="54321")) == path
+
+
+def test_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a link away")
+    (tmp_path / "work").mkdir()
+    link = tmp_path / "work" / "distflow.yaml"
+    link.symlink_to(written(tmp_path / "mine"))
+    assert find_configuration(tmp_path / "work", environ(tmp_path)) == str(link)
+    os.chown(link, 54321, 54321, follow_symlinks=False)
+    with pytest.raises(InputError, match="it belongs to the user"):
+        find_configuration(tmp_path / "work", environ(tmp_path))
+
+
+@pytest.mark.parametrize(("mode", "why"), [(0o646, "every user may write"), (0o664, "every user in the group"), (0o644, "")])
+def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, why: str) -> None:
+    path = Path(written(tmp_path))
+    if os.geteuid() == 0:
+        os.chown(path, -1, 54321)
+    elif "group" in why:
+        pytest.skip("only root can give a file to any group")
+    path.chmod(mode)
+    if not why:
+        assert find_configuration(tmp_path, environ(tmp_path)) == str(path)
+        return
+    with pytest.raises(InputError, match=why) as caught:
+        find_configuration(tmp_path, environ(tmp_path))
+    assert f"chmod go-w {path}" in caught.value.hint
+
+
+def test_a_group_of_the_user_alone_may_write(tmp_path: Path) -> None:
+    path = Path(written(tmp_path))
+    user = pwd.getpwuid(os.geteuid())
+    group = grp.getgrgid(user.pw_gid)
+    if group.gr_name != user.pw_name or set(group.gr_mem) - {user.pw_name}:
+        pytest.skip("this user has no group of its own")
+    path.chmod(0o664)
+    assert find_configuration(tmp_path, environ(tmp_path)) == str(path)
+
+
+def test_a_repository_of_another_user_is_not_a_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shared" / ".git").mkdir(parents=True)
+    above = written(tmp_path / "shared")
+    project = tmp_path / "shared" / "project"
+    project.mkdir()
+    assert find_configuration(project, environ(tmp_path / "home")) == above
+    give_away(tmp_path / "shared" / ".git", monkeypatch)
+    assert find_configuration(project, environ(tmp_path / "home")) is None
 
 
 def test_a_named_file_must_exist(tmp_path: Path) -> None:
