@@ -29,6 +29,23 @@ workflow:
 """
 
 
+JUMPING = """
+import os, time
+real = time.time
+time.time = lambda: real() - (3600.0 if os.path.exists({jumped!r}) else 0.0)
+"""
+
+
+def test_a_clock_that_is_set_back_during_the_rest_before_a_retry_makes_it_no_longer(cli: Cli) -> None:
+    jumped = cli.folder / "jumped"
+    (cli.folder / "sitecustomize.py").write_text(JUMPING.format(jumped=str(jumped)))
+    cli.environment["PYTHONPATH"] = str(cli.folder)
+    workflow = cli.submit(cli.spec(FLAKY.replace("LATER", "4s").replace("-ge 2", "-ge 1")))
+    wait_until(lambda: "RESCHEDULED" in cli.run("workflow", "events", workflow).out, 60)
+    jumped.touch()
+    cli.await_status(workflow, "COMPLETED")
+
+
 @pytest.mark.parametrize("backend", ["local", "ssh"])
 def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, request: pytest.FixtureRequest) -> None:
     if backend == "ssh":

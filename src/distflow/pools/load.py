@@ -28,6 +28,7 @@ from distflow.errors import InputError
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
 from distflow.pools.machine import Machine, this_machine
 from distflow.pools.model import Configuration, ContainerRuntime, Node, Pool, ssh_node
+from distflow.pools.ownership import why_not_trusted
 
 __all__ = [
     "FILE_NAME",
@@ -71,14 +72,29 @@ def load_configuration(cwd: Path, environ: Mapping[str, str], machine: Machine |
 
 
 def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the path of the file that holds in ``cwd``, or ``None``; the one that ``DISTFLOW_CONFIG`` names need not exist."""
+    """Return the path of the file that holds in ``cwd``, or ``None``; the one that ``DISTFLOW_CONFIG`` names need not exist.
+
+    Raises ``InputError`` for a file that another user may have written.
+    """
     named = environ.get("DISTFLOW_CONFIG")
     if named:
         return named
     for folder in (*_folders(cwd, environ), _user_folder(environ)):
-        if (folder / FILE_NAME).exists():
-            return str(folder / FILE_NAME)
+        path = folder / FILE_NAME
+        if path.exists():
+            _check_owner(path, environ)
+            return str(path)
     return None
+
+
+def _check_owner(path: Path, environ: Mapping[str, str]) -> None:
+    why = why_not_trusted(path, environ)
+    if why:
+        remedy = f"`chmod go-w {path}`" if "write" in why else f"`sudo chown $(id -un) {path}`"
+        raise InputError(
+            f"{path} is not read: {why}, and a configuration decides what runs",
+            hint=f"read the file; if it is good, {remedy}, or name it with DISTFLOW_CONFIG={path}",
+        )
 
 
 def load_hostfile(path: str) -> tuple[Host, ...]:
@@ -118,7 +134,8 @@ def _folders(cwd: Path, environ: Mapping[str, str]) -> Sequence[Path]:
     seen: list[Path] = []
     for folder in (cwd, *cwd.parents):
         seen.append(folder)
-        if (folder / ".git").exists() or str(folder) == home:
+        boundary = folder / ".git"
+        if str(folder) == home or (boundary.exists() and not why_not_trusted(boundary, environ)):
             return seen
     # Nobody's directories lie above: a file that another user left in /tmp must not decide what runs.
     return [cwd]

@@ -8,6 +8,7 @@ wrote them (``docs/agent-protocol.md``), and ``heartbeat``, empty, whose time is
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,9 +28,10 @@ _LEAST_TAIL_BYTES = 16384
 class Mirror:
     """Reads and writes the mirrored logs below one directory."""
 
-    def __init__(self, root: Path) -> None:
-        """Use ``root``, which may not exist yet."""
+    def __init__(self, root: Path, now: Callable[[], float] | None = None) -> None:
+        """Use ``root``, which may not exist yet. What ``write`` wrote gets the time that ``now`` tells, if that is given."""
         self.root = root
+        self._now = now
 
     def folder(self, workflow: str, group: str, task: str, attempt: int) -> Path:
         """Return where the logs of an attempt lie."""
@@ -54,6 +56,9 @@ class Mirror:
             written = 0
             while written < len(data):
                 written += os.pwrite(handle, data[written:], offset + written)
+            if self._now is not None and file == OUTPUT:
+                at = self._now()
+                os.utime(handle, (at, at))
         finally:
             os.close(handle)
 

@@ -12,11 +12,12 @@ from distflow.backends.base import AttemptKey, Collected, Observation
 from distflow.errors import StateError
 from distflow.lifecycle.states import Reason, State
 from distflow.pools.model import Pool
-from distflow.spec.model import DataSpec, InputSpec
+from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.mirror import Mirror
 from distflow.state.record import CancelRequest, Carried, Event, Stray
 from distflow.state.store import Store
 from distflow.supervisor.carrying import DataSeen
+from distflow.supervisor.checkpointing import CANCELED_S
 from distflow.supervisor.handover import archives
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.world import Workflow
@@ -200,3 +201,32 @@ def test_a_workflow_that_another_distflow_wrote_is_left_alone_and_the_others_go_
     assert [line for line in bench.said if "u1" in line] == [
         "the record of workflow u1 cannot be read: another version of distflow wrote it; it stays as it is"
     ]
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_was_set_while_no_supervisor_ran_makes_no_wait_longer(bench: Bench, jump_s: float) -> None:
+    one = workflow(group_plan(tasks=1, world=False, gpus=0, retry=Retry(limit=3, backoff_s=8.0)))
+    at = bench.clock.now()
+    resting = replace(
+        one.record.groups[0], attempt=1, state=State.SCHEDULING, scheduling_at=at + 8.0 - jump_s,
+        resting_until=at + 8.0 - jump_s,
+        tasks=tuple(replace(task, attempt=1, state=State.SCHEDULING) for task in one.record.groups[0].tasks),
+    )  # fmt: skip
+    bench.submit(replace(one, record=replace(one.record, groups=(resting,))))
+    bench.step()
+    bench.step(8.0)
+    bench.step(1.0)
+    assert bench.store.find("u1").groups[0].state is State.RUNNING
+
+
+def test_a_request_to_cancel_by_a_clock_that_was_set_forward_makes_no_wait_longer(bench: Bench) -> None:
+    bench.submit(workflow(plan(tasks=1)))
+    bench.step()
+    bench.backend.holds_outputs = True
+    request = CancelRequest(at=bench.clock.now() + 3600.0, by="me")
+    bench.store.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
+    bench.step()
+    assert not bench.store.find("u1").state.is_final
+    bench.step(CANCELED_S + 1.0)
+    bench.step(1.0)
+    assert bench.store.find("u1").status == "FAILED_CANCELED"

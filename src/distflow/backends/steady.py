@@ -1,0 +1,36 @@
+"""The time that observations and decisions are made with: it never jumps.
+
+It is the machine's clock as it was when this process began, plus the time that has elapsed since, also while the machine was
+suspended. Whoever sets the machine's clock meanwhile, or a clock server that does, changes no duration: a wait of ten seconds
+takes ten seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["SteadyTime", "now"]
+
+
+def _elapsed() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class SteadyTime:
+    """Seconds since the epoch (UTC) that only move forward."""
+
+    def __init__(
+        self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = _elapsed  # noqa: TID251  asked once
+    ) -> None:  # fmt: skip
+        """Ask the machine's clock, once."""
+        self._elapsed = elapsed
+        self._start = wall() - elapsed()
+
+    def now(self) -> float:
+        """Return seconds since the epoch (UTC)."""
+        return self._start + self._elapsed()
+
+
+now = SteadyTime().now
+"""The time of this process: all observations and decisions of a supervisor share it."""
