@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,8 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # what ``entry`` took away while modules were imported
         result = app(args=spread_sets(arguments), prog_name="distflow", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except DistflowError as error:

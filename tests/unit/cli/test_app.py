@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +33,38 @@ def test_errors_are_json_however_it_is_asked_for(asked: list[str], capsys: pytes
 def test_t_means_a_task_where_osmo_has_it_so() -> None:
     assert not wants_json(["workflow", "logs", "w-1", "-tjson"])
     assert not wants_json(["workflow", "events", "w-1", "-t", "json"])
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "MODULE":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["distflow", "workflow", "list"]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import distflow.cli.entry
+if "MODULE" == "at the end":
+    import atexit
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+distflow.cli.entry.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "code"),
+    [
+        ("distflow.cli.app", -signal.SIGINT),
+        ("typer", -signal.SIGINT),
+        ("distflow.state.directory", -signal.SIGINT),
+        ("distflow.cli.list", 130),
+        ("at the end", -signal.SIGINT),
+    ],
+)
+def test_ctrl_c_prints_no_traceback_at_any_moment(moment: str, code: int) -> None:
+    script = INTERRUPTED.replace("MODULE", moment)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
