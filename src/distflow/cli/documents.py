@@ -55,8 +55,8 @@ def workflow_json(
     ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
 
     Groups and tasks stand in the order of the spec; with ``verbose`` earlier attempts of a task follow it, the latest first.
-    ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node. Without ``now``,
-    durations of what has not ended are null.
+    ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node; of a task that was
+    stopped it is that of its command. Without ``now``, durations of what has not ended are null.
     """
     return {
         "name": record.id,

@@ -1,7 +1,7 @@
 """Exit codes in OSMO's ranges, and the actions that a spec ties to them (``exitActions``). Pure.
 
 A code of 0 to 255 is the command's own (128 + n when signal n ended it). Everything else that can end a task has a number of
-its own: 2xxx for data, 3xxx for the machines under it. Ends that a person or a clock asked for have none.
+its own: 2xxx for data, 3xxx for the machines under it. Ends that a person or a clock asked for have none: no action applies.
 """
 
 from __future__ import annotations

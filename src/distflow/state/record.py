@@ -178,11 +178,17 @@ class TaskRecord:
 
     @property
     def exit_code(self) -> int | None:
-        """Its code in OSMO's ranges; ``None`` while it has not ended, or was ended by a person or a clock."""
+        """Its code in OSMO's ranges: the command's own where the reason has none, as of a task that was stopped.
+
+        ``None`` while it has not ended, and when its command has not run.
+        """
         if self.end is not None and self.end.is_success:
             return 0
         code, number = (self.end.exit_code, self.end.signal) if self.end else (None, None)
-        return exit_code_of(self.reason, code, number, has_run=self.started_at is not None)
+        found = exit_code_of(self.reason, code, number, has_run=self.started_at is not None)
+        if found is not None:
+            return found
+        return code if number is None else 128 + number
 
     @property
     def status(self) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.cli.live import watch_workflow
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import CancelRequest, Event, GroupRecord, Transfer
+from distflow.state.record import CancelRequest, End, Event, GroupRecord, Transfer
 from unit.cli.screen import Screen, Terminal, hold_against
 from unit.state.stored import (
     T0,
@@ -214,3 +214,22 @@ def test_watching_what_has_ended_is_asking_once(screen: Screen) -> None:
     assert "First cause: worker on worker-node, rank 11" in screen.out
     assert screen.run("query", "digits-1", "--watch", "-t", "json") == 0
     assert json.loads(screen.out)["status"] == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "shown"),
+    [({"exit_code": 17}, 17, " 17 "), ({"exit_code": 0}, 0, " 0 "), ({"signal": 15}, 143, " SIGTERM ")],
+)
+@pytest.mark.parametrize("reason", [Reason.PEER_FAILED, Reason.EXEC_TIMEOUT])
+def test_a_stopped_task_has_one_exit_code(screen: Screen, reason: Reason, end: dict[str, int], code: int, shown: str) -> None:
+    group = failed_group()
+    master, worker = group.tasks
+    stopped = replace(master, reason=reason, end=End(ended_at=T0 + 92, reason="stopped", **end))
+    record = submit(
+        screen.store,
+        workflow([replace(group, tasks=(stopped, worker))], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE),
+    )
+    assert screen.run("query", record.id, "-t", "json") == 0
+    assert json.loads(screen.out)["groups"][0]["tasks"][0]["exit_code"] == code
+    assert screen.run("query", record.id) == 0
+    assert shown in next(line for line in screen.out.splitlines() if line.lstrip().startswith("master "))
