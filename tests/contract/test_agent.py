@@ -30,7 +30,7 @@ from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
 from distflow.runtime.processes import name_of
 from distflow.testing.sshd import free_port
-from distflow.testing.waiting import wait_until
+from distflow.testing.waiting import is_alive, wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
@@ -57,13 +57,6 @@ def refused(link: AgentLink, kind: str, op: str, **fields: Any) -> str:
 def signals_of(line: str) -> int:
     """A mask of /proc/PID/status, without the two signals that the C library keeps to itself and nobody can reset."""
     return int(line.split()[1], 16) & ~(1 << 31 | 1 << 32)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # -- getting there
@@ -175,11 +168,11 @@ def test_the_agent_ends_without_requests_and_at_the_end_of_its_input(node: NodeU
     silent = node.connect(ping_s=60)
     agent = silent.request("hello", watch=[], idle_timeout_s=0.3)["facts"]["agent_pid"]
     wait_until(lambda: node.closed, 15, "the agent left")
-    assert not Path(f"/proc/{agent}").exists() or wait_until(lambda: not Path(f"/proc/{agent}").exists())
+    wait_until(lambda: not is_alive(agent), 15, "the agent left by itself")
     other = node.connect()
     agent = other.request("hello", watch=[])["facts"]["agent_pid"]
     other.close()
-    wait_until(lambda: not Path(f"/proc/{agent}").exists(), 15, "the agent left at EOF")
+    wait_until(lambda: not is_alive(agent), 15, "the agent left at EOF")
 
 
 def test_requests_that_are_wrong_are_refused_and_change_nothing(node: NodeUnderTest) -> None:
@@ -510,7 +503,7 @@ def test_release_leaves_nothing(node: NodeUnderTest) -> None:
     link.request("release", attempt=attempt)
     assert not node.directory(attempt).exists()
     assert not (node.root / node.workflow).exists()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
     link.request("release", attempt=attempt)
     running = node.start(link, ["sleep", "60"])
     refused(link, "conflict", "release", attempt=running)
@@ -1186,7 +1179,7 @@ def test_a_task_that_was_quiet_for_longer_than_it_may_be_alone_is_not_alone_yet_
     quiet_since = time.monotonic()
     wait_until(lambda: time.monotonic() > quiet_since + may_be_alone_s + 0.5, 20, "it was quiet for so long")
     link.close()
-    wait_until(lambda: not Path(f"/proc/{agent}").exists(), 20, "nobody listens")
+    wait_until(lambda: not is_alive(agent), 20, "nobody listens")
     assert node.watch(node.connect(), attempt)["phase"] == "running"
 
 

@@ -28,7 +28,7 @@ from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.link import AgentLink
 from distflow.pools.model import Node, Pool
 from distflow.runtime import attempts, orphans, reaping, records, runner
-from distflow.testing.waiting import wait_until
+from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.local import LocalTransport
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def test_an_attempt_that_ends_while_it_is_looked_at_is_not_called_settled(
     def and_then_it_has_ended(directory: str) -> bool:
         if not stops:
             stops.append(link.request("stop", attempt=attempt, grace_s=0, why=""))
-            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pair), 20, "its pair to leave")
+            wait_until(lambda: not any(map(is_alive, pair)), 20, "its pair to leave")
         return is_watched(directory)
 
     monkeypatch.setattr(orphans, "is_watched", and_then_it_has_ended)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from distflow.testing.waiting import wait_until
+from distflow.testing.waiting import is_alive, wait_until
 from distflow.train.launch import main
 from distflow.train.starting import LayoutError, launch, read_share
-from train.conftest import DEADLINE_S, Start, is_alive
+from train.conftest import DEADLINE_S, Start
 
 HELLO = """
     import json, os, sys

@@ -8,8 +8,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from distflow.testing.waiting import wait_until
-from train.conftest import DEADLINE_S, Start, is_alive
+from distflow.testing.waiting import is_alive, wait_until
+from train.conftest import DEADLINE_S, Start
 
 LAUNCHER = """
     import errno, json, os, pathlib, signal, sys

@@ -1,13 +1,14 @@
-"""Waiting in tests: for a condition, with a deadline, and never for a fixed time."""
+"""Waiting in tests: for a condition, such as the end of a process, with a deadline, and never for a fixed time."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["wait_until"]
+__all__ = ["is_alive", "wait_until"]
 
 _T = TypeVar("_T")
 
@@ -29,3 +30,11 @@ def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what
         if now > deadline:
             raise TimeoutError(f"not within {timeout_s:g} s: {what or condition}")
         pause.wait(min(max(0.02, 2 * (now - begun)), 1.0))
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that ended and was not reaped yet, be it by a slow PID 1, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -17,7 +17,7 @@ import pytest
 from distflow.errors import HostKeyUnknown, NodeUnreachable, TransportError
 from distflow.shell import quote
 from distflow.testing.sshd import Sshd, free_port
-from distflow.testing.waiting import wait_until
+from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.fanout import fan_out
 from distflow.transports.ssh import SshDestination, SshTransport
 from integration.ssh.conftest import MakeServer, Reach
@@ -328,9 +328,9 @@ class TestProxyCommands:
         data = os.urandom(1 << 20) * 4
         assert transport.run(["cat"], input=data, timeout_s=60).stdout == data
         pid = int((tmp_path / "pid").read_text())
-        assert Path(f"/proc/{pid}").exists()
+        assert is_alive(pid)
         transport.close()
-        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 20, "the command is gone")
+        wait_until(lambda: not is_alive(pid), 20, "the command is gone")
 
     def test_ssh_itself_can_be_one(self, server: Sshd, make_server: MakeServer, reach: Reach, configure: Configure) -> None:
         first = make_server("bastion", "127.0.1.21")
@@ -352,7 +352,7 @@ class TestProxyCommands:
         with pytest.raises(NodeUnreachable, match="did not say that it is an SSH server within 3 s"):
             reach(server, config_file=config, connect_timeout_s=3.0).open(["true"])
         pid = int((tmp_path / "pid").read_text())
-        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 20, "what the command started is gone")
+        wait_until(lambda: not is_alive(pid), 20, "what the command started is gone")
 
     def test_none_means_none(self, server: Sshd, reach: Reach, configure: Configure) -> None:
         stanza = server.client_stanza(ProxyCommand="none", ProxyJump="none")

@@ -218,13 +218,17 @@ def test_watching_what_has_ended_is_asking_once(screen: Screen) -> None:
 
 @pytest.mark.parametrize(
     ("end", "code", "shown"),
-    [({"exit_code": 17}, 17, " 17 "), ({"exit_code": 0}, 0, " 0 "), ({"signal": 15}, 143, " SIGTERM ")],
+    [
+        (End(ended_at=T0 + 92, reason="stopped", exit_code=17), 17, " 17 "),
+        (End(ended_at=T0 + 92, reason="stopped", exit_code=0), 0, " 0 "),
+        (End(ended_at=T0 + 92, reason="stopped", signal=15), 143, " SIGTERM "),
+    ],
 )
 @pytest.mark.parametrize("reason", [Reason.PEER_FAILED, Reason.EXEC_TIMEOUT])
-def test_a_stopped_task_has_one_exit_code(screen: Screen, reason: Reason, end: dict[str, int], code: int, shown: str) -> None:
+def test_a_stopped_task_has_one_exit_code(screen: Screen, reason: Reason, end: End, code: int, shown: str) -> None:
     group = failed_group()
     master, worker = group.tasks
-    stopped = replace(master, reason=reason, end=End(ended_at=T0 + 92, reason="stopped", **end))
+    stopped = replace(master, reason=reason, end=end)
     record = submit(
         screen.store,
         workflow([replace(group, tasks=(stopped, worker))], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE),
