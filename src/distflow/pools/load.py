@@ -28,7 +28,7 @@ from distflow.errors import InputError
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
 from distflow.pools.machine import Machine, this_machine
 from distflow.pools.model import Configuration, ContainerRuntime, Node, Pool, ssh_node
-from distflow.pools.ownership import why_not_trusted
+from distflow.pools.ownership import owned_by_stranger, why_not_trusted
 
 __all__ = [
     "FILE_NAME",
@@ -135,7 +135,7 @@ def _folders(cwd: Path, environ: Mapping[str, str]) -> Sequence[Path]:
     for folder in (cwd, *cwd.parents):
         seen.append(folder)
         boundary = folder / ".git"
-        if str(folder) == home or (boundary.exists() and not why_not_trusted(boundary, environ)):
+        if str(folder) == home or (boundary.exists() and owned_by_stranger(boundary, environ) is None):
             return seen
     # Nobody's directories lie above: a file that another user left in /tmp must not decide what runs.
     return [cwd]
