@@ -150,3 +150,29 @@ def test_tokens_in_comments_only_warn_and_an_earlier_task_is_named_by_its_name(c
         "12: warning: {{input:3}} names no input of this task",
         "12: warning: {{host:other}} names no task of this group",
     ]
+
+
+RELATIVE = """\
+workflow:
+  name: relative
+  tasks:
+  - name: one
+    image: ubuntu:24.04
+    command: [bash, tmp/entry.sh]
+    files:
+    - path: /tmp/entry.sh
+      contents: |
+        echo text > tmp/answer.txt
+        cat tmp/answer.txt
+        sh helper.sh && sh ./helper.sh && sh /helper.sh
+        cp helper.sh "{{output}}"/helper.sh
+        cp helper.sh {{output}}/helper.sh && ls {{output}}
+    - path: helper.sh
+      contents: echo helped
+"""
+
+
+def test_relative_paths_begin_where_the_task_starts_as_they_do_in_an_image(cli: Cli) -> None:
+    done = cli.run("workflow", "submit", cli.spec(RELATIVE), "--wait")
+    assert done.code == 0, done.err + done.out
+    assert cli.logs("relative-1").replace("[one] ", "").splitlines() == ["text", "helped", "helped", "helped", "helper.sh"]

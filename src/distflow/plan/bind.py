@@ -69,7 +69,7 @@ def bind_task(
         files=tuple(replace(file, text=fill(file.text)) if file.text is not None else file for file in files),
         setup=node.setup,
         # Where the directory of a checkpoint goes must be there, as it is on a machine where the path is used as it is.
-        folders=tuple(str(PurePosixPath(one.place).parent) for one in launch.checkpoints),
+        folders=(*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints)),
         container=container_of(launch, node, fill),
         memory=launch.resource.memory if node.enforce_limits else None,
         python_path=launch.python_path,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from posixpath import normpath
 
@@ -19,7 +19,7 @@ from distflow.plan.frameworks.model import Place, Started
 from distflow.plan.frameworks.table import FRAMEWORKS, start
 from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
 from distflow.plan.nametools import NAME_TOOLS, name_tools
-from distflow.plan.tokens import Rewrite, place_of, rewriter
+from distflow.plan.tokens import Rewrite, place_of, relative_paths, rewriter, uses_tmp
 from distflow.spec.bundles import Bundle
 from distflow.spec.library import LIBRARY, needs_library
 from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
@@ -117,11 +117,14 @@ def _launch(
     bundles: Mapping[str, Bundle],
     secret_names: tuple[str, ...],
 ) -> Launch:
-    injected = [(file.path.value, file.is_directory) for file in task.files if file.path.value.startswith("/")]
+    placed = [(file.path.value, file.is_directory) for file in task.files]
+    placed += [(one.path.value.rstrip("/"), True) for one in task.checkpoints]
+    texts = list(_texts(task, bundles))
+    in_work = relative_paths(placed, texts)
+    injected = [one for one in placed if one[0].startswith("/")] + [one for one in in_work.items() if one not in placed]
     injected += [(one.directory.value, True) for one in task.credentials if one.directory and one.directory.value[:1] == "/"]
-    injected += [(one.path.value.rstrip("/"), True) for one in task.checkpoints if one.path.value.startswith("/")]
     hosts = {one.name for one in group.tasks}
-    rewrite = rewriter(ranks, world, injected, task.inputs, (*task.url_inputs, *task.earlier_inputs), hosts)
+    rewrite = rewriter(ranks, world, injected, task.inputs, (*task.url_inputs, *task.earlier_inputs), hosts, in_work)
     resource = spec.resources[task.resource]
     given = {name: rewrite(text.value) for name, text in task.environment.items()}
     started = Started(argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)))
@@ -133,7 +136,7 @@ def _launch(
         )  # fmt: skip
         started = start(name, place)
     strategy, _ = group_strategy(group, world)
-    checkpoints = tuple(_checkpoint(one, rewrite) for one in task.checkpoints)
+    checkpoints = tuple(_checkpoint(one, rewrite, in_work) for one in task.checkpoints)
     environment = task_environment(
         group=group.name,
         task=task.name,
@@ -145,7 +148,7 @@ def _launch(
         checkpoint=checkpoints[0].place if checkpoints else None,
     )
     library = [_library(bundles[LIBRARY])] if needs_library(group, task) else []
-    files = tuple(_file(file, rewrite, bundles) for file in task.files)
+    files = tuple(_file(file, rewrite, bundles, in_work) for file in task.files)
     tools = name_tools([*started.argv, *environment.values(), *(file.text or "" for file in files)])
     secret = {*secret_names, *(name for one in task.credentials for name in one.variables)}
     return Launch(
@@ -158,12 +161,13 @@ def _launch(
         files=(*files, *started.files, *library, *tools),
         python_path=tuple(f"{ATTEMPT_DIR}/{file.path}" for file in library),
         path=(NAME_TOOLS,) if tools else (),
+        folders=("work/tmp",) if uses_tmp(texts) else (),
         inputs=task.inputs,
         url_inputs=task.url_inputs,
         earlier_inputs=task.earlier_inputs,
         ranks=ranks,
         resource=resource,
-        rewritten=tuple((path, place_of(path)) for path, _ in injected),
+        rewritten=tuple((path, place_of(path, in_work)) for path, _ in injected),
         outputs=task.outputs,
         url_outputs=task.url_outputs,
         exit_actions=task.exit_actions,
@@ -182,8 +186,17 @@ def _as_member(launch: Launch, numbers: Mapping[str, int]) -> Launch:
     return replace(launch, member=numbers[launch.task], environment={**launch.environment, **given})
 
 
-def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle]) -> PlannedFile:
-    path, shown = place_of(file.path.value), file.path.value
+def _texts(task: TaskSpec, bundles: Mapping[str, Bundle]) -> Iterator[tuple[str, str]]:
+    """Yield what may mention paths, and in which file: the command, the environment, and the texts of files."""
+    for text in (*task.command, *task.args, *task.environment.values()):
+        yield "", text.value
+    for file in task.files:
+        path = file.path.value
+        yield path, file.contents.value if file.contents else bundles[file.local_path or path].text or ""
+
+
+def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_work: Container[str]) -> PlannedFile:
+    path, shown = place_of(file.path.value, in_work), file.path.value
     if file.contents is not None:
         text: str | None = file.contents.value
         bundle = None
@@ -208,8 +221,8 @@ def _library(bundle: Bundle) -> PlannedFile:
     return PlannedFile(path="lib", shown=LIBRARY, blob=bundle.digest, size=bundle.size, mode=bundle.mode, is_tar=True)
 
 
-def _checkpoint(one: CheckpointSpec, rewrite: Rewrite) -> PlannedCheckpoint:
+def _checkpoint(one: CheckpointSpec, rewrite: Rewrite, in_work: Container[str]) -> PlannedCheckpoint:
     path = rewrite(one.path.value)
     inside = path.startswith(f"{ATTEMPT_DIR}/")
-    place = path.removeprefix(f"{ATTEMPT_DIR}/") if inside else place_of(path)
+    place = path.removeprefix(f"{ATTEMPT_DIR}/") if inside else place_of(path, in_work)
     return PlannedCheckpoint(place=normpath(place), shown=one.path.value, url=one.url, every_s=one.every_s, regex=one.regex)

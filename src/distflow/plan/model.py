@@ -150,6 +150,8 @@ class Launch:
     """Directories at the end of its PYTHONPATH, whatever stands there before."""
     path: tuple[str, ...] = ()
     """Directories at the beginning of its PATH."""
+    folders: tuple[str, ...] = ()
+    """Directories of the attempt's that are made before it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,7 @@ def script(group: GroupPlan, launch: Launch) -> str:
         "set -eu",
         'ATTEMPT_DIR=${ATTEMPT_DIR:-$(mktemp -d)}; mkdir -p "$ATTEMPT_DIR/work" "$ATTEMPT_DIR/output"',
     ]
+    lines += [f'mkdir -p "$ATTEMPT_DIR"/{shlex.quote(folder)}' for folder in launch.folders]
     lines += [f': "${{{name}:={default}}}"' for name, default in sorted(used.items()) if name != "ATTEMPT_DIR"]
     for one in launch.inputs:
         place = f'"$ATTEMPT_DIR"/{input_place(one.position)}'

@@ -3,22 +3,39 @@
 ``{{host:master}}`` becomes a placeholder for that node's address, ``{{rank_offset}}`` a number. Without a container a
 file cannot appear at ``/train.py``: it is placed below the attempt's own directory, and every mention of exactly that
 path in the command, the arguments, the environment and the other injected files follows it there.
+
+In OSMO's containers a task starts in ``/``, so that ``/tmp/a.sh``, ``tmp/a.sh`` and a file injected as ``tmp/a.sh`` are one. A
+task starts in ``work`` here: a path that is injected or named in its relative form lies there, under both forms.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.model import ATTEMPT_DIR, address_of
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
-__all__ = ["OSMO_PLACES", "TOKEN", "Rewrite", "input_place", "place_of", "rewriter", "token_values"]
+__all__ = [
+    "OSMO_PLACES",
+    "TOKEN",
+    "Rewrite",
+    "input_place",
+    "place_of",
+    "relative_paths",
+    "rewriter",
+    "token_values",
+    "uses_tmp",
+]
 
 TOKEN = re.compile(r"\{\{ *([a-z_]+)(?: *: *([A-Za-z0-9_-]+))? *\}\}")
 """A token as the spec floor leaves it in strings."""
+
+_ENDS_QUOTED = re.compile(r"(?<=[\w})\]./*])(?<!\b[bfruBFRU])(?<!\b[bfrBFR][bfrBFR])[\"']\Z")
+"""The end of a quoted text that goes on with a path, as in ``"$FOLDER"/train.py``; not the prefix of one in Python."""
 
 Rewrite = Callable[[str], str]
 
@@ -47,15 +64,53 @@ def token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, s
     return values
 
 
-def place_of(path: str) -> str:
+def place_of(path: str, in_work: Container[str] = ()) -> str:
     """Return where an injected path lies in the attempt's directory: absolute ones in ``files``, others in ``work``.
 
-    What OSMO's containers have of their own is what the attempt has.
+    What OSMO's containers have of their own is what the attempt has. ``in_work`` are absolute paths that lie in ``work`` too.
     """
     for theirs, ours in OSMO_PLACES.items():
         if path == theirs or path.startswith(f"{theirs}/"):
             return f"{ours}{path.removeprefix(theirs)}"
-    return f"files/{path.lstrip('/')}" if path.startswith("/") else f"work/{path}"
+    is_in_work = not path.startswith("/") or posixpath.normpath(path) in in_work
+    return f"{'work' if is_in_work else 'files'}/{path.lstrip('/')}"
+
+
+def relative_paths(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[str, str]]) -> dict[str, bool]:
+    """Return the absolute paths that lie in ``work``, and whether each is a directory.
+
+    These are relative paths of ``injected`` as seen from ``/``, and absolute ones whose relative form is mentioned.
+    ``injected`` holds each path and whether it is a directory, ``texts`` each text of the task and the file that holds it
+    (empty: none does). What a file says of itself does not count.
+    """
+    paths = [(posixpath.normpath(path), tree) for path, tree in injected]
+    absolute = {path: tree for path, tree in paths if path.startswith("/")}
+    relative = {f"/{path}": tree for path, tree in paths if not path.startswith("/")}
+    told = [(posixpath.normpath(owner), text) for owner, text in texts]
+    mentioned = {
+        path: tree
+        for path, tree in absolute.items()
+        if path not in relative and any(owner != path and _relative(path, tree).search(text) for owner, text in told)
+    }
+    return {path: tree for path, tree in relative.items() if path not in absolute} | mentioned
+
+
+def uses_tmp(texts: Iterable[tuple[str, str]]) -> bool:
+    """Return whether the texts of a task name something below ``tmp/``, which every image has in its ``/``."""
+    return any(_TMP.search(text) for _, text in texts)
+
+
+_TMP = re.compile(r"(?<![\w./-])(?:\./)?tmp/")
+
+
+def _relative(path: str, tree: bool) -> re.Pattern[str]:
+    """Return what matches the relative form of an absolute path; of ``/data`` only ``data/``: the word alone means little."""
+    plain = tree and path.count("/") == 1
+    return re.compile(r"(?<![\w./-])(?:\./)?" + re.escape(path.lstrip("/")) + ("(?=/)" if plain else _end(tree)))
+
+
+def _end(tree: bool) -> str:
+    return r"(?=/|(?![\w.-]))" if tree else r"(?![\w/-]|\.\w)"
 
 
 def input_place(position: int) -> str:
@@ -70,11 +125,13 @@ def rewriter(
     inputs: Sequence[InputSpec] = (),
     others: Sequence[DataSpec | EarlierInput] = (),
     hosts: Container[str] | None = None,
+    in_work: Container[str] = (),
 ) -> Rewrite:
     """Return the function that turns a string of the spec into one of the plan.
 
     ``injected`` holds each absolute path and whether it is a directory; mentions of what lies in a directory follow it too.
-    ``others`` are the inputs that do not come from tasks of this workflow, ``hosts`` the tasks of the group; ``None``: any.
+    ``others`` are the inputs that do not come from tasks of this workflow, ``hosts`` the tasks of the group; ``None``: any;
+    ``in_work`` as for ``place_of``.
     """
     values = token_values(ranks, world)
     everything = sorted((*inputs, *others), key=lambda one: one.position, reverse=True)
@@ -92,13 +149,16 @@ def rewriter(
 
     # Longest first, so that /data/train.py wins over /data.
     paths = sorted({*injected, *((path, True) for path in OSMO_PLACES)}, key=lambda item: len(item[0]), reverse=True)
-    pattern = "|".join(
-        re.escape(path.rstrip("/")) + (r"(?=/|(?![\w.-]))" if tree else r"(?![\w/-]|\.\w)") for path, tree in paths
-    )
-    mention = re.compile(rf"(?<![\w./-])(?:{pattern})")
+    pattern = "|".join(re.escape(path.rstrip("/")) + _end(tree) for path, tree in paths)
+    # Not in `{{output}}/train.py`, `$(pwd)/train.py`, `~/train.py`.
+    mention = re.compile(r"(?<![\w./})~*\]-])(?:" + pattern + ")")
+
+    def place(match: re.Match[str]) -> str:
+        if _ENDS_QUOTED.search(match.string, max(0, match.start() - 8), match.start()):
+            return match.group(0)
+        return f"{ATTEMPT_DIR}/{place_of(match.group(0), in_work)}"
 
     def rewrite(text: str) -> str:
-        moved = mention.sub(lambda match: f"{ATTEMPT_DIR}/{place_of(match.group(0))}", text)
-        return TOKEN.sub(token, moved)
+        return TOKEN.sub(token, mention.sub(place, text))
 
     return rewrite

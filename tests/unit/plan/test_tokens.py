@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.layout.ranks import TaskRanks, World
-from distflow.plan.tokens import place_of, rewriter
+from distflow.plan.tokens import place_of, relative_paths, rewriter, uses_tmp
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
 MASTER = TaskRanks(task="master", offset=0, size=8, node_rank=0)
@@ -53,6 +53,46 @@ def test_the_address_of_an_unknown_task_stays_text() -> None:
     assert rewriter(None, None, [], hosts={"a"})("{{host:a}} {{host:b}}") == "@@ADDRESS:a@@ {{host:b}}"
 
 
+@pytest.mark.parametrize(
+    ("injected", "texts", "expected"),
+    [
+        (["a/b.sh", "./c.sh"], [], {"/a/b.sh", "/c.sh"}),
+        (["/tmp/a.sh"], ["bash tmp/a.sh"], {"/tmp/a.sh"}),
+        (["/tmp/a.sh"], ["bash ./tmp/a.sh"], {"/tmp/a.sh"}),
+        (["/tmp/a.sh"], ["bash /tmp/a.sh x/tmp/a.sh tmp/a.sh.bak tmp/a.shx"], set()),
+        (["/data/"], ["load the data", "--data=/data"], set()),
+        (["/data/"], ["ls data/x"], {"/data"}),
+        # Two files for distflow, and each form means its own.
+        (["/a.sh", "a.sh"], ["bash a.sh; bash /a.sh"], set()),
+    ],
+)
+def test_paths_in_their_relative_form_lie_where_the_task_starts(
+    injected: list[str], texts: list[str], expected: set[str]
+) -> None:
+    found = relative_paths([(path, path.endswith("/")) for path in injected], [("", text) for text in texts])
+    assert set(found) == expected
+
+
+def test_both_forms_of_a_path_mean_one_file() -> None:
+    texts = [("", "bash tmp/a.sh; cat /tmp/a.sh /conf/b.yaml conf/b.yaml"), ("conf/b.yaml", "conf/b.yaml")]
+    in_work = relative_paths([("/tmp/a.sh", False), ("conf/b.yaml", False)], texts)
+    rewrite = rewriter(None, None, list(in_work.items()), in_work=in_work)
+    work = "@@ATTEMPT_DIR@@/work"
+    assert rewrite(texts[0][1]) == f"bash tmp/a.sh; cat {work}/tmp/a.sh {work}/conf/b.yaml conf/b.yaml"
+    assert place_of("/tmp/a.sh", in_work) == "work/tmp/a.sh"
+    assert place_of("conf/b.yaml", in_work) == "work/conf/b.yaml"
+    assert place_of("/other", in_work) == "files/other"
+
+
+def test_what_a_file_says_of_itself_moves_it_nowhere() -> None:
+    assert relative_paths([("/train.py", False)], [("/train.py", "usage: python3 train.py"), ("", "python3 /train.py")]) == {}
+
+
+@pytest.mark.parametrize(("text", "expected"), [("echo > tmp/x", True), ("ls ./tmp/", True), ("ls /tmp/x a/tmp/ tmpx", False)])
+def test_a_task_that_names_tmp_has_one(text: str, expected: bool) -> None:
+    assert uses_tmp([("", text)]) is expected
+
+
 def test_rank_tokens_stay_text_where_there_is_no_world() -> None:
     assert rewriter(None, None, [])("{{rank_offset}} {{master_addr}}") == "{{rank_offset}} @@MASTER_ADDR@@"
 
@@ -67,6 +107,9 @@ FILES = [("/train.py", False), ("/tmp/entry.sh", False), ("/data", True), ("/dat
         ("python3 /train.py --x", "python3 @@ATTEMPT_DIR@@/files/train.py --x"),
         ("--script=/train.py", "--script=@@ATTEMPT_DIR@@/files/train.py"),
         ("'/train.py'", "'@@ATTEMPT_DIR@@/files/train.py'"),
+        ("open(f'/train.py') rb\"/train.py\"", "open(f'@@ATTEMPT_DIR@@/files/train.py') rb\"@@ATTEMPT_DIR@@/files/train.py\""),
+        ("cp x {{output}}/train.py", "cp x @@ATTEMPT_DIR@@/output/train.py"),
+        ('$(pwd)/train.py ~/train.py ${A}/train.py "$A"/train.py', '$(pwd)/train.py ~/train.py ${A}/train.py "$A"/train.py'),
         ("/train.py.", "@@ATTEMPT_DIR@@/files/train.py."),
         # Other paths that merely contain it.
         ("/train.py.bak", "/train.py.bak"),
