@@ -412,10 +412,19 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         ),
     ),
     (
+        "Programs that are told their rank and the world size: ranks are 0 … world size − 1, each once",
+        (
+            ("rank_variables_twice", "No two tasks set the same `RANK`."),
+            ("rank_flags_of_a_program", "No `--rank` is too high."),
+            ("rank_flags_world_size", "`--world-size` is the number of tasks; `--dist-url` names the master."),
+        ),
+    ),
+    (
         "Field, flags and launcher agree",
         (
             ("ranks_against_flags", "Flags beside a `ranks` field say the same."),
             ("ranks_against_torchrun", "So do torchrun's."),
+            ("ranks_against_variables", "So do `RANK` and `WORLD_SIZE`."),
             ("mixed_styles", "One group starts its ranks in one way."),
         ),
     ),
@@ -446,6 +455,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("launcher_restarts_of_spawn", "One task's launcher cannot restart the ranks of another."),
             ("launcher_restarts_of_torchrun", "torchrun's restarts cost the order of the ranks (a warning)."),
             ("launcher_uneven", "Accelerate gives every task equally many ranks."),
+            ("jax_launch", "JAX has no launcher."),
         ),
     ),
     (

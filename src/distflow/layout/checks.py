@@ -5,8 +5,8 @@ of the roots: what a task says by itself, then which tasks take part, then the r
 
 Rules, with OSMO's tutorial and torch's launcher as sources: every rank of 0 … world_size-1 is claimed once; all name the same
 world_size; a task has no more ranks than GPUs (when it asks for any); the lead holds rank 0; all name the master's address and
-one port; torchrun's node ranks are 0 … nnodes-1. A task without claims is a helper: it starts and stops with the group, but
-has no ranks; the lead cannot be one.
+one port; torchrun's node ranks are 0 … nnodes-1, and so are the ranks of programs that are told their rank and the world size.
+A task without claims is a helper: it starts and stops with the group, but has no ranks; the lead cannot be one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ from distflow.layout.torchrun import is_shared, torchrun_world
 from distflow.spec.model import GroupSpec, WorkflowSpec
 
 __all__ = ["check_layout"]
+
+_ABSENT_MODULES = MappingProxyType(
+    {
+        "jax.distributed.launch": "say `framework: jax` in the group and `command: [python3, train.py]` in its tasks, which "
+        "join each other by jax.distributed.initialize()"
+    }
+)
+"""Modules that guides start with ``python -m``, which do not exist."""
 
 
 def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem, ...]]:
@@ -75,12 +83,12 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[W
     if problems:
         return None, problems
     ordered = sorted(members, key=lambda member: not member.claims.task.lead)
-    runs_torchrun = any(member.invocation and member.invocation.launcher == "torchrun" for member in members)
-    if runs_torchrun and len(group.tasks) > 1 and not is_shared(ordered):
+    is_numbered = any(member.invocation and member.invocation.launcher in ("torchrun", "rank") for member in members)
+    if is_numbered and len(group.tasks) > 1 and not is_shared(ordered):
         return None, [*_worlds_of_their_own(ordered), *_tokens(claims, None)]
     if not ordered:
         return None, _tokens(claims, None)
-    if runs_torchrun:
+    if is_numbered:
         world, problems = torchrun_world(ordered, alone=alone)
     else:
         style = "ranks" if any(member.claims.field is not None for member in ordered) else "flags"
@@ -106,6 +114,9 @@ def _members(claims: Sequence[TaskClaims]) -> list[Member]:
     """Return the tasks that share the world: those with claims, and those that run the same program without them."""
     alone = len(claims) == 1
     counted = {item.name: next(iter(_commands(item, alone=alone)), None) for item in claims}
+    numbered = [item for item in claims if item.numbered is not None]
+    if len(numbered) > 1 or any(item.field is not None for item in numbered):
+        counted |= {item.name: item.numbered for item in numbered}
     programs = {command.program for command in counted.values() if command and command.launcher == "flags"}
     half = Counter(
         program
@@ -128,7 +139,11 @@ def _commands(item: TaskClaims, *, alone: bool = False) -> list[Invocation]:
 
 def _inside_one_task(item: TaskClaims) -> list[Problem]:
     """Return a problem when two commands of one task, or two settings, say different things."""
-    problems = []
+    problems = [
+        Problem(where=item.modules[module], message=f"{item.name}: there is no module {module} in JAX", hint=hint)
+        for module, hint in _ABSENT_MODULES.items()
+        if module in item.modules
+    ]
     commands = _commands(item)
     first = commands[0] if commands else None
     for other in commands[1:]:
@@ -167,16 +182,17 @@ def _mixed(members: Sequence[Member]) -> list[Problem]:
     launchers: dict[str, Member] = {}
     places: dict[str, Invocation] = {}
     for member in members:
-        for command in _commands(member.claims):
+        numbered = member.invocation if member.invocation and member.invocation.launcher == "rank" else None
+        for command in [numbered] if numbered else _commands(member.claims):
             launchers.setdefault(command.launcher, member)
             places.setdefault(command.launcher, command)
     if len(launchers) < 2:
         return []
-    flags, torchrun = places["flags"], places["torchrun"]
-    both = {"flags": f"{launchers['flags'].name} has --offset, --size and --world_size at {place(flags.where)}"}
-    both["torchrun"] = f"{launchers['torchrun'].name} runs torchrun at {place(torchrun.where)}"
-    later = max(flags, torchrun, key=lambda command: command.where)
-    message = f"two ways to start the ranks of one world: {both['flags']}, {both['torchrun']}"
+    first, second = sorted(launchers)[:2]
+    words = {"flags": "has --offset, --size and --world_size", "torchrun": "runs torchrun", "rank": "says its rank"}
+    both = [f"{launchers[one].name} {words[one]} at {place(places[one].where)}" for one in (first, second)]
+    later = max(places[first], places[second], key=lambda command: command.where)
+    message = f"two ways to start the ranks of one world: {both[0]}, {both[1]}"
     return [Problem(where=later.where, message=message, hint="start all tasks of a group in one way")]
 
 

@@ -11,6 +11,8 @@ Which command counts:
   (``echo``, ``grep``, …) never count. A command with fewer of the three counts when another task of the group runs the same
   program with more, or when several tasks run it with ``--offset`` and ``--size`` (``checks`` decides that): one
   ``crop.py --offset 3 --size 128`` is no world.
+* a command with ``--rank`` and ``--world-size``, as in torch's ImageNet example, or a task that sets ``RANK`` and
+  ``WORLD_SIZE``, when several tasks of the group do so. They are read as torchrun's node rank and number of nodes.
 
 A value may be a token (``{{rank_offset}}``) or one of distflow's variables (``$NODE_RANK``): it then follows the computed
 layout. A variable with one literal value in the environment and the scripts is that value; any other cannot be known
@@ -40,6 +42,8 @@ __all__ = ["RANK_KEYS", "TORCHRUN_KEYS", "Claim", "Invocation", "Known", "TaskCl
 RANK_KEYS = ("offset", "size", "world_size")
 TORCHRUN_KEYS = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
 _SCRIPT_KEYS = (*RANK_KEYS, "master_addr", "master_port")
+_ONE_RANK_PER_GPU = "--multiprocessing-distributed"
+"""The option of torch's ImageNet example that starts a process for each GPU; its ``--rank`` is then that of the node."""
 _TORCHRUN_SWITCHES = frozenset({"-m", "module", "no_python", "run_path", "virtual_local_rank", "use_env"})
 _TORCHRUN_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
 _TALKERS = frozenset(
@@ -97,7 +101,7 @@ class Invocation:
     """A command that starts processes of a world, or may."""
 
     launcher: str
-    """``flags`` (a program with ``--offset --size --world_size``) or ``torchrun``."""
+    """``flags`` (a program with ``--offset --size --world_size``), ``torchrun``, or ``rank`` (its rank and the world size)."""
     program: str
     """Name of the script or module that it runs, without its directory."""
     where: Mark
@@ -125,6 +129,10 @@ class TaskClaims:
     """Commands that count by themselves."""
     others: tuple[Invocation, ...] = ()
     """Commands with fewer rank flags than count, or none; ``checks`` compares their programs."""
+    numbered: Invocation | None = None
+    """What says the task's rank and the world size, by flags or variables; it counts when another task has one too."""
+    modules: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    """Modules that it runs by ``python -m``, each with its first place."""
     settings: tuple[Claim, ...] = ()
     """MASTER_ADDR and MASTER_PORT where the task sets them: in scripts, else in its environment."""
     tokens: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
@@ -142,13 +150,16 @@ def read_claims(task: TaskSpec, resource: ResourceSpec | None = None) -> TaskCla
     variables = variables_of(task, lines)
     found = [item for line in lines for item in _invocations(line, variables)]
     counted = [item for item in found if _counts(item)]
+    gpus = resource.gpu if resource else None
     return TaskClaims(
         task=task,
-        gpus=resource.gpu if resource else None,
+        gpus=gpus,
         field=_field(task),
         invocations=tuple(counted),
         others=tuple(item for item in found if item not in counted and item.launcher == "flags"),
         settings=tuple(_settings(task, lines, variables)),
+        numbered=None if counted else _numbered(task, lines, variables, gpus),
+        modules=MappingProxyType(dict(reversed(list(_modules(lines))))),
         tokens=MappingProxyType(_tokens(task)),
     )
 
@@ -258,16 +269,66 @@ def _claim(line: Line, word: Word, key: str, form: str, variables: Mapping[str, 
     return Claim(key=key, value=value, where=where, form=form, known=Known.COMPUTED if computed else Known.LITERAL)
 
 
-def _settings(task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None]) -> Iterator[Claim]:
-    """Yield where MASTER_ADDR and MASTER_PORT are set: scripts come after the environment, so theirs counts."""
-    names = {"MASTER_ADDR": "master_addr", "MASTER_PORT": "master_port"}
+# -- a rank and the world size --------------------------------------------------------------------------------------------
+
+
+def _numbered(
+    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
+) -> Invocation | None:
+    """Return the rank and the world size that a task says by flags of its program, else by variables; both or nothing."""
+    if task.launcher.starts_ranks or (task.ranks is not None and (task.ranks.size or gpus or 1) != 1):
+        return None  # the launcher, or the program, gives them to its processes
+    # Next to a `ranks` field they repeat its numbers; else a task is one of so many.
+    rank, world_size = ("offset", "world_size") if task.ranks is not None else ("node_rank", "nnodes")
+    for line in lines:
+        words = line.command.words
+        if not words or line.command.program in _TALKERS or _nested_script(line):
+            continue
+        said = dict(_flags(line, words, variables, ("rank", "world_size", "dist_url")))
+        url = said.pop("dist_url", None)
+        claims = {{"rank": rank, "world_size": world_size}[key]: claim for key, claim in said.items()}
+        if len(claims) > 1 and not any((claim.number or 0) < 0 for claim in claims.values()):
+            if url is not None and url.value.startswith("tcp://"):
+                form = url.form.replace("{}", "tcp://{}")
+                value = url.value.removeprefix("tcp://")
+                claims["rdzv_endpoint"] = dataclasses.replace(url, key="rdzv_endpoint", value=value, form=form)
+            if gpus and any(word.literal == _ONE_RANK_PER_GPU for word in words):
+                where = line.place(words[0])
+                claims["nproc_per_node"] = Claim(key="nproc_per_node", value="gpu", where=where, form=_ONE_RANK_PER_GPU)
+            return _numbering(_script(words), claims)
+    names = {"RANK": rank, "WORLD_SIZE": world_size}
+    set_to = {claim.key: claim for claim in _settings(task, lines, variables, names)}
+    return _numbering(task.name, set_to) if len(set_to) == len(names) else None
+
+
+def _numbering(program: str, claims: Mapping[str, Claim]) -> Invocation:
+    own = {key: dataclasses.replace(claim, key=key) for key, claim in claims.items()}
+    return Invocation(launcher="rank", program=program, where=min(claim.where for claim in own.values()), claims=own)
+
+
+def _modules(lines: Iterable[Line]) -> Iterator[tuple[str, Mark]]:
+    for line in lines:
+        for before, word in pairwise(line.command.words):
+            if before.literal == "-m" and word.literal:
+                yield word.literal, line.place(word)
+
+
+# -- settings and tokens --------------------------------------------------------------------------------------------------
+
+_MASTER = MappingProxyType({"MASTER_ADDR": "master_addr", "MASTER_PORT": "master_port"})
+
+
+def _settings(
+    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], names: Mapping[str, str] = _MASTER
+) -> Iterator[Claim]:
+    """Yield where these variables are set, under their keys: scripts come after the environment, so theirs counts."""
     found: set[str] = set()
     for line in lines:
         for name, word in line.command.assignments:
             if name in names and line.expands:
                 found.add(name)
                 # Its own name on the right side means what was there before: $MASTER_ADDR is distflow's.
-                own = task.environment[name].value if name in task.environment else COMPUTED[name]
+                own = task.environment[name].value if name in task.environment else COMPUTED.get(name)
                 yield _claim(line, word, names[name], name + "={}", {**variables, name: own})
     for name, key in names.items():
         if name in task.environment and name not in found:

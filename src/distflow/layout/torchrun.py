@@ -1,5 +1,7 @@
 """Worlds whose tasks run ``torchrun``: nnodes, node ranks and processes per node.
 
+Programs that are told their rank and the world size (``--rank 1 --world-size 2``) are numbered in the same way.
+
 torchrun's static rendezvous numbers the ranks by node rank, and nodes may hold different numbers of processes; so a task's
 offset is the sum of the sizes of the nodes before it. A flag that is left out is filled in by distflow (``PET_NNODES``,
 ``PET_NODE_RANK`` …); only ``--nproc_per_node`` keeps torchrun's default of 1, unless a ``ranks`` field says the size.
@@ -190,6 +192,9 @@ class _Nodes:
         said = set(uppers) - {None}
         self.agreed = said.pop() if len(said) == 1 else None
         self.count = len(members)
+        self.is_torchruns = any(one.invocation is not None and one.invocation.launcher == "torchrun" for one in members)
+        self.ranks = "node ranks" if self.is_torchruns else "ranks"
+        """How messages call the numbers."""
 
     def world(self) -> World:
         """Return the layout, when every node rank is held once."""
@@ -199,7 +204,8 @@ class _Nodes:
             size = self.sizes[index]
             tasks.append(TaskRanks(task=self.members[index].name, offset=offset, size=size, node_rank=position))
             offset += size
-        style = "ranks" if any(member.claims.field is not None for member in self.members) else "torchrun"
+        has_field = any(member.claims.field is not None for member in self.members)
+        style = "ranks" if has_field else "torchrun" if self.is_torchruns else "flags"
         return World(world_size=offset, tasks=tuple(tasks), style=style)
 
     @property
@@ -227,9 +233,9 @@ class _Nodes:
         for index, right in zip(wrong, free, strict=True):
             member, rank = self.members[index], self.node_ranks[index]
             claim = member.literal("node_rank")
-            message = f"{member.name}: node rank {rank} is "
+            message = f"{member.name}: {claim.text if claim else f'node rank {rank}'} is "
             message += f"{self.members[held[rank]].name}'s already" if rank in held else "too high"
-            message += f"; {self.count} tasks have the node ranks 0-{self.count - 1}, and nobody has {right}"
+            message += f"; {self.count} tasks have the {self.ranks} 0-{self.count - 1}, and no task has {right}"
             problems.append(
                 Problem(
                     where=claim.where if claim else member.where,
@@ -250,15 +256,17 @@ class _Nodes:
         names = and_list(member.name for member in self.members)
         if alone and self.count == 1:
             claim = wrong[0][1]
-            message = f"{names} says nnodes {claim.value}, but is alone in its group"
+            message = f"{names} says {claim.text}, but is alone in its group"
             return [Problem(where=claim.where, message=message, hint=alone, drawing=self._drawing([]))]
         if self.absent:
             index, claim = wrong[-1]
             rank = self.absent[0]
             more = (self.agreed or 0) - self.count - len(self.absent)
             missing = and_list([*map(str, self.absent), *([f"{more} more"] if more else [])])
-            message = f"{self.members[index].name} says nnodes {claim.value}, but no task has node rank {missing}"
-            hint = f"add a task with --node_rank {rank} --nnodes {self.agreed}"
+            message = f"{self.members[index].name} says {claim.text}, but no task has {self.ranks[:-1]} {missing}"
+            said = next((said for member in self.members if (said := member.flags.get("node_rank"))), None)
+            written = said.written(rank) if said is not None else f"--node_rank {rank}"
+            hint = f"add a task with {written} {claim.written(self.agreed)}"
             if sorted(self.node_ranks) == list(range(self.count)):
                 hint += f"\nor write {claim.written(self.count)} in every line that names it: {and_list(lines, 8)}"
             return [Problem(where=claim.where, message=message, hint=hint, drawing="" if drawn else self._drawing([]))]
@@ -270,8 +278,8 @@ class _Nodes:
             problems.append(
                 Problem(
                     where=claim.where,
-                    message=f"{self.members[index].name} says nnodes {claim.value}, but this group has {self.count} "
-                    f"tasks that run torchrun ({names})",
+                    message=f"{self.members[index].name} says {claim.text}, but {self.count} tasks of this group share the "
+                    f"world ({names})",
                     hint=change(claim, self.count) + (f" (also in {and_list(others, 8)})" if others else ""),
                     drawing="" if problems or drawn else self._drawing([at for at, _ in wrong]),
                 )
