@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Protocol
+
+from distflow.backends import steady
 
 __all__ = ["Clock", "SystemClock"]
 
@@ -17,8 +18,8 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """This machine's clock."""
+    """This machine's clock as it was when the process began, and the time elapsed since: it never jumps."""
 
     def now(self) -> float:
         """Return seconds since the epoch (UTC)."""
-        return time.time()  # noqa: TID251  the one place that may ask
+        return steady.now()

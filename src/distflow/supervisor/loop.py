@@ -42,6 +42,7 @@ from distflow.supervisor.handover import archives, arrived
 from distflow.supervisor.memo import memo_for
 from distflow.supervisor.mover import Mover
 from distflow.supervisor.preparing import launch_of, secrets_of
+from distflow.supervisor.resuming import in_our_time, request_in_our_time
 from distflow.supervisor.world import Command, CommandId, Decision, NodeView, Rest, Workflow, World, key_of
 
 __all__ = ["STRAY_PATIENCE_S", "Supervisor", "Wake"]
@@ -229,8 +230,9 @@ class Supervisor:
             unreadable.discard(record.uuid)
             known = self._workflows.get(record.uuid)
             if known is not None:
-                if record.cancel != known.record.cancel:
-                    self._workflows[record.uuid] = replace(known, record=replace(known.record, cancel=record.cancel))
+                cancel = request_in_our_time(record.cancel, known.record.cancel, self._clock.now())
+                if cancel != known.record.cancel:
+                    self._workflows[record.uuid] = replace(known, record=replace(known.record, cancel=cancel))
                 continue
             try:
                 backend = self._backend(record)
@@ -241,7 +243,7 @@ class Supervisor:
             except RecordUnreadable:
                 unreadable.add(record.uuid)
                 continue
-            self._workflows[record.uuid] = Workflow(record=record, plan=plan)
+            self._workflows[record.uuid] = Workflow(record=in_our_time(record, plan, self._clock.now()), plan=plan)
             keys = [
                 key
                 for group in record.groups

@@ -125,12 +125,12 @@ def _await_room(directory: StateDirectory) -> bool:
 
 def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozenset[str]:
     """Return the workflows (uuids) that are left as they are: their records cannot be read."""
-    mirror = Mirror(directory.logs)
+    keys, clock = kept_in(directory.credentials), SystemClock()
+    mirror = Mirror(directory.logs, clock.now)  # a silence is counted by the clock that decides what it means
 
     def open_one(pool: Pool, sink: Callable[[Observation], None]) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))
 
-    keys, clock = kept_in(directory.credentials), SystemClock()
     sweep_secrets(directory.secrets, store, clock.now())
     supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, clock, open_one, _log, keys)
     knock = open_wake_socket(directory)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distflow.backends.steady import now
 from distflow.lifecycle.clocks import Clock, best_clock
 
 __all__ = ["ClockWatch", "now"]
 
 _SAMPLES = 8
 """Of so many pings the quickest counts: enough to have met a quiet moment, few enough to follow clocks that drift."""
-
-
-def now() -> float:
-    """Return the submitter's clock, seconds since the epoch."""
-    return time.time()  # noqa: TID251  observations carry the time at which they were seen
 
 
 class ClockWatch:
@@ -34,12 +29,11 @@ class ClockWatch:
 
     def ping(self) -> Callable[[object], None]:
         """Note that a ping goes out now; return what takes its answer."""
-        asked, began = now(), time.monotonic()
+        asked = now()
 
         def answered(answer: object) -> None:
-            # Our own clock may be set while the ping is on its way: how long that took is another clock's to say.
             if isinstance(answer, Mapping) and isinstance(said := _said(answer), float):
-                self._samples.append((asked, said, asked + time.monotonic() - began))
+                self._samples.append((asked, said, now()))
 
         return answered
 
