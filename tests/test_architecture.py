@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,8 @@ def test_every_backend_of_the_registry_can_be_opened() -> None:
 
     for name, module in BACKENDS.items():
         assert callable(importlib.import_module(module).open_backend), name
+
+
+def test_no_release_of_jinja_with_known_ways_out_of_its_sandbox_is_admitted() -> None:
+    # CVE-2024-56201, CVE-2024-56326 and CVE-2025-27516 were fixed in 3.1.5 and 3.1.6.
+    assert re.search(r'^  "jinja2>=3\.1\.6",', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

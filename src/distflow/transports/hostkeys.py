@@ -1,7 +1,8 @@
 """Host keys: what known_hosts says of a host, whether the key it showed is that one, and what to type when it is not.
 
-Plain and hashed names, wildcards, ``[host]:port``, ``@revoked`` and ``@cert-authority`` are understood. Nothing is ever added
-silently: ``remember`` is called for ``accept-new`` alone, and only for a host of which nothing is known.
+Plain and hashed names, wildcards, ``[host]:port``, ``@revoked``, ``@cert-authority`` and files of ``RevokedHostKeys`` are
+understood. Nothing is ever added silently: ``remember`` is called for ``accept-new`` alone, and only for a host of which
+nothing is known.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import hashlib
 import hmac
 import os
 import secrets
+import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -28,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_identity,
 )
 
-from distflow.transports.sshconfig import matches_list
+from distflow.transports.sshconfig import SshConfigWrong, matches_list
 
 __all__ = [
     "KnownKey",
@@ -39,9 +41,11 @@ __all__ = [
     "known_algorithms",
     "parse_known_hosts",
     "read_known_hosts",
+    "read_revoked",
     "remember",
 ]
 
+_KRL = b"SSHKRL\n\0"
 _CERT = "-cert-v01@openssh.com"
 _ALGORITHMS = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 _MARKERS: dict[str, Literal["revoked", "authority"]] = {"@revoked": "revoked", "@cert-authority": "authority"}
@@ -62,8 +66,8 @@ class KnownKey:
 
     @property
     def where(self) -> str:
-        """``file:line``."""
-        return f"{self.file}:{self.line}"
+        """``file:line``, or the file alone where it has no lines."""
+        return f"{self.file}:{self.line}" if self.line else self.file
 
     def is_for(self, name: str) -> bool:
         """Whether the line speaks of the host that known_hosts calls ``name``."""
@@ -119,11 +123,48 @@ def read_known_hosts(files: Sequence[str]) -> tuple[KnownKey, ...]:
     return tuple(found)
 
 
+def read_revoked(files: Sequence[str], blob: bytes, certificate: bytes | None) -> tuple[KnownKey, ...]:
+    """Return the keys that ``RevokedHostKeys`` revokes for all hosts; of a binary list (KRL) those that a host has just shown.
+
+    Raises ``SshConfigWrong`` when a file cannot be read: ``ssh`` trusts no host then.
+    """
+    found: list[KnownKey] = []
+    for file in files:
+        try:
+            content = Path(file).read_bytes()
+        except OSError as error:
+            raise SshConfigWrong(f"RevokedHostKeys {file} cannot be read: {error.strerror}") from error
+        if content.startswith(_KRL):
+            shown = [one for one in (blob, certificate) if one is not None and _is_in_krl(file, one)]
+            entries = [KnownKey(names=("*",), key_type=key_type_of(one), blob=one, file=file, line=0) for one in shown]
+        else:
+            # Each line is a key; a name in front of it makes it a line of known_hosts.
+            lines = (f"* {line.strip()}" if line.strip() else "" for line in content.decode("utf-8", "replace").splitlines())
+            entries = list(parse_known_hosts("\n".join(lines), file))
+        found += [replace(one, kind="revoked") for one in entries]
+    return tuple(found)
+
+
+def _is_in_krl(file: str, blob: bytes) -> bool:
+    line = f"{key_type_of(blob)} {base64.b64encode(blob).decode()}\n"
+    try:
+        done = subprocess.run(
+            ["ssh-keygen", "-Q", "-f", file, "/dev/stdin"], input=line.encode(), capture_output=True, check=False, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SshConfigWrong(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {error}") from error
+    if done.returncode not in (0, 1):
+        said = done.stderr.decode("utf-8", "replace").strip()
+        raise SshConfigWrong(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {said}")
+    return done.returncode == 1
+
+
 def known_algorithms(known: Sequence[KnownKey], name: str, supported: Sequence[str]) -> tuple[str, ...]:
     """Return ``supported`` in the order to ask for, so that a host with several keys shows the one that is known.
 
     Certificates come first where an authority is known, and are not asked for where none is.
     """
+    known = [one for one in known if one.kind != "revoked"]
     entries = [one for one in known if one.is_for(name)] or [one for one in known if one.is_for(_bare(name))]
     types = [one.key_type for one in entries if one.kind == "key"]
     wanted = [algorithm for key_type in types for algorithm in _ALGORITHMS.get(key_type, (key_type,))]
@@ -145,7 +186,7 @@ def judge(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes 
 
 def _judge(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes | None) -> Verdict:
     entries = [one for one in known if one.is_for(name)]
-    bad = [one for one in entries if one.kind == "revoked" and one.blob == blob]
+    bad = [one for one in entries if one.kind == "revoked" and one.blob in (blob, certificate)]
     note = ""
     if certificate is not None:
         authority, note = _check_certificate(certificate, _bare(name), [one for one in entries if one.kind == "authority"])

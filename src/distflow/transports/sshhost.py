@@ -18,6 +18,7 @@ CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 15.0
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _KEYS = ("id_rsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk")
+_USER = re.compile(r"""(?!-)[^'`"$;&<>|(){}\s\x00-\x1f\x7f]*[^'`"$;&<>|(){}\s\x00-\x1f\x7f\\]""")
 _HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d+))?/?")
 
 
@@ -51,6 +52,8 @@ class SshHost:
     proxy_command: str | None
     known_hosts_files: tuple[str, ...]
     """All of them; new keys go to the first."""
+    revoked_host_keys: tuple[str, ...]
+    """Files with keys that no host may show."""
     host_key_alias: str | None
     host_key_algorithms: str
     """As configured: a list, or one that changes the default list; empty: the default."""
@@ -93,6 +96,11 @@ def resolve_destination(destination: SshDestination) -> SshHost:
 
 def resolve_hop(hop: Hop, destination: SshDestination) -> SshHost:
     """Return what holds for a host on the way to ``destination``. Raises ``SshConfigWrong``."""
+    # Before anything is read: both may end in the shell command of a ProxyCommand or a `Match exec`.
+    if hop.host.startswith("-") or re.search(r"""['`"$\\;&<>|(){}\s]""", hop.host):
+        raise SshConfigWrong(f"this cannot be a host's name: {hop.host!r}")
+    if hop.user is not None and not _USER.fullmatch(hop.user):
+        raise SshConfigWrong(f"this cannot be a user's name: {hop.user!r}")
     given: Values = {}
     if hop.port is not None:
         given["port"] = [Directive((str(hop.port),), "the port of the node")]
@@ -125,6 +133,7 @@ def resolve_hop(hop: Hop, destination: SshDestination) -> SshHost:
         proxy_jump=found.jumps(),
         proxy_command=found.command(),
         known_hosts_files=tuple(os.path.expanduser(file) for file in known_hosts),
+        revoked_host_keys=found.files("revokedhostkeys", ()),
         host_key_alias=found.text("hostkeyalias") or None,
         host_key_algorithms=found.text("hostkeyalgorithms"),
         ciphers=found.text("ciphers"),
@@ -163,9 +172,6 @@ class _Found:
     """The directives of one host, read by kind."""
 
     def __init__(self, alias: str, values: Values) -> None:
-        if alias.startswith("-") or re.search(r"""['`"$\\;&<>|(){}\s]""", alias):
-            # It may end in the shell command of a ProxyCommand.
-            raise SshConfigWrong(f"this cannot be a host's name: {alias!r}")
         self.values = values
         local = os.uname().nodename
         self.hostname = _expand(self.text("hostname") or alias, {"h": alias}, self._where("hostname"))

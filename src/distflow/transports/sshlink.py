@@ -22,6 +22,7 @@ from distflow.transports.hostkeys import (
     key_type_of,
     known_algorithms,
     read_known_hosts,
+    read_revoked,
     remember,
 )
 from distflow.transports.sshconfig import SshConfigWrong
@@ -266,7 +267,8 @@ class SshLink:
             raise self._no_handshake(wire, host, place, proxy, deadline, in_time=in_time)
         key = wire.get_remote_server_key()
         certificate = key.public_blob.key_blob if key.public_blob is not None else None
-        verdict = judge(known, host.key_name, key.asbytes(), certificate)
+        revoked = read_revoked(host.revoked_host_keys, key.asbytes(), certificate)
+        verdict = judge((*known, *revoked), host.key_name, key.asbytes(), certificate)
         if verdict.kind == "unknown" and host.host_key_policy == "accept-new" and host.known_hosts_files:
             file = host.known_hosts_files[0]
             with foreign_errors(self.node, place, f"writing its key into {file}"):

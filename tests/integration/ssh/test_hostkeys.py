@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.errors import HostKeyMismatch, HostKeyUnknown
+from distflow.errors import HostKeyMismatch, HostKeyUnknown, TransportError
 from distflow.testing.sshd import Sshd, make_key
 from distflow.transports.ssh import SshTransport
 from integration.ssh.conftest import MakeServer, Reach
@@ -171,6 +171,37 @@ def test_a_revoked_key_is_refused_even_where_it_is_known(server: Sshd, reach: Re
         works(reach(server, host_key_policy="accept-new", **fields))
 
 
+@pytest.mark.parametrize("form", ["lines", "binary", "other lines", "other binary"])
+def test_keys_of_revoked_host_keys_are_refused(
+    server: Sshd, reach: Reach, known: Known, tmp_path: Path, configure: Callable[[str], str], form: str
+) -> None:
+    keys = [make_key(tmp_path / "other")] if "other" in form else list(server.host_keys.values())
+    revoked = tmp_path / "revoked"
+    if "lines" in form:
+        revoked.write_text("# keys that were stolen\n\n" + "".join(f"{public(key)} a comment\n" for key in keys))
+    else:
+        command = ["ssh-keygen", "-q", "-k", "-f", str(revoked), *(f"{key}.pub" for key in keys)]
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+    stanza = server.client_stanza(RevokedHostKeys=str(revoked))
+    transport = reach(server, config_file=configure(stanza), **known("".join(server.known_lines())))
+    if "other" in form:
+        assert works(transport)
+        return
+    with pytest.raises(HostKeyMismatch, match=r"showed a key that is revoked: ED25519 SHA256:.*/revoked"):
+        works(transport)
+
+
+@pytest.mark.parametrize("content", [None, b"SSHKRL\n\0damaged"])
+def test_revoked_host_keys_that_cannot_be_read_end_every_connection(
+    server: Sshd, reach: Reach, tmp_path: Path, configure: Callable[[str], str], content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "revoked").write_bytes(content)
+    stanza = server.client_stanza(RevokedHostKeys=str(tmp_path / "revoked"))
+    with pytest.raises(TransportError, match=r"RevokedHostKeys .*/revoked"):
+        works(reach(server, config_file=configure(stanza)))
+
+
 @pytest.mark.parametrize("kind", ["ed25519", "ecdsa"])
 def test_a_host_with_several_keys_shows_the_one_that_is_known(server: Sshd, reach: Reach, known: Known, kind: str) -> None:
     assert works(reach(server, **known(f"{server.known_name} {public(server.host_keys[kind])}\n")))
@@ -245,6 +276,17 @@ class TestCertificates:
         trusted = authority if options else make_key(tmp_path / "another")
         with pytest.raises(HostKeyUnknown, match=why):
             works(reach(server, **known(f"@cert-authority * {public(trusted)}\n")))
+
+    def test_an_authority_in_revoked_host_keys_is_refused(
+        self, certified: Callable[..., Sshd], authority: Path, reach: Reach, known: Known, tmp_path: Path,
+        configure: Callable[[str], str],
+    ) -> None:  # fmt: skip
+        server = certified()
+        (tmp_path / "revoked").write_text(public(authority) + "\n")
+        stanza = server.client_stanza(RevokedHostKeys=str(tmp_path / "revoked"))
+        fields = known(f"@cert-authority * {public(authority)}\n")
+        with pytest.raises(HostKeyMismatch, match="revoked"):
+            works(reach(server, config_file=configure(stanza), **fields))
 
     def test_a_revoked_authority_is_refused(
         self, certified: Callable[..., Sshd], authority: Path, reach: Reach, known: Known

@@ -94,6 +94,11 @@ def test_the_key_without_the_port_is_good_there_too_but_another_says_nothing() -
     assert judge(known, "[gpu1]:2222", blob("ssh-ed25519", b"container")).kind == "unknown"
 
 
+def test_a_key_that_is_revoked_everywhere_hides_no_known_key_of_another_port() -> None:
+    known = parse_known_hosts(line("gpu1", "ssh-rsa") + line("*", marker="@revoked ", body=b"stolen"), "kh")
+    assert known_algorithms(known, "[gpu1]:2222", ("ssh-ed25519", "rsa-sha2-512"))[0] == "rsa-sha2-512"
+
+
 def test_algorithms_of_known_keys_are_asked_for_first() -> None:
     supported = ("ssh-ed25519", "ecdsa-sha2-nistp256", "rsa-sha2-512", "rsa-sha2-256")
     known = parse_known_hosts(line("gpu1", "ssh-rsa") + line("gpu2", "ecdsa-sha2-nistp256"), "kh")

@@ -107,6 +107,22 @@ def test_names_that_a_shell_could_understand_are_refused(name: str) -> None:
         resolve_hop(Hop(host=name), SshDestination(host="x", config_file="none"))
 
 
+@pytest.mark.parametrize(
+    "name", ["-oProxyCommand=evil", "a;b", "$(id)", "`id`", "a b", "a'b", "a|b", "a\n", "", "a\\", "${HOME}", "a\x1bb"]
+)
+def test_users_that_a_shell_could_understand_are_refused_before_any_command_runs(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(f'Match exec "touch {tmp_path}/ran; : %r"\n  ProxyCommand true %r\n')
+    with pytest.raises(SshConfigWrong, match="cannot be a user's name"):
+        resolve_hop(Hop(host="gpu1", user=name), SshDestination(host="x", config_file=str(config)))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_users_of_a_domain_are_users() -> None:
+    found = resolve_hop(Hop(host="gpu1", user="LAB\\ada.l-9@lab"), SshDestination(host="x", config_file="none"))
+    assert found.user == "LAB\\ada.l-9@lab"
+
+
 def test_defaults(host: object) -> None:
     found: SshHost = host("")  # type: ignore[operator]
     assert (found.hostname, found.port, found.connect_timeout_s, found.keepalive_s) == ("gpu1", 22, 10.0, 15.0)
