@@ -169,7 +169,8 @@ def test_what_fails_in_the_middle_says_so(node: NodeUnderTest, tmp_path: Path) -
     # A directory in the archive's place, which counts as whole: it can be opened by nobody.
     (node.root / "blobs" / digest).mkdir(parents=True)
     (node.root / "blobs" / ".unmarked").touch()
-    packed = {"hash": digest, "size": 5, "files": 1, "left_out": []}
+    size = (node.root / "blobs" / digest).stat().st_size
+    packed = {"hash": digest, "size": size, "files": 1, "left_out": []}
     (node.root / attempt / "packed.json").write_text(json.dumps(packed))
     with pytest.raises(AgentError, match="its packed output cannot be read: Is a directory"):
         fetch(node, attempt, tmp_path / "blobs")

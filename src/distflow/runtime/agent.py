@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
 
@@ -25,6 +26,7 @@ __all__ = ["serve"]
 
 _IDLE_S = 30.0
 _BULK = 128 * 1024
+_WORDS = 500
 _LOCK_S = 0.05
 _LOCK_TRIES = 1200
 _FILES = (attempts.LOG, attempts.INDEX)
@@ -162,6 +164,9 @@ class _Agent:
             answer.refuse(OpError("bad_request", "a field is missing or wrong: {!r}".format(error)))
         except OSError as error:
             answer.refuse(OpError.from_os(error, "{} failed".format(request.get("op"))))
+        except Exception as error:  # one request must not end the agent, which speaks for every attempt on the node
+            sys.excepthook(type(error), error, error.__traceback__)
+            answer.refuse(OpError("internal", "{} failed: {!r}".format(request.get("op"), error)[:_WORDS]))
 
     # -- operations
 

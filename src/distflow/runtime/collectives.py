@@ -6,12 +6,12 @@ What a rank says is the task's own word: it is shaped here, and of anything else
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from typing import Any, List, Optional
 
+from distflow.runtime.untrusted import decode_json
 from distflow.runtime.wire import Json
 
 __all__ = ["ask", "shaped"]
@@ -79,7 +79,7 @@ def _listen(caller: socket.socket, until: float) -> Any:
                 caller.settimeout(max(_LEAST_S, until - time.monotonic()))
                 more = caller.recv(65536)
                 if not more:
-                    return json.loads(said.decode("utf-8", "replace"))
+                    return decode_json(said.decode("utf-8", "replace"))
                 said += more
         except (OSError, ValueError):  # it holds the interpreter, or is just ending
             pass

@@ -12,6 +12,7 @@ import signal
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from distflow.runtime import cgroups, nc, processes
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json
 
 __all__ = ["HEARTBEAT", "PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn", "with_prelude"]
@@ -201,7 +202,6 @@ def read_failure(fd: int) -> Optional[Json]:
     if not text:
         return None
     try:
-        failure = json.loads(text.decode("utf-8", "replace"))
+        return dict(decode_object(text))
     except ValueError:
-        failure = None
-    return failure if isinstance(failure, dict) else {"exit_code": 126, "message": text.decode("utf-8", "replace")}
+        return {"exit_code": 126, "message": text.decode("utf-8", "replace")}

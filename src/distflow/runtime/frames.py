@@ -15,6 +15,7 @@ import zlib
 from typing import BinaryIO, Callable, Iterator, Optional, Protocol, Tuple
 
 from distflow.runtime.blobs import Part
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["FRAME", "LARGEST_FRAME", "RAW", "ZLIB", "Source", "error_frame", "frames", "receive"]
@@ -117,6 +118,15 @@ def receive(
     return True
 
 
+def _error_of(data: bytes) -> OpError:
+    """Return the error that a frame carries."""
+    try:
+        said = decode_object(data)
+        return OpError(str(said["kind"]), str(said["message"]))
+    except (ValueError, KeyError) as error:
+        return OpError("bad_request", "an error that cannot be read: {}".format(error))
+
+
 def _frame(source: Source) -> Optional[bytes]:
     """One frame's content; None at the end of the stream."""
     head = source.read(FRAME.size)
@@ -131,8 +141,7 @@ def _frame(source: Source) -> Optional[bytes]:
     if kind == RAW:
         return data
     if kind == ERROR:
-        said = json.loads(data)
-        raise OpError(str(said["kind"]), str(said["message"]))
+        raise _error_of(data)
     unpack = zlib.decompressobj()
     try:
         return unpack.decompress(data, LARGEST_FRAME)

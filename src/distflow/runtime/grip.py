@@ -7,6 +7,7 @@ import json
 import os
 from typing import FrozenSet, List, NamedTuple, Optional, Set
 
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json
 
 __all__ = ["Grip"]
@@ -54,9 +55,9 @@ class Grip(NamedTuple):
         for fd in self.locks:
             try:
                 said = os.pread(fd, 4096, 0)
-                text = json.dumps(dict(json.loads(said.decode() or "{}"), **dict(self.holder, pid=pid))).encode()
+                text = json.dumps(dict(decode_object(said or b"{}"), **dict(self.holder, pid=pid))).encode()
                 os.pwrite(fd, text.ljust(len(said)), 0)  # over what stands there: nobody finds nothing meanwhile
-            except (OSError, ValueError, TypeError):
+            except (OSError, ValueError):
                 continue  # opened for reading only, or no room: the lock is what counts
 
     def unlock(self) -> None:

@@ -8,7 +8,8 @@ import signal
 from typing import Callable, NoReturn, Tuple, Union
 
 from distflow.runtime import processes
-from distflow.runtime.wire import Json, OpError
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import MAX_LINE, Json, OpError
 
 __all__ = ["fork_job", "outcome", "read_result"]
 
@@ -64,7 +65,7 @@ def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
 def read_result(text: bytes) -> Json:
     """What the child wrote. Raises the ``OpError`` that it met."""
     try:
-        result = json.loads(text.decode("utf-8"))
+        result = decode_object(text, max_bytes=MAX_LINE)
     except ValueError as error:
         raise OpError("internal", "the child that did the work was killed") from error
     if not result.get("ok"):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator
 
 from distflow.runtime import processes, secretfiles
+from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json
 
 __all__ = ["written"]
@@ -46,11 +47,10 @@ def written(login: Json, env: Dict[str, str]) -> Iterator[str]:
 
 def _settings(folder: str) -> Dict[str, Any]:
     try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-            found = json.load(file)
+        with open(os.path.join(folder, "config.json"), "rb") as file:
+            return dict(decode_object(file.read(MAX_BYTES + 1)))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _sweep(home: str) -> None:

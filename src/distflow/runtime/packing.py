@@ -19,6 +19,7 @@ from typing import Callable, Iterator, List, Optional, Set, Tuple
 from distflow.runtime import attempts
 from distflow.runtime.blobs import BLOBS, Part, is_whole, path_of
 from distflow.runtime.inside import inside
+from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["PACKED", "check_output", "pack_output", "pack_place"]
@@ -179,10 +180,14 @@ def _pack(root: str, named: str, top: str, members: List[Tuple[str, os.stat_resu
 
 def _packed_before(root: str, directory: str) -> Optional[Json]:
     try:
-        with open(os.path.join(directory, PACKED), encoding="utf-8") as file:
-            packed: Json = json.load(file)
-        return packed if is_whole(path_of(root, packed["hash"])) else None
-    except (OSError, ValueError, KeyError):
+        with open(os.path.join(directory, PACKED), "rb") as file:
+            packed = decode_object(file.read(MAX_BYTES + 1))
+        path = path_of(root, packed["hash"])
+        if not is_whole(path) or packed["size"] != os.stat(path).st_size:
+            return None  # tasks can write this file
+        left_out = [str(name) for name in packed["left_out"]]
+        return {"hash": packed["hash"], "size": packed["size"], "files": int(packed["files"]), "left_out": left_out}
+    except (OSError, OpError, ValueError, KeyError, TypeError):
         return None
 
 

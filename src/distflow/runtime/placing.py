@@ -12,7 +12,8 @@ from typing import BinaryIO
 from distflow.runtime import masking, secretfiles
 from distflow.runtime.blobs import is_whole, path_of, take
 from distflow.runtime.inside import inside
-from distflow.runtime.wire import Json, OpError
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import MAX_LINE, Json, OpError
 
 __all__ = ["LAUNCH", "MEMO", "checked", "has_secrets", "is_quick", "place", "write_launch", "write_memo"]
 
@@ -85,12 +86,12 @@ def _rewrite(path: str, text: str) -> None:
 def has_secrets(directory: str) -> bool:
     """Whether the attempt in ``directory`` was given secrets; also when that cannot be known."""
     try:
-        with open(os.path.join(directory, LAUNCH), encoding="utf-8") as file:
-            launch = json.load(file)
+        with open(os.path.join(directory, LAUNCH), "rb") as file:
+            launch = decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE)
         return bool(launch.get("secret_env_names") or launch.get("secret_file_names"))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return True
 
 

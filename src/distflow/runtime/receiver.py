@@ -7,12 +7,12 @@ already, frames with the rest. Standard output: ``{"at": n}``, at the end ``{"do
 
 from __future__ import annotations
 
-import json
 import sys
 
 from distflow.runtime import processes
 from distflow.runtime.blobs import is_whole, path_of
 from distflow.runtime.frames import receive
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError, encode
 
 __all__ = ["serve"]
@@ -27,7 +27,7 @@ def serve(root: str, _umask: int) -> None:
         if not line:
             return None
         try:
-            blob = json.loads(line)
+            blob = decode_object(line)
             path, size = path_of(root, blob["hash"]), int(blob["size"])
             if not receive(source, path, blob["hash"], size, _say, is_here=is_whole):
                 sys.exit(1)  # it broke off: what is here stays

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Dict, Optional
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.masking import Mask, clean_error
+from distflow.runtime.untrusted import MAX_BYTES, decode_json, decode_object
 from distflow.runtime.wire import Json
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ STATE_BYTES = 8192
 END_BYTES = 65536
 _ERROR_BYTES = 24 * 1024
 _ERROR_DEPTH = 32
+_MAX_ERROR_FILE = 4 * 1024 * 1024
 _TEXT = 2000
 _TRIES = 100
 _PAUSE_S = 0.002
@@ -114,28 +116,46 @@ def read_state(directory: str) -> Optional[Json]:
         if number:
             select.select([], [], [], _PAUSE_S)
         try:
-            with open(os.path.join(directory, STATE), "rb", buffering=0) as file:
-                text = file.read()
+            text = _read(directory, STATE)
         except OSError:
             return None
         try:
-            state = json.loads(text.decode())
+            return _checked_state(decode_object(text))
         except ValueError:
             if not text.strip(b"\0 "):
                 return None
-            continue
-        return state if isinstance(state, dict) else None
     return None
+
+
+def _checked_state(state: Json) -> Json:
+    """Return the state with every nested record and process id in its form; raise ``ValueError`` for any other.
+
+    The attempt's processes run as the same user and can write the file: its readers must not fail over its content.
+    """
+    for name in ("runner", "keeper", "command", "exit", "container"):
+        if not isinstance(state.get(name), (dict, type(None))):
+            raise ValueError("`{}` is not an object".format(name))
+    for name in ("runner", "keeper", "command"):
+        for key in ("pid", "start"):
+            if not isinstance((state.get(name) or {}).get(key, 0), int):
+                raise ValueError("`{}` of `{}` is not a number".format(key, name))
+    return state
+
+
+def _read(directory: str, name: str) -> bytes:
+    """Return a record's bytes, at most as many as can be decoded. Nothing that is not a regular file is opened for long."""
+    fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb", buffering=0) as file:
+        return file.read(MAX_BYTES + 1)
 
 
 def read_end(directory: str) -> Optional[Json]:
     """The recorded end of the attempt in ``directory``, or None."""
     try:
-        with open(os.path.join(directory, END), "rb") as file:
-            end = json.loads(file.read().decode())
+        end: Json = decode_object(_read(directory, END))
     except (OSError, ValueError):
         return None
-    return end if isinstance(end, dict) else None
+    return end
 
 
 def read_text(directory: str, name: str) -> str:
@@ -159,8 +179,9 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
         return None
     with os.fdopen(fd, "rb") as file:
         try:
-            error = _sound(json.loads(file.read(4 * 1024 * 1024).decode("utf-8", "replace")), _ERROR_DEPTH)
-        except (OSError, ValueError, RecursionError):
+            text = file.read(_MAX_ERROR_FILE).decode("utf-8", "replace")
+            error = _sound(decode_json(text, max_bytes=2 * _MAX_ERROR_FILE), _ERROR_DEPTH)
+        except (OSError, ValueError):
             return None
     if not isinstance(error, dict):
         return None

@@ -9,7 +9,6 @@ See docs/agent-protocol.md.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from distflow.runtime import processes
 from distflow.runtime.blobs import path_of
 from distflow.runtime.frames import error_frame, frames
 from distflow.runtime.packing import pack_output, pack_place
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError, encode
 
 __all__ = ["serve"]
@@ -95,7 +95,7 @@ def _line() -> Json:
     line = sys.stdin.buffer.readline(4096)
     if not line:
         sys.exit(1)
-    message: Json = json.loads(line)
+    message: Json = decode_object(line)
     return message
 
 

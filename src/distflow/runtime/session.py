@@ -27,7 +27,8 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple
 from distflow.runtime import attempts, command, placing, processes, records
 from distflow.runtime.frames import FRAME, LARGEST_FRAME
 from distflow.runtime.hunt import Hunt
-from distflow.runtime.wire import Json, OpError
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import MAX_LINE, Json, OpError
 
 __all__ = [
     "END_OF_INPUT",
@@ -71,7 +72,7 @@ def serve(root: str, umask: int) -> None:
     except OpError as error:
         wire.say(REFUSED, json.dumps(error.as_json()).encode())
         return
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the submitter must be told, whatever it was
         wire.say(REFUSED, json.dumps(OpError("internal", repr(error)).as_json()).encode())
         return
     try:
@@ -92,8 +93,8 @@ def _launch(directory: str, request: Json) -> Json:
     status = attempts.read_status(directory)
     if status["phase"] != "running":
         raise OpError("not_running", "it does not run on this node ({})".format(status["phase"]))
-    with open(os.path.join(directory, placing.LAUNCH), encoding="utf-8") as file:
-        launch = command.fill(json.load(file), directory)
+    with open(os.path.join(directory, placing.LAUNCH), "rb") as file:
+        launch = command.fill(decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE), directory)
     launch["argv"] = list(request["argv"])
     launch["secret_env"] = dict(request.get("secret_env") or {})
     if request.get("plain"):
@@ -114,9 +115,9 @@ class _Wire:
         """The first frame."""
         while True:
             for kind, content in self.frames():
-                found = json.loads(content.decode()) if kind == REQUEST else None
-                if not isinstance(found, dict):
-                    raise OpError("bad_request", "the first frame is no request")
+                if kind != REQUEST:
+                    raise OpError("bad_request", "the first frame is not a request")
+                found: Json = decode_object(content)
                 return found
             try:
                 self.receive()
@@ -316,7 +317,7 @@ class _Session:
             if kind == INPUT and self._input >= 0:
                 self._waiting += content
             elif kind == RESIZE and self._has_terminal:
-                _resize(self._input, json.loads(content.decode()))
+                _resize(self._input, decode_object(content))
             elif kind == END_OF_INPUT:
                 self._input_ends = True
         self._feed()

@@ -7,7 +7,6 @@ which hangs in a driver or holds its interpreter's lock can be looked at as well
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 from distflow.runtime import attempts, collectives, command, processes, records, tracebacks
 from distflow.runtime.clock import now
+from distflow.runtime.untrusted import decode_json
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["collect"]
@@ -24,6 +24,7 @@ _PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*")
 _AT_ONCE = 16
 _MOST = 256
 _FRAMES = 64
+_MOST_BYTES = 64 * 1024 * 1024
 _TOOL_S = 20.0
 _RANK = {b"RANK", b"LOCAL_RANK"}
 
@@ -138,7 +139,7 @@ def _answer(process: Optional[subprocess.Popen[bytes]], until: float) -> Any:
         said = [line.strip() for line in err.decode("utf-8", "replace").split("\n") if line.strip()]
         return None, (said[-1] if said else "py-spy failed")[:500]
     try:
-        return [_thread(one) for one in json.loads(out.decode("utf-8", "replace"))], None
+        return [_thread(one) for one in decode_json(out.decode("utf-8", "replace"), max_bytes=_MOST_BYTES)], None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, "py-spy said something that is not understood"
 

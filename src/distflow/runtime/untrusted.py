@@ -12,16 +12,17 @@ import math
 import re
 from typing import Any, Union
 
-__all__ = ["decode_json", "decode_object"]
+__all__ = ["MAX_BYTES", "decode_json", "decode_object"]
 
-_MAX_BYTES = 1024 * 1024
+MAX_BYTES = 1024 * 1024
+"""Of a document, by default."""
 _MAX_DEPTH = 64
 _INT64 = 2**63
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 """Strings, also unfinished ones, and brackets. No input makes this pattern backtrack."""
 
 
-def decode_json(data: Union[bytes, str], *, max_bytes: int = _MAX_BYTES, max_depth: int = _MAX_DEPTH) -> Any:
+def decode_json(data: Union[bytes, str], *, max_bytes: int = MAX_BYTES, max_depth: int = _MAX_DEPTH) -> Any:
     """Return the value of a JSON document (RFC 8259) in UTF-8.
 
     Raise ``ValueError``, and nothing else, when the document is longer than ``max_bytes``, is nested deeper than ``max_depth``
@@ -35,7 +36,7 @@ def decode_json(data: Union[bytes, str], *, max_bytes: int = _MAX_BYTES, max_dep
     return _DECODER.decode(encoded.decode("utf-8") if isinstance(data, (bytes, bytearray)) else data)
 
 
-def decode_object(data: Union[bytes, str], *, max_bytes: int = _MAX_BYTES, max_depth: int = _MAX_DEPTH) -> Any:
+def decode_object(data: Union[bytes, str], *, max_bytes: int = MAX_BYTES, max_depth: int = _MAX_DEPTH) -> Any:
     """Return the dictionary of a JSON document whose top level is an object. Raise ``ValueError`` as ``decode_json`` does."""
     value = decode_json(data, max_bytes=max_bytes, max_depth=max_depth)
     if not isinstance(value, dict):

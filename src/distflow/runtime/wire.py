@@ -7,6 +7,8 @@ import os
 from collections import deque
 from typing import Any, Deque, Dict, List, Optional
 
+from distflow.runtime.untrusted import decode_object
+
 __all__ = ["MAX_LINE", "Json", "LineReader", "OpError", "OutQueue", "encode"]
 
 Json = Dict[str, Any]
@@ -47,7 +49,8 @@ def encode(message: Json) -> bytes:
 class LineReader:
     """Cuts a stream of bytes into messages.
 
-    A line that is not a JSON object raises ``ValueError``: after it nothing on the stream can be trusted.
+    A line that is not a JSON object within bounds (``untrusted``) raises ``ValueError``: after it nothing on the stream can be
+    trusted.
     """
 
     def __init__(self, limit: int = MAX_LINE) -> None:
@@ -67,10 +70,7 @@ class LineReader:
             line = bytes(self._buffer[start:end])
             start = end + 1
             if line.strip():
-                message = json.loads(line.decode("utf-8"))
-                if not isinstance(message, dict):
-                    raise ValueError("a message must be an object")
-                messages.append(message)
+                messages.append(decode_object(line, max_bytes=self._limit))
         del self._buffer[:start]
         self._searched = len(self._buffer)
         if self._searched > self._limit:

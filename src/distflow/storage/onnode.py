@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import site
 import sys
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.runtime import attempts, processes
 from distflow.runtime.inside import inside
 from distflow.runtime.packing import check_output
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def serve(root: str, _umask: int) -> None:
     """Deliver the output of one attempt, or bring one of its inputs."""
     processes.rename_self("df-data")
     processes.hide_memory()
-    request = json.loads(sys.stdin.buffer.readline(_LONGEST))
+    request = decode_object(sys.stdin.buffer.readline(_LONGEST))
     telling = _Telling(os.dup(1))
     # What drivers print is for nobody: it might hold what is secret.
     null = os.open(os.devnull, os.O_RDWR)
