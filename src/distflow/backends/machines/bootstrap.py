@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.backends.machines.link import AgentLink, Event
 from distflow.backends.machines.remedies import after_exit, after_report
 from distflow.errors import BootstrapFailed, NodeUnreachable
+from distflow.runtime.untrusted import decode_object
 from distflow.transports.base import Channel, Transport
 
 __all__ = ["STUB", "Opened", "connect", "open_service", "service_argv"]
@@ -80,6 +80,7 @@ gc.enable()
 serve(root,umask)
 """
 
+_LONGEST_WORDS: Final = 4096
 _NOISE: Final = 16 * 1024
 _MOST_NOISE: Final = 4 * 1024 * 1024
 
@@ -141,7 +142,7 @@ def open_service(
             if word != "error":
                 word, detail = greeting.next_word()
         if word == "error":
-            report = json.loads(detail)
+            report = _report(transport.name, detail)
             what, remedy = after_report(report)
             # What the system refuses there is about the directory; the rest is about the interpreter.
             about: Literal["python", "root"] = "python" if report.get("errno") is None else "root"
@@ -150,6 +151,19 @@ def open_service(
         channel.close()
         raise
     return Opened(channel=channel, noise=greeting.noise, received=greeting.rest)
+
+
+def _report(node: str, text: str) -> dict[str, Any]:
+    """Return what the stub says of its failure, with every field in its form; the node is not trusted."""
+    try:
+        said: dict[str, Any] = decode_object(text)
+    except ValueError as error:
+        raise BootstrapFailed(node, f"the node's report of a failure is malformed: {error}") from None
+    return {
+        key: value if isinstance(value, bool | int | None) else str(value)[:_LONGEST_WORDS]
+        for key, value in said.items()
+        if key != "errno" or isinstance(value, int)
+    }
 
 
 class _Greeting:

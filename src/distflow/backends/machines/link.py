@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from distflow.backends.machines.clocks import ClockWatch
+from distflow.backends.machines.shapes import check_answer, check_event
 from distflow.errors import AgentError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.runtime.wire import LineReader, encode
@@ -24,6 +25,8 @@ Event: TypeAlias = dict[str, Any]
 """A pushed event, as the protocol has it (the ``data`` of a ``data`` event is base64)."""
 
 _SILENT_PINGS = 3
+_WORDS = 500
+"""Characters of a message about what a node sent."""
 
 
 class AgentLink:
@@ -34,7 +37,9 @@ class AgentLink:
        answers and events came (a ``send`` after the end calls back at once, in its own thread). They must not block, and may
        not call ``request``.
     3. When the connection ends, also by ``close``, every open request fails with ``NodeUnreachable``; after that ``on_close``
-       is called once, with that error.
+       is called once, with that error. Nothing that the node sends ends the reader thread otherwise. A malformed message,
+       or an event that ``on_event`` cannot take, ends the connection, because what it said is lost. A malformed answer
+       counts as a refusal of the kind ``malformed``.
     4. A ping goes out at once and every ``ping_s``; a node that says nothing for three of them is unreachable. What their
        answers tell of the node's clock is ``clock``, known before anything that was asked later is answered.
     """
@@ -88,11 +93,13 @@ class AgentLink:
         answered: queue.SimpleQueue[Result | NodeError] = queue.SimpleQueue()
 
         def take(answer: Result | NodeError) -> None:
+            taken: Result | NodeError = NodeUnreachable(self.node, f"the answer to `{op}` could not be handled")
             try:
                 if then is not None and not isinstance(answer, NodeError):
                     then(answer)
+                taken = answer
             finally:
-                answered.put(answer)
+                answered.put(taken)
 
         number = self._ask(op, take, fields)
         try:
@@ -190,30 +197,43 @@ class AgentLink:
                 if not data:
                     break
                 self._heard_at = time.monotonic()
-        except (ValueError, KeyError, TypeError) as error:
-            self._fail(NodeUnreachable(self.node, f"the agent sent what is no message: {error}"))
-        self._end()
+        except Exception as error:  # noqa: BLE001 - the connection ends, whatever the node sent
+            self._fail(NodeUnreachable(self.node, f"the agent sent a malformed message: {str(error)[:_WORDS]}"))
+        finally:
+            self._end()
 
     def _take(self, message: dict[str, Any]) -> None:
         if "event" in message:
-            if self._on_event is not None:
-                self._call(self._on_event, message)
+            check_event(message)
+            if self._on_event is not None and not self._call(self._on_event, message):
+                raise ValueError(f"the event `{str(message['event'])[:_WORDS]}` could not be handled")
             return
         with self._state:
-            _, callback = self._waiting.pop(message["id"], ("", None))
+            op, callback = self._waiting.pop(message["id"], ("", None))
         if callback is None:
             return  # it came too late
-        if message.get("ok"):
-            self._call(callback, {key: value for key, value in message.items() if key not in ("id", "ok")})
-        else:
-            error = message["error"]
-            self._call(callback, AgentError(self.node, error["kind"], error["message"]))
+        self._call(callback, self._answer(op, message))
 
-    def _call(self, callback: Callable[[Any], None], argument: object) -> None:
+    def _answer(self, op: str, message: dict[str, Any]) -> Result | AgentError:
+        if message.get("ok") is not True:
+            error = message.get("error")
+            told = error if isinstance(error, dict) else {}
+            return AgentError(self.node, str(told.get("kind")), str(told.get("message")))
+        answer = {key: value for key, value in message.items() if key not in ("id", "ok")}
+        try:
+            check_answer(op, answer)
+        except ValueError as error:
+            return AgentError(self.node, "malformed", str(error)[:_WORDS])
+        return answer
+
+    def _call(self, callback: Callable[[Any], None], argument: object) -> bool:
+        """Call back; show what a bug in the callback raises, and return false then."""
         try:
             callback(argument)
-        except Exception:  # noqa: BLE001 - a bug in a callback is shown, and must not silence the node
+        except Exception:  # noqa: BLE001 - a bug in a callback must not silence the node
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            return False
+        return True
 
     def _fail(self, error: NodeUnreachable) -> None:
         with self._state:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from distflow.backends.machines.nvidia import Gpu, GpuApp
 from distflow.errors import DistflowError
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
+from distflow.runtime.untrusted import decode_object
 
 __all__ = ["PYTHON_PROBE", "Measured", "Pair", "Torch", "parse_python", "python_trouble"]
 
@@ -107,18 +107,23 @@ def parse_python(said: Mapping[str, Any]) -> Torch:
         words = str(said["stderr"]).strip().splitlines()[-1:] or [f"exit code {said['exit_code']}"]
         return Torch(error=words[0])
     try:
-        found = json.loads(line.removeprefix(_MARK))
-    except ValueError:
+        found = decode_object(line.removeprefix(_MARK))
+        devices = int(found.get("devices") or 0)
+    except (ValueError, TypeError):
         return Torch(error=f"its answer is damaged: {line[:200]}")
+
+    def text(name: str) -> str | None:
+        return str(found[name]) if found.get(name) is not None else None
+
     return Torch(
-        python=found["version"],
-        executable=found["executable"],
-        version=found.get("torch"),
-        cuda=found.get("cuda"),
+        python=text("version") or "",
+        executable=text("executable") or "",
+        version=text("torch"),
+        cuda=text("cuda"),
         is_available=bool(found.get("is_available")),
-        devices=int(found.get("devices") or 0),
-        nccl=found.get("nccl"),
-        error=str(found.get("error") or ""),
+        devices=devices,
+        nccl=text("nccl"),
+        error=text("error") or "",
     )
 
 

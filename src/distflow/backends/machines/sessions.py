@@ -27,6 +27,7 @@ from distflow.runtime.session import (
     REQUEST,
     RESIZE,
 )
+from distflow.runtime.untrusted import decode_object
 from distflow.shell import Secret, revealed
 from distflow.transports.base import Transport
 
@@ -79,8 +80,12 @@ class Session:
             if kind in (OUTPUT, ERRORS):
                 yield kind == ERRORS, data
             elif kind == EXIT:
-                told = json.loads(data)
-                yield Exit(code=int(told["code"]), why=str(told.get("why") or ""))
+                told = self._decoded(data)
+                try:
+                    code = int(told["code"])
+                except (KeyError, TypeError, ValueError):
+                    raise self._malformed("the end of the command has no exit code") from None
+                yield Exit(code=code, why=str(told.get("why") or ""))
                 return
 
     def next_frame(self) -> tuple[int, bytes]:
@@ -90,7 +95,7 @@ class Session:
             raise self._stream.broke_off()
         size, kind = FRAME.unpack(head)
         if size > LARGEST_FRAME:
-            raise NodeUnreachable(self._transport.name, "what it sends is no session")
+            raise self._malformed(f"a frame of {size} bytes")
         data = self._stream.read(size)
         if len(data) < size:
             raise self._stream.broke_off()
@@ -120,8 +125,18 @@ class Session:
         self._send(REQUEST, json.dumps(message).encode())
         kind, data = self.next_frame()
         if kind == REFUSED:
-            error = json.loads(data)
-            raise AgentError(self._transport.name, error["kind"], error["message"])
+            error = self._decoded(data)
+            raise AgentError(self._transport.name, str(error.get("kind")), str(error.get("message")))
+
+    def _decoded(self, data: bytes) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = decode_object(data)
+        except ValueError as error:
+            raise self._malformed(str(error)) from None
+        return found
+
+    def _malformed(self, why: str) -> NodeUnreachable:
+        return NodeUnreachable(self._transport.name, f"the session sent a malformed message: {why}")
 
     def _send(self, kind: int, data: bytes) -> None:
         with contextlib.suppress(NodeUnreachable):

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
 
 from distflow.backends.machines.bootstrap import Opened
 from distflow.errors import AgentError, NodeUnreachable
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE
 
 __all__ = ["ServiceStream"]
+
+_WORDS = 500
+"""Characters of a message about what a node sent."""
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Line(msgspec.Struct, kw_only=True):
+    """The fields that are relied on, in whichever line they come; the node is not trusted."""
+
+    at: _Count = 0
+    hash: str = ""
+    size: _Count = 0
+    files: _Count = 0
+    left_out: list[str] = []
+    packing: _Count = 0
+    of: _Count = 0
+    done: bool | _Count = 0
+    total: _Count = 0
+    words: str = ""
+    relay: str = ""
 
 
 class ServiceStream:
@@ -31,10 +53,16 @@ class ServiceStream:
             self._held += data
         line, _, rest = self._held.partition(b"\n")
         self._held = rest
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise AgentError(self._node, answer["error"]["kind"], answer["error"]["message"])
-        return answer
+        try:
+            answer: dict[str, Any] = decode_object(bytes(line))
+            refusal = answer.get("error")
+            if refusal is None:
+                msgspec.convert(answer, _Line)
+                return answer
+            kind, message = str(refusal["kind"]), str(refusal["message"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise AgentError(self._node, "malformed", f"it sent a malformed message: {str(error)[:_WORDS]}") from None
+        raise AgentError(self._node, kind, message)
 
     def read(self, size: int) -> bytes:
         """Return ``size`` bytes; fewer only at the end."""
