@@ -63,7 +63,7 @@ class Frames:
     def __init__(self, node: NodeUnderTest, attempt: str, argv: list[str]) -> None:
         opened = open_service(node.transport, str(node.root), sys.executable, "session", timeout_s=20)
         self.channel = opened.channel
-        self._stream = ServiceStream("here", opened, "it ended")
+        self._stream = ServiceStream("here", opened, "it ended", b"")
         self.send(REQUEST, json.dumps({"attempt": attempt, "argv": argv}).encode())
         assert self.next()[0] == STARTED
 

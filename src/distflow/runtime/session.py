@@ -27,6 +27,7 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple
 from distflow.runtime import attempts, command, placing, processes, records
 from distflow.runtime.frames import FRAME, LARGEST_FRAME
 from distflow.runtime.hunt import Hunt
+from distflow.runtime.peer import SILENCE_S
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
 
@@ -50,8 +51,10 @@ STARTED, REFUSED, OUTPUT, ERRORS, EXIT = 11, 12, 13, 14, 15
 _READ = 65536
 _LOOK_S = 1.0
 """How often it is asked whether the attempt has ended."""
-_SILENCE_S = 30.0
-"""The other side pings more often: a connection that is silent for so long is dead."""
+_TRICKLE_S = 5.0
+"""Input that the command does not take is left unread, but for one read every so often: pings wait behind it."""
+_MOST_INPUT = 64 << 20
+"""Bytes of input that wait for the command; beyond them nothing is read, and silence means nothing."""
 _GRACE_S = 1.0
 """Between the hang-up and the kill."""
 
@@ -120,6 +123,10 @@ class _Wire:
                 found: Json = decode_object(content)
                 return found
             try:
+                poll = select.poll()
+                poll.register(0, select.POLLIN)
+                if not poll.poll(SILENCE_S * 1000):
+                    raise EOFError
                 self.receive()
             except OSError:
                 raise EOFError from None
@@ -144,11 +151,15 @@ class _Wire:
             del self._received[: FRAME.size + size]
             yield kind, content
 
-    def look(self, is_read: bool = True) -> None:
-        """Say when nothing was heard for too long; what is not read from may be silent."""
-        if not is_read:
-            self._heard = time.monotonic()
-        if time.monotonic() - self._heard > _SILENCE_S:
+    def is_read(self, waiting: int) -> bool:
+        """Whether the other side is read from while so many bytes of its wait."""
+        if waiting < LARGEST_FRAME:
+            return True
+        return waiting < _MOST_INPUT and time.monotonic() - self._heard > _TRICKLE_S
+
+    def look(self, waiting: int = 0) -> None:
+        """Raise ``OSError`` when nothing was heard for too long."""
+        if waiting < _MOST_INPUT and time.monotonic() - self._heard > SILENCE_S:
             raise OSError(errno.ETIMEDOUT, "nothing was heard")
 
     def say(self, kind: int, data: bytes, look: Optional[Callable[[], None]] = None) -> None:
@@ -163,12 +174,11 @@ class _Wire:
             except BlockingIOError:
                 poll = select.poll()
                 poll.register(1, select.POLLOUT)
-                is_read = len(self._received) < LARGEST_FRAME
-                if is_read:
+                if self.is_read(len(self._received)):
                     poll.register(0, select.POLLIN)
                 if any(fd == 0 for fd, _ in poll.poll(_LOOK_S * 1000)):
                     self.receive()
-                self.look(is_read)
+                self.look(len(self._received))
                 if look is not None:
                     look()
 
@@ -237,8 +247,7 @@ class _Session:
         self._wire.say(STARTED, b"")
         self._receive()
         while self._code is None:
-            is_read = len(self._waiting) < LARGEST_FRAME
-            for fd, ready in self._poll(is_read):
+            for fd, ready in self._poll(self._wire.is_read(len(self._waiting))):
                 if fd == 0:
                     self._wire.receive()
                 elif fd == self._woken:
@@ -249,7 +258,7 @@ class _Session:
                 if fd in self._outputs and ready & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._carry(fd, self._look)
             self._receive()  # also what was heard while output waited to be read
-            self._wire.look(is_read)
+            self._wire.look(len(self._waiting))
             self._look()
 
     def _poll(self, is_read: bool) -> List[Tuple[int, int]]:

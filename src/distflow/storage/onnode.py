@@ -4,12 +4,11 @@ A service as those of ``runtime`` are, out of an archive of its own (``backends.
 That may be too old for anything but what this module imports at first, or lack the driver: then it says so, and the submitter
 relays. Standard input: a line with the request; what it is told is kept in memory only. Standard output: lines ``{"done": n,
 "total": m}`` every second, at last ``{"files", "size", "words"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
-It ends with its connection. See docs/agent-protocol.md.
+It ends with its connection, also when nothing comes over that for long. See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import site
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.runtime import attempts, processes
 from distflow.runtime.inside import inside
 from distflow.runtime.packing import check_output
+from distflow.runtime.peer import Peer
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
 
@@ -38,13 +38,17 @@ def serve(root: str, _umask: int) -> None:
     """Deliver the output of one attempt, or bring one of its inputs."""
     processes.rename_self("df-data")
     processes.hide_memory()
-    request = decode_object(sys.stdin.buffer.readline(_LONGEST))
+    peer = Peer(outgoing=-1)
+    line = peer.line(_LONGEST)
+    if not line:
+        sys.exit(1)
+    request = decode_object(line)
     telling = _Telling(os.dup(1))
     # What drivers print is for nobody: it might hold what is secret.
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    threading.Thread(target=_end_with_connection, daemon=True).start()
+    threading.Thread(target=_end_with_connection, args=(peer,), daemon=True).start()
     threading.Thread(target=telling.run, daemon=True).start()
     telling.end(_outcome(root, request, telling))
 
@@ -168,7 +172,7 @@ class _Telling:
             os._exit(1)
 
 
-def _end_with_connection() -> None:
-    with contextlib.suppress(OSError):
-        sys.stdin.buffer.read()
+def _end_with_connection(peer: Peer) -> None:
+    """End when the connection does, or the submitter sends nothing for long: it sends empty lines, and nothing else."""
+    peer.line(_LONGEST)
     os._exit(1)

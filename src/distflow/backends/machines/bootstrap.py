@@ -20,7 +20,7 @@ __all__ = ["STUB", "Opened", "connect", "open_service", "service_argv"]
 
 # Everything before `import` must parse on any Python there ever was, so that an old one can say that it is old.
 STUB: Final = r"""
-import gc,os,sys
+import gc,os,signal,sys
 gc.disable()
 want,root,nonce,service=sys.argv[1:5]
 umask=os.umask(0o77)
@@ -37,11 +37,14 @@ try:
   say("need")
   import hashlib,io,shutil,tempfile,zipfile
   line=b""
+  signal.alarm(30)
   while line[-1:]!=b"\n":
    line+=os.read(0,1) or sys.exit(1)
   data=bytearray()
   while len(data)<int(line):
+   signal.alarm(30)
    data+=os.read(0,min(1<<20,int(line)-len(data))) or sys.exit(1)
+  signal.alarm(0)
   if hashlib.sha256(data).hexdigest()!=want: raise RuntimeError("the runtime arrived damaged")
   new=tempfile.mkdtemp(dir=top)
   zipfile.ZipFile(io.BytesIO(bytes(data))).extractall(new)

@@ -62,7 +62,7 @@ def _ask(
     stream = ServiceStream(transport.name, opened, "the connection over which a node moves data ended")
     try:
         known = {"identity": identity.revealed(), "environment": dict(environment), "pauses_s": _PAUSES_S}
-        opened.channel.write(encode({**request, **known}))
+        stream.write(encode({**request, **known}))
         while "done" in (told := stream.line()):
             progress(int(told["done"]), int(told["total"]))
         if "relay" in told:
@@ -71,4 +71,4 @@ def _ask(
     except AgentError as error:
         raise StorageError(mask(error.detail, identity.secrets)) from None
     finally:
-        opened.channel.close()
+        stream.close()

@@ -61,7 +61,7 @@ def fetch_output(
     opened = open_service(transport, root, python, "sender", timeout_s=timeout_s)
     stream = ServiceStream(transport.name, opened, "the connection that fetched files ended")
     try:
-        opened.channel.write(encode({"attempt": attempt} | ({} if place is None else {"place": place})))
+        stream.write(encode({"attempt": attempt} | ({} if place is None else {"place": place})))
         while "packing" in (told := stream.line()):
             progress(False, int(told["packing"]), int(told["of"]))
         digest, size = str(told["hash"]), int(told["size"])
@@ -73,13 +73,13 @@ def fetch_output(
         if stays is not None and stays(digest, size):
             return replace(found, is_here=False)
         path = str(blobs / digest)
-        said = lambda message: opened.channel.write(encode(message))  # noqa: E731
+        said = lambda message: stream.write(encode(message))  # noqa: E731
         if not receive(stream, path, digest, size, said, lambda at: progress(True, at, size)):
             raise stream.broke_off()
         if place is not None:
-            opened.channel.write(encode({"got": True}))
+            stream.write(encode({"got": True}))
         return found
     except OpError as error:
         raise AgentError(transport.name, error.kind, error.message) from error
     finally:
-        opened.channel.close()
+        stream.close()

@@ -33,7 +33,6 @@ from distflow.transports.base import Transport
 
 __all__ = ["Exit", "Session", "Size", "open_session"]
 
-_PING_S = 5.0
 _PIECE = 65536
 
 
@@ -69,9 +68,11 @@ class Session:
         """Take over a service that answers."""
         self._transport = transport
         self._channel = opened.channel
-        self._stream = ServiceStream(transport.name, opened, "the connection ended, and the command with it")
+        self._stream = ServiceStream(
+            transport.name, opened, "the connection ended, and the command with it", FRAME.pack(0, PING)
+        )
         self._sizes: queue.SimpleQueue[Size | None] = queue.SimpleQueue()
-        threading.Thread(target=self._keep_alive, name=f"session on {transport.name}", daemon=True).start()
+        threading.Thread(target=self._send_sizes, name=f"session on {transport.name}", daemon=True).start()
 
     def events(self) -> Iterator[tuple[bool, bytes] | Exit]:
         """Yield what the command writes, and how it ends."""
@@ -117,7 +118,7 @@ class Session:
     def close(self) -> None:
         """Let go."""
         self._sizes.put(None)
-        self._channel.close()
+        self._stream.close()
         self._transport.close()
 
     def request(self, message: Mapping[str, Any]) -> None:
@@ -142,15 +143,8 @@ class Session:
         with contextlib.suppress(NodeUnreachable):
             self._channel.write(FRAME.pack(len(data), kind) + data)
 
-    def _keep_alive(self) -> None:
-        while True:
-            try:
-                size = self._sizes.get(timeout=_PING_S)
-            except queue.Empty:
-                self._send(PING, b"")
-                continue
-            if size is None:
-                return
+    def _send_sizes(self) -> None:
+        while (size := self._sizes.get()) is not None:
             self._send(RESIZE, json.dumps({"rows": size.rows, "columns": size.columns}).encode())
 
 

@@ -5,13 +5,14 @@ The node's end is ``runtime.receiver``; the format is on the page of the agent p
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distflow.backends.machines.bootstrap import Opened, open_service
-from distflow.backends.machines.stream import ServiceStream
+from distflow.backends.machines.bootstrap import open_service
+from distflow.backends.machines.stream import EMPTY_FRAME, EMPTY_LINE, ServiceStream
 from distflow.errors import NodeUnreachable
 from distflow.runtime.frames import frames
 from distflow.transports.base import Transport
@@ -45,35 +46,39 @@ def send_blobs(
     space, damaged), ``NodeUnreachable`` and ``BootstrapFailed`` as connections do, ``OSError`` when a blob cannot be read here.
     """
     opened = open_service(transport, root, python, "receiver", timeout_s=timeout_s)
+    stream = ServiceStream(transport.name, opened, "the connection that sent files ended")
     try:
-        stream = ServiceStream(transport.name, opened, "the connection that sent files ended")
         before = 0
         for blob in blobs:
-            _send(opened, stream, blob, lambda at, before=before: progress(before + at))  # type: ignore[misc]
+            _send(stream, blob, lambda at, before=before: progress(before + at))  # type: ignore[misc]
             before += blob.size
     finally:
-        opened.channel.close()
+        stream.close()
 
 
-def _send(opened: Opened, stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) -> None:
+def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) -> None:
     header = json.dumps({"hash": blob.digest, "size": blob.size}).encode()
-    _write(opened, stream, header + b"\n")
+    # Until the answer is there, nobody knows what the node reads next; it does not listen before it has answered.
+    _write(stream, header + b"\n", b"")
     at = int(stream.line()["at"])
     progress(at)
     with blob.path.open("rb") as source:
         if at:
             source.seek(at)
+        stream.write(b"", EMPTY_FRAME if at < blob.size else EMPTY_LINE)
         for size, frame in frames(source):
-            _write(opened, stream, frame)
             at += size
+            _write(stream, frame, EMPTY_FRAME if at < blob.size else EMPTY_LINE)
             progress(at)
+    if at < blob.size:
+        raise OSError(errno.EIO, "it became shorter while it was sent", str(blob.path))
     stream.line()
 
 
-def _write(opened: Opened, stream: ServiceStream, data: bytes) -> None:
+def _write(stream: ServiceStream, data: bytes, sign: bytes) -> None:
     """Write; a receiver that ended before has said why."""
     try:
-        opened.channel.write(data)
+        stream.write(data, sign)
     except NodeUnreachable:
         stream.line()
         raise

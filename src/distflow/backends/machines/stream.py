@@ -1,17 +1,25 @@
-"""What a service of ours says on its channel: JSON lines, then bytes."""
+"""What passes between us and a service of ours on a node: JSON lines and bytes, and signs of life while we are quiet."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from distflow.backends.machines.bootstrap import Opened
 from distflow.errors import AgentError, NodeUnreachable
+from distflow.runtime.frames import FRAME, RAW
+from distflow.runtime.peer import SILENCE_S
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE
 
-__all__ = ["ServiceStream"]
+__all__ = ["EMPTY_FRAME", "EMPTY_LINE", "ServiceStream"]
+
+EMPTY_LINE = b"\n"
+EMPTY_FRAME = FRAME.pack(0, RAW)
+_SIGN_EVERY_S = SILENCE_S / 6
 
 _WORDS = 500
 """Characters of a message about what a node sent."""
@@ -35,14 +43,38 @@ class _Line(msgspec.Struct, kw_only=True):
 
 
 class ServiceStream:
-    """The reading side of a service; ``ended`` says in words what its unexpected end is."""
+    """A service that serves one connection; ``ended`` says in words what its unexpected end is.
 
-    def __init__(self, node: str, opened: Opened, ended: str) -> None:
-        """Read what has not been read yet."""
+    The service gives up a connection on which nothing comes (``runtime.peer``), so something is sent every few seconds. One
+    thread may read and write; ``close`` may come from any.
+    """
+
+    def __init__(self, node: str, opened: Opened, ended: str, sign: bytes = EMPTY_LINE) -> None:
+        """Take over a service that answers. ``sign``: what says to it that we are there."""
         self._node = node
         self._channel = opened.channel
         self._held = bytearray(opened.received)
         self._ended = ended
+        self._writing = threading.Lock()
+        self._sign = sign
+        self._is_over = threading.Event()
+        threading.Thread(target=self._give_signs, name=f"signs of life to {node}", daemon=True).start()
+
+    def write(self, data: bytes, sign: bytes = EMPTY_LINE) -> None:
+        """Send ``data``; ``sign`` is what says from then on that we are there. Raises ``NodeUnreachable``."""
+        with self._writing:
+            self._channel.write(data)
+            self._sign = sign
+
+    def close(self) -> None:
+        """Hang up; may be called twice."""
+        self._is_over.set()
+        self._channel.close()
+
+    def _give_signs(self) -> None:
+        while not self._is_over.wait(_SIGN_EVERY_S):
+            with self._writing, contextlib.suppress(NodeUnreachable):
+                self._channel.write(self._sign)
 
     def line(self) -> dict[str, Any]:
         """Wait for the next line. Raises ``AgentError`` when it is a refusal, ``NodeUnreachable`` when there is none."""
