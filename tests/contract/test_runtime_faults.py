@@ -399,14 +399,54 @@ def test_a_bomb_of_many_daemons_is_defused(node: NodeUnderTest, marker: str) -> 
     assert time.monotonic() - started < 10
 
 
-def test_a_keeper_that_was_suspended_does_not_save_its_task(node: NodeUnderTest, marker: str) -> None:
+def suspended(node: NodeUnderTest, attempt: str, who: str) -> list[int]:
+    """The processes of a pair, or of the one of it that is named, after they were suspended."""
+    pids = [node.state(attempt)[one]["pid"] for one in (("runner", "keeper") if who == "both" else (who,))]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    return pids
+
+
+@pytest.mark.parametrize("who", ["keeper", "runner", "both"])
+def test_a_pair_that_was_suspended_does_not_save_its_task(node: NodeUnderTest, marker: str, who: str) -> None:
     link = node.connect()
     attempt = node.start(link, hostile(marker, ["still"]))
     wait_until(lambda: node.output(attempt))
-    keeper = node.state(attempt)["keeper"]["pid"]
-    os.kill(keeper, signal.SIGSTOP)
-    link.send("stop", lambda _answer: None, attempt=attempt, grace_s=0, why="")
-    assert node.end(attempt, 20)["reason"] == "keeper_died"
+    suspended(node, attempt, who)
+    link.send("stop", lambda _answer: None, attempt=attempt, grace_s=0, why="CANCELED")
+    end = node.end(attempt, 20)
+    assert (end["reason"], end["why"], end["signal"]) == ("stopped", "CANCELED", signal.SIGKILL)
+    assert_nothing_is_left(node, attempt, marker)
+
+
+@pytest.mark.parametrize("is_other_agent", [False, True])
+def test_a_pair_that_is_suspended_again_and_again_does_not_save_its_task(
+    node: NodeUnderTest, marker: str, is_other_agent: bool
+) -> None:
+    first = node.connect()
+    attempt = node.start(first, hostile(marker, ["still", "chain"]))
+    wait_until(lambda: node.output(attempt))
+    pids, is_over = suspended(node, attempt, "both"), threading.Event()
+
+    def suspend() -> None:
+        while not is_over.wait(0.0005):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+
+    holder = threading.Thread(target=suspend)
+    holder.start()
+    try:
+        if is_other_agent:
+            first.close()
+        link = node.connect() if is_other_agent else first
+        node.watch(link, attempt)
+        link.send("stop", lambda _answer: None, attempt=attempt, grace_s=0, why="CANCELED")
+        end = node.end(attempt, 60)
+        assert (end["reason"], end["why"]) == ("stopped", "CANCELED")
+    finally:
+        is_over.set()
+        holder.join()
     assert_nothing_is_left(node, attempt, marker)
 
 

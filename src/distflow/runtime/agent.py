@@ -285,17 +285,16 @@ class _Agent:
 
     def _stop(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)
-        grace_s = float(request.get("grace_s") or 0)
-        confirmed: List[bool] = []
+        grace_s, why = float(request.get("grace_s") or 0), str(request.get("why") or "")
 
         def told(_result: Optional[Json], error: Optional[OpError]) -> None:
-            confirmed.append(True)
             answer.either(error or {})
 
+        self._watches.note_stop(watch, why)
         if watch.link is None:
             self._watches.stop_unheard(watch)
-        self._ask(watch, {"op": "stop", "grace_s": grace_s, "why": str(request.get("why") or "")}, told)
-        self._watches.stop_the_stuck(watch, grace_s, lambda: bool(confirmed))
+        self._ask(watch, {"op": "stop", "grace_s": grace_s, "why": why}, told)
+        self._watches.stop_the_suspended(watch, grace_s)
 
     def _release(self, request: Json, answer: _Answer) -> None:
         watch = self._watches.get(request["attempt"])
@@ -335,7 +334,7 @@ class _Agent:
                 watch.when_gone.append(remove)
 
         self._ask(watch, {"op": "release"}, told)
-        self._watches.stop_the_stuck(watch, 0.0, lambda: watch.attempt not in self._releasing)
+        self._watches.stop_the_suspended(watch, 0.0)
 
     def _tail(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from typing import AbstractSet, List
+from typing import AbstractSet, List, Optional
 
 from distflow.runtime import attempts, cgroups, placing, processes, records, secretfiles
 from distflow.runtime.hunt import Hunt
@@ -36,8 +36,11 @@ def may_live(directory: str) -> bool:
     return state is not None and state.get("host") not in (None, os.uname().nodename) and records.read_end(directory) is None
 
 
-def settle(root: str, attempt: str) -> Json:
-    """End what is left of an attempt without a pair and record that. Does nothing where that is not the case."""
+def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
+    """End what is left of an attempt without a pair and record that. Does nothing where that is not the case.
+
+    ``stopped``: ``why`` it was asked to stop, and when (``stopped_at``), where that may not be on record yet.
+    """
     directory = attempts.directory_of(root, attempt)
     try:
         lock = attempts.lock_task(directory, wait=True)
@@ -52,6 +55,9 @@ def settle(root: str, attempt: str) -> Json:
             reason, message = "rebooted", "the node was restarted while the task was on it"
         else:
             message = _end_left(attempt, state) or message
+        if reason == "both_died" and stopped is not None and not state.get("exit"):
+            reason, message = "stopped", "its two processes had been suspended, and were killed; so were its own"
+            state.update(stopped, **{key: state[key] for key in stopped if state.get(key) is not None})
         cgroups.remove(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         size = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from typing import Callable, Dict, List, Optional, Union
 
 from distflow.runtime import attempts, command, orphans, processes, records
@@ -15,6 +17,7 @@ from distflow.runtime.wire import Json, OpError
 __all__ = ["Watch", "Watches"]
 
 _STUCK_S = 5.0
+_LOOK_S = 1.0
 
 
 class Watch:
@@ -37,6 +40,8 @@ class Watch:
         """Called when no process of the pair is left and the files say all that they ever will."""
         self.is_leaving = False
         """Nobody answers any more; what that means is being found out."""
+        self.stopped: Optional[Json] = None
+        """Why and when it was asked to stop first, as far as this agent was asked."""
 
 
 class Watches:
@@ -110,23 +115,31 @@ class Watches:
                 watch.beaten_at = at
                 self._push({"event": "beat", "attempt": watch.attempt, "age_s": max(0.0, now() - at)})
 
-    def stop_the_stuck(self, watch: Watch, grace_s: float, is_done: Callable[[], bool]) -> None:
-        """Kill a keeper that cannot even confirm a stop, as somebody sent it SIGSTOP: the runner does the rest.
+    def stop_the_suspended(self, watch: Watch, grace_s: float) -> None:
+        """Until the pair is gone: have it go on where somebody suspended it (SIGSTOP), and kill it where that does not help.
 
-        One that is busy is left alone. Its command has ended, and it alone knows how: a driver that is asked for processes on
-        its GPUs, or a daemon that removes a container, may take longer than that.
+        Without this a stop would wait for ever, and so would the gang. What the keeper leaves, the runner ends; what both
+        leave, this agent does (``_end_adopted``, ``orphans.settle``). A keeper that is busy is left alone: its command has
+        ended, and it alone knows how. A driver that is asked for processes on its GPUs may take longer than any grace.
         """
+        last_rung = time.monotonic() + grace_s + _STUCK_S
 
         def check() -> None:
             state = records.read_state(watch.directory) or {}
-            keeper = state.get("keeper") or {}
-            process = processes.read_process(int(keeper.get("pid", 0)))
-            if is_done() or process is None or process.start != int(keeper.get("start", 0)):
+            if self._watches.get(watch.attempt) is not watch or not orphans.is_pair_alive(state):
                 return
-            if process.state in "Tt":
-                os.kill(process.pid, signal.SIGKILL)
+            for name in ("runner", "keeper"):  # in this order: what a keeper leaves, a suspended runner could not end
+                one = state.get(name) or {}
+                process = processes.read_process(one.get("pid", 0))
+                if process is not None and process.start == one.get("start") and process.state in "Tt":
+                    _signal(process.pid, signal.SIGCONT if time.monotonic() < last_rung else signal.SIGKILL)
+            self._loop.later(_LOOK_S, check)
 
-        self._loop.later(grace_s + _STUCK_S, check)
+        check()
+
+    def note_stop(self, watch: Watch, why: str) -> None:
+        """Remember that the attempt was asked to stop: should both of its pair die before they can, it is on record so."""
+        watch.stopped = watch.stopped or {"why": why, "stopped_at": now()}
 
     def stop_unheard(self, watch: Watch) -> None:
         """Have a pair stop that cannot be spoken to, as its socket was removed: TERM to a keeper is a stop, too."""
@@ -134,7 +147,7 @@ class Watches:
         keeper = state.get("keeper") or {}
         pid = int(keeper.get("pid", 0))
         if state.get("boot_id") == processes.boot_id() and processes.is_same(pid, int(keeper.get("start", 0))):
-            os.kill(pid, signal.SIGTERM)
+            _signal(pid, signal.SIGTERM)
 
     def end_unreached(self, watch: Watch) -> None:
         """Have the pair of a task that has not run end where it cannot be reached. Raises ``TaskIsLocked`` until then."""
@@ -196,7 +209,7 @@ class Watches:
         def settled(_result: Union[Json, OpError]) -> None:
             self._is_gone(watch)
 
-        self._loop.job(lambda: orphans.settle(self._root, watch.attempt), settled)
+        self._loop.job(lambda: orphans.settle(self._root, watch.attempt, watch.stopped), settled)
 
     def _is_gone(self, watch: Watch) -> None:
         watch.is_leaving = False
@@ -205,3 +218,8 @@ class Watches:
         callbacks, watch.when_gone = watch.when_gone, []
         for callback in callbacks:
             callback()
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
