@@ -465,6 +465,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("strategy_across_nodes", "Ranks that share a tensor are on one node."),
             ("strategy_unknown_kind", "Its words are known."),
             ("strategy_without_ranks", "There are ranks."),
+            ("strategy_of_ray", "What it asks for is done, or refused."),
             ("strategy_beside_a_framework", "Somebody reads it (a warning)."),
         ),
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from distflow.documents.problems import Problem, Severity
 from distflow.layout.ranks import World
 from distflow.layout.strategy import Strategy, parse_strategy
@@ -22,7 +24,15 @@ def group_strategy(group: GroupSpec, world: World | None) -> tuple[Strategy | No
         message = "`strategy` says how ranks train together, but no task of the group has any"
         hint = "give its tasks `ranks: {size: N}`, or the group a `launcher`"
         return None, (Problem(where=block.mark_at(block.path), message=message, hint=hint),)
-    return parse_strategy(block.value, [item.size for item in world.tasks], path=block.path, locate=block.mark_at)
+    strategy, problems = parse_strategy(block.value, [item.size for item in world.tasks], path=block.path, locate=block.mark_at)
+    cluster = block.value.get("cluster")
+    says_ray = isinstance(cluster, Mapping) and cluster.get("name") == "ray"
+    if says_ray and (group.framework is None or group.framework.value != "ray"):
+        message = "`cluster: {name: ray}` does not start Ray"
+        hint = "write `framework: ray` in the group, which starts it; or remove `name` for plain DDP"
+        ray = Problem(where=block.mark_at((*block.path, "cluster", "name")), message=message, hint=hint)
+        return None, (ray, *problems)
+    return strategy, problems
 
 
 def unread_strategy(group: GroupSpec) -> tuple[Problem, ...]:

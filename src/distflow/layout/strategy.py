@@ -23,6 +23,7 @@ from distflow.train.strategies.options import AXES, KINDS, MESH_SIZES, Misfit, W
 
 __all__ = ["Strategy", "parse_strategy"]
 
+_PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _MAIN = {"ddp": "dp", "fsdp": "fsdp", "tp": "tp", "hybrid": "tp", "pipeline": "pp", "none": "dp"}
 _FROM_AXES: Mapping[frozenset[str], str] = MappingProxyType(
     {
@@ -80,6 +81,7 @@ def parse_strategy(
         return None, tuple(draft.problems)
     world = sum(sizes)
     _claims(draft, sizes)
+    _placement(draft, sizes)
     kind = _kind(draft, world)
     if errors_of(draft.problems):
         return None, tuple(draft.problems)
@@ -163,6 +165,22 @@ def _claims(draft: Draft, sizes: Sequence[int]) -> None:
         wanted = _ranks(claimed.value)
         hint = "write one task for each node, with `ranks:` of these sizes"
         draft.add(claimed.path, f"`{claimed.path[-1]}` asks for {wanted}, but the group has {_ranks(sizes)}", hint)
+
+
+def _placement(draft: Draft, sizes: Sequence[int]) -> None:
+    """Report a placement that the tasks do not have: each task of a world is on a node of its own."""
+    wanted = draft.placement
+    if wanted is None:
+        return
+    word = str(wanted.value).upper()
+    message = f"`placement_group` says {word}, but the ranks of the group lie in {len(sizes)} tasks, each on its own node"
+    if word not in _PLACEMENTS:
+        draft.add(wanted.path, f"`{wanted.value}` is not a placement", did_you_mean(word, _PLACEMENTS, what="placements"))
+    elif word.endswith("SPREAD") and max(sizes) > 1:
+        message = f"`placement_group` says {word}, but a task of the group has {max(sizes)} ranks on one node"
+        draft.add(wanted.path, message, "write one task for each rank, with `ranks: {size: 1}`, or remove `placement_group`")
+    elif word.endswith("PACK") and len(sizes) > 1:
+        draft.add(wanted.path, message, "write one task with all ranks, or remove `placement_group`")
 
 
 def _ranks(sizes: Sequence[int]) -> str:

@@ -74,6 +74,8 @@ class Draft:
     """Numbers of ranks that were claimed."""
     sizes: Given | None = None
     """Ranks of each task that were claimed (a list)."""
+    placement: Given | None = None
+    """How the ranks are to lie on nodes, in Ray's words."""
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, path: Path, message: str, hint: str = "", *, severity: Severity = Severity.ERROR) -> None:
@@ -203,10 +205,17 @@ def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
             read(draft, inner, (*path, key))
     if "timeout" in block:
         draft.set_option("timeout_s", block["timeout"], (*path, "timeout"))
-    if "placement_group" in block:
-        message = "`placement_group` does not change the strategy: where tasks run is said by their resources"
-        hint = "PACK: one task with all ranks; SPREAD: more tasks with fewer; distflow gives each task a node"
-        draft.add((*path, "placement_group"), message, hint, severity=Severity.WARNING)
+    if (
+        "placement_group" in block
+        and (group := _mapping(draft, block["placement_group"], (*path, "placement_group"))) is not None
+    ):
+        here = (*path, "placement_group")
+        for key in group:
+            if key != "strategy":
+                hint = "say what the tasks need under `resources`; distflow gives each task of a world a node"
+                draft.add((*here, key), f"`{key}` of `placement_group` is not done", hint)
+        if "strategy" in group:
+            draft.placement = Given(group["strategy"], (*here, "strategy"))
 
 
 def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
@@ -256,9 +265,10 @@ def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
     for key, value in block.items():
         here = (*path, key)
         if key == "profile_communication":
-            message = "`profile_communication` is not the strategy's: profiling is a call of the program"
-            hint = "use distflow.train.CommunicationMonitor around a step: it gives times, bytes and bandwidths"
-            draft.add(here, message, hint, severity=Severity.WARNING)
+            if value:
+                message = "`profile_communication` does nothing here: profiling is a call of the program"
+                hint = "remove it, and use distflow.train.CommunicationMonitor around a step: it reports times and bandwidths"
+                draft.add(here, message, hint)
             continue
         name = _TRAINING.get(key, key)
         if piped and key == "gradient_accumulation_steps":

@@ -134,6 +134,8 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{cluster: {name: slurm}}", (2,), "`slurm` is no cluster that we know", "ray"),
         ("{cluster: {name: [ray]}}", (2,), "is no cluster that we know", "ray"),
         ("{cluster: {num_gpus: 4}}", (2,), "`num_gpus` is 4, but the group has 2 ranks", "4 ranks"),
+        ("{cluster: {placement_group: {strategy: SPREAD}}}", (2, 1), "SPREAD, but a task of the group has 2 ranks", "size: 1"),
+        ("{cluster: {placement_group: {strategy: PAK}}}", (2,), "`PAK` is not a placement", "did you mean `PACK`?"),
         ("{cluster: {num_gpus: x}}", (2,), "`num_gpus` is 'x'", "whole number"),
         ("{cluster: {fsdp_config: {bucket_cap_mb: 2}}}", (2,), "`bucket_cap_mb` is no key of `fsdp_config`", "keys"),
         ("{training: {batchsize: 3}}", (2,), "`batchsize` is no key of `training`", "did you mean `batch_size`?"),
