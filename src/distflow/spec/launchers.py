@@ -59,7 +59,10 @@ def parse_launcher(owner: View) -> Launcher | None:
         given.add(message, "choose torchrun or spawn; for the whole gang use `exitActions` and `retry`", key="max_restarts")
     numa = given.flag("numa") or False
     if numa and kind in ("torchrun", "command"):
-        given.add(f"`numa` has no effect with `{kind}`: only `spawn` binds ranks", "choose `kind: spawn`", key="numa")
+        hint = "choose `kind: spawn`"
+        if kind == "torchrun":
+            hint += ", or start torchrun in the command, with its own `--numa-binding=node`"
+        given.add(f"`numa` has no effect with `{kind}`: it is a key of `spawn`", hint, key="numa")
     return Launcher(kind=kind or "command", max_restarts=restarts, numa=numa, mark=mark)
 
 
