@@ -11,7 +11,7 @@ from types import MappingProxyType
 from distflow.backends.machines.sessions import Exit
 from distflow.cli.beside import Place
 from distflow.errors import InputError, NodeError
-from distflow.plan.tokens import OSMO_PLACES
+from distflow.plan.tokens import KNOWN_PLACES
 from distflow.state.record import WorkflowRecord
 
 __all__ = ["check_there", "first_lead", "here", "meaning", "program", "rsync_command", "rsync_options", "split_pair", "there"]
@@ -19,7 +19,7 @@ __all__ = ["check_there", "first_lead", "here", "meaning", "program", "rsync_com
 _INSTALL = "install it there, such as with `apt-get install rsync`"
 _OUTPUT = "{{output}}"
 _PLACES: Mapping[str, str] = MappingProxyType(
-    {_OUTPUT: "../output"} | {path: f"../{ours}" for path, ours in OSMO_PLACES.items()}
+    {_OUTPUT: "../output"} | {path: f"../{ours}" for path, ours in KNOWN_PLACES.items()}
 )
 """What a remote path may begin with, and where that is from the task's working directory."""
 _MEANINGS: Mapping[int, str] = MappingProxyType(

@@ -1,9 +1,10 @@
 """The gang as Valohai describes it: ``distributed.json`` and ``distributed.yaml``, and the variables that lead to them.
 
-A program that was written for Valohai's distributed tasks finds its fellows here without a change: the package
+A program that was written for Valohai's distributed tasks finds the other tasks here without a change: the package
 ``valohai-utils`` reads the file that ``VH_CONFIG_DIR`` names. A *member* is a task, not a rank: eight GPUs of a node are one
 member. Members are numbered as the ranks are, so that Valohai's rule (the lowest ``member_id`` is the master) names the task
-that holds rank 0; tasks without ranks come after those that have some.
+that holds rank 0; tasks without ranks come after those that have some. The public address of a member is its local one, at
+which the others reach it: distflow knows no other.
 
 Format: the samples and the parser of https://github.com/valohai/valohai-utils (``valohai/internals/distributed_config``).
 """
@@ -83,7 +84,7 @@ def _member(number: int, task: str) -> dict[str, Any]:
         "identity": f"@@NODE:{task}@@",
         "job_id": _job_id(task),
         "member_id": str(number),
-        "network": {"exposed_ports": {}, "local_ips": [address_of(task)], "public_ips": []},
+        "network": {"exposed_ports": {}, "local_ips": [address_of(task)], "public_ips": [address_of(task)]},
     }
 
 

@@ -20,7 +20,7 @@ from distflow.plan.model import ATTEMPT_DIR, address_of
 from distflow.spec.model import DataSpec, EarlierInput, InputSpec
 
 __all__ = [
-    "OSMO_PLACES",
+    "KNOWN_PLACES",
     "TOKEN",
     "Rewrite",
     "input_place",
@@ -39,10 +39,18 @@ _ENDS_QUOTED = re.compile(r"(?<=[\w})\]./*])(?<!\b[bfruBFRU])(?<!\b[bfrBFR][bfrB
 
 Rewrite = Callable[[str], str]
 
-OSMO_PLACES: Mapping[str, str] = MappingProxyType(
-    {"/osmo/data/output": "output", "/osmo/data/input": "input", "/osmo/run/workspace": "work"}
+KNOWN_PLACES: Mapping[str, str] = MappingProxyType(
+    {
+        "/osmo/data/output": "output",
+        "/osmo/data/input": "input",
+        "/osmo/run/workspace": "work",
+        "/valohai/outputs": "output",
+        "/valohai/inputs": "input",
+        "/valohai/repository": "work",
+        "/valohai/config": "config",
+    }
 )
-"""Directories that OSMO's containers have, and which of the attempt's they are here."""
+"""Directories that the containers of OSMO and Valohai have, and which of the attempt's they are here."""
 
 
 def token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, str]:
@@ -67,9 +75,10 @@ def token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, s
 def place_of(path: str, in_work: Container[str] = ()) -> str:
     """Return where an injected path lies in the attempt's directory: absolute ones in ``files``, others in ``work``.
 
-    What OSMO's containers have of their own is what the attempt has. ``in_work`` are absolute paths that lie in ``work`` too.
+    What the containers of OSMO and Valohai have of their own is what the attempt has. ``in_work`` are absolute paths that lie
+    in ``work`` too.
     """
-    for theirs, ours in OSMO_PLACES.items():
+    for theirs, ours in KNOWN_PLACES.items():
         if path == theirs or path.startswith(f"{theirs}/"):
             return f"{ours}{path.removeprefix(theirs)}"
     is_in_work = not path.startswith("/") or posixpath.normpath(path) in in_work
@@ -148,7 +157,7 @@ def rewriter(
         return values.get(name, match.group(0)) if argument is None else match.group(0)
 
     # Longest first, so that /data/train.py wins over /data.
-    paths = sorted({*injected, *((path, True) for path in OSMO_PLACES)}, key=lambda item: len(item[0]), reverse=True)
+    paths = sorted({*injected, *((path, True) for path in KNOWN_PLACES)}, key=lambda item: len(item[0]), reverse=True)
     pattern = "|".join(re.escape(path.rstrip("/")) + _end(tree) for path, tree in paths)
     # Not in `{{output}}/train.py`, `$(pwd)/train.py`, `~/train.py`.
     mention = re.compile(r"(?<![\w./})~*\]-])(?:" + pattern + ")")

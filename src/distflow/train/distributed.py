@@ -48,7 +48,7 @@ class Member:
 
     @property
     def primary_public_ip(self) -> str:
-        """Its address for the world outside. Raises ``RuntimeError`` when it has none; distflow never gives one."""
+        """Its public address; distflow gives the local one. Raises ``RuntimeError`` when it has none."""
         return _first(self.public_ips, f"member {self.member_id} has no public address")
 
 

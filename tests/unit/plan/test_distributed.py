@@ -64,7 +64,7 @@ def test_members_are_numbered_as_the_ranks_are(tmp_path: Path) -> None:
         "identity": "n1",
         "job_id": "exec-gang-3-worker-0-0",
         "member_id": "1",
-        "network": {"exposed_ports": {}, "local_ips": ["10.0.0.1"], "public_ips": []},
+        "network": {"exposed_ports": {}, "local_ips": ["10.0.0.1"], "public_ips": ["10.0.0.1"]},
     }
     assert yaml.safe_load((tmp_path / "distributed.yaml").read_text()) == found
 
@@ -103,8 +103,7 @@ def test_our_calls_answer_as_valohais(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls.member("10").identity == "n10"
     with pytest.raises(RuntimeError, match="'12'"):
         calls.member("12")
-    with pytest.raises(RuntimeError, match="public"):
-        calls.me().primary_public_ip  # noqa: B018
+    assert calls.me().primary_public_ip == "10.0.0.4"
     with pytest.raises(AttributeError):
         calls.nothing_of_the_kind  # noqa: B018
     calls.flush_state()
@@ -139,7 +138,16 @@ def test_valohais_own_package_reads_the_files(tmp_path: Path, monkeypatch: pytes
     ours = Distributed()
     assert (config.group_name, config.member_id, config.required_count) == (ours.group_name, "10", 12)
     for one, other in zip(config.members, ours.members(), strict=True):
-        names = ("announce_time", "identity", "job_id", "member_id", "rank", "is_master", "primary_local_ip")
+        names = (
+            "announce_time",
+            "identity",
+            "job_id",
+            "member_id",
+            "rank",
+            "is_master",
+            "primary_local_ip",
+            "primary_public_ip",
+        )
         assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
     import valohai
 

@@ -137,6 +137,12 @@ def test_directories_of_osmos_containers_are_those_of_the_attempt() -> None:
         rewrite("/osmo/data/outputs /osmo/usr/bin s3://b/osmo/data/output")
         == "/osmo/data/outputs /osmo/usr/bin s3://b/osmo/data/output"
     )
+    assert rewrite(
+        "ls /valohai/outputs/model.pt /valohai/config /valohai/repository /valohai/inputs/0; ls /valohai/outputs2"
+    ) == (
+        "ls @@ATTEMPT_DIR@@/output/model.pt @@ATTEMPT_DIR@@/config @@ATTEMPT_DIR@@/work @@ATTEMPT_DIR@@/input/0; "
+        "ls /valohai/outputs2"
+    )
     assert place_of("/osmo/data/output/a.txt") == "output/a.txt"
     assert place_of("/osmo/data") == "files/osmo/data"
 
