@@ -109,7 +109,7 @@ def test_what_became_of_earlier_attempts_is_kept() -> None:
     group = driver.group()
     assert [(task.name, task.attempt, task.status, task.reason, task.exit_code) for task in group.attempts] == [
         ("t0", 1, "COMPLETED", None, 0),
-        ("t0", 0, "RESCHEDULED", Reason.PEER_FAILED, None),
+        ("t0", 0, "RESCHEDULED", Reason.PEER_FAILED, 143),
         ("t1", 1, "COMPLETED", None, 0),
         ("t1", 0, "RESCHEDULED", Reason.EXIT_CODE, 3),
     ]
