@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import Lab
 
@@ -126,3 +127,34 @@ def test_an_address_that_only_its_own_node_reaches_is_told(far_lab: Lab) -> None
     assert one["key"] == "wrong-interface"
     assert one["found"].endswith("was given 127.0.1.1 as the address of a rank of another node")
     assert "GLOO_SOCKET_IFNAME" in one["remedy"]
+
+
+HIDDEN = """
+workflow:
+  name: hidden
+  groups:
+  - name: train
+    tasks:
+    - {name: master, lead: true, ranks: {size: 1}, command: [sh, -c, 'echo waits; sleep 600']}
+    - name: worker
+      ranks: {size: 1}
+      command: [sh, -c, 'python3 train.py; exit 0']
+      files: [{path: train.py, contents: 'raise ValueError("MASTER_ADDR is empty")'}]
+"""
+
+
+def test_a_world_does_not_wait_for_ranks_that_failed_unnoticed(cli: Cli) -> None:
+    workflow = cli.submit(cli.spec(HIDDEN))
+    said = "worker ended with exit code 0 although its ranks failed (ValueError: MASTER_ADDR is empty); master waits for rank 1"
+    wait_until(lambda: said in cli.run("workflow", "query", workflow).out, 60)
+    assert said in cli.run("workflow", "why", workflow).out
+    shown = cli.run("workflow", "diagnose", workflow).out
+    assert "raised ValueError: MASTER_ADDR is empty (" in shown
+    assert "a script did not pass on the exit code of its ranks" in shown
+    answer = cli.await_status(workflow, "FAILED", timeout=90)
+    cause = answer["groups"][0]["first_cause"]
+    assert (cause["task"], cause["ranks"], cause["exit_code"]) == ("worker", "1", 0)
+    assert cause["traceback"].endswith("ValueError: MASTER_ADDR is empty")
+    assert cli.tasks(workflow)["master"]["reason"] == "PEER_FAILED"
+    assert "exit code 0 although its ranks failed" in cli.run("workflow", "why", workflow).out
+    assert "a script did not pass on" in cli.run("workflow", "diagnose", workflow).out

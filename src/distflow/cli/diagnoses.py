@@ -45,7 +45,7 @@ def examine(
     tasks: Collection[str] = (),
     attempt: int | None = None,
 ) -> list[Examined]:
-    """Look at the groups that failed, or whose attempt did, and at those that are said to hang.
+    """Look at the groups that failed, or whose attempt did, and at those that may hang or wait for ranks that failed unnoticed.
 
     With ``tasks`` only their words count. What was kept of another workflow ran there, and is told there. Reads the store and
     the mirrored logs, and reaches no node.
@@ -64,7 +64,7 @@ def examine(
             if not tasks or task.name in tasks
         }
         case = case_of(group, number, lines, events)
-        if number < group.attempt or group.state is State.FAILED or case.silence:
+        if number < group.attempt or group.state is State.FAILED or case.silence or case.missing:
             found.append(Examined(group=group, attempt=number, diagnoses=diagnose(case)))
     return found
 

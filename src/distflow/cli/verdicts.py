@@ -12,6 +12,7 @@ from distflow.cli.views import cause_words
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
 from distflow.state.record import Cause, GroupRecord, WorkflowRecord
+from distflow.supervisor.missing_ranks import missing_ranks
 from distflow.supervisor.timeline import Moment, attempt_of, cause_of
 
 __all__ = ["Verdict", "no_verdict", "verdict_json", "verdict_text"]
@@ -53,7 +54,9 @@ def no_verdict(record: WorkflowRecord) -> str:
     elif record.state.is_final:
         words = f"{record.id}: {record.status}: {REASON_TEXT[record.reason] if record.reason else 'no group of it failed'}"
     else:
-        words = f"{record.id} has not ended, and nothing of it has failed: {record.status}"
+        words = f"{record.id} has not ended, and no task of it has failed: {record.status}"
+        for missing in filter(None, map(missing_ranks, record.groups)):
+            words += f"\n{plain(missing.message)}\nCause and remedy: distflow workflow diagnose {record.id}"
     again = [group for group in record.groups if group.earlier_causes]
     for group in again:
         many = len(group.earlier_causes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from distflow.diagnosis.ends import by_kernel, by_other_ends
+from distflow.diagnosis.ends import HIDDEN, by_kernel, by_other_ends
 from distflow.diagnosis.model import Case, Diagnosis, First, Hit, Level, hits_in
 from distflow.diagnosis.rules import EXCEPTION, PEER_DIED, RULES, Rule
 
@@ -53,14 +53,14 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     first = case.first.task if case.first else None
     if case.first is not None and case.first.traceback:
         if not any(one.explains(case.first) for one in shown):
-            return (_exception(case, case.first, shown),)
+            return (_exception(case, case.first, shown), *(one for one in ended if one.key == HIDDEN.key))
     elif first is not None and shown and not any(one.is_of(first) for one in shown):
         return (*ended, _peer_died(case, shown))
     for level in Level:
         said = [one for one in shown if one.rule.level is level]
         chosen = [one for one in said if first is not None and one.is_of(first)] or said
         if level is Level.CAUSE and chosen:
-            return tuple(_diagnosis(case, one) for one in chosen)
+            return (*(_diagnosis(case, one) for one in chosen), *(one for one in ended if one.key == HIDDEN.key))
         if level is Level.STALL and chosen:
             return (*ended, *(_diagnosis(case, one) for one in chosen))
         if level is Level.BYSTANDER and not ended:

@@ -9,7 +9,7 @@ from distflow.diagnosis.model import Case, Diagnosis, Witness
 from distflow.diagnosis.rules import HANG, HOST_MEMORY, Rule
 from distflow.lifecycle.states import Reason
 
-__all__ = ["END_RULES", "by_kernel", "by_other_ends"]
+__all__ = ["END_RULES", "HIDDEN", "by_kernel", "by_other_ends"]
 
 KILLED = Rule(
     key="killed",
@@ -48,7 +48,15 @@ SLOW_START = Rule(
     cause="not all tasks of the gang got ready in time",
     remedy="`distflow workflow events <id>` names the straggler; see to its node, or raise `start_barrier` of the pool.",
 )
-END_RULES = (KILLED, CRASHED, LOST, TOO_LONG, SLOW_START)
+HIDDEN = Rule(
+    key="exit-code-hidden",
+    shows="a task that ended with code 0 although its ranks failed, while others of its world wait",
+    cause="a script did not pass on the exit code of its ranks",
+    remedy="Begin the script with `set -e` (and `set -o pipefail`), or start the ranks with its last command: `exec …`. "
+    "Then the task fails, and the others are stopped at once. `stop_on_missing_ranks` of the group decides what happens "
+    "otherwise.",
+)
+END_RULES = (KILLED, CRASHED, LOST, TOO_LONG, SLOW_START, HIDDEN)
 """In the order of the page."""
 
 _CRASHES = MappingProxyType({4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"})
@@ -71,7 +79,8 @@ def by_kernel(case: Case) -> Diagnosis | None:
 
 def by_other_ends(case: Case) -> tuple[Diagnosis, ...]:
     """Return what the ends and events of a case show by themselves, the most specific first."""
-    return tuple(one for one in (_from_signal(case), _from_reason(case), _from_silence(case)) if one is not None)
+    found = (_from_signal(case), _from_reason(case), _from_silence(case), _from_missing(case))
+    return tuple(one for one in found if one is not None)
 
 
 def _from_reason(case: Case) -> Diagnosis | None:
@@ -98,6 +107,13 @@ def _from_silence(case: Case) -> Diagnosis | None:
     if not case.silence:
         return None
     return Diagnosis(key=HANG.key, cause=HANG.cause, found=case.silence, remedy=HANG.remedy)
+
+
+def _from_missing(case: Case) -> Diagnosis | None:
+    if not case.missing:
+        return None
+    task = case.first.task if case.first else ""
+    return Diagnosis(key=HIDDEN.key, cause=HIDDEN.cause, found=case.missing, remedy=HIDDEN.remedy, task=task)
 
 
 def _suspects(case: Case) -> Iterator[Witness]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from distflow.diagnosis.model import Case, First, Witness
 from distflow.state.record import Cause, Event, EventCode, GroupRecord, TaskRecord
+from distflow.supervisor.missing_ranks import MissingRanks, missing_ranks
 from distflow.supervisor.printed_errors import without_launcher
-from distflow.supervisor.testimony import hear
+from distflow.supervisor.testimony import hear, hear_hidden
 from distflow.supervisor.timeline import attempt_of, cause_of
 
 __all__ = ["case_of"]
@@ -22,11 +24,34 @@ def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]]
     ``lines`` are the last that its tasks printed, by task; ``events`` the workflow's, in order.
     """
     tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
+    missing = missing_ranks(replace(group, tasks=tasks))
+    first = _first(cause, tasks, lines) if cause else None
+    if first is None and missing is not None:
+        first = _hidden(missing, lines.get(missing.task.name, ()))
     return Case(
         witnesses=tuple(_witness(task, lines.get(task.name, ())) for task in tasks),
-        first=_first(cause, tasks, lines) if cause else None,
+        first=first,
+        missing=_missing_text(tasks, cause, missing),
         silence=_silence(group, tasks, events),
     )
+
+
+def _hidden(missing: MissingRanks, lines: Sequence[str]) -> First:
+    told = hear_hidden(lines)
+    return First(
+        task=missing.task.name,
+        rank=(told.rank if told else "") or missing.task.ranks,
+        message=missing.message,
+        traceback=told.traceback if told else "",
+    )
+
+
+def _missing_text(tasks: Sequence[TaskRecord], cause: Cause | None, missing: MissingRanks | None) -> str:
+    """Return what there is to say of ranks that failed unnoticed: while others wait, or when that ended the group."""
+    if missing is not None:
+        return missing.message
+    blamed = any(task.hidden_failure is not None for task in tasks if cause is not None and task.name == cause.task)
+    return f"{cause.task} {cause.message}" if cause is not None and blamed else ""
 
 
 def _first(cause: Cause, tasks: Sequence[TaskRecord], lines: Mapping[str, Sequence[str]]) -> First:

@@ -70,6 +70,8 @@ class Case:
     first: First | None = None
     silence: str = ""
     """What the supervisor said of a gang that prints nothing any more; empty when it printed to the end."""
+    missing: str = ""
+    """What the supervisor said of ranks that failed although their task ended with code 0; empty without any."""
 
     @cached_property
     def world_size(self) -> int:

@@ -93,6 +93,7 @@ def _group(
         timeouts=group.timeouts,
         retry=group.retry,
         upstream=group.upstream,
+        stop_on_missing_ranks=group.stop_on_missing_ranks,
         ends_with_lead=group.framework is not None and FRAMEWORKS[group.framework.value].ends_with_lead,
         smaller=_smaller(spec, group, world, bundles, secret_names) if world is not None else (),
         smaller_after_s=group.elastic.wait_s if group.elastic is not None else 0.0,

@@ -182,6 +182,8 @@ class GroupPlan:
     retry: Retry = Retry()
     upstream: tuple[str, ...] = ()
     """Groups that must have completed before it is queued."""
+    stop_on_missing_ranks: bool | None = None
+    """Whether it is stopped when ranks failed unnoticed and others wait for them; ``None``: unless they may have met."""
     ends_with_lead: bool = False
     """Whether its other tasks serve the lead, which are stopped when it has completed, though their failures count."""
     smaller: tuple[GroupPlan, ...] = ()

@@ -283,6 +283,8 @@ class GroupSpec:
     barrier: bool = True
     ignore_nonlead_status: bool | None = None
     """``None``: not said; then true, except for a group that shares one world."""
+    stop_on_missing_ranks: bool | None = None
+    """``None``: not said; then true, except where the ranks may have met."""
     timeouts: Timeouts = Timeouts()
     retry: Retry = Retry()
     upstream: tuple[str, ...] = ()

@@ -155,6 +155,7 @@ def _parse_groups(top: View, resources: Mapping[str, ResourceSpec], base_dir: Pa
                 tasks=specs,
                 barrier=group.flag("barrier") is not False,
                 ignore_nonlead_status=group.flag("ignoreNonleadStatus"),
+                stop_on_missing_ranks=group.flag("stop_on_missing_ranks"),
                 timeouts=_parse_timeouts(group, timeouts),
                 retry=parse_retry(group, retry),
                 upstream=upstream_of(specs, homes),

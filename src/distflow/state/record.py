@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "EventCode",
     "GroupRecord",
+    "HiddenFailure",
     "Kept",
     "OutOfReach",
     "Priority",
@@ -139,6 +140,16 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenFailure:
+    """Ranks that failed although their task's command ended with code 0."""
+
+    detail: str
+    """One line: the exception, or how torchrun reports the rank's end."""
+    have_met: bool
+    """They may have met the other ranks before, which then need not be waiting for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecord:
     """One attempt of one task."""
 
@@ -164,6 +175,10 @@ class TaskRecord:
     started_at: float | None = None
     ended_at: float | None = None
     end: End | None = None
+    is_output_checked: bool = False
+    """Its command ended with code 0, and its output was searched for a failure of its ranks."""
+    hidden_failure: HiddenFailure | None = None
+    """What was found there."""
     log_complete: bool = False
     """All of its output is mirrored here, or it is known that the rest never will be."""
     stray: Stray | None = None

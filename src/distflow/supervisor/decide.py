@@ -16,6 +16,7 @@ from distflow.state.record import CancelRequest, Cause, Event, EventCode, GroupR
 from distflow.supervisor.absorb import stop_unstarted
 from distflow.supervisor.checkpointing import CANCELED_S, differences, due
 from distflow.supervisor.handover import Handover, hand_over
+from distflow.supervisor.missing_ranks import check_outputs, hidden_cause, missing_ranks
 from distflow.supervisor.queue import next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
 from distflow.supervisor.rolling import roll_up
@@ -25,10 +26,13 @@ from distflow.supervisor.step import seconds_text
 from distflow.supervisor.verdict import by_exit_actions, first_cause
 from distflow.supervisor.world import Decision, Glance, Rest, Workflow, World
 
-__all__ = ["LOG_DRAIN_S", "decide"]
+__all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "decide"]
 
 LOG_DRAIN_S = 5.0
 """How long an ended group may wait for the last of its output before it is shown as ended; mirroring goes on after that."""
+
+MISSING_RANKS_S = 30.0
+"""How long tasks may print nothing, while ranks that they wait for can no longer join, before their group is stopped."""
 
 _HANG_LOOK_S = 10.0
 
@@ -152,12 +156,34 @@ class _Step(Starting):
             return
         self._save()
         self._hangs()
+        if self._missing_ranks():
+            return
         limit = plan.timeouts.exec_s
         if limit is not None and group.running_at is not None:
             if self.now >= group.running_at + limit:
                 self._stop(Reason.EXEC_TIMEOUT, f"ran longer than {seconds_text(limit)} (exec_timeout)")
             else:
                 self.decision.wake(group.running_at + limit)
+
+    def _missing_ranks(self) -> bool:
+        """Say when ranks wait for others that failed unnoticed, and stop the group when those can no longer join."""
+        before, self.group = self.group, check_outputs(self.group, self.plan, self._last_lines)
+        found = missing_ranks(self.group)
+        if found is None:
+            return False
+        self._say(found.message)
+        wanted = self.plan.stop_on_missing_ranks
+        if wanted is False or (wanted is None and found.failure.have_met):
+            return False
+        if self.group is not before:
+            return False  # from the next look on, signs of life of those that wait are known
+        signs = (self.world.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in found.waiting)
+        quiet_since = max([found.task.ended_at or self.now, *(at for at in signs if at is not None)])
+        if self.now < quiet_since + MISSING_RANKS_S:
+            self.decision.wake(quiet_since + MISSING_RANKS_S)
+            return False
+        self._stop(Reason.PEER_FAILED, found.message)
+        return True
 
     def _hangs(self) -> None:
         """Say when the whole gang has been silent for long, and take it back when it speaks again. Nothing is ended."""
@@ -263,6 +289,8 @@ class _Step(Starting):
         if cause is None and group.stop_reason is Reason.PEER_FAILED:
             # A task whose end would not count, had it ever been started.
             cause = first_cause(group.tasks, self._lines())
+        if cause is not None or group.stop_reason is Reason.PEER_FAILED:
+            cause = hidden_cause(group, cause, self._last_lines)
         if group.stop_reason is Reason.CANCELED:
             self._become(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, cause=None)
         elif group.stop_reason is Reason.EXEC_TIMEOUT:

@@ -328,7 +328,11 @@ class Supervisor:
             (uuid, group.name, task.name): at
             for uuid, workflow in self._workflows.items()
             for group in workflow.record.groups
-            if group.state is State.RUNNING and workflow.plan.group(group.name).timeouts.hang_s is not None
+            if group.state is State.RUNNING
+            and (
+                workflow.plan.group(group.name).timeouts.hang_s is not None
+                or any(task.hidden_failure is not None for task in group.tasks)
+            )
             for task in group.tasks
             if (at := self._mirror.alive_at(uuid, group.name, task.name, task.attempt)) is not None
         }

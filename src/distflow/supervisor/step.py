@@ -80,11 +80,10 @@ class Step:
 
     def _lines(self) -> Mapping[str, tuple[str, ...]]:
         """Return the last lines of the tasks that failed."""
-        return {
-            task.name: self.world.lines.get((self.record.uuid, self.group.name, task.name), ())
-            for task in self.group.tasks
-            if task.state is State.FAILED
-        }
+        return {task.name: self._last_lines(task) for task in self.group.tasks if task.state is State.FAILED}
+
+    def _last_lines(self, task: TaskRecord) -> tuple[str, ...]:
+        return self.world.lines.get((self.record.uuid, self.group.name, task.name), ())
 
 
 def seconds_text(value: float) -> str:

@@ -16,7 +16,7 @@ from distflow.supervisor.printed_errors import (
     without_launcher,
 )
 
-__all__ = ["Told", "hear", "signal_name"]
+__all__ = ["Told", "hear", "hear_hidden", "signal_name"]
 
 _SYMPTOM = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting \d+ms for (?:recv|send)"
@@ -45,6 +45,8 @@ class Told:
     traceback: str = ""
     is_symptom: bool = False
     """It only says that another process was gone."""
+    has_joined: bool = False
+    """torch had labeled the traceback with its rank: it had joined its world."""
 
 
 def hear(end: End | None, lines: Sequence[str]) -> Told:
@@ -56,7 +58,7 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
     error: Mapping[str, object] = (end.error if end else None) or {}
     detail, traceback = _message(error)
     reported = read_report(lines)
-    raised = {} if detail else _raised(end, lines, reported)
+    raised = {} if detail else _raised(lines, reported, is_by_exception=_may_be_exception(end))
     first, exception = _first(reported, raised)
     rank, pid = _number(error, "rank"), _number(error, "pid")
     rank = rank if rank is not None else first.rank if first else exception.rank if exception else None
@@ -68,7 +70,14 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
         pid=pid if pid is not None else first.pid if first else None,
         traceback=traceback,
         is_symptom=_is_symptom(detail if exception is None else exception.text, lines, first),
+        has_joined=exception is not None and exception.rank is not None,
     )
+
+
+def hear_hidden(lines: Sequence[str]) -> Told | None:
+    """Return how the ranks of a task failed whose command ended with code 0; ``None`` when nothing says that they did."""
+    told = hear(End(ended_at=0.0, exit_code=1), lines)
+    return told if told.detail else None
 
 
 def signal_name(number: int) -> str:
@@ -100,16 +109,22 @@ def _reported(failed: ReportedRank) -> str:
     return f"rank {failed.rank} " + (f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}")
 
 
+def _may_be_exception(end: End | None) -> bool:
+    """Whether an exception in the output may be what ended the command."""
+    if end is None or end.reason != "exited" or end.oom_pid is not None:
+        return False
+    code = -end.signal if end.signal else end.exit_code
+    return code not in (None, 0, *_NOT_PYTHONS)
+
+
 def _raised(
-    end: End | None, lines: Sequence[str], reported: Sequence[ReportedRank]
+    lines: Sequence[str], reported: Sequence[ReportedRank], *, is_by_exception: bool
 ) -> dict[ReportedRank | None, PrintedException]:
     """Return the exception that ended each failed rank, as far as the output shows it; without a report by ``None``."""
     own = without_launcher(lines)
     printed = [one for one in printed_exceptions(own) if not one.is_launchers]
     if not reported:
-        ended_by_exception = end is not None and end.reason == "exited" and end.oom_pid is None
-        code = (-end.signal if end.signal else end.exit_code) if end is not None else None
-        if not ended_by_exception or code in (None, 0, *_NOT_PYTHONS):
+        if not is_by_exception:
             return {}
         last = {(one.rank, one.local_rank): one for one in printed if one.last_line >= len(own) - _NEAR}
         return {None: _most_telling(list(last.values()))} if last else {}

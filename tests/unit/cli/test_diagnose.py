@@ -123,7 +123,7 @@ def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: 
         ]
         tell(T0 + 70, over)
         assert screen.run("diagnose", record.id) == 0
-    assert "nothing of it has failed" in screen.out
+    assert "no task of it has failed" in screen.out
 
 
 def test_the_exception_in_a_log_is_diagnosed_also_where_the_verdict_is_an_older_ones(screen: Screen) -> None:

@@ -84,7 +84,7 @@ def test_programs_get_one_document(screen: Screen) -> None:
         (workflow([completed_group()]), "digits-1 completed: there is no failure to explain"),
         (
             workflow([running_group()], state=WorkflowState.RUNNING),
-            "digits-1 has not ended, and nothing of it has failed: RUNNING",
+            "digits-1 has not ended, and no task of it has failed: RUNNING",
         ),
         (
             replace(

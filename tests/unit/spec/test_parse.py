@@ -307,6 +307,7 @@ def test_distflows_own_keys_are_marked() -> None:
         ("group", "framework"),
         ("group", "strategy"),
         ("group", "debug"),
+        ("group", "stop_on_missing_ranks"),
         ("group", "elastic"),
         ("group", "shared"),
         ("elastic", "min"),

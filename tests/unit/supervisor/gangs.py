@@ -61,6 +61,7 @@ def group_plan(
     queue_s: float | None = None,
     hang_s: float | None = None,
     barrier: bool = True,
+    stop_on_missing_ranks: bool | None = None,
     after: tuple[str, ...] = (),
     exit_actions: ExitActions = NO_ACTIONS,
     retry: Retry = RETRY,
@@ -75,6 +76,7 @@ def group_plan(
         name=name,
         world=rank_world,
         barrier=barrier,
+        stop_on_missing_ranks=stop_on_missing_ranks,
         ignore_nonlead_status=(not world) if ignore is None else ignore,
         timeouts=Timeouts(exec_s=exec_s, queue_s=queue_s, hang_s=hang_s),
         upstream=after,
@@ -104,7 +106,9 @@ def workflow(*groups: GroupPlan, uuid: str = "u1", at: float = 0.0) -> Workflow:
         uuid=uuid, id=f"w-{uuid}", name="w", number=1, user="me", pool="lab", pool_key="lab", submitted_at=at,
         groups=tuple(
             GroupRecord(
-                name=g.name, upstream=g.upstream, tasks=tuple(TaskRecord(name=one.task, lead=one.lead) for one in g.launches)
+                name=g.name, upstream=g.upstream, tasks=tuple(
+                    TaskRecord(name=one.task, lead=one.lead, ranks=one.ranks.text if one.ranks else "") for one in g.launches
+                ),
             )
             for g in plan.groups
         ),
@@ -133,6 +137,7 @@ class Driver:
         self.workflows = {one.record.uuid: one for one in workflows}
         self.launches: dict[str, BoundLaunch] = {}
         self.alive_at: dict[tuple[str, str, str], float] = {}
+        self.lines: dict[tuple[str, str, str], tuple[str, ...]] = {}
         self.bare_nodes: set[str] = set()
         """Nodes that can fetch nothing by themselves."""
         self.carrying: list[Command] = []
@@ -220,7 +225,8 @@ class Driver:
         """What the decision sees."""
         return World(
             workflows=tuple(self.workflows.values()), pools=self.pools, nodes=self.nodes,
-            in_flight=frozenset(self.in_flight), alive_at=self.alive_at, rest=self.rest,
+            in_flight=frozenset(self.in_flight), lines=self.lines, alive_at=self.alive_at,
+            rest=self.rest,
         )  # fmt: skip
 
     def absorb(self) -> None:
