@@ -106,3 +106,11 @@ def test_node_clean_removes_what_ended_and_nothing_else(cli: Cli) -> None:
     assert (cli.root / other).is_dir()
     assert "bye" in cli.logs(done)
     assert cli.run("workflow", "cancel", running, "--wait", "30").code == 0
+
+
+def test_a_task_in_pool_local_runs_with_the_umask_of_who_submitted_it(cli: Cli) -> None:
+    usual = os.umask(0o22)
+    os.umask(usual)
+    workflow = cli.submit(_spec(cli, 'umask; echo made > "{{output}}/made"'))
+    cli.await_status(workflow, "COMPLETED")
+    assert cli.logs(workflow).strip().endswith(f"{usual:04o}")

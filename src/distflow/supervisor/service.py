@@ -24,6 +24,7 @@ from distflow.state.storekeys import kept_in
 from distflow.supervisor.clock import SystemClock
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.process import Lock, open_wake_socket
+from distflow.transports.local import LocalTransport
 
 __all__ = ["main"]
 
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     With ``BACKENDS`` (their names, joined by commas) load them and wait for a byte of standard input first.
     """
     directory, ready = StateDirectory(Path(argv[0])), int(argv[1])
-    os.umask(0o077)
+    LocalTransport.umask = os.umask(0o077)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if len(argv) > 2:

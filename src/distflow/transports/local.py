@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from distflow.errors import NodeUnreachable
 from distflow.transports.base import Completed
@@ -25,6 +26,9 @@ _DRAINED_S = 2.0
 
 class LocalTransport:
     """Runs commands on this machine (contract: ``transports.base.Transport``)."""
+
+    umask: ClassVar[int] = -1
+    """The umask of the commands; -1 is that of this process. The supervisor's own is stricter than the one of its user."""
 
     def __init__(self, name: str = "local") -> None:
         """Call the node ``name``."""
@@ -43,7 +47,7 @@ class LocalTransport:
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end."""
         try:
-            process = _start(argv)
+            process = _start(argv, self.umask)
         except OSError as error:
             return _not_started(argv, error)
         with process:
@@ -61,7 +65,7 @@ class LocalTransport:
     def open(self, argv: Sequence[str]) -> LocalChannel:
         """Start a command and keep a channel to it."""
         try:
-            return LocalChannel(self.name, _start(argv))
+            return LocalChannel(self.name, _start(argv, self.umask))
         except OSError as error:
             return LocalChannel(self.name, None, _not_started(argv, error))
 
@@ -213,12 +217,13 @@ class LocalChannel:
         self._process.wait()
 
 
-def _start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str], umask: int) -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C in our terminal is for us to handle.
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=login_environment(os.environ)
-    )
+        list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, umask=umask,
+        env=login_environment(os.environ),
+    )  # fmt: skip
 
 
 def _shells_code(code: int) -> int:
