@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.lifecycle.states import Reason, State
+from distflow.runtime.rootdir import PRIVATE
 from distflow.state.record import Cause, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.testing.netns import NetnsHost
@@ -239,7 +240,7 @@ class Gang:
 
     def node_folder(self, task: TaskRecord) -> Path:
         """Where its node keeps an attempt."""
-        return self.root(task.node or "") / self.record.uuid / "g" / task.name / str(task.attempt)
+        return self.root(task.node or "") / PRIVATE / self.record.uuid / "g" / task.name / str(task.attempt)
 
     def _task(self, attempt: int) -> TaskRecord:
         name = f"t{self.deed.victim}"

@@ -18,6 +18,7 @@ from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.link import AgentLink, Event
 from distflow.backends.machines.staging import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
+from distflow.runtime.rootdir import PRIVATE, mark
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Transport
@@ -51,7 +52,12 @@ class NodeUnderTest:
 
     def __init__(self, transport: Transport, top: Path) -> None:
         self.transport = transport
-        self.root = top / "root"
+        self.top = top / "root"
+        """What the configuration calls ``root``."""
+        self.root = self.top / PRIVATE
+        """The private directory in it."""
+        self.root.mkdir(mode=0o700, parents=True)
+        mark(str(self.root))
         self.lease_dir = top / "leases"
         self.workflow = str(uuid.uuid4())
         self.events: list[Event] = []
@@ -62,7 +68,7 @@ class NodeUnderTest:
     def connect(self, *, python: str = sys.executable, events: list[Event] | None = None, **options: Any) -> AgentLink:
         """A connection to a new agent; what it pushes goes to ``events`` (default: the node's own list)."""
         into = self.events if events is None else events
-        link = connect(self.transport, str(self.root), python, on_event=into.append, on_close=self.closed.append, **options)
+        link = connect(self.transport, str(self.top), python, on_event=into.append, on_close=self.closed.append, **options)
         self._links.append(link)
         return link
 
@@ -96,7 +102,7 @@ class NodeUnderTest:
             file.write(data)
             file.flush()
             blob = Blob(digest=name, path=Path(file.name), size=len(data))
-            send_blobs(self.transport, str(self.root), python, [blob], timeout_s=20)
+            send_blobs(self.transport, str(self.top), python, [blob], timeout_s=20)
         return name
 
     def start(self, link: AgentLink, argv: list[str], *, lease: dict[str, Any] | None = None, **launch: Any) -> str:
@@ -151,7 +157,7 @@ class NodeUnderTest:
         alive = [path.parent for path in self.root.glob("*/*/*/*/runner.json") if not (path.parent / "exit.json").exists()]
         if alive:
             names = [str(path.relative_to(self.root)) for path in alive]
-            link = connect(self.transport, str(self.root), sys.executable, on_event=self.events.append)
+            link = connect(self.transport, str(self.top), sys.executable, on_event=self.events.append)
             link.request("hello", watch=names)
             for name in names:
                 link.send("stop", lambda _answer: None, attempt=name, grace_s=0, why="the test is over")

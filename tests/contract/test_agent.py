@@ -75,7 +75,9 @@ def test_hello_tells_what_the_node_is(node: NodeUnderTest) -> None:
     # The sshd of these tests listens there; what our own login left in the environment is not told.
     assert facts["ssh_server"] == (node.transport.reached_address or "")
     assert abs(facts["now"] - link.request("ping")["now"]) < 5
-    assert answer["attempts"] == {f"{node.workflow}/g/t/0": {"phase": "absent", "pid": None, "started_at": None, "end": None}}
+    attempt = f"{node.workflow}/g/t/0"
+    absent = {"phase": "absent", "pid": None, "started_at": None, "end": None, "directory": str(node.directory(attempt))}
+    assert answer["attempts"] == {attempt: absent}
 
 
 def test_what_a_login_script_prints_is_kept_and_skipped(node: NodeUnderTest, tmp_path: Path) -> None:
@@ -127,12 +129,13 @@ def test_a_missing_interpreter_is_named(node: NodeUnderTest) -> None:
 
 
 def test_a_root_that_cannot_be_made_is_named(node: NodeUnderTest) -> None:
-    node.root.parent.joinpath("root").write_text("a file")
+    shutil.rmtree(node.top)
+    node.top.write_text("a file")
     try:
         with pytest.raises(BootstrapFailed, match="root"):
             node.connect()
     finally:
-        node.root.unlink()
+        node.top.unlink()
 
 
 def test_a_node_that_says_nothing_is_unreachable_in_time(node: NodeUnderTest, tmp_path: Path) -> None:
@@ -1017,9 +1020,8 @@ def test_an_untailed_stream_is_silent(node: NodeUnderTest) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_loses_output_and_nothing_else(node: NodeUnderTest, tmp_path: Path) -> None:
-    node.root.mkdir(mode=0o700)
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(node.root)], check=False, capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", str(node.root)], check=False, capture_output=True
     )
     if mounted.returncode != 0:
         pytest.skip("cannot mount here")
@@ -1176,7 +1178,7 @@ def test_the_runtime_works_on_the_oldest_python(node: NodeUnderTest) -> None:
 def test_home_is_the_node_s(node: NodeUnderTest, tmp_path: Path) -> None:
     python = python_that(tmp_path, f"export HOME={tmp_path}/home")
     link = connect(node.transport, "~/distflow root", python)
-    assert link.request("hello", watch=[])["facts"]["root"] == f"{tmp_path}/home/distflow root"
+    assert link.request("hello", watch=[])["facts"]["root"] == f"{tmp_path}/home/distflow root/distflow-node"
     link.close()
 
 

@@ -51,6 +51,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import Node, Pool
+from distflow.runtime.rootdir import PRIVATE
 from distflow.supervisor.clock import SystemClock
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.skew import write_skewed_python
@@ -60,6 +61,10 @@ BEHIND_S = 1000.0
 _ROUNDED_S = 2e-6
 
 T = TypeVar("T", bound=Observation)
+
+
+W1, W2 = "1" * 32, "2" * 32
+"""UUIDs of two workflows."""
 
 
 @dataclass
@@ -94,10 +99,10 @@ class Bench:
 
         return wait_until(find, 30, f"{kind.__name__} {match}")
 
-    def key(self, task: str = "t", attempt: int = 0, workflow: str = "w1") -> AttemptKey:
+    def key(self, task: str = "t", attempt: int = 0, workflow: str = W1) -> AttemptKey:
         return AttemptKey(workflow=workflow, group="g", task=task, attempt=attempt, node=self.node.name)
 
-    def request(self, *tasks: str, gpus: int = 0, workflow: str = "w1", port: int | str | None = "any") -> LeaseRequest:
+    def request(self, *tasks: str, gpus: int = 0, workflow: str = W1, port: int | str | None = "any") -> LeaseRequest:
         return LeaseRequest(
             workflow=workflow, group="g", attempt=0, nodes=dict.fromkeys(tasks, self.node.name),
             gpus=dict.fromkeys(tasks, gpus), master=tasks[0], port=port, start_timeout_s=30,
@@ -268,7 +273,7 @@ def test_a_lease_is_all_or_nothing(bench: Bench) -> None:
     granted = bench.await_one(Leased).binding
     assert granted.tasks["a"].gpu_ids == (0, 1)
     assert isinstance(granted.port, int)
-    bench.backend.lease(bench.request("b", "c", gpus=1, workflow="w2"))
+    bench.backend.lease(bench.request("b", "c", gpus=1, workflow=W2))
     refused = bench.await_one(LeaseRefused)
     assert not refused.is_final
     assert list(refused.nodes) == [bench.node.name]
@@ -276,12 +281,12 @@ def test_a_lease_is_all_or_nothing(bench: Bench) -> None:
     bench.backend.release(bench.key("a"))
     bench.await_one(Released, key=bench.key("a"))
     bench.seen.clear()
-    bench.backend.lease(bench.request("b", "c", gpus=1, workflow="w2"))
+    bench.backend.lease(bench.request("b", "c", gpus=1, workflow=W2))
     again = bench.await_one(Leased).binding
     assert sorted(gpu for one in again.tasks.values() for gpu in one.gpu_ids) == [0, 1]
     for task in ("b", "c"):
-        bench.backend.release(bench.key(task, workflow="w2"))
-        bench.await_one(Released, key=bench.key(task, workflow="w2"))
+        bench.backend.release(bench.key(task, workflow=W2))
+        bench.await_one(Released, key=bench.key(task, workflow=W2))
 
 
 def test_what_a_refused_gang_gave_back_may_be_asked_for_at_once(bench: Bench) -> None:
@@ -339,7 +344,7 @@ def test_an_output_that_is_under_way_is_not_begun_again(tmp_path: Path) -> None:
     bench = _machines(tmp_path)
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
-    output = tmp_path / "node" / bench.key().name / "output"
+    output = tmp_path / "node" / PRIVATE / bench.key().name / "output"
     output.mkdir(parents=True)
     with (output / "big").open("wb") as file:
         file.truncate(64 << 20)
@@ -381,7 +386,7 @@ def test_a_full_disk_of_this_machine_is_named(tmp_path: Path) -> None:
     bench = _machines(tmp_path)
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
-    (tmp_path / "node" / bench.key().name / "output").mkdir(parents=True)
+    (tmp_path / "node" / PRIVATE / bench.key().name / "output").mkdir(parents=True)
     (tmp_path / "blobs").rmdir()
     (tmp_path / "blobs").touch()
     bench.backend.collect(bench.key())
@@ -606,7 +611,7 @@ def test_a_lease_whose_answer_was_lost_is_given_back_when_the_node_answers_again
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
     bench.backend.lease(bench.request("t"))
-    record = tmp_path / "node" / bench.key("t").name / "runner.json"
+    record = tmp_path / "node" / PRIVATE / bench.key("t").name / "runner.json"
     wait_until(record.exists, 20)
     wait_until(lambda: len(_agents(tmp_path)) == 1, 20, "its children have taken names of their own")
     os.kill(_agents(tmp_path)[0], signal.SIGKILL)
@@ -689,7 +694,7 @@ def test_a_start_that_crosses_the_end_of_its_lease_is_no_failure_to_start(tmp_pa
         bench.await_one(Leased)
         bench.backend.prepare(key, bench.launch("true"), GivenSecrets(), 5.0)
         bench.await_one(Prepared)
-        kill_together(json.loads((tmp_path / "node" / key.name / "runner.json").read_text()))
+        kill_together(json.loads((tmp_path / "node" / PRIVATE / key.name / "runner.json").read_text()))
         assert bench.await_one(Ended).end["reason"] == "both_died"
         bench.backend.start(key)
         bench.backend.prepare(key, bench.launch("true"), GivenSecrets(), 5.0)
@@ -730,5 +735,5 @@ def test_a_released_attempt_may_be_leased_and_sent_its_files_again(tmp_path: Pat
         bench.backend.release(key)
         bench.await_one(Released, key=key)
         # Or it would not have to be sent again.
-        (tmp_path / "node" / "blobs" / str(blob.blob)).unlink()
+        (tmp_path / "node" / PRIVATE / "blobs" / str(blob.blob)).unlink()
     bench.backend.close()

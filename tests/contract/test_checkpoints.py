@@ -38,7 +38,7 @@ def take(
 ) -> Fetched:
     blobs.mkdir(exist_ok=True)
     attempt = models.parents[2].relative_to(node.root).as_posix()
-    return fetch_output(node.transport, str(node.root), sys.executable, attempt, blobs, place=place, timeout_s=20, stays=stays)
+    return fetch_output(node.transport, str(node.top), sys.executable, attempt, blobs, place=place, timeout_s=20, stays=stays)
 
 
 def names(blobs: Path, fetched: Fetched) -> dict[str, bytes | None]:

@@ -10,6 +10,7 @@ import pytest
 from distflow.backends.machines.cleaning import clean_node
 from distflow.backends.machines.link import AgentLink
 from distflow.pools.model import Node, Pool
+from distflow.runtime.rootdir import PRIVATE, mark
 
 OBSTACLES = """\
 import os, time
@@ -18,7 +19,7 @@ def slow(top):
     time.sleep(0.5)
     return walk(top)
 def broken(source, target, **fields):
-    if str(source).endswith("w2"):
+    if str(source).endswith("2" * 32):
         raise PermissionError(13, "Permission denied", source)
     rename(source, target, **fields)
 os.walk, os.rename = slow, broken
@@ -31,13 +32,17 @@ def test_a_node_is_waited_for_and_one_workflow_stops_no_other(tmp_path: Path, mo
     words = f'shift 3\nstub=$1\nshift\nexec {sys.executable} -I -S -c "$(cat {tmp_path}/prefix.py)\n$stub" "$@"\n'
     wrapper.write_text("#!/bin/sh\n" + words)
     wrapper.chmod(0o755)
-    for workflow in ("w1", "w2", "w3"):
-        (root / workflow / "g/t/0/work").mkdir(parents=True)
+    workflows = [digit * 32 for digit in "123"]
+    for workflow in workflows:
+        (root / PRIVATE / workflow / "g/t/0/work").mkdir(parents=True)
+        mark(str(root / PRIVATE / workflow))
+    (root / PRIVATE).chmod(0o700)
+    mark(str(root / PRIVATE))
     node = Node(name="local", host="localhost", root=str(root), python=str(wrapper))
     # Other questions are answered at once, or never: half a minute is shortened here.
     monkeypatch.setattr(AgentLink.request, "__kwdefaults__", {"timeout_s": 0.2, "then": None})
     pool = Pool(name="p", backend="local", nodes=(node,))
-    done = clean_node(pool, node, older_than_s=0, unfinished=(), now=4e9, is_dry_run=False)
-    assert (done.removed, done.kept) == (("w1", "w3"), 1)
-    assert done.error.startswith("w2: it failed: Permission denied")
-    assert sorted(path.name for path in root.iterdir() if path.name.startswith("w")) == ["w2"]
+    done = clean_node(pool, node, older_than_s=0, unfinished=(), is_dry_run=False)
+    assert (done.removed, done.kept) == ((workflows[0], workflows[2]), 1)
+    assert done.error.startswith(f"{workflows[1]}: it failed: Permission denied")
+    assert [name for name in workflows if (root / PRIVATE / name).exists()] == [workflows[1]]

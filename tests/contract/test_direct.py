@@ -58,7 +58,7 @@ def deliver(node: NodeUnderTest, output: Path, s3: S3Server) -> Deliver:
         assert identity is not None
         attempt = output.parent.relative_to(node.root).as_posix()
         return deliver_there(
-            node.transport, str(node.root), sys.executable, attempt, delivery, identity, environment=environment, timeout_s=20,
+            node.transport, str(node.top), sys.executable, attempt, delivery, identity, environment=environment, timeout_s=20,
             progress=progress,
         )  # fmt: skip
 
@@ -167,7 +167,7 @@ def bring(node: NodeUnderTest, output: Path, s3: S3Server) -> Callable[..., dict
         assert identity is not None
         attempt = output.parent.relative_to(node.root).as_posix()
         bring_there(
-            node.transport, str(node.root), sys.executable, attempt, arrival, place, identity, environment={}, timeout_s=20,
+            node.transport, str(node.top), sys.executable, attempt, arrival, place, identity, environment={}, timeout_s=20,
             progress=lambda *_: None,
         )  # fmt: skip
         top = output.parent / place
@@ -225,7 +225,7 @@ def at_work(node: NodeUnderTest) -> list[str]:
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and (entry / "comm").read_text() == "df-data\n":
-                found += [entry.name] if os.fsencode(str(node.root)) in (entry / "cmdline").read_bytes() else []
+                found += [entry.name] if os.fsencode(str(node.top)) in (entry / "cmdline").read_bytes() else []
         except OSError:
             continue
     return found

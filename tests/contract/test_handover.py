@@ -35,7 +35,7 @@ def output_of(node: NodeUnderTest, attempt: str) -> Path:
 def fetch(node: NodeUnderTest, attempt: str, blobs: Path, told: list[tuple[bool, int, int]] | None = None) -> Fetched:
     blobs.mkdir(exist_ok=True)
     progress = (lambda *said: told.append(said)) if told is not None else lambda *_: None
-    return fetch_output(node.transport, str(node.root), sys.executable, attempt, blobs, timeout_s=20, progress=progress)
+    return fetch_output(node.transport, str(node.top), sys.executable, attempt, blobs, timeout_s=20, progress=progress)
 
 
 def members(blobs: Path, fetched: Fetched) -> dict[str, tuple[int, str | bytes | None]]:
@@ -129,7 +129,7 @@ def test_a_connection_that_ends_leaves_what_came(node: NodeUnderTest, tmp_path: 
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     with pytest.raises(Ends):
-        fetch_output(node.transport, str(node.root), sys.executable, attempt, blobs, timeout_s=20, progress=stop)
+        fetch_output(node.transport, str(node.top), sys.executable, attempt, blobs, timeout_s=20, progress=stop)
     (part,) = blobs.iterdir()
     assert part.name.endswith(".part")
     came = part.stat().st_size
@@ -159,7 +159,7 @@ def test_what_cannot_be_packed_is_named(node: NodeUnderTest, tmp_path: Path) -> 
     assert not [name for name in os.listdir(node.root / "blobs") if name.startswith("pack-")]
     with pytest.raises(AgentError, match="is not there any more"):
         fetch(node, node.attempt(), tmp_path / "blobs")
-    with pytest.raises(AgentError, match="is no attempt"):
+    with pytest.raises(AgentError, match="is not an attempt"):
         fetch(node, "../../etc", tmp_path / "blobs")
 
 
@@ -193,14 +193,14 @@ def test_sockets_and_pipes_are_left_out_by_name(node: NodeUnderTest, tmp_path: P
 def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
     attempt = node.attempt()
     (output_of(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
-    opened = open_service(node.transport, str(node.root), sys.executable, "sender", timeout_s=20)
+    opened = open_service(node.transport, str(node.top), sys.executable, "sender", timeout_s=20)
     opened.channel.write(json.dumps({"attempt": attempt}).encode() + b"\n")
     text = bytearray(opened.received)
     while b'"hash"' not in text:
         text += opened.channel.read()
-    assert processes_with(str(node.root))
+    assert processes_with(str(node.top))
     opened.channel.close()
-    wait_until(lambda: not processes_with(str(node.root)), 20)
+    wait_until(lambda: not processes_with(str(node.top)), 20)
 
 
 def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp
     attempt = node.attempt()
     output_of(node, attempt)
     with pytest.raises(NodeUnreachable):
-        fetch_output(Cut(), str(node.root), sys.executable, attempt, tmp_path, timeout_s=20)  # type: ignore[arg-type]
+        fetch_output(Cut(), str(node.top), sys.executable, attempt, tmp_path, timeout_s=20)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("only", "placed"), [("", {"a.pt", "logs/a.txt"}), (r".*\.pt", {"a.pt"}), ("logs/", {"logs/a.txt"})])

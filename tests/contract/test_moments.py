@@ -28,6 +28,7 @@ from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.link import AgentLink
 from distflow.pools.model import Node, Pool
 from distflow.runtime import attempts, orphans, reaping, records, runner
+from distflow.runtime.rootdir import PRIVATE
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.local import LocalTransport
 
@@ -117,7 +118,7 @@ def test_a_lease_may_come_while_another_one_of_its_task_is_given_back(
     def and_then_one_is_given_back(*given: Any, **named: Any) -> Any:
         monkeypatch.setattr(where, step, taken)
         result = taken(*given, **named)
-        attempts.remove(str(node.root), str(node.directory(before)))
+        attempts.remove(str(node.directory(before)))
         return result
 
     monkeypatch.setattr(where, step, and_then_one_is_given_back)
@@ -306,7 +307,7 @@ def test_what_becomes_of_a_lease_is_told_after_the_lease(tmp_path: Path, monkeyp
 
     def take(one: Any) -> None:
         if isinstance(one, Leased):
-            kill_together(json.loads((tmp_path / "a" / key.name / "runner.json").read_text()))
+            kill_together(json.loads((tmp_path / "a" / PRIVATE / key.name / "runner.json").read_text()))
             wait_until(lambda: has_ended() or key.name not in connections["a"]._watched, 20, "the end, where it is told")
         seen.append(one)
 

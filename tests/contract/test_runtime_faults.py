@@ -627,6 +627,6 @@ def agent_pid_of(node: NodeUnderTest) -> int:
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
-            if state == "T" and str(node.root).encode() in Path("/proc", name, "cmdline").read_bytes():
+            if state == "T" and str(node.top).encode() in Path("/proc", name, "cmdline").read_bytes():
                 return int(name)
     raise LookupError("no stopped agent")

@@ -33,7 +33,7 @@ def blob_of(path: Path, data: bytes) -> Blob:
 def send(node: NodeUnderTest, *blobs: Blob) -> list[int]:
     """Send blobs; return what was told of the progress."""
     told: list[int] = []
-    send_blobs(node.transport, str(node.root), sys.executable, blobs, timeout_s=20, progress=told.append)
+    send_blobs(node.transport, str(node.top), sys.executable, blobs, timeout_s=20, progress=told.append)
     return told
 
 
@@ -43,7 +43,7 @@ def missing(node: NodeUnderTest, *blobs: Blob) -> Any:
 
 
 def receiver(node: NodeUnderTest) -> Opened:
-    return open_service(node.transport, str(node.root), sys.executable, "receiver", timeout_s=20)
+    return open_service(node.transport, str(node.top), sys.executable, "receiver", timeout_s=20)
 
 
 def header(blob: Blob) -> bytes:
@@ -105,7 +105,7 @@ def test_what_packs_well_travels_packed(node: NodeUnderTest, tmp_path: Path) -> 
             channel.write = count  # type: ignore[method-assign]
             return channel
 
-    send_blobs(Counting(), str(node.root), sys.executable, [words], timeout_s=20)  # type: ignore[arg-type]
+    send_blobs(Counting(), str(node.top), sys.executable, [words], timeout_s=20)  # type: ignore[arg-type]
     assert sum(sent) < words.size / 10
     assert missing(node, words) == []
 
@@ -199,7 +199,7 @@ def test_a_connection_that_ends_while_it_sends_is_unreachable(node: NodeUnderTes
     if type(node.transport).__name__ == "LocalTransport":
         pytest.skip("a local transport holds no connection that could break")
     with pytest.raises(NodeUnreachable):
-        send_blobs(node.transport, str(node.root), sys.executable, [blob], timeout_s=20, progress=cut)
+        send_blobs(node.transport, str(node.top), sys.executable, [blob], timeout_s=20, progress=cut)
 
 
 def test_a_large_and_a_small_file_are_placed(node: NodeUnderTest) -> None:

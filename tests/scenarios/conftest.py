@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from distflow.runtime.rootdir import PRIVATE
 from distflow.testing.netns import NetnsHost, Network, missing_netns
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
@@ -31,7 +32,10 @@ class Cli:
         self._commands = commands
         self.folder = folder
         self.state = folder / "state"
-        self.root = folder / "node"
+        self.top = folder / "node"
+        """What the configuration calls ``root``."""
+        self.root = self.top / PRIVATE
+        """The private directory in it."""
         self.leases = folder / "leases"
         self.environment = os.environ | {"DISTFLOW_STATE": str(self.state), "HOME": str(folder)}
         self.configure()
@@ -42,7 +46,7 @@ class Cli:
         lines += [f"    {name}: {value}" for name, value in settings.items()]
         lines += [
             "    nodes:",
-            f"    - {{name: local, root: {self.root}, lease_dir: {self.leases}, gpus: {gpus}, cpus: {cpus}}}",
+            f"    - {{name: local, root: {self.top}, lease_dir: {self.leases}, gpus: {gpus}, cpus: {cpus}}}",
         ]
         (self.folder / "distflow.yaml").write_text("\n".join(lines) + "\n")
         self.environment["DISTFLOW_CONFIG"] = str(self.folder / "distflow.yaml")

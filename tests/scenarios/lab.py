@@ -66,7 +66,7 @@ class Lab:
             "stop_grace": "5s", "ping": "1s", "nodes": [node(name) for name in names or self.servers], **settings,
         }  # fmt: skip
         local = {"backend": "local", "peer_failed_grace": "1s", "stop_grace": "5s", "nodes": [
-            {"name": "here", "root": str(self.cli.root), "lease_dir": str(self.cli.leases), "gpus": 6}
+            {"name": "here", "root": str(self.cli.top), "lease_dir": str(self.cli.leases), "gpus": 6}
         ]}  # fmt: skip
         # JSON is YAML.
         text = json.dumps({"default_pool": "lab", "pools": {"lab": pool, "local": local}}, indent=1)

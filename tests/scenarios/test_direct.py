@@ -302,8 +302,8 @@ def test_an_input_that_is_not_there_ends_the_group_before_it_is_queued(cli: Cli,
 
 def test_a_node_whose_disk_has_no_room_for_an_input_says_so(cli: Cli, s3: S3Server) -> None:
     _fill(cli, s3, 5 * LARGE)
-    cli.root.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * LARGE}", "tmpfs", str(cli.root)]
+    cli.top.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * LARGE}", "tmpfs", str(cli.top)]
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("mounting a small disk needs root")
     try:
@@ -313,7 +313,7 @@ def test_a_node_whose_disk_has_no_room_for_an_input_says_so(cli: Cli, s3: S3Serv
         assert "No space left on device" in body["groups"][0]["message"]
         wait_until(lambda: cli.supervisor() is None, 30)
     finally:
-        subprocess.run(["umount", "-l", str(cli.root)], check=True)
+        subprocess.run(["umount", "-l", str(cli.top)], check=True)
 
 
 def test_a_fetch_that_is_killed_is_asked_for_again_and_a_cancel_ends_it(cli: Cli, s3: S3Server) -> None:

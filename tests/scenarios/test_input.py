@@ -134,7 +134,7 @@ def test_a_full_disk_on_the_node_is_named_and_loses_nothing(cli: Cli) -> None:
     # The runtime finds room, and the workflow none.
     sources = Path(distflow.runtime.__file__).parent.glob("*.py")
     pages = sum(-(-path.stat().st_size // 4096) for path in sources)
-    if os.getuid() != 0 or not _mount(cli.root, f"{4 * pages + 80}k"):
+    if os.getuid() != 0 or not _mount(cli.top, f"{4 * pages + 80}k"):
         pytest.skip("needs to mount a small disk, which root alone may")
     try:
         workflow = cli.submit(cli.spec(GOOD))
@@ -142,11 +142,11 @@ def test_a_full_disk_on_the_node_is_named_and_loses_nothing(cli: Cli) -> None:
         if answer["status"] != "COMPLETED":
             assert "space" in str(answer["groups"][0])
     finally:
-        subprocess.run(["umount", "-l", cli.root], check=True)
+        subprocess.run(["umount", "-l", cli.top], check=True)
 
 
 def test_a_disk_that_fills_up_while_a_task_writes_does_not_lose_its_end(cli: Cli) -> None:
-    if os.getuid() != 0 or not _mount(cli.root, "3m"):
+    if os.getuid() != 0 or not _mount(cli.top, "3m"):
         pytest.skip("needs to mount a small disk, which root alone may")
     try:
         spec = cli.spec(GOOD.replace("echo hello; exit 0", "head -c 8000000 /dev/zero; exit 7"))
@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_while_a_task_writes_does_not_lose_its_end(cli: Cli
         assert task["exit_code"] == 7
         assert "disk was full" in str(task["failure_message"])
     finally:
-        subprocess.run(["umount", "-l", cli.root], check=True)
+        subprocess.run(["umount", "-l", cli.top], check=True)
 
 
 def test_what_was_recorded_is_answered_from_a_disk_that_turned_read_only(cli: Cli) -> None:

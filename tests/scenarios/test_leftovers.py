@@ -129,21 +129,24 @@ def test_an_uninstalled_node_has_nothing_left_but_what_is_not_ours(cli: Cli) -> 
     cli.await_status(workflow, "COMPLETED")
     wait_until(lambda: cli.supervisor() is None, 30)
 
-    (cli.root / "mine.txt").write_text("not yours")
-    (cli.root / "blobs").mkdir(exist_ok=True)
-    (cli.root / "blobs" / "notes").write_text("nor this")
+    users = [cli.top / "datasets" / "mnist" / "images.bin", cli.top / "blobs" / "model.pt", cli.root / "mine.txt"]
+    users.append(cli.root / "blobs" / "notes")
+    for path in users:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("not yours")
     wait_until(lambda: cli.run("node", "uninstall", "--yes", "-t", "json").code == 0, 30)
-    assert sorted(str(path.relative_to(cli.root)) for path in cli.root.rglob("*")) == ["blobs", "blobs/notes", "mine.txt"]
+    files = [path for path in cli.top.rglob("*") if path.is_file()]
+    assert sorted(files) == sorted([*users, cli.root / ".distflow"])
     assert not cli.leases.exists()
     text = cli.run("node", "uninstall", "--yes")
     assert text.out == (
         f"local: removed, but for:\n  {cli.root}/blobs: there are files in it that are not distflow's\n"
         f"  {cli.root}/mine.txt: it is not distflow's\n"
     )
-    (cli.root / "mine.txt").unlink()
-    (cli.root / "blobs" / "notes").unlink()
+    for path in users[2:]:
+        path.unlink()
     assert cli.run("node", "uninstall", "--yes").out == "local: removed\n"
-    assert not cli.root.exists()
+    assert sorted(path for path in cli.top.rglob("*") if path.is_file()) == sorted(users[:2])
 
 
 def test_a_lock_that_is_held_is_left_and_named(cli: Cli) -> None:

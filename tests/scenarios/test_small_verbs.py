@@ -26,7 +26,7 @@ pools:
 @pytest.fixture
 def pools(cli: Cli) -> Cli:
     """Two pools, which share the name of a node."""
-    (cli.folder / "distflow.yaml").write_text(TWO_POOLS.replace("ROOT", str(cli.root)))
+    (cli.folder / "distflow.yaml").write_text(TWO_POOLS.replace("ROOT", str(cli.top)))
     return cli
 
 

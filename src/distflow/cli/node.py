@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from typing import Annotated
 
 import typer
@@ -54,7 +53,6 @@ def clean(
     directory = wiring.state_directory()
     with wiring.open_store(directory) as store:
         unfinished = store.uuids(are_unfinished=True)
-    now = time.time()  # noqa: TID251  ages are counted from this moment
     results = each_place(
         places,
         lambda one, node: clean_node(
@@ -62,7 +60,6 @@ def clean(
             node,
             older_than_s=one.retention_s if age_s is None else age_s,
             unfinished=unfinished,
-            now=now,
             is_dry_run=dry_run,
         ),
     )

@@ -315,7 +315,7 @@ class _Agent:
                 one.either(result)
 
         def work() -> Json:
-            attempts.remove(self._root, watch.directory)
+            attempts.remove(watch.directory)
             return {}
 
         def remove() -> None:

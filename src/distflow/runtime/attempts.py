@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 from typing import Callable, Iterator, List, Tuple
 
-from distflow.runtime import control, gpubuses, leases, records, runner, secretfiles
+from distflow.runtime import control, gpubuses, leases, records, rootdir, runner, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.facts import user_name
 from distflow.runtime.grip import Grip
@@ -19,6 +20,7 @@ __all__ = [
     "LOG",
     "TaskIsLocked",
     "create",
+    "directories",
     "directory_of",
     "each",
     "is_reachable",
@@ -33,7 +35,6 @@ LOG = "output.log"
 INDEX = "output.idx"
 _TRIES = 100
 _COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
-_WORKFLOW = re.compile(r"(?!blobs$|runtime$|images$)[A-Za-z0-9_-]+")
 
 
 class TaskIsLocked(OpError):
@@ -46,33 +47,72 @@ class TaskIsLocked(OpError):
 def directory_of(root: str, attempt: object) -> str:
     """The attempt's directory. Raises ``bad_request`` for a name that is not one."""
     parts = attempt.split("/") if isinstance(attempt, str) else []
-    if len(parts) != 4 or not all(_COMPONENT.fullmatch(part) for part in parts) or not _WORKFLOW.fullmatch(parts[0]):
-        raise OpError("bad_request", "{!r} is no attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
-    return os.path.join(root, *parts)
+    if len(parts) != 4 or not all(_COMPONENT.fullmatch(part) for part in parts) or not rootdir.is_uuid(parts[0]):
+        raise OpError("bad_request", "{!r} is not an attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
+    here = os.path.join(root, *parts)
+    earlier = rootdir.earlier_root(root)
+    if earlier is not None and not os.path.isdir(here):
+        there = os.path.join(earlier, *parts)
+        if os.path.join(earlier, parts[0]) in directories(root, parts[0]) and _is_recorded("/".join(parts), there):
+            return there
+    return here
 
 
 def workflows(root: str) -> List[str]:
-    """The uuids of all workflows that have a directory."""
-    return sorted(
-        entry.name for entry in os.scandir(root) if _WORKFLOW.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-    )
+    """The uuids of all workflows that have a directory which provably comes from distflow."""
+    found = (name for one in rootdir.roots(root) if os.path.isdir(one) for name in os.listdir(one) if rootdir.is_uuid(name))
+    return sorted(name for name in set(found) if directories(root, name))
+
+
+def directories(root: str, workflow: str) -> List[str]:
+    """The directories of a workflow: in the private directory, and where an earlier version made it.
+
+    Each provably comes from distflow. No other directory may be removed.
+    """
+    if not rootdir.is_uuid(workflow):
+        raise OpError("bad_request", "{!r} is not the uuid of a workflow".format(workflow))
+    here, earlier = os.path.join(root, workflow), rootdir.earlier_root(root)
+    found = []
+    if rootdir.is_own_directory(here) and (rootdir.is_marked(here) or _has_record(here)):
+        found.append(here)
+    there = os.path.join(earlier or root, workflow)
+    # Earlier versions set no marks: a directory with one is a copy that the user made.
+    if earlier is not None and rootdir.is_own_directory(there) and not rootdir.is_marked(there) and _has_record(there):
+        found.append(there)
+    return found
+
+
+def _has_record(path: str) -> bool:
+    return any(_is_recorded(name, directory) for name, directory in _below(path))
+
+
+def _is_recorded(attempt: str, directory: str) -> bool:
+    """Whether the records in ``directory`` are those of an attempt of this name."""
+    state = records.read_state(directory)
+    if state is not None:
+        return state.get("attempt") == attempt
+    # `clean` of an earlier version could leave the end alone.
+    end = records.read_end(directory) or {}
+    return {"reason", "ended_at", "output_bytes", "lost_output_bytes"} <= set(end)
 
 
 def each(root: str, workflow: str) -> Iterator[Tuple[str, str]]:
     """Every attempt of a workflow that has a directory: its name and that directory."""
-    if not _WORKFLOW.fullmatch(workflow):
-        raise OpError("bad_request", "{!r} is no workflow's uuid".format(workflow))
+    for top in directories(root, workflow):
+        yield from _below(top)
 
-    def below(path: str) -> List[str]:
+
+def _below(top: str) -> Iterator[Tuple[str, str]]:
+    def names(path: str) -> List[str]:
         try:
             return sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
         except OSError:
             return []
 
-    top = os.path.join(root, workflow)
-    for group in below(top):
-        for task in below(os.path.join(top, group)):
-            for number in below(os.path.join(top, group, task)):
+    workflow = os.path.basename(top)
+    for group in names(top):
+        for task in names(os.path.join(top, group)):
+            for number in names(os.path.join(top, group, task)):
                 yield "{}/{}/{}/{}".format(workflow, group, task, number), os.path.join(top, group, task, number)
 
 
@@ -82,7 +122,10 @@ def read_status(directory: str) -> Json:
     state = records.read_state(directory) or {}
     phase = "ended" if end is not None else state.get("phase", "absent")
     command = state.get("command") or {}
-    return {"phase": phase, "pid": command.get("pid"), "started_at": (end or state).get("started_at"), "end": end}
+    return {
+        "phase": phase, "pid": command.get("pid"), "started_at": (end or state).get("started_at"), "end": end,
+        "directory": directory,
+    }  # fmt: skip
 
 
 def is_reachable(directory: str) -> bool:
@@ -116,7 +159,7 @@ def _lock(path: str, flags: int) -> int:
     return fd
 
 
-def remove(root: str, directory: str) -> None:
+def remove(directory: str) -> None:
     """Remove the attempt's directory, and those above it that this leaves empty."""
     import shutil
 
@@ -124,35 +167,53 @@ def remove(root: str, directory: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     if os.path.isdir(directory):
         shutil.rmtree(directory)  # once more, now saying what is in the way
-    parent = os.path.dirname(directory)
+    task = os.path.dirname(directory)
+    group = os.path.dirname(task)
+    workflow = os.path.dirname(group)
     try:
         lock = lock_task(directory, wait=False)
     except (TaskIsLocked, OSError):
-        return  # somebody makes another attempt in it, or it has gone
+        return  # another agent makes another attempt in it, or it is gone
     try:
-        while parent != root and parent.startswith(root):
-            os.rmdir(parent)
-            parent = os.path.dirname(parent)
+        os.rmdir(task)
+        os.rmdir(group)
+        _remove_workflow(workflow)
     except OSError:
         return
     finally:
         os.close(lock)
 
 
+def _remove_workflow(directory: str) -> None:
+    """Remove a workflow's directory when only its marker is left in it."""
+    if os.listdir(directory) not in ([], [rootdir.MARKER]):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(directory, rootdir.MARKER))
+    try:
+        os.rmdir(directory)
+    except FileNotFoundError:
+        return
+    except OSError:
+        rootdir.mark(directory)  # another attempt has just been leased
+
+
 def _make_task(directory: str) -> int:
     """Make the task's directory and lock it (``lock_task``): whoever gives a lease back removes directories that are empty."""
     parent = os.path.dirname(directory)
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
         try:
             os.makedirs(parent, mode=0o700, exist_ok=True)
+            rootdir.mark(os.path.dirname(os.path.dirname(parent)))
             lock = lock_task(directory, wait=False)
         except (FileNotFoundError, FileExistsError):
+            if number + 1 == _TRIES:
+                raise
             continue
         if is_named(lock, parent):
             return lock
         os.close(lock)
-    os.makedirs(parent, mode=0o700, exist_ok=True)
-    return lock_task(directory, wait=False)
+    raise TaskIsLocked("the directory of this task is removed again and again")
 
 
 def create(root: str, request: Json, umask: int) -> int:
@@ -164,7 +225,7 @@ def create(root: str, request: Json, umask: int) -> int:
         if os.path.isdir(directory):
             if is_reachable(directory):
                 raise TaskIsLocked("another connection has just leased this attempt")
-            remove(root, directory)  # an agent was killed before the pair came up
+            remove(directory)  # an agent was killed before the pair came up
         return _create(directory, attempt, request, umask)
     except OSError as error:
         raise OpError.from_os(

@@ -10,19 +10,23 @@ and then the blob is missing. Where a file system keeps no such fractions, nothi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
+import stat
 from typing import List, Optional
 
+from distflow.runtime import rootdir
 from distflow.runtime.clock import now
 from distflow.runtime.facts import free_bytes
 from distflow.runtime.locking import is_named
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["BLOBS", "Part", "is_whole", "missing", "path_of", "take"]
+__all__ = ["BLOBS", "Part", "earlier_blobs", "is_whole", "missing", "path_of", "take"]
 
 BLOBS = "blobs"
+_NAME = re.compile(r"[0-9a-f]{64}")
 _PART = ".part"
 _STALE_S = 86400.0
 _MARK = 271_828_182
@@ -31,9 +35,45 @@ _UNMARKED = ".unmarked"
 
 def path_of(root: str, name: object) -> str:
     """Where the blob lies, whether it is there or not. Raises ``bad_request`` for what is no SHA-256."""
-    if not isinstance(name, str) or not re.fullmatch(r"[0-9a-f]{64}", name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise OpError("bad_request", "`hash` is a SHA-256 in hexadecimal")
-    return os.path.join(root, BLOBS, name)
+    path = os.path.join(root, BLOBS, name)
+    if not os.path.lexists(path):
+        _take_over(root, name)
+    return path
+
+
+def earlier_blobs(root: str) -> List[str]:
+    """The whole blobs that an earlier version left next to the private directory, and that provably come from distflow."""
+    earlier = rootdir.earlier_root(root)
+    directory = os.path.join(earlier or root, BLOBS)
+    if earlier is None or not rootdir.is_own_directory(directory):
+        return []
+    return [path for path in (os.path.join(directory, name) for name in sorted(os.listdir(directory))) if _is_ours(path)]
+
+
+def _is_ours(path: str) -> bool:
+    """Whether an earlier version received this file: its name is a SHA-256, it is this user's, and it carries our mark."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return False
+    is_own = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
+    return is_own and _NAME.fullmatch(os.path.basename(path)) is not None and is_whole(path)
+
+
+def _take_over(root: str, name: str) -> None:
+    """Move a blob that an earlier version left: it may be nowhere else."""
+    earlier = rootdir.earlier_root(root)
+    there = os.path.join(earlier or root, BLOBS, name)
+    if earlier is None or not rootdir.is_own_directory(os.path.dirname(there)) or not _is_ours(there):
+        return
+    directory = os.path.join(root, BLOBS)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    if not _keeps_marks(os.path.dirname(there)):
+        _note_unmarked(directory)
+    with contextlib.suppress(FileNotFoundError):  # another process does the same
+        os.rename(there, os.path.join(directory, name))
 
 
 def missing(root: str, blobs: List[Json]) -> List[str]:
@@ -99,8 +139,7 @@ class Part:
         os.utime(self.fd, ns=(int(now() * 1e9), int(now()) * 10**9 + _MARK))
         final = path or self._final
         if os.fstat(self.fd).st_mtime_ns % 10**9 != _MARK:
-            unmarked = os.path.join(os.path.dirname(final), _UNMARKED)
-            os.close(os.open(unmarked, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+            _note_unmarked(os.path.dirname(final))
         os.rename(self.path, final)
         os.close(self.fd)
 
@@ -122,6 +161,10 @@ def _open_locked(path: str) -> Optional[int]:
         if is_named(fd, path):
             return fd
         os.close(fd)  # it was finished or swept while we opened it
+
+
+def _note_unmarked(directory: str) -> None:
+    os.close(os.open(os.path.join(directory, _UNMARKED), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 
 
 def _keeps_marks(directory: str) -> bool:

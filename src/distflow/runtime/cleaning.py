@@ -9,26 +9,31 @@ from typing import List, Tuple
 
 from distflow.runtime import attempts, orphans, secretfiles
 from distflow.runtime.blobs import BLOBS
+from distflow.runtime.clock import file_system_now
 from distflow.runtime.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["clean", "survey"]
+__all__ = ["TRASH", "clean", "remove", "survey"]
 
 _KEPT = {"output", attempts.LOG, attempts.INDEX, "exit.json", "error.json", "launch.json", "workflow.json"}
-_TRASH = ".trash"
+TRASH = ".trash"
+"""What is being removed."""
 
 
 def survey(root: str) -> Json:
     """Every workflow with its size, its age and what is alive of it."""
+    at = file_system_now(root)
     workflows = []
     for uuid in attempts.workflows(root):
         try:
-            size, modified = _measure(os.path.join(root, uuid))
+            measured = [_measure(path) for path in attempts.directories(root, uuid)]
         except FileNotFoundError:
-            continue  # its last lease was just given back, or somebody else removes it
-        workflows.append({"uuid": uuid, "bytes": size, "modified_at": modified, "alive": _alive(root, uuid)})
+            continue  # its last lease was just given back, or another agent removes it
+        if measured:
+            size, modified = sum(one[0] for one in measured), max(one[1] for one in measured)
+            workflows.append({"uuid": uuid, "bytes": size, "modified_at": modified, "alive": _alive(root, uuid)})
     blob_bytes = _measure(os.path.join(root, BLOBS))[0] if os.path.isdir(os.path.join(root, BLOBS)) else 0
-    return {"workflows": workflows, "blob_bytes": blob_bytes, "free_bytes": free_bytes(root)}
+    return {"workflows": workflows, "blob_bytes": blob_bytes, "free_bytes": free_bytes(root), "now": at}
 
 
 def clean(root: str, workflow: str, keep_output: bool) -> Json:
@@ -36,30 +41,32 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     alive = _alive(root, workflow)
     if alive:
         raise OpError("conflict", "it is still running: {}".format(", ".join(alive)))
-    top = os.path.join(root, workflow)
-    if not os.path.isdir(top):
-        return {"freed_bytes": 0}
-    before = _measure(top)[0]
+    tops = attempts.directories(root, workflow)
+    before = sum(_measure(top)[0] for top in tops)
     for _, directory in attempts.each(root, workflow):
         secretfiles.remove(directory)  # of one whose pair was killed when no agent was there
     if keep_output:
         for _, directory in list(attempts.each(root, workflow)):
             for entry in list(os.scandir(directory)):
                 if entry.name not in _KEPT:
-                    _remove(entry.path)
-        return {"freed_bytes": before - _measure(top)[0]}
+                    remove(entry.path)
+        return {"freed_bytes": before - sum(_measure(top)[0] for top in tops)}
     # Out of sight first: half a workflow must not look like a whole one.
-    trash = os.path.join(root, _TRASH)
-    os.makedirs(trash, mode=0o700, exist_ok=True)
-    hidden = os.path.join(trash, "{}-{}".format(workflow, os.getpid()))
-    try:
-        os.rename(top, hidden)
-    except FileNotFoundError:  # somebody else was quicker
-        return {"freed_bytes": 0}
-    for name in os.listdir(trash):  # also what could not be removed before, or not in time
-        with contextlib.suppress(OSError):
-            _remove(os.path.join(trash, name))
-    _remove(hidden)
+    trash = os.path.join(root, TRASH)
+    hidden = []
+    for number, top in enumerate(tops):
+        os.makedirs(trash, mode=0o700, exist_ok=True)
+        hidden.append(os.path.join(trash, "{}-{}-{}".format(workflow, os.getpid(), number)))
+        try:
+            os.rename(top, hidden[-1])
+        except FileNotFoundError:  # another agent was quicker
+            return {"freed_bytes": 0}
+    if os.path.isdir(trash):
+        for name in os.listdir(trash):  # also what could not be removed before, or not in time
+            with contextlib.suppress(OSError):
+                remove(os.path.join(trash, name))
+    for path in hidden:
+        remove(path)
     return {"freed_bytes": before}
 
 
@@ -67,7 +74,7 @@ def _alive(root: str, workflow: str) -> List[str]:
     return [attempt for attempt, directory in attempts.each(root, workflow) if orphans.may_live(directory)]
 
 
-def _remove(path: str) -> None:
+def remove(path: str) -> None:
     """Remove what is there, if anything. Raises ``OSError`` with what is in the way: files of a container's root, say."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(FileNotFoundError):

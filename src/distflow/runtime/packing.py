@@ -18,6 +18,7 @@ from typing import Callable, Iterator, List, Optional, Set, Tuple
 
 from distflow.runtime import attempts
 from distflow.runtime.blobs import BLOBS, Part, is_whole, path_of
+from distflow.runtime.clock import file_system_now
 from distflow.runtime.inside import inside
 from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
@@ -78,7 +79,7 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
     for number in range(_PASSES):
         if number:
             select.select([], [], [], _PAUSE_S)  # nothing tells when a file has come to rest
-        began = _clock(root)
+        began = file_system_now(root)
         entries = _below(top, base)
         strange = {name for name, info in entries if not _is_packed(info) or _leads_out(top, name, info)}
         members = [(name, info) for name, info in entries if name not in strange and name not in unstable]
@@ -94,7 +95,7 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
             failure = error  # it may have gone, or shrunk, while it was read
         after = {name: _print_of(info) for name, info in _below(top, base)}
         files = [(name, info) for name, info in members if not stat.S_ISDIR(info.st_mode)]
-        fresh = (began - _SETTLED_S, _clock(root) + _SETTLED_S)
+        fresh = (began - _SETTLED_S, file_system_now(root) + _SETTLED_S)
         changed = {name for name, info in files if after.get(name) != _print_of(info) or fresh[0] < info.st_mtime < fresh[1]}
         if not changed:
             if packed is None:
@@ -144,18 +145,6 @@ def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
     except FileNotFoundError:
         return []
     return [(base, info), *_walk(top, base)] if stat.S_ISDIR(info.st_mode) else []
-
-
-def _clock(root: str) -> float:
-    """The time by the file system's own clock, which another machine may keep."""
-    os.makedirs(os.path.join(root, BLOBS), mode=0o700, exist_ok=True)
-    # Not named by our process's id: machines that share the root give the same one away.
-    fd, path = tempfile.mkstemp(prefix="clock-", dir=os.path.join(root, BLOBS))
-    try:
-        return os.fstat(fd).st_mtime
-    finally:
-        os.unlink(path)
-        os.close(fd)
 
 
 def _print_of(info: os.stat_result) -> Tuple[int, int, int]:

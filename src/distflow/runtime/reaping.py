@@ -11,7 +11,7 @@ import select
 import time
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from distflow.runtime import attempts, cgroups, containers, gpuusers, orphans, processes, records
+from distflow.runtime import attempts, cgroups, containers, gpuusers, orphans, processes, records, rootdir
 from distflow.runtime.clock import now
 from distflow.runtime.facts import user_name
 from distflow.runtime.hunt import Hunt
@@ -171,7 +171,7 @@ class _Scene:
         if orphans.is_watched(directory):
             return None
         root = directory[: -len(name) - 1]
-        if os.path.realpath(root) != self._root:
+        if os.path.realpath(root) not in rootdir.roots(self._root):
             return _Claim(name, "of another root, {}".format(root), False)
         why = _why(directory)
         try:

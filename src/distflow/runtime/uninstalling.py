@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from typing import Callable, List
 
-from distflow.runtime import attempts, leasefiles, orphans, secretfiles
-from distflow.runtime.blobs import BLOBS
+from distflow.runtime import attempts, leasefiles, orphans, rootdir, secretfiles
+from distflow.runtime.blobs import BLOBS, earlier_blobs
+from distflow.runtime.cleaning import TRASH
+from distflow.runtime.cleaning import remove as remove_tree
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["uninstall"]
 
-_UUID = re.compile(r"[0-9a-f]{8}(-?)[0-9a-f]{4}(\1[0-9a-f]{4}){3}[0-9a-f]{8}")
-_BLOB = re.compile(r"[0-9a-f]{64}(\.part|\.new)?")
+_BLOB = re.compile(r"\.unmarked|(pack-)?[0-9a-f]{16,64}(\.part|\.new|\.[0-9]+-[0-9]+\.part)?")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIRECTORIES = ("images", TRASH, "runtime")
+_EARLIER = {
+    BLOBS: _BLOB,
+    "images": re.compile(r"[0-9a-f]{32}\.sif"),
+    TRASH: re.compile(r"[0-9a-f-]{32,36}-[0-9]+"),
+    "runtime": _DIGEST,
+}
+"""How the names look of what an earlier version left and nobody can prove to be distflow's."""
 _LOCK = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock")
 
 
@@ -68,9 +77,20 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
 
 
 def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
-    """Remove what we have made in the root; the runtime last, and the root itself when nothing else is in it."""
-    names = sorted(os.listdir(root), key=lambda name: (name == "runtime", name))
-    for name in names:
+    """Remove what distflow made: workflows, then the private directory, then ``root`` itself when nothing else is in it."""
+    for workflow in attempts.workflows(root):
+        removed.extend(path for path in attempts.directories(root, workflow) if _try(remove_tree, path, left))
+    earlier = rootdir.earlier_root(root)
+    if earlier is not None:
+        _remove_earlier(root, earlier, removed, left)
+    _remove_private(root, removed, left)
+    if earlier is not None and not os.listdir(earlier) and _try(os.rmdir, earlier, left):
+        removed.append(earlier)
+
+
+def _remove_private(root: str, removed: List[str], left: List[str]) -> None:
+    """Remove the private directory; the runtime and then the marker last, so that a second try finds its way."""
+    for name in sorted(set(os.listdir(root)) - {"runtime", rootdir.MARKER}) + ["runtime"]:
         path = os.path.join(root, name)
         if name == BLOBS:
             for blob in os.listdir(path):
@@ -80,13 +100,44 @@ def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
                 left.append("{}: there are files in it that are not distflow's".format(path))
             elif _try(os.rmdir, path, left):
                 removed.append(path)
-        elif name in ("runtime", "images", ".trash") or _UUID.fullmatch(name):
-            if _try(shutil.rmtree, path, left):
+        elif name in _DIRECTORIES:
+            if os.path.lexists(path) and _try(remove_tree, path, left):
                 removed.append(path)
         else:
             left.append("{}: it is not distflow's".format(path))
-    if not os.listdir(root) and _try(os.rmdir, root, left):
-        removed.append(root)
+    if set(os.listdir(root)) <= {rootdir.MARKER}:
+        _try(os.unlink, os.path.join(root, rootdir.MARKER), left)
+        if _try(os.rmdir, root, left):
+            removed.append(root)
+
+
+def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]) -> None:
+    """Remove what an earlier version left in the configured directory, as far as that provably comes from distflow."""
+    mine = {BLOBS: earlier_blobs(root), "runtime": [path for path in _listed(earlier, "runtime") if _is_runtime(path)]}
+    for name, paths in mine.items():
+        emptied = [path for path in paths if _try(remove_tree, path, left)]
+        folder = os.path.join(earlier, name)
+        unmarked = os.path.join(folder, ".unmarked")
+        if emptied and os.listdir(folder) == [".unmarked"]:
+            _try(os.unlink, unmarked, left)
+        if emptied and not os.listdir(folder) and _try(os.rmdir, folder, left):
+            removed.append(folder)
+    for name, pattern in _EARLIER.items():
+        if any(pattern.fullmatch(os.path.basename(path)) for path in _listed(earlier, name)):
+            said = "{}: an earlier version of distflow may have made it; look into it and remove it by hand"
+            left.append(said.format(os.path.join(earlier, name)))
+
+
+def _listed(top: str, name: str) -> List[str]:
+    """What is in a directory of this user; nothing where there is none."""
+    path = os.path.join(top, name)
+    return [os.path.join(path, one) for one in sorted(os.listdir(path))] if rootdir.is_own_directory(path) else []
+
+
+def _is_runtime(path: str) -> bool:
+    if not _DIGEST.fullmatch(os.path.basename(path)) or not rootdir.is_own_directory(path):
+        return False
+    return os.listdir(path) == ["distflow"] and os.path.isfile(os.path.join(path, "distflow/runtime/agent.py"))
 
 
 def _files(count: int) -> str:

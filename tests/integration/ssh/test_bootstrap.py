@@ -15,6 +15,7 @@ import pytest
 
 from distflow.backends.machines.bootstrap import connect
 from distflow.errors import AuthenticationRefused, BootstrapFailed, NodeUnreachable
+from distflow.runtime.rootdir import PRIVATE
 from distflow.testing.sshd import Sshd
 from integration.ssh.conftest import MakeServer, Reach
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.ssh
 
 PYTHON = "/usr/bin/python3"
 ROOT = "/mnt/distflow"
+NODE = f"{ROOT}/{PRIVATE}"
 MakeNode = Callable[..., Sshd]
 
 
@@ -62,10 +64,10 @@ def failure(reach: Reach, server: Sshd, *, root: str = ROOT, python: str = PYTHO
 def test_a_full_disk(make_node: MakeNode, reach: Reach) -> None:
     server = make_node("mount -t tmpfs -o size=64k none /mnt")
     error = failure(reach, server)
-    assert error.detail == f"distflow's runtime has no room in {ROOT}: its disk is full"
+    assert error.detail == f"distflow's runtime has no room in {NODE}: its disk is full"
     assert "`root:`" in error.hint
     # What did not fit is not left there, or each try would take more.
-    left = reach(server).run(["find", f"{ROOT}/runtime", "-mindepth", "1"], timeout_s=20)
+    left = reach(server).run(["find", f"{NODE}/runtime", "-mindepth", "1"], timeout_s=20)
     assert left.stdout == b""
 
 
@@ -75,9 +77,16 @@ def test_a_read_only_file_system(make_node: MakeNode, reach: Reach) -> None:
 
 
 def test_the_leftovers_of_another_user(make_node: MakeNode, reach: Reach) -> None:
-    setup = f"mount -t tmpfs none /mnt && mkdir -p -m 700 {ROOT}/runtime"
+    setup = f"mount -t tmpfs none /mnt && mkdir -p {ROOT}"
     error = failure(reach, make_node(setup, user="ada", passwd="ada:x:12345:12345::/mnt:/bin/sh"))
-    assert error.detail == f"distflow's directory {ROOT} cannot be used by ada: {ROOT}/runtime belongs to root (mode 700)"
+    assert error.detail == f"distflow's directory {NODE} cannot be used by ada: {ROOT} belongs to root (mode 755)"
+    assert "another directory with `root:`" in error.hint
+
+
+def test_a_directory_that_another_user_made_first(make_node: MakeNode, reach: Reach) -> None:
+    setup = f"mount -t tmpfs none /mnt && mkdir -p -m 777 {NODE}/runtime && chmod 1777 {ROOT}"
+    error = failure(reach, make_node(setup, user="ada", passwd="ada:x:12345:12345::/mnt:/bin/sh"))
+    assert error.detail == f"{NODE} belongs to root (mode 755), who could replace what ada runs there"
     assert "chown -R ada" in error.hint
 
 
@@ -96,7 +105,7 @@ def test_a_home_that_does_not_exist(make_node: MakeNode, reach: Reach) -> None:
 
 def test_a_file_in_the_way(make_node: MakeNode, reach: Reach) -> None:
     error = failure(reach, make_node(f"mount -t tmpfs none /mnt && echo > {ROOT}"))
-    assert error.detail == f"{ROOT}/runtime is in the way: distflow needs a directory there"
+    assert error.detail == f"{ROOT} is in the way: distflow needs a directory there"
 
 
 def test_no_python(make_server: MakeServer, reach: Reach) -> None:
@@ -160,7 +169,7 @@ def test_no_exec_is_no_matter_to_the_runtime(make_node: MakeNode, reach: Reach) 
     server = make_node("mount -t tmpfs -o noexec none /mnt")
     link = connect(reach(server), ROOT, PYTHON, timeout_s=20)
     try:
-        assert link.request("hello", watch=[])["facts"]["root"] == ROOT
+        assert link.request("hello", watch=[])["facts"]["root"] == NODE
     finally:
         link.close()
 

@@ -11,9 +11,19 @@ from typing import Any
 import pytest
 
 from distflow.runtime import attempts, cleaning
+from distflow.runtime.rootdir import MARKER, mark
 from distflow.runtime.wire import OpError
 
 NOBODY = 65534
+W1, W2 = "1" * 32, "2" * 32
+
+
+def make(root: str | Path, workflow: str, below: str = "work") -> Path:
+    """A workflow's directory, marked, with an attempt."""
+    attempt = Path(root, workflow, "g/t/0")
+    (attempt / below).mkdir(parents=True, exist_ok=True)
+    mark(os.path.join(root, workflow))
+    return attempt
 
 
 def as_a_user(folder: Path, work: Callable[[], None]) -> None:
@@ -39,15 +49,15 @@ def as_a_user(folder: Path, work: Callable[[], None]) -> None:
 
 def test_directories_that_a_task_has_closed_are_removed_all_the_same(tmp_path: Path) -> None:
     def work() -> None:
-        os.makedirs("w1/g/t/0/work/closed/deeper")
-        os.chmod("w1/g/t/0/work/closed/deeper", 0)
-        os.chmod("w1/g/t/0/work/closed", 0o555)
-        os.chmod("w1/g/t/0/work", 0o555)
-        cleaning.clean(".", "w1", keep_output=True)
-        assert os.listdir("w1/g/t/0") == []
-        os.makedirs("w1/g/t/0/output/closed/deeper")
-        os.chmod("w1/g/t/0/output/closed", 0o555)
-        cleaning.clean(".", "w1", keep_output=False)
+        attempt = make(".", W1, "work/closed/deeper")
+        (attempt / "work/closed/deeper").chmod(0)
+        (attempt / "work/closed").chmod(0o555)
+        (attempt / "work").chmod(0o555)
+        cleaning.clean(".", W1, keep_output=True)
+        assert list(attempt.iterdir()) == []
+        make(".", W1, "output/closed/deeper")
+        (attempt / "output/closed").chmod(0o555)
+        cleaning.clean(".", W1, keep_output=False)
         assert os.listdir(".trash") == []
 
     as_a_user(tmp_path, work)
@@ -56,62 +66,60 @@ def test_directories_that_a_task_has_closed_are_removed_all_the_same(tmp_path: P
 @pytest.mark.skipif(os.getuid() != 0, reason="it takes files of two users")
 def test_what_cannot_be_removed_of_one_workflow_keeps_no_other(tmp_path: Path) -> None:
     """As root in a container leaves it behind."""
-    left = tmp_path / "w1/g/t/0/work/of-root/file"
-    left.parent.mkdir(parents=True)
+    left = make(tmp_path, W1, "work/of-root") / "work/of-root/file"
     left.touch()
-    for folder in list(left.parents)[1:6]:
+    for folder in [*list(left.parents)[1:6], tmp_path / W1 / MARKER]:
         os.chown(folder, NOBODY, NOBODY)
 
     def work() -> None:
-        os.makedirs("w2/g/t/0/work")
+        make(".", W2)
         with pytest.raises(PermissionError):
-            cleaning.clean(".", "w1", keep_output=False)
+            cleaning.clean(".", W1, keep_output=False)
         (kept,) = os.listdir(".trash")
-        cleaning.clean(".", "w2", keep_output=False)
+        cleaning.clean(".", W2, keep_output=False)
         assert os.listdir(".trash") == [kept]
 
     as_a_user(tmp_path, work)
 
 
 def test_what_another_machine_may_be_at_in_a_root_that_both_share_is_kept(tmp_path: Path) -> None:
-    attempt = tmp_path / "w1/g/t/0"
-    attempt.mkdir(parents=True)
+    attempt = make(tmp_path, W1)
     (attempt / "runner.json").write_text(json.dumps({"phase": "running", "host": "another", "boot_id": "its own"}))
-    assert cleaning.survey(str(tmp_path))["workflows"][0]["alive"] == ["w1/g/t/0"]
-    with pytest.raises(OpError, match="still running: w1/g/t/0"):
-        cleaning.clean(str(tmp_path), "w1", keep_output=False)
+    assert cleaning.survey(str(tmp_path))["workflows"][0]["alive"] == [f"{W1}/g/t/0"]
+    with pytest.raises(OpError, match=f"still running: {W1}/g/t/0"):
+        cleaning.clean(str(tmp_path), W1, keep_output=False)
     (attempt / "exit.json").write_text("{}")
-    cleaning.clean(str(tmp_path), "w1", keep_output=False)
-    assert not (tmp_path / "w1").exists()
+    cleaning.clean(str(tmp_path), W1, keep_output=False)
+    assert not (tmp_path / W1).exists()
 
 
 def test_a_workflow_that_goes_while_all_are_looked_over_keeps_nobody_from_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("w1", "w2"):
-        (tmp_path / name / "g/t/0").mkdir(parents=True)
+    for name in (W1, W2):
+        make(tmp_path, name)
     found = attempts.workflows
 
     def and_then_one_goes(root: str) -> list[str]:
         names = found(root)
-        attempts.remove(root, os.path.join(root, "w1/g/t/0"))  # as a lease does that is given back
+        attempts.remove(os.path.join(root, W1, "g/t/0"))  # as a lease does that is given back
         return names
 
     monkeypatch.setattr(attempts, "workflows", and_then_one_goes)
-    assert [one["uuid"] for one in cleaning.survey(str(tmp_path))["workflows"]] == ["w2"]
+    assert [one["uuid"] for one in cleaning.survey(str(tmp_path))["workflows"]] == [W2]
 
 
 def test_a_workflow_that_somebody_else_removes_just_now_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`node clean` from two machines, say."""
-    (tmp_path / "w1/g/t/0/work").mkdir(parents=True)
+    make(tmp_path, W1)
     rename = os.rename
 
     def after_another(*given: Any) -> None:
         monkeypatch.setattr(os, "rename", rename)
-        cleaning.clean(str(tmp_path), "w1", keep_output=False)
+        cleaning.clean(str(tmp_path), W1, keep_output=False)
         rename(*given)
 
     monkeypatch.setattr(os, "rename", after_another)
-    assert cleaning.clean(str(tmp_path), "w1", keep_output=False) == {"freed_bytes": 0}
-    assert not (tmp_path / "w1").exists()
+    assert cleaning.clean(str(tmp_path), W1, keep_output=False) == {"freed_bytes": 0}
+    assert not (tmp_path / W1).exists()
     assert os.listdir(tmp_path / ".trash") == []

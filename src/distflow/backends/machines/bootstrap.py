@@ -13,29 +13,83 @@ from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.backends.machines.link import AgentLink, Event
 from distflow.backends.machines.remedies import after_exit, after_report
 from distflow.errors import BootstrapFailed, NodeUnreachable
+from distflow.runtime.rootdir import MARKER, MARKER_TEXT, PRIVATE
 from distflow.runtime.untrusted import decode_object
 from distflow.transports.base import Channel, Transport
 
 __all__ = ["STUB", "Opened", "connect", "open_service", "service_argv"]
 
 # Everything before `import` must parse on any Python there ever was, so that an old one can say that it is old.
-STUB: Final = r"""
+# Nothing is imported from a directory that another user could replace, or whose files are not those that were sent.
+STUB: Final = (
+    r"""
 import gc,os,signal,sys
 gc.disable()
 want,root,nonce,service=sys.argv[1:5]
 umask=os.umask(0o77)
-new=None
+refused=new=None
 def say(text): os.write(1,(nonce+" "+text+"\n").encode())
+def refuse(why,path):
+ global refused
+ refused=why
+ raise PermissionError(1,why,path)
+def content(path):
+ with open(path,"rb") as file: return file.read()
+def digest(top):
+ try: from _sha2 import sha256
+ except ImportError:
+  try: from _sha256 import sha256
+  except ImportError: from hashlib import sha256
+ names=[]
+ for folder,folders,files in os.walk(top):
+  if "__pycache__" in folders: folders.remove("__pycache__")
+  names+=[os.path.relpath(os.path.join(folder,name),top) for name in files]
+ total=sha256()
+ for name in sorted(names):
+  data=content(os.path.join(top,name))
+  total.update((name+" "+str(len(data))+"\n").encode()+data)
+ return total.hexdigest()
+def make(path):
+ try:
+  os.mkdir(path)
+  os.chmod(path,0o700) # an inherited ACL may have given more
+ except FileExistsError:
+  if not os.path.isdir(path) or os.path.islink(path): raise NotADirectoryError(20,"Not a directory",path)
+def own(path):
+ seen=os.lstat(path)
+ if seen.st_uid!=os.getuid(): refuse("owner",path)
+ if seen.st_mode&0o22: refuse("writable",path)
 try:
  if sys.version_info<(3,8): raise RuntimeError("Python 3.8 or newer is needed; this is "+sys.version.split()[0])
  root=os.path.realpath(os.path.expanduser(root))
+ os.makedirs(root,exist_ok=True)
+ seen=os.stat(root)
+ if seen.st_uid not in (0,os.getuid()): refuse("owner",root)
+ if seen.st_mode&0o1002==2: refuse("writable",root)
+ root=os.path.join(root,"@PRIVATE@")
+ make(root)
+ own(root)
+ mark=os.path.join(root,"@MARKER@")
+ try: known=content(mark).split(b"\n")[0]
+ except FileNotFoundError: known=b""
+ if known!=b"@SIGNATURE@":
+  if [name for name in os.listdir(root) if not name.startswith("@MARKER@")]: refuse("unmarked",root)
+  part=mark+"."+nonce
+  with open(part,"wb") as file:
+   file.write(b"@TEXT@")
+   file.flush()
+   os.fsync(file.fileno())
+  os.rename(part,mark)
  top=os.path.join(root,"runtime")
  home=os.path.join(top,want)
- os.makedirs(top,exist_ok=True)
- if os.path.isdir(home): say("have")
+ make(top)
+ own(top)
+ if os.path.isdir(home) and digest(home)==want:
+  own(home)
+  say("have")
  else:
   say("need")
-  import hashlib,io,shutil,tempfile,zipfile
+  import fcntl,io,shutil,tempfile,zipfile
   line=b""
   signal.alarm(30)
   while line[-1:]!=b"\n":
@@ -45,14 +99,22 @@ try:
    signal.alarm(30)
    data+=os.read(0,min(1<<20,int(line)-len(data))) or sys.exit(1)
   signal.alarm(0)
-  if hashlib.sha256(data).hexdigest()!=want: raise RuntimeError("the runtime arrived damaged")
   new=tempfile.mkdtemp(dir=top)
   zipfile.ZipFile(io.BytesIO(bytes(data))).extractall(new)
-  try: os.rename(new,home)
-  except OSError:
-   if not os.path.isdir(home): raise
-   shutil.rmtree(new)
+  if digest(new)!=want: raise RuntimeError("the runtime arrived damaged")
+  lock=os.open(top,os.O_RDONLY)
+  fcntl.flock(lock,fcntl.LOCK_EX)
+  if not os.path.lexists(home): os.rename(new,home)
+  elif not os.path.isdir(home): raise NotADirectoryError(20,"Not a directory",home)
+  elif digest(home)!=want:
+   old=tempfile.mkdtemp(dir=top)
+   os.rename(home,os.path.join(old,want))
+   os.rename(new,home)
+   shutil.rmtree(old,True)
+  else: shutil.rmtree(new)
+  os.close(lock)
   new=None
+  own(home)
  sys.path.insert(0,home)
  serve=__import__(service,fromlist=["serve"]).serve
  say("ready")
@@ -61,7 +123,7 @@ except Exception as error:
  if new:
   import shutil
   shutil.rmtree(new,True)
- told={"text":type(error).__name__+": "+str(error),"errno":getattr(error,"errno",None),"root":root,
+ told={"text":type(error).__name__+": "+str(error),"errno":getattr(error,"errno",None),"root":root,"refused":refused,
  "path":str(getattr(error,"filename",None) or root),"python":sys.executable,"version":sys.version.split()[0]}
  at=told["path"]
  while not os.path.lexists(at) and at!=os.path.dirname(at): at=os.path.dirname(at)
@@ -81,7 +143,11 @@ except Exception as error:
 gc.freeze()
 gc.enable()
 serve(root,umask)
-"""
+""".replace("@PRIVATE@", PRIVATE)
+    .replace("@MARKER@", MARKER)
+    .replace("@SIGNATURE@", MARKER_TEXT.split("\n", 1)[0])
+    .replace("@TEXT@", MARKER_TEXT.replace("\n", "\\n"))
+)
 
 _LONGEST_WORDS: Final = 4096
 _NOISE: Final = 16 * 1024

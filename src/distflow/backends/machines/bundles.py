@@ -1,4 +1,4 @@
-"""What is shipped to nodes: archives of distflow's own sources, named by their SHA-256.
+"""What is shipped to nodes: archives of distflow's own sources, named by the SHA-256 of their files.
 
 Each is unpacked to a directory of its own and holds all that its services import: ``RUNTIME`` the node runtime, which is enough
 for a gang; ``STORAGE`` also what reaches stores, for nodes that write their outputs themselves.
@@ -35,8 +35,8 @@ class Bundle:
     """What it has beside the node runtime."""
 
     @cached_property
-    def archive(self) -> bytes:
-        """A zip archive: the same bytes for the same sources, wherever and whenever it is made."""
+    def _sources(self) -> dict[str, bytes]:
+        """The files of the archive, by their names and in the order of these."""
         sources = {"distflow/__init__.py": b""}
         top = importlib.resources.files("distflow")
         for file in top.joinpath("runtime").iterdir():
@@ -44,20 +44,31 @@ class Bundle:
                 sources[f"distflow/runtime/{file.name}"] = file.read_bytes()
         for name in self.modules:
             sources[f"distflow/{name}.py"] = top.joinpath(f"{name}.py").read_bytes()
+        return dict(sorted(sources.items()))
+
+    @cached_property
+    def archive(self) -> bytes:
+        """A zip archive: the same bytes for the same sources, wherever and whenever it is made."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-            for name in sorted(sources):
+            for name, data in self._sources.items():
                 entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
                 entry.create_system = 3
                 entry.external_attr = 0o600 << 16
                 entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, sources[name])
+                archive.writestr(entry, data)
         return buffer.getvalue()
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the archive: the name of its directory on a node."""
-        return hashlib.sha256(self.archive).hexdigest()
+        """The name of its directory on a node: SHA-256 of all files, each as a line with its name and size, then its content.
+
+        The stub computes the same from the unpacked directory before it imports anything from there.
+        """
+        digest = hashlib.sha256()
+        for name, data in self._sources.items():
+            digest.update(b"%s %d\n" % (name.encode(), len(data)) + data)
+        return digest.hexdigest()
 
 
 RUNTIME: Final = Bundle(package="distflow.runtime")

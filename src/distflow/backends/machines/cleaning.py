@@ -39,13 +39,13 @@ def clean_node(
     *,
     older_than_s: float,
     unfinished: Collection[str],
-    now: float,
     is_dry_run: bool,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Cleaned:
     """Remove every workflow's directory on a node that nothing runs in and nothing was written to for ``older_than_s``.
 
-    ``unfinished`` (uuids) are never touched. A node that cannot be reached is an error in the answer, not an exception.
+    The clock that dates the node's files tells ages. ``unfinished`` (uuids) are never touched. A node that cannot be reached is
+    an error in the answer, not an exception.
     """
     transport = transport_of(pool, node)
     try:
@@ -57,7 +57,7 @@ def clean_node(
         old = [
             item
             for item in survey["workflows"]
-            if item["uuid"] not in unfinished and not item["alive"] and now - item["modified_at"] >= older_than_s
+            if item["uuid"] not in unfinished and not item["alive"] and survey["now"] - item["modified_at"] >= older_than_s
         ]
         freed, removed, refused = 0, [], []
         for item in old:

@@ -247,7 +247,7 @@ class Connection:
             self._tail(key)
             started, pid = status.get("started_at"), status.get("pid")
             if started is not None:  # of a short one nobody may have heard while it ran
-                directory = f"{self._facts.get('root', self.node.root)}/{key.name}"
+                directory = str(status.get("directory") or "")
                 self._sink(Started(at=at, key=key, pid=pid, started_at=float(started), clock=clock, directory=directory))
             if phase == "stopping":
                 self._sink(StopAccepted(at=at, key=key))

@@ -14,6 +14,22 @@ __all__ = ["after_exit", "after_report"]
 
 _OTHER_PYTHON = "`python:` of the node, or of its pool, names the interpreter there"
 _OTHER_ROOT = "name another directory with `root:` of the node or its pool"
+_OWN_ROOT = "name a directory of your own with `root:` of the node or its pool"
+_REFUSED = {
+    "owner": (
+        "{at} belongs to {owner} (mode {mode}), who could replace what {user} runs there",
+        f"{_OWN_ROOT}, or let {{owner}} or root give it away (`chown -R {{user}} {{at}}`)",
+    ),
+    "writable": (
+        "{at} may be written to by other users (mode {mode}), who could replace what {user} runs there",
+        f"`chmod go-w {{at}}` there, or {_OWN_ROOT}",
+    ),
+    "unmarked": (
+        "{at} holds files that distflow did not put there, and distflow removes what lies in this directory",
+        f"move them away, or {_OTHER_ROOT}",
+    ),
+}
+"""By what the stub refused to use a directory for: what is wrong, and what to do."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
@@ -23,8 +39,8 @@ def after_report(report: Mapping[str, Any]) -> tuple[str, str]:
     """Return what happened and what to do, for an exception that the stub has caught; the second may be empty.
 
     ``report``: ``text`` (the exception), ``errno``, ``path`` (what it was about), ``at`` (the last place on the way there that
-    exists), ``owner`` and ``mode`` (octal) of that, ``user``, ``root``, ``home``, ``has_home``, ``python``, ``version``; any of
-    them may be missing.
+    exists), ``owner`` and ``mode`` (octal) of that, ``refused`` (why the stub did not use it), ``user``, ``root``, ``home``,
+    ``has_home``, ``python``, ``version``; any of them may be missing.
     """
 
     def said(name: str) -> str:
@@ -33,6 +49,10 @@ def after_report(report: Mapping[str, Any]) -> tuple[str, str]:
     root, at, owner, user = said("root"), said("at"), said("owner"), said("user")
     if _is_too_old(said("version")):
         return f"Python 3.8 or newer is needed; {said('python') or 'python'} is {said('version')}", _OTHER_PYTHON
+    if said("refused") in _REFUSED:
+        what, remedy = _REFUSED[said("refused")]
+        fields = {"at": at, "owner": owner, "mode": said("mode"), "user": user}
+        return what.format(**fields), remedy.format(**fields)
     number = report.get("errno")
     if number in _FULL:
         quota = "the quota there is used up" if number == errno.EDQUOT else "its disk is full"

@@ -1,0 +1,79 @@
+"""The private directory of distflow below a node's ``root``, and the marks that tell distflow's files from a user's.
+
+``root`` may be a directory that holds the user's own data. So distflow keeps everything in one private directory below it.
+``bootstrap.STUB`` makes and checks it before it imports anything from there. Every service gets it as its ``root``. The
+private directory and each workflow's directory in it hold a marker file. No directory without one is ever removed.
+
+Earlier versions kept workflows and blobs in ``root`` itself. Those still count where they provably come from distflow. They
+stay where they are, because paths of running tasks and of recorded outputs lead there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from typing import List, Optional
+
+__all__ = ["MARKER", "MARKER_TEXT", "PRIVATE", "earlier_root", "is_marked", "is_own_directory", "is_uuid", "mark", "roots"]
+
+PRIVATE = "distflow-node"
+MARKER = ".distflow"
+MARKER_TEXT = (
+    "distflow node directory 1\n"
+    "`distflow node clean` and `distflow node uninstall` remove what lies here. Do not keep files of your own in it.\n"
+)
+_SIGNATURE = MARKER_TEXT.split("\n", 1)[0].encode() + b"\n"
+_UUID = re.compile(r"[0-9a-f]{8}(-?)[0-9a-f]{4}(\1[0-9a-f]{4}){3}[0-9a-f]{8}")
+
+
+def is_uuid(name: object) -> bool:
+    """Whether ``name`` is the UUID of a workflow: 32 lowercase hexadecimal digits, with or without the four hyphens."""
+    return isinstance(name, str) and _UUID.fullmatch(name) is not None
+
+
+def earlier_root(root: str) -> Optional[str]:
+    """Return the directory that earlier versions used: the configured ``root``, which holds the private directory."""
+    return os.path.dirname(root) if os.path.basename(root) == PRIVATE else None
+
+
+def roots(root: str) -> List[str]:
+    """Return the private directory and, after it, the directory that earlier versions used."""
+    earlier = earlier_root(root)
+    return [root] if earlier is None else [root, earlier]
+
+
+def is_own_directory(path: str) -> bool:
+    """Whether ``path`` is a directory of this user, and not a link to one."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+
+
+def is_marked(directory: str) -> bool:
+    """Whether ``directory`` holds a marker file of distflow that belongs to this user."""
+    try:
+        fd = os.open(os.path.join(directory, MARKER), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        info = os.fstat(fd)
+        is_regular = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
+        return is_regular and os.read(fd, len(_SIGNATURE)) == _SIGNATURE
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def mark(directory: str) -> None:
+    """Put the marker file into ``directory`` unless it is there already."""
+    if is_marked(directory):
+        return
+    new = os.path.join(directory, "{}.{}".format(MARKER, os.getpid()))
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(MARKER_TEXT.encode())
+    os.rename(new, os.path.join(directory, MARKER))

@@ -1,0 +1,269 @@
+"""The private directory below a node's root: nothing of a user is touched, nothing of another user is run, old roots go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.conftest import NodeUnderTest, launch_of
+from distflow.backends.machines.bundles import RUNTIME
+from distflow.backends.machines.fetching import fetch_output
+from distflow.errors import AgentError, BootstrapFailed
+from distflow.runtime import attempts
+from distflow.runtime.rootdir import MARKER
+from distflow.testing.waiting import wait_until
+
+NOBODY = 65534
+OTHERS_UUID = "0123456789abcdef0123456789abcdef"
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
+
+
+def snapshot(top: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+
+
+def make_like_before(node: NodeUnderTest) -> None:
+    """Arrange what lies in the private directory as the version before did: in the root itself, without marks."""
+    shutil.copytree(node.root / "runtime", node.top / "runtime")  # what runs still imports from the first one
+    for path in node.root.iterdir():
+        if path.name not in (MARKER, "runtime"):
+            path.rename(node.top / path.name)
+    for marker in node.top.glob(f"*/{MARKER}"):
+        if marker.parent != node.root:
+            marker.unlink()
+
+
+def users_files(node: NodeUnderTest) -> dict[str, bytes]:
+    """Put into the root what users have there, with names that distflow uses or used."""
+    names = (
+        "datasets/train/0/images/a.bin", "checkpoints/run7/epoch1/0/model.pt", "run_1/a/b/0/metrics.json", ".trash/thesis.tex",
+        "blobs/model.pt", f"blobs/{'a' * 64}", "images/cat.sif", f"runtime/{'b' * 64}/notes", f"{OTHERS_UUID}/g/t/0/data.csv",
+        f"{OTHERS_UUID[:-1]}0/a/b/0/runner.json", "runtime/deep.txt",
+    )  # fmt: skip
+    for name in names:
+        path = node.top / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"the content of {name}")
+    return {name: (node.top / name).read_bytes() for name in names}
+
+
+def survey(node: NodeUnderTest) -> list[str]:
+    return [one["uuid"] for one in node.connect().request("survey")["workflows"]]
+
+
+def test_a_users_directories_next_to_ours_survive_clean_and_uninstall(node: NodeUnderTest) -> None:
+    mine = users_files(node)
+    link = node.connect()
+    node.run(link, ["true"])
+    assert survey(node) == [node.workflow]
+    for name in ("datasets", "checkpoints", ".trash", "blobs"):
+        with pytest.raises(AgentError, match="is not the uuid of a workflow"):
+            link.request("clean", workflow=name, keep_output=False)
+    assert link.request("clean", workflow=OTHERS_UUID, keep_output=False) == {"freed_bytes": 0}
+    wait_until(lambda: not link.request("reap", dry_run=True)["settled"])
+    wait_until(lambda: "conflict" not in outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
+    done = wait_until(lambda: None if "conflict" in (one := outcome(node, "uninstall")) else one, 20)
+    assert not node.root.exists()
+    assert snapshot(node.top) == mine, done
+
+
+def outcome(node: NodeUnderTest, op: str, **fields: Any) -> str:
+    try:
+        return json.dumps(node.connect().request(op, **fields))
+    except AgentError as error:
+        return error.kind
+
+
+def test_a_directory_of_a_uuids_name_without_our_marker_is_left_alone(node: NodeUnderTest) -> None:
+    theirs = node.root / OTHERS_UUID / "g" / "t" / "0" / "data.csv"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("1,2,3")
+    assert survey(node) == []
+    outcome(node, "clean", workflow=OTHERS_UUID, keep_output=False)
+    said = json.loads(outcome(node, "uninstall"))
+    assert theirs.read_text() == "1,2,3"
+    assert f"{node.root / OTHERS_UUID}: it is not distflow's" in said["left"]
+
+
+def test_a_directory_in_our_place_that_is_not_ours_is_refused(node: NodeUnderTest) -> None:
+    (node.root / MARKER).unlink()
+    (node.root / "thesis.tex").write_text("mine")
+    with pytest.raises(BootstrapFailed, match="holds files that distflow did not put there") as caught:
+        node.connect()
+    assert "`root:`" in caught.value.hint
+    assert [path.name for path in node.root.iterdir()] == ["thesis.tex"]
+    (node.root / MARKER).write_text("something else\n")
+    with pytest.raises(BootstrapFailed, match="holds files that distflow did not put there"):
+        node.connect()
+    (node.root / "thesis.tex").unlink()
+    node.connect().request("ping")
+
+
+def test_a_link_in_our_place_is_not_followed(node: NodeUnderTest, tmp_path: Path) -> None:
+    shutil.rmtree(node.root)
+    (tmp_path / "precious").mkdir()
+    node.root.symlink_to(tmp_path / "precious")
+    with pytest.raises(BootstrapFailed, match="is in the way: distflow needs a directory there"):
+        node.connect()
+    assert list((tmp_path / "precious").iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["root", "private", "runtime", "hash"])
+def test_nothing_is_imported_from_a_directory_of_another_user(node: NodeUnderTest, tmp_path: Path, place: str) -> None:
+    """Another user made it first, open to all, with a runtime of his own in it."""
+    trap = tmp_path / "trap"
+    home = node.root / "runtime" / RUNTIME.digest
+    package = home / "distflow" / "runtime"
+    package.mkdir(parents=True)
+    (home / "distflow" / "__init__.py").write_text(f"open({str(trap)!r}, 'w').close()")
+    (package / "__init__.py").touch()
+    (package / "agent.py").write_text("def serve(*_): pass")
+    chosen = {"root": node.top, "private": node.root, "runtime": node.root / "runtime", "hash": home}[place]
+    os.chown(chosen, NOBODY, NOBODY)
+    chosen.chmod(0o777)
+    if place == "hash":  # the files in it are those of another user; they are replaced
+        node.connect().request("ping")
+        assert home.stat().st_uid == os.getuid()
+    else:
+        with pytest.raises(BootstrapFailed, match="who could replace what root runs there") as caught:
+            node.connect()
+        assert str(chosen) in caught.value.detail
+        assert "`root:`" in caught.value.hint
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("place", ["root", "private"])
+def test_a_directory_that_others_may_write_to_is_refused(node: NodeUnderTest, place: str) -> None:
+    chosen = node.top if place == "root" else node.root
+    chosen.chmod(0o777)
+    with pytest.raises(BootstrapFailed, match="may be written to by other users") as caught:
+        node.connect()
+    assert f"chmod go-w {chosen}" in caught.value.hint
+    node.top.chmod(0o1777)  # as /tmp and /scratch are
+    node.root.chmod(0o755)
+    node.connect().request("ping")
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "truncated", "added", "half removed"])
+def test_a_damaged_runtime_is_repaired(node: NodeUnderTest, damage: str) -> None:
+    node.connect().request("ping")
+    home = node.root / "runtime" / RUNTIME.digest
+    package = home / "distflow" / "runtime"
+    good = {path.name for path in package.glob("*.py")}
+    if damage == "missing":
+        (package / "wire.py").unlink()
+    elif damage == "changed":
+        (package / "wire.py").write_text("raise SystemExit('changed')")
+    elif damage == "truncated":
+        (package / "agent.py").write_bytes(b"")
+    elif damage == "added":
+        (package / "json.py").touch()
+    else:
+        shutil.rmtree(package)
+    assert node.run(node.connect(), ["echo", "hi"])[1] == "hi\n"
+    assert {path.name for path in package.glob("*.py")} == good
+    assert [path.name for path in (node.root / "runtime").iterdir()] == [RUNTIME.digest]
+
+
+def test_what_runs_when_the_version_changes_goes_on_in_its_old_place(node: NodeUnderTest) -> None:
+    """The directories of the version before are used where they are; new attempts of the same workflow go to the new place."""
+    blob = node.stage(b"kept")
+    node.run(node.connect(), ["true"])
+    make_like_before(node)
+    mine = users_files(node)
+    attempt, old = f"{node.workflow}/g/running/0", node.top / f"{node.workflow}/g/running/0"
+    runner = attempts.create(str(node.top), {"attempt": attempt, "start_timeout_s": 60}, 0o22)
+    (node.top / node.workflow / MARKER).unlink()
+    wait_until(lambda: (old / "runner.json").read_bytes().strip(b"\0 "), 20, "the pair")
+    link = node.connect()
+    script = 'while ! test -e "$0"; do sleep 0.05; done; pwd; echo result > ../output/out; exit 3'
+    link.request("prepare", attempt=attempt, launch=launch_of(["sh", "-c", script, str(node.top / "go")]))
+    link.request("start", attempt=attempt)
+    link.close()
+    link = node.connect()
+    status = link.request("hello", watch=[attempt])["attempts"][attempt]
+    assert (status["phase"], status["directory"]) == ("running", str(old))
+    # Neither reap nor clean nor uninstall touches it.
+    assert [one for one in link.request("reap", dry_run=True)["processes"] if one["attempt"] == attempt] == []
+    with pytest.raises(AgentError, match="still running"):
+        link.request("clean", workflow=node.workflow, keep_output=False)
+    with pytest.raises(AgentError, match="still at work"):
+        link.request("uninstall")
+    assert link.request("stage", blobs=[{"hash": blob, "size": 4}])["missing"] == []
+    (node.top / "go").touch()
+    assert node.end(attempt)["exit_code"] == 3
+    link.request("tail", stream=1, attempt=attempt, file="output.log", offset=0)
+    os.waitpid(runner, 0)
+    assert link.request("hello", watch=[attempt])["attempts"][attempt]["end"]["exit_code"] == 3
+    assert (old / "output.log").read_text() == f"{old}/work\n"
+    fetched = fetch_output(node.transport, str(node.top), sys.executable, attempt, node.top.parent, timeout_s=20)
+    assert fetched.files == 1
+    with pytest.raises(AgentError, match="has ended"):
+        node.lease(link, attempt)
+    following = f"{attempt[:-1]}1"
+    node.lease(link, following)
+    assert (node.root / following).is_dir()
+    link.request("stop", attempt=following, grace_s=0, why="")
+    node.end(following)
+    assert survey(node) == [node.workflow]
+    known = link.request("recall", known=[])["workflows"]
+    assert [(one["uuid"], sorted(a["directory"] for a in one["attempts"])) for one in known] == [
+        (node.workflow, sorted([str(node.root / following), str(old), str(node.top / node.workflow / "g/t1/0")]))
+    ]
+    wait_until(lambda: "conflict" not in outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
+    assert not (node.top / node.workflow).exists()
+    assert not (node.root / node.workflow).exists()
+    (node.top / "go").unlink()
+    assert {name: (node.top / name).read_bytes() for name in mine} == mine
+
+
+def test_uninstall_removes_of_an_earlier_version_what_is_provably_ours(node: NodeUnderTest) -> None:
+    link = node.connect()
+    node.run(link, ["true"])
+    blob = node.stage(b"a blob of the version before")
+    (node.root / "blobs" / f"{'c' * 64}").write_bytes(b"without our mark")
+    wait_until(lambda: not link.request("reap", dry_run=True)["settled"])
+    link.close()
+    make_like_before(node)
+    before = node.top / "blobs" / blob
+    assert before.exists()
+    said = wait_until(lambda: None if "conflict" in (one := outcome(node, "uninstall")) else json.loads(one), 20)
+    assert not node.root.exists()
+    assert not (node.top / node.workflow).exists()
+    assert not (node.top / "runtime").exists()
+    assert list(snapshot(node.top)) == [f"blobs/{'c' * 64}"]
+    assert said["left"] == [
+        f"{node.top}/blobs: an earlier version of distflow may have made it; look into it and remove it by hand"
+    ]
+
+
+def test_a_copy_that_a_user_made_of_a_workflow_is_the_users(node: NodeUnderTest) -> None:
+    node.run(node.connect(), ["true"])
+    shutil.copytree(node.root / node.workflow, node.top / node.workflow, ignore=shutil.ignore_patterns("control"))
+    copied = snapshot(node.top / node.workflow)
+    wait_until(lambda: "conflict" not in outcome(node, "clean", workflow=node.workflow, keep_output=False), 20)
+    assert not (node.root / node.workflow).exists()
+    assert snapshot(node.top / node.workflow) == copied
+
+
+def test_ages_are_counted_by_the_clock_that_dates_the_files(node: NodeUnderTest) -> None:
+    node.run(node.connect(), ["true"])
+    said = node.connect().request("survey")
+    (one,) = said["workflows"]
+    assert 0 <= said["now"] - one["modified_at"] < 60
+    assert abs(said["now"] - (node.root / MARKER).stat().st_mtime) < 60
+
+
+def test_the_digest_covers_names_and_contents() -> None:
+    total = hashlib.sha256()
+    for name, data in RUNTIME._sources.items():
+        total.update(f"{name} {len(data)}\n".encode() + data)
+    assert RUNTIME.digest == total.hexdigest()
