@@ -52,6 +52,7 @@ class _Status(_Form):
     pid: _Pid | None = None
     started_at: _Time | None = None
     end: _End | None = None
+    directory: str = ""
 
 
 class _Address(_Form):
@@ -106,6 +107,7 @@ class _Surveyed(_Form):
 
 class _Survey(_Form):
     workflows: list[_Surveyed]
+    now: _Time
     blob_bytes: _Count = 0
     free_bytes: _Count | None = None
 
