@@ -22,11 +22,14 @@ from distflow.runtime.hunt import Hunt
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
 
     from contract.conftest import NodeUnderTest
     from distflow.backends.machines.link import AgentLink, Event
     from distflow.runtime.processes import Process
+
+    Suspend: TypeAlias = Callable[[NodeUnderTest, str, str], list[int]]
 
 SEED = int(os.environ.get("DISTFLOW_TEST_SEED", str(random.SystemRandom().randrange(10**6))))
 
@@ -399,20 +402,29 @@ def test_a_bomb_of_many_daemons_is_defused(node: NodeUnderTest, marker: str) -> 
     assert time.monotonic() - started < 10
 
 
-def suspended(node: NodeUnderTest, attempt: str, who: str) -> list[int]:
-    """The processes of a pair, or of the one of it that is named, after they were suspended."""
-    pids = [node.state(attempt)[one]["pid"] for one in (("runner", "keeper") if who == "both" else (who,))]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    return pids
+@pytest.fixture
+def suspend() -> Iterator[Suspend]:
+    """Suspends a pair, or the one of it that is named, and returns the process ids."""
+    known: list[int] = []
+
+    def suspend(node: NodeUnderTest, attempt: str, who: str) -> list[int]:
+        pids = [node.state(attempt)[one]["pid"] for one in (("runner", "keeper") if who == "both" else (who,))]
+        known.extend(pids)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        return pids
+
+    yield suspend
+    for pid in known:  # a suspended subreaper gathers zombies until the machine has no process left
+        kill(pid)
 
 
 @pytest.mark.parametrize("who", ["keeper", "runner", "both"])
-def test_a_pair_that_was_suspended_does_not_save_its_task(node: NodeUnderTest, marker: str, who: str) -> None:
+def test_a_pair_that_was_suspended_does_not_save_its_task(node: NodeUnderTest, marker: str, suspend: Suspend, who: str) -> None:
     link = node.connect()
     attempt = node.start(link, hostile(marker, ["still"]))
     wait_until(lambda: node.output(attempt))
-    suspended(node, attempt, who)
+    suspend(node, attempt, who)
     link.send("stop", lambda _answer: None, attempt=attempt, grace_s=0, why="CANCELED")
     end = node.end(attempt, 20)
     assert (end["reason"], end["why"], end["signal"]) == ("stopped", "CANCELED", signal.SIGKILL)
@@ -421,20 +433,20 @@ def test_a_pair_that_was_suspended_does_not_save_its_task(node: NodeUnderTest, m
 
 @pytest.mark.parametrize("is_other_agent", [False, True])
 def test_a_pair_that_is_suspended_again_and_again_does_not_save_its_task(
-    node: NodeUnderTest, marker: str, is_other_agent: bool
+    node: NodeUnderTest, marker: str, suspend: Suspend, is_other_agent: bool
 ) -> None:
     first = node.connect()
     attempt = node.start(first, hostile(marker, ["still", "chain"]))
     wait_until(lambda: node.output(attempt))
-    pids, is_over = suspended(node, attempt, "both"), threading.Event()
+    pids, is_over = suspend(node, attempt, "both"), threading.Event()
 
-    def suspend() -> None:
+    def again() -> None:
         while not is_over.wait(0.0005):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
 
-    holder = threading.Thread(target=suspend)
+    holder = threading.Thread(target=again)
     holder.start()
     try:
         if is_other_agent:

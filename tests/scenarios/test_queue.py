@@ -54,11 +54,14 @@ def test_a_gang_that_never_fits_is_refused_at_once(cli: Cli) -> None:
     assert json.loads(cli.run("workflow", "list", "-t", "json").out) == {"workflows": []}
 
 
-def test_four_supervisors_leave_one(cli: Cli) -> None:
+@pytest.mark.parametrize("is_lock_removed", [False, True])
+def test_four_supervisors_leave_one(cli: Cli, is_lock_removed: bool) -> None:
     cli.configure(gpus=2)
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(ONE_GANG.replace("GO", str(go))))
     at_work = cli.supervisor()
+    if is_lock_removed:
+        (cli.state / "supervisor.lock").unlink()
     extra = [
         subprocess.Popen([sys.executable, "-m", "distflow.supervisor", str(cli.state), "-1"], env=cli.environment)
         for _ in range(4)

@@ -111,7 +111,7 @@ def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
             return None
         if dry_run:
             return directory.store
-        lock = Lock(directory.lock)
+        lock = Lock(directory)
         if not lock.take():
             raise _at_work(directory, "damaged")
         try:

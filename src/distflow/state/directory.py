@@ -65,7 +65,7 @@ class StateDirectory:
 
     @property
     def lock(self) -> Path:
-        """Locked by the supervisor for as long as it lives."""
+        """Names the supervisor by its process id, and is locked by it for as long as it lives, as is ``blobs``."""
         return self.path / "supervisor.lock"
 
     @property
@@ -80,17 +80,8 @@ class StateDirectory:
 
     @property
     def socket(self) -> Path:
-        """Where the supervisor is woken; socket paths are limited to about 100 bytes, so it lies elsewhere."""
-        # Commands that only read do not ask for it, and these two cost a tenth of their time.
-        import hashlib  # noqa: PLC0415
-        import tempfile  # noqa: PLC0415
-
-        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
-        runtime = os.environ.get("XDG_RUNTIME_DIR")
-        base = Path(runtime) if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir())
-        if len(os.fsencode(base)) > 60:
-            base = Path("/tmp")  # noqa: S108  a folder of our own inside it, 0700
-        return base / f"distflow-{os.getuid()}" / f"{digest}.sock"
+        """Where the supervisor is woken."""
+        return self.path / "supervisor.sock"
 
     def ensure(self) -> StateDirectory:
         """Create the directories with mode 0700 and return self.
@@ -151,9 +142,9 @@ def lock_at_once(handle: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of a file (``flock``); of one that is not there, nobody does."""
+    """Return whether a process holds the lock of a file or a directory (``flock``); of one that is not there, nobody does."""
     try:
-        handle = os.open(path, os.O_RDWR)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

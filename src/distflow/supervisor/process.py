@@ -12,7 +12,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,34 +26,40 @@ _LOG_LIMIT = 4 << 20
 
 
 class Lock:
-    """The supervisor's lock: an ``flock`` that vanishes with its process."""
+    """The supervisor's lock: an ``flock`` that vanishes with its process.
 
-    def __init__(self, path: Path) -> None:
-        """Name the file; nothing is locked yet."""
-        self._path = path
-        self._handle = -1
+    A directory of the state directory is locked. A lock file alone could be removed while it is locked, and the next supervisor
+    would make another one, so two would work on one store. The file is locked as well, for supervisors of earlier versions.
+    """
+
+    def __init__(self, directory: StateDirectory) -> None:
+        """Name the directory; nothing is locked yet."""
+        self._directory = directory
+        self._handles: list[int] = []
 
     def take(self) -> bool:
         """Take the lock and return True, or False when another process has it."""
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        if not lock_at_once(handle):
-            os.close(handle)
-            return False
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        self._handle = handle
+        for path, flags in (
+            (self._directory.blobs, os.O_RDONLY | os.O_DIRECTORY),
+            (self._directory.lock, os.O_RDWR | os.O_CREAT),
+        ):
+            self._handles.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
+            if not lock_at_once(self._handles[-1]):
+                self.give_up()
+                return False
+        os.ftruncate(self._handles[-1], 0)
+        os.pwrite(self._handles[-1], f"{os.getpid()}\n".encode(), 0)
         return True
 
     def give_up(self) -> None:
         """Let go of the lock; harmless without it."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        while self._handles:
+            os.close(self._handles.pop())
 
 
 def is_running(directory: StateDirectory) -> bool:
     """Return whether a supervisor holds the lock."""
-    return is_locked(directory.lock)
+    return is_locked(directory.blobs) or is_locked(directory.lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,24 +146,40 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
 
 def wake(directory: StateDirectory) -> None:
     """Tell a running supervisor to look at the store now; silently nothing when there is none."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as knock:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as knock,
+        _address(directory) as address,
+    ):
         knock.setblocking(False)
-        knock.sendto(b"wake", os.fspath(directory.socket))
+        knock.sendto(b"wake", address)
 
 
-def open_wake_socket(directory: StateDirectory) -> socket.socket:
-    """Return the socket on which the supervisor is woken; only for who holds the lock."""
-    path = directory.socket
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.parent.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not path.parent.is_dir():
-        raise SupervisorError(
-            f"{path.parent} belongs to somebody else or is open to others", hint="remove it, or set XDG_RUNTIME_DIR"
-        )
-    path.unlink(missing_ok=True)
+def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
+    """Return the socket on which the supervisor is woken; only for the holder of the lock.
+
+    ``None`` where the file system of the state directory has no sockets: the supervisor then finds new work a few seconds
+    later, when it looks by itself.
+    """
     knock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    knock.bind(os.fspath(path))
+    try:
+        with _address(directory) as address:
+            directory.socket.unlink(missing_ok=True)
+            knock.bind(address)
+    except OSError:
+        knock.close()
+        return None
     return knock
+
+
+@contextlib.contextmanager
+def _address(directory: StateDirectory) -> Iterator[str]:
+    """Yield an address of the socket that is short enough, as addresses of sockets must be: by way of a descriptor."""
+    handle = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{handle}/{directory.socket.name}"
+    finally:
+        os.close(handle)
 
 
 def _private(path: str, flags: int) -> int:

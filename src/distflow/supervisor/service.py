@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
             return 0
     gc.freeze()
     gc.enable()
-    starter, lock = _Starter(ready), Lock(directory.lock)
+    starter, lock = _Starter(ready), Lock(directory)
     while True:
         if not lock.take():
             starter.tell(b"other")
@@ -136,18 +137,22 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
     supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, clock, open_one, _log, keys)
     knock = open_wake_socket(directory)
 
-    def listen() -> None:
+    def listen(knock: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while knock.recv(16):
                 supervisor.wake()
 
-    threading.Thread(target=listen, name="wake", daemon=True).start()
+    if knock is None:
+        _log("no socket can be made in the state directory: new work is found when the store is looked at, every few seconds")
+    else:
+        threading.Thread(target=listen, args=(knock,), name="wake", daemon=True).start()
     starter.tell(b"ready")
     _log(f"supervisor {os.getpid()} at work")
     try:
         supervisor.run()
     finally:
-        knock.close()
+        if knock is not None:
+            knock.close()
     _log("nothing left to do")
     return supervisor.unreadable
 

@@ -177,7 +177,7 @@ def task_log(directory: StateDirectory, record: WorkflowRecord, name: str, reads
 @contextmanager
 def supervised(directory: StateDirectory) -> Iterator[None]:
     """Hold the supervisor's lock, so that no command starts one."""
-    lock = Lock(directory.lock)
+    lock = Lock(directory)
     assert lock.take()
     try:
         yield
