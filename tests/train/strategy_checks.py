@@ -18,6 +18,7 @@ from distflow.train import (
     backward,
     clip_gradients,
     compress_gradients,
+    evaluate,
     full_state_dict,
     local_sgd,
     parallelize,
@@ -92,23 +93,37 @@ class Plain(nn.Module):
         return torch.as_tensor(self.second(torch.tanh(self.first(x))))
 
 
+class Shifted(nn.Module):
+    """Takes two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.second(torch.tanh(self.first(x + shift))))
+
+
 def traced_pipeline() -> Found:
-    x, y = torch.ones(4, 8), torch.zeros(4, 8)
+    x, shift, y = torch.ones(4, 8), torch.arange(32.0).reshape(4, 8) / 32, torch.zeros(4, 8)
     options = {"split_points": ["second"], "micro_batches": 2}
     model = parallelize(
-        Plain(), "pipeline", loss=nn.functional.mse_loss, example=(x[:2],), **options
+        Shifted(), "pipeline", loss=nn.functional.mse_loss, example=(x[:2], shift[:2]), **options
     )  # fmt: skip
     assert isinstance(model, Pipeline)
-    loss = model.step(x, y)
-    alone = Plain()
-    nn.functional.mse_loss(alone(x), y).backward()
+    loss = backward(model, (x, shift), y, nn.functional.mse_loss)
+    alone = Shifted()
+    nn.functional.mse_loss(alone(x, shift), y).backward()
     wanted = dict(alone.named_parameters())
     gradients = {name: one.grad for name, one in model.part.named_parameters() if one.grad is not None}
     return {
         "difference": max((one - (wanted[name].grad or 0)).abs().max().item() if wanted[name].grad is None else
                           (one - torch.as_tensor(wanted[name].grad)).abs().max().item() for name, one in gradients.items()),
         "gradients": len(gradients),
-        "loss": abs(loss.item() - nn.functional.mse_loss(alone(x), y).item()),
+        "loss": abs(loss.item() - nn.functional.mse_loss(alone(x, shift), y).item()),
+        "evaluated": abs(loss.item() - evaluate(model, (x, shift), y, nn.functional.mse_loss).item()),
+        "by_name": abs(loss.item() - evaluate(model, {"x": x, "shift": shift}, y, nn.functional.mse_loss).item()),
     }  # fmt: skip
 
 

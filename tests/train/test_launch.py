@@ -14,7 +14,7 @@ import pytest
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.train.launch import main
 from distflow.train.starting import LayoutError, launch, read_share
-from train.conftest import DEADLINE_S, Start
+from train.conftest import DEADLINE_S, SOURCES, Start
 
 HELLO = """
     import json, os, sys
@@ -254,6 +254,28 @@ def test_a_function_is_launched_from_a_script(start: Start) -> None:
     assert bad.wait() == 1
     assert bad.error["message"]["message"] == "ValueError: bad word"
     assert 'raise ValueError("bad word")' in bad.error["message"]["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize("source", ["-", "-c"])
+def test_a_program_without_a_file_launches_what_it_imports_and_says_so(source: str, tmp_path: Path) -> None:
+    """As from standard input, and in a notebook, which has no `__file__` either."""
+    (tmp_path / "training.py").write_text('import os\n\ndef train():\n    os.write(1, os.environ["RANK"].encode() + b"\\n")\n')
+    imported = "from distflow.train import launch\nfrom training import train\nlaunch(train, size=2)\nprint('end', __name__)\n"
+    own = "from distflow.train import launch\ndef train(): pass\nlaunch(train, size=2)\n"
+
+    def run(text: str) -> subprocess.CompletedProcess[str]:
+        words = [source] if source == "-" else [source, text]
+        return subprocess.run(
+            [sys.executable, *words], input=text if source == "-" else "", capture_output=True, text=True, cwd=tmp_path,
+            timeout=DEADLINE_S, check=False, env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        )  # fmt: skip
+
+    done = run(imported)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["0", "1", "end __main__"]), done.stderr
+    refused = run(own)
+    assert refused.returncode == 1
+    assert "this program has no file (it is a notebook, or came from standard input)" in refused.stderr
+    assert "%%writefile training.py" in refused.stderr
 
 
 @pytest.mark.parametrize(

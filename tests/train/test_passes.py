@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train import backward, data_shard, finish, local_sgd
+from distflow.train import backward, data_shard, evaluate, finish, local_sgd
 from distflow.train.strategies.description import choose, forget, make_strategy
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
@@ -52,3 +53,55 @@ def test_a_teacher_that_was_made_first_changes_nothing() -> None:
         warnings.simplefilter("error")
         choose(make_strategy("ddp", 2), rank=1)
     assert data_shard() == (1, 2)
+
+
+class TwoInputs(nn.Module):
+    """Called as models of Hugging Face are: with the keys of a batch as names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        return {"out": self.line(ids * mask) * scale}
+
+
+def loss_of(outputs: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs["out"], targets["labels"])
+
+
+IDS, MASK = torch.arange(12.0).reshape(6, 2) / 12, torch.tensor([[1.0, 0.0], [1.0, 1.0]] * 3)
+
+
+@pytest.mark.parametrize("kind", ["mapping", "user mapping", "tuple", "list"])
+def test_batches_of_several_tensors_are_cut_as_one_tensor_is(kind: str) -> None:
+    forget()
+    targets = {"labels": torch.ones(6, 1)}
+    inputs = {
+        "mapping": {"ids": IDS, "mask": MASK, "scale": 0.5}, "user mapping": UserDict({"ids": IDS, "mask": MASK, "scale": 0.5}),
+        "tuple": (IDS, MASK, 0.5), "list": [IDS, MASK, 0.5],
+    }[kind]  # fmt: skip
+    found = []
+    for micro_batches in (1, 4):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(TwoInputs())
+        loss = backward(model, inputs, targets, loss_of, micro_batches=micro_batches)
+        gradient = model.module.line.weight.grad
+        assert gradient is not None
+        found.append((loss.item(), gradient.flatten().tolist(), evaluate(model, inputs, targets, loss_of).item()))
+    assert found[0][1] == pytest.approx(found[1][1])
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[0][2] == found[1][2] == pytest.approx(found[0][0])
+
+
+def test_targets_may_be_left_out_and_tensors_of_another_length_are_named() -> None:
+    model = TwoInputs()
+
+    def own(outputs: dict[str, torch.Tensor], _: None) -> torch.Tensor:
+        return outputs["out"].mean()
+
+    assert backward(model, {"ids": IDS, "mask": MASK}, None, own, micro_batches=2).isfinite()
+    with pytest.raises(ValueError, match="into 2 micro-batches: mask has 3 samples, the first tensor 6"):
+        backward(model, {"ids": IDS, "mask": MASK[:3]}, None, own, micro_batches=2)
+    with pytest.raises(ValueError, match="the batch holds no tensor"):
+        evaluate(model, {"ids": 1}, None, own)

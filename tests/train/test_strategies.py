@@ -153,6 +153,7 @@ def test_a_traced_model_is_cut_too(worlds: Worlds) -> None:
     assert found["gradients"] == 2
     assert found["difference"] < TOLERANCE
     assert found["loss"] < TOLERANCE
+    assert max(found["evaluated"], found["by_name"]) < TOLERANCE
 
 
 def test_ranks_that_share_a_tensor_are_neighbours(worlds: Worlds) -> None:

@@ -154,7 +154,8 @@ def launch(
 
     What is not given comes from distflow's variables, else it is one rank. In a process that is a rank already the function
     is simply called, so that a script works under any launcher. ``function`` must be importable (no lambda), as
-    ``multiprocessing`` wants it. Call it in the main thread, under ``if __name__ == "__main__":``.
+    ``multiprocessing`` wants it. Call it in the main thread, under ``if __name__ == "__main__":``. In a notebook, and in a
+    program from standard input, the function must come from a module.
 
     Raises ``SystemExit`` with the first failure's exit code, or 143 when the ranks were asked to stop; ``LayoutError``;
     ``TypeError`` for what cannot be pickled.
@@ -169,12 +170,19 @@ def launch(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("launch() waits for signals: call it in the main thread")
     try:
-        ForkingPickler.dumps((function, args))
+        pickled = ForkingPickler.dumps((function, args))
     except Exception as error:
         raise TypeError(
             f"launch() cannot hand {function!r} and its arguments to other processes ({error}): define the function at the top "
             "of a module, and give it plain values"
         ) from error
+    has_file = _has_file()
+    if not has_file and b"__main__" in bytes(pickled):
+        raise TypeError(
+            f"launch() starts new processes, which cannot import {function!r} or its arguments: this program has no file (it "
+            "is a notebook, or came from standard input). Write the function to a file, such as training.py (in a notebook: "
+            "%%writefile training.py), then call launch() with the function that you import from there"
+        )
     context = multiprocessing.get_context("spawn")
 
     def start(environment: Mapping[str, str]) -> _Started:
@@ -183,11 +191,16 @@ def launch(
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(environment)  # libraries read it while the function is being imported
+        program = vars(sys.modules["__main__"])
+        # Of a program without a file it names none that there is, such as <stdin>, which the process would run first.
+        path = None if has_file else program.pop("__file__", None)
         try:
             process.start()
         finally:
             os.environ.clear()
             os.environ.update(before)
+            if path is not None:
+                program["__file__"] = path
         pid = process.pid
         if pid is None:
             raise RuntimeError("multiprocessing started no process")
@@ -196,6 +209,12 @@ def launch(
     code = _run(share, start)
     if code:
         raise SystemExit(code)
+
+
+def _has_file() -> bool:
+    """Return whether new processes can import this program."""
+    program = sys.modules["__main__"]
+    return program.__spec__ is not None or os.path.isfile(getattr(program, "__file__", None) or "")
 
 
 def _call(function: Callable[..., object], args: tuple[Any, ...]) -> None:

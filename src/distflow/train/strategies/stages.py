@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.train.communication import all_reduce_mean
+from distflow.train.nested import Batch, as_arguments, sample_count, shape_of
 from distflow.train.strategies.initial import allocate
 
 __all__ = ["Loss", "Pipeline", "balanced_parts", "make_pipeline"]
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor]
 """From outputs and targets of a micro-batch to its mean loss."""
 
 
@@ -52,39 +53,45 @@ class Pipeline(nn.Module):
         self.replicas = replicas
         """The ranks that hold the same stage, if there are others."""
         self._schedules, self._group, self._device = schedules, group, device
-        self._made: dict[bool, tuple[torch.Size, Any]] = {}
+        self._made: dict[bool, tuple[tuple[torch.Size, ...], Any]] = {}
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def step(self, inputs: Batch, targets: torch.Tensor) -> torch.Tensor:
         """Run the forward and backward pass of a batch, and return its mean loss on every rank.
 
-        All stages are given the same batch; its first dimension is cut into the micro-batches. The mean of their gradients is
-        added to those that are there.
+        All stages are given the same batch; its first dimension is cut into the micro-batches. The first stage is called with
+        the tensors of a tuple one by one, and with those of a mapping by their names. The mean of their gradients is added to
+        those that are there. Raises ``TypeError`` for targets that are not a tensor.
         """
+        if not isinstance(targets, torch.Tensor):
+            raise TypeError("a pipeline takes its targets as one tensor, which torch cuts into micro-batches")
         losses: list[torch.Tensor] = []
-        given = (inputs,) if self.is_first else ()
-        self._schedule(inputs, trains=True).step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
+        given, named = as_arguments(inputs) if self.is_first else ((), {})
+        self._schedule(inputs, trains=True).step(
+            *given, **named, **({"target": targets, "losses": losses} if self.is_last else {})
+        )
         if self.replicas is not None:
             all_reduce_mean([one.grad for one in self.part.parameters() if one.grad is not None], group=self.replicas)
         return self._from_last(torch.stack(losses).sum() if losses else None)
 
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
+    def evaluate(self, inputs: Batch, targets: Batch, loss: Loss) -> torch.Tensor:
         """Run the forward pass of a batch without gradients, and return its mean loss on every rank.
 
         All stages are given the same batch. The ``loss`` sees it as a whole, in the last stage, and may be another than that of
         training.
         """
         with torch.no_grad():
-            outputs = self._schedule(inputs, trains=False).step(*((inputs,) if self.is_first else ()))
+            given, named = as_arguments(inputs) if self.is_first else ((), {})
+            outputs = self._schedule(inputs, trains=False).step(*given, **named)
             return self._from_last(loss(outputs, targets) if self.is_last else None)
 
-    def _schedule(self, inputs: torch.Tensor, *, trains: bool) -> Any:
+    def _schedule(self, inputs: Batch, *, trains: bool) -> Any:
         """Return the schedule for batches of this shape: torch's expect the shape of their first batch ever after."""
         shape, schedule = self._made.get(trains, (None, None))
-        if shape != inputs.shape:
+        if shape != shape_of(inputs):
             # Of one size, because stages receive into buffers of one size, and so that the mean of their means is the batch's.
-            count = max(number for number in range(1, self.micro_batches + 1) if len(inputs) % number == 0)
+            count = max(number for number in range(1, self.micro_batches + 1) if sample_count(inputs) % number == 0)
             schedule = self._schedules(count, trains)
-            self._made[trains] = inputs.shape, schedule
+            self._made[trains] = shape_of(inputs), schedule
         return schedule
 
     def _from_last(self, loss: torch.Tensor | None) -> torch.Tensor:
