@@ -176,3 +176,66 @@ def test_relative_paths_begin_where_the_task_starts_as_they_do_in_an_image(cli: 
     done = cli.run("workflow", "submit", cli.spec(RELATIVE), "--wait")
     assert done.code == 0, done.err + done.out
     assert cli.logs("relative-1").replace("[one] ", "").splitlines() == ["text", "helped", "helped", "helped", "helper.sh"]
+
+
+SHARING = """\
+workflow:
+  name: sharing
+  groups:
+  - name: talk
+    tasks:
+    - name: server
+      lead: true
+      image: ubuntu:24.04
+      command: [sh, /tmp/serve.sh]
+      files:
+      - path: /tmp/serve.sh
+        contents: |
+          echo answer > /tmp/DIR/answer.txt; echo 1 > /tmp/DIR/$DISTFLOW_TASK.txt
+    - name: client
+      image: ubuntu:24.04
+      command: [sh, /tmp/serve.sh]
+      volumeMounts: [MOUNT]
+      files:
+      - path: /tmp/serve.sh
+        contents: |
+          : > /tmp/DIR/answer.txt; cat /tmp/DIR/answer.txt
+          cat /tmp/DIR/own.txt || true
+"""
+
+
+@pytest.mark.parametrize(("mount", "lines"), [("/dev/shm", ["21"]), ("FOLDER", [])])
+def test_tasks_that_share_files_of_one_node_unknowingly_are_named(cli: Cli, mount: str, lines: list[str]) -> None:
+    folder = cli.folder / "shared"
+    folder.mkdir()
+    text = SHARING.replace("MOUNT", mount).replace("FOLDER", str(folder)).replace("/tmp/DIR", str(folder))
+    for command in ("validate", "submit"):
+        done = cli.run("workflow", command, cli.spec(text), *(["--wait"] if command == "submit" else []))
+        assert done.code == 0, done.err + done.out
+        found = [line for line in done.err.splitlines() if "` share `" in line]
+        assert [line.partition("spec.yaml:")[2].partition(":")[0] for line in found] == lines
+        assert all(f"`server`, `client` share `{folder}/answer.txt`" in line for line in found)
+
+
+MOUNTS = """\
+workflow:
+  name: mounts
+  tasks:
+  - name: read
+    image: ubuntu:24.04
+    command: [sh, -c, 'cat HERE/x']
+    volumeMounts: [/dev/shm, "HERE:HERE"]
+"""
+
+
+def test_a_directory_to_mount_that_the_node_does_not_have_is_named(cli: Cli) -> None:
+    here = cli.folder / "given"
+    done = cli.run("workflow", "submit", cli.spec(MOUNTS.replace("HERE", str(here))), "--wait")
+    assert done.code == 1
+    task = cli.tasks("mounts-1")["read"]
+    assert task["status"] == "FAILED_START_ERROR"
+    assert f"volumeMounts: {here} is not on this node" in task["failure_message"]
+    here.mkdir()
+    (here / "x").write_text("there\n")
+    assert cli.run("workflow", "submit", "spec.yaml", "--wait").code == 0
+    assert cli.logs("mounts-2") == "[read] there\n"

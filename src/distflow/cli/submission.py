@@ -23,6 +23,7 @@ from distflow.layout.topology import place_near
 from distflow.plan.compile import compile_plan, demands
 from distflow.plan.containers import container_notices
 from distflow.plan.model import Plan
+from distflow.plan.sharing import sharing_notices
 from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.spec.bundles import bundle_files
@@ -190,6 +191,8 @@ def plan_for(checked: Checked, pool: Pool, overrides: Overrides, blobs: Path, da
     placement, misfits = propose(plan, pool, checked.spec)
     if misfits:
         raise ProblemsFound([*misfits, *checked.warnings])
+    shared = sharing_notices(checked.spec, bundles, placement, pool.nodes)
+    checked = replace(checked, warnings=in_document_order([*checked.warnings, *shared]))
     return Ready(checked=checked, plan=plan, pool=pool, placement=placement)
 
 

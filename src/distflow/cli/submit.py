@@ -35,6 +35,7 @@ from distflow.lifecycle.upstream import waits_for
 from distflow.plan.compile import compile_plan
 from distflow.plan.containers import container_notices
 from distflow.plan.render import plan_json, plan_text, script
+from distflow.plan.sharing import sharing_notices
 from distflow.pools.choose import choose_pool
 from distflow.pools.hostfile import Host
 from distflow.pools.model import Configuration
@@ -213,8 +214,8 @@ def _validate_one(
         raise ProblemsFound([*problems, *checked.warnings])
     plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
     # Whether it fits here is no fault of the spec: it may be meant for other machines.
-    _, misfits = propose(plan, chosen, checked.spec, Severity.WARNING)
-    notices = container_notices(checked.spec, chosen.nodes)
+    placement, misfits = propose(plan, chosen, checked.spec, Severity.WARNING)
+    notices = container_notices(checked.spec, chosen.nodes) + sharing_notices(checked.spec, bundles, placement, chosen.nodes)
     return checked, [*in_document_order([*checked.warnings, *notices]), *misfits]
 
 

@@ -61,6 +61,7 @@ def bind_task(
     if not own.interface:
         # An address without an interface of its own: let torch and NCCL look for one.
         environment = {name: text for name, text in environment.items() if not (name.endswith("_SOCKET_IFNAME") and not text)}
+    container = container_of(launch, node, fill)
     return BoundLaunch(
         task=task,
         node=own.node,
@@ -70,7 +71,8 @@ def bind_task(
         setup=node.setup,
         # Where the directory of a checkpoint goes must be there, as it is on a machine where the path is used as it is.
         folders=(*launch.folders, *(str(PurePosixPath(one.place).parent) for one in launch.checkpoints)),
-        container=container_of(launch, node, fill),
+        container=container,
+        mounts=() if container else tuple(fill(mount).partition(":")[0] for mount in launch.mounts),
         memory=launch.resource.memory if node.enforce_limits else None,
         python_path=launch.python_path,
         path=launch.path,

@@ -9,7 +9,7 @@ from distflow.plan.model import Container, Launch
 from distflow.pools.model import Node
 from distflow.spec.model import TaskSpec, WorkflowSpec
 
-__all__ = ["container_notices", "container_of"]
+__all__ = ["container_notices", "container_of", "has_own_tmp"]
 
 _SHARED = ("/dev/shm:/dev/shm", "/proc:/proc", "/sys:/sys")  # noqa: S108  of the node's own, in every container
 
@@ -27,6 +27,11 @@ def container_of(launch: Launch, node: Node, fill: Callable[[str], str]) -> Cont
         cpus=launch.resource.cpu if node.enforce_limits else None,
         memory=launch.resource.memory if node.enforce_limits else None,
     )
+
+
+def has_own_tmp(runtime: str) -> bool:
+    """Return whether a container of this runtime has a ``/tmp`` of its own; Apptainer's is the node's."""
+    return runtime not in ("none", "apptainer")
 
 
 def container_notices(spec: WorkflowSpec, nodes: Sequence[Node]) -> tuple[Problem, ...]:

@@ -293,6 +293,8 @@ class BoundLaunch:
     """``None``: it runs on the node's own python."""
     folders: tuple[str, ...] = ()
     """Directories of the attempt's that are made before it starts."""
+    mounts: tuple[str, ...] = ()
+    """Directories of the node that must be there; those of a container are in ``container``."""
     memory: int | None = None
     """Bytes that its processes may use; ``None``: all that there are."""
     python_path: tuple[str, ...] = ()

@@ -53,6 +53,7 @@ def fill(launch: Json, directory: str) -> Json:
     filled = dict(launch)
     filled["argv"] = [text(a) for a in launch["argv"]]
     filled["path_prepend"] = [text(p) for p in launch.get("path_prepend") or []]
+    filled["mounts"] = [text(p) for p in launch.get("mounts") or []]
     filled["path"] = [text(p) for p in launch.get("path") or []]
     filled["python_path"] = [text(p) for p in launch.get("python_path") or []]
     for name in ("env", "secret_env"):

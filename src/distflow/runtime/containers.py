@@ -14,6 +14,7 @@ import subprocess
 from typing import Dict, List, Optional, Tuple
 
 from distflow.runtime import apptainer, processes
+from distflow.runtime.inside import check_mounts
 from distflow.runtime.limits import size_text
 from distflow.runtime.wire import Json, OpError
 
@@ -39,10 +40,7 @@ def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] 
     Answers ``program`` and whether it ``was_there``. Raises ``image_pull``, ``no_container``.
     """
     program, image = _program(container, env), str(container["image"])
-    for mount in container.get("mounts") or []:
-        source = mount.partition(":")[0]
-        if not os.path.exists(source):
-            raise OpError("no_container", "volumeMounts: {} is not on this node".format(source))
+    check_mounts([mount.partition(":")[0] for mount in container.get("mounts") or []])
     if apptainer.is_it(program):
         return apptainer.pull(program, image, root, env, login)
     looked = _run([program, "image", "inspect", image], env, _INSPECT_S)

@@ -1,13 +1,13 @@
-"""Paths that may not lead out of a directory, by themselves or through a link."""
+"""Paths that may not lead out of a directory, by themselves or through a link; and directories that must be there."""
 
 from __future__ import annotations
 
 import os
-from typing import Optional, Set
+from typing import Iterable, Optional, Set
 
 from distflow.runtime.wire import OpError
 
-__all__ = ["inside"]
+__all__ = ["check_mounts", "inside"]
 
 
 def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
@@ -27,3 +27,10 @@ def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
     if known is not None:
         known.add(os.path.dirname(path))
     return path
+
+
+def check_mounts(sources: Iterable[str]) -> None:
+    """Check that what ``volumeMounts`` names is on this node. Raises ``no_mount``."""
+    for source in sources:
+        if not os.path.exists(source):
+            raise OpError("no_mount", "volumeMounts: {} is not on this node".format(source))

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from distflow.runtime import masking, secretfiles
 from distflow.runtime.blobs import is_whole, path_of, take
-from distflow.runtime.inside import inside
+from distflow.runtime.inside import check_mounts, inside
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
 
@@ -28,8 +28,13 @@ _NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBAD
 
 
 def is_quick(launch: Json) -> bool:
-    """Whether everything that is to be placed came with the launch itself, so that no child is needed for it."""
-    return all(file.get("blob") is None and not file.get("is_tar") for file in launch.get("files") or [])
+    """Whether everything that is to be placed came with the launch itself, so that no child is needed for it.
+
+    A directory to mount may be on a file system that does not answer, which must not stop the agent.
+    """
+    return not launch.get("mounts") and all(
+        file.get("blob") is None and not file.get("is_tar") for file in launch.get("files") or []
+    )
 
 
 def checked(launch: Json) -> Json:
@@ -54,6 +59,7 @@ def checked(launch: Json) -> Json:
 
 def place(root: str, directory: str, launch: Json) -> None:
     """Place every file of ``launch`` (placeholders filled) and write ``launch.json``. May be done again after a break."""
+    check_mounts(launch.get("mounts") or [])
     for file in launch.get("files") or []:
         _place(root, directory, file)
     secretfiles.place(directory, launch.get("secret_files") or [])

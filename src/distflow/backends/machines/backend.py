@@ -210,6 +210,7 @@ class MachinesBackend:
                 "stop_grace_s": stop_grace_s,
                 "shell_prelude": launch.setup,
                 "folders": list(launch.folders),
+                "mounts": list(launch.mounts),
                 "container": None if launch.container is None else asdict(launch.container),
                 "memory": launch.memory,
                 "self_stop_after_s": self._pool.self_stop_after_s,
