@@ -78,8 +78,11 @@ class Bench:
     logs: dict[tuple[str, str], bytes] = field(default_factory=dict)
     beats: list[tuple[str, float]] = field(default_factory=list)
 
-    def size(self, key: AttemptKey, file: str) -> int:
-        return len(self.logs.get((key.name, file), b""))
+    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+        return f"output.{kind}", len(self.logs.get((key.name, f"output.{kind}"), b""))
+
+    def has_room(self) -> bool:
+        return True
 
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         held = self.logs.get((key.name, file), b"")

@@ -42,6 +42,21 @@ def small(cli: Cli) -> Iterator[Cli]:
         subprocess.run(["umount", "-l", str(cli.state)], check=True)
 
 
+@pytest.fixture
+def middling(cli: Cli) -> Iterator[Cli]:
+    """A state directory on a disk of 64 MiB."""
+    cli.state.mkdir(mode=0o700)
+    if (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", str(cli.state)], check=False).returncode
+        != 0
+    ):
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield cli
+    finally:
+        subprocess.run(["umount", "-l", str(cli.state)], check=True)
+
+
 def _fill(folder: Path) -> Path:
     """Leave no room at all."""
     path = folder / "filler"
@@ -86,3 +101,42 @@ def test_what_happens_while_the_disk_of_the_state_is_full_is_read_afterwards(sma
     assert body["groups"][0]["first_cause"]["task"] == "master"
     assert cli.logs(ident).splitlines() == ["[master] begins", "[master] ends"]
     wait_until(lambda: cli.supervisor() is None, 30)
+
+
+RUNAWAY = """
+workflow:
+  name: runaway
+  groups:
+  - name: train
+    tasks:
+    - name: master
+      lead: true
+      ranks: {size: 1}
+      command: [sh, -c, "yes $(printf %0999d 0) | head -n 30000; while [ ! -e GO ]; do sleep 0.1; done; echo ends; exit 7"]
+    - name: worker
+      ranks: {size: 1}
+      command: [sh, -c, 'while :; do sleep 0.1; done']
+"""
+
+
+def test_output_never_takes_the_reserve_and_supervision_goes_on(middling: Cli) -> None:
+    cli, go = middling, middling.folder / "go"
+    (cli.folder / "distflow.yaml").write_text(f"pools: {{local: {{backend: local, root: {cli.folder / 'node'}}}}}\n")
+    filler = cli.state / "filler"
+    filler.write_bytes(bytes(40 << 20))
+    ident = cli.submit(cli.spec(RUNAWAY.replace("GO", str(go))))
+    cli.await_running(ident)
+    words = "its output stays on local: this machine's disk is almost full; free space here"
+    wait_until(lambda: words in cli.run("workflow", "events", ident).out, 60, "it is told")
+    found = os.statvfs(cli.state)
+    assert found.f_bavail * found.f_frsize > 2 << 20
+    told = cli.run("workflow", "query", ident)
+    assert "has less than 3.2 MiB free: new output stays on its nodes" in told.err
+    go.touch()
+    # What matters is written down while the disk is as full as that.
+    assert cli.await_status(ident, "FAILED")["groups"][0]["first_cause"]["exit_code"] == 7
+    assert cli.supervisor() is not None, "it waits for the output"
+    filler.unlink()
+    wait_until(lambda: cli.supervisor() is None, 60, "all is here")
+    lines = cli.logs(ident).splitlines()
+    assert (len(lines), lines[-1]) == (30_001, "[master] ends")

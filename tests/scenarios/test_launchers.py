@@ -147,6 +147,11 @@ def test_a_launcher_starts_exactly_the_ranks_of_the_spec(cli: Cli, launcher: str
     assert [(row["rank"], row["of"], row["sum"]) for row in rows] == [(rank, 3, 3.0) for rank in range(3)]
     assert [row["task"] for row in rows] == ["master", "master", "worker"]
     assert all(row["lr"] == ["--lr", "0.1"] for row in rows)
+    for rank, task in ((0, "master"), (1, "master"), (2, "worker")):
+        lines = json.loads(cli.logs("train-1", "--rank", str(rank), "--format-type", "json"))
+        said = [json.loads(line["text"]) for line in lines if line["text"].startswith("{")]
+        assert [(row["rank"], row["task"]) for row in said] == [(rank, task)]
+    assert "[master rank 1] {" in cli.logs("train-1")
 
 
 @pytest.mark.torch

@@ -40,6 +40,8 @@ __all__ = [
     "NodeUp",
     "NotBrought",
     "Observation",
+    "OutputLost",
+    "OutputWaits",
     "PrepareFailed",
     "Prepared",
     "Released",
@@ -278,6 +280,16 @@ class LogComplete(_OfAttempt):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLost(_OfAttempt):
+    """Output of the running attempt is being lost, because its node's disk is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputWaits(_OfAttempt):
+    """Output of the attempt, and perhaps of others on its node, stays there: there is no room for it here now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered(_OfAttempt):
     """A command (``op``) got no answer, because the connection broke; it may or may not have been carried out."""
 
@@ -300,12 +312,19 @@ Sink = Callable[[Observation], None]
 class LogSink(Protocol):
     """Takes the output of attempts; may be called from several threads, for one attempt's file never from two at once."""
 
-    def size(self, key: AttemptKey, file: str) -> int:
-        """Return how many bytes of ``output.log`` or ``output.idx`` are here already."""
+    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+        """Return the newest file of the output (``log``) or its index (``idx``) that is here, and how many bytes of it."""
         ...
 
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
-        """Take what stands at ``offset``; what is here already may come again."""
+        """Take what stands at ``offset`` of a file; what is here already may come again.
+
+        Raises ``OSError`` where there is no room, ``ValueError`` when that is not a file of the output.
+        """
+        ...
+
+    def has_room(self) -> bool:
+        """Return whether output can be written now."""
         ...
 
     def beat(self, key: AttemptKey, at: float) -> None:

@@ -11,12 +11,13 @@ import typer
 
 from distflow.cli.command import Format, command_app
 from distflow.cli.live import Watch
-from distflow.cli.output import Prefixes, log_sources, what_is_missing
+from distflow.cli.metrictext import held_ranks
+from distflow.cli.output import Prefixes, RankChoice, lines_of_ranks, log_sources, what_is_missing
 from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow, pause
 from distflow.cli.tables import Paint
 from distflow.cli.times import iso, local_second
 from distflow.errors import InputError
-from distflow.state.logs import LogLine, follow_lines, read_lines
+from distflow.state.logs import Keep, LogLine, LogSource, follow_lines, mirrored_bytes, read_lines, tells_ranks
 
 if TYPE_CHECKING:
     from distflow.state.directory import StateDirectory
@@ -34,9 +35,7 @@ app = command_app()
 def logs(
     workflow: WorkflowArgument,
     task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
-    rank: Annotated[
-        list[int] | None, typer.Option("--rank", min=0, help="Only of the task that holds this rank; may be repeated.")
-    ] = None,
+    rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="Only of this rank; may be repeated.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the workflow has ended and its logs are complete.")
     ] = False,
@@ -63,10 +62,13 @@ def logs(
 
             show_errors(record, tasks[0][0], tasks[0][1].name, attempt, as_json=format_type is Format.JSON)
             return
+        sources = log_sources(directory, record, tasks, attempt)
+        chosen = _chosen(tasks, task or [], rank or [])
+        keep = lines_of_ranks(sources, chosen, follow=follow) if chosen else None
         if follow:
-            lines, ended = _follow(directory, store, record, tasks, attempt, last)
+            lines, ended = _follow(directory, store, record, tasks, attempt, last, keep)
         else:
-            lines, ended = read_lines(log_sources(directory, record, tasks, attempt), last=last), [record]
+            lines, ended = read_lines(sources, last=last, keep=keep), [record]
         if format_type is Format.JSON:
             _write_json(lines, follow)
         else:
@@ -76,8 +78,26 @@ def logs(
                 sys.stdout.write(f"{stamp}{prefixes.of(line)}{line.text}\n")
         sys.stdout.flush()
         names = {one.name for _, one in tasks}
-        for words in what_is_missing(directory, ended[-1], names, attempt):
+        for words in (*what_is_missing(directory, ended[-1], names, attempt), *_not_told_apart(sources, chosen)):
             print(words, file=sys.stderr)
+
+
+def _chosen(tasks: list[tuple[str, TaskRecord]], names: list[str], ranks: list[int]) -> dict[str, RankChoice]:
+    """Return which ranks are wanted of tasks of which not everything is."""
+    choices = {
+        one.name: RankChoice(held=held_ranks(one.ranks), ranks=frozenset(ranks))
+        for _, one in tasks
+        if ranks and one.name not in names
+    }
+    return {name: choice for name, choice in choices.items() if not choice.has_all}
+
+
+def _not_told_apart(sources: list[LogSource], chosen: dict[str, RankChoice]) -> Iterator[str]:
+    """Yield one sentence for each task of which ranks were asked for, and whose ranks share one output."""
+    for name in chosen:
+        own = [one for one in sources if one.task == name and mirrored_bytes(one)]
+        if own and not any(tells_ranks(one) for one in own):
+            yield f"{name}: its ranks share one output, so `--rank` cannot choose; torchrun and `spawn` give each its own"
 
 
 def _follow(
@@ -87,6 +107,7 @@ def _follow(
     tasks: list[tuple[str, TaskRecord]],
     attempt: int | None,
     last: int | None,
+    keep: Keep | None,
 ) -> tuple[Iterator[LogLine], list[WorkflowRecord]]:
     names = {one.name for _, one in tasks}
     watch = Watch(directory, store, record, tasks=names)
@@ -101,7 +122,7 @@ def _follow(
         sys.stdout.flush()
         pause(seconds)
 
-    lines = follow_lines(lambda: watch.sources(attempt), wait=wait, is_over=sources_over, last=last)
+    lines = follow_lines(lambda: watch.sources(attempt), wait=wait, is_over=sources_over, last=last, keep=keep)
     return lines, seen
 
 
@@ -109,7 +130,7 @@ def _write_json(lines: Iterable[LogLine], follow: bool) -> None:
     write = sys.stdout.write
     between = "[\n  "
     for line in lines:
-        value = {"time": iso(line.time), "task": line.task, "retry_id": line.attempt, "text": line.text}
+        value = {"time": iso(line.time), "task": line.task, "rank": line.rank, "retry_id": line.attempt, "text": line.text}
         if follow:
             write(f"{json.dumps(value)}\n")
         else:

@@ -18,6 +18,7 @@ __all__ = [
     "PACE",
     "PACE_OF_ALL",
     "GroupMetrics",
+    "held_ranks",
     "holds_rank",
     "metric_lines",
     "metrics_table",
@@ -99,8 +100,13 @@ def metrics_table(latest: Sequence[Latest], names: Collection[str], *, width: in
 
 def holds_rank(ranks: str, rank: int) -> bool:
     """Return whether a rank is among those of a task, such as ``8-15``."""
+    return rank in held_ranks(ranks)
+
+
+def held_ranks(ranks: str) -> range:
+    """Return the ranks of a task, such as ``8-15``."""
     first, _, last = ranks.partition("-")
-    return bool(first) and int(first) <= rank <= int(last or first)
+    return range(int(first), int(last or first) + 1) if first else range(0)
 
 
 def _named(group: GroupRecord, rank: int) -> str:

@@ -65,6 +65,7 @@ def open_workflow(key: str, *, tell_age: bool = True) -> Iterator[tuple[StateDir
         if tell_age and not record.state.is_final and not store.is_read_only:
             _tell_age(directory, store, record)
         wake(directory, store)
+        _tell_room(directory, record)
         with until_closed():
             yield directory, store, record
 
@@ -119,6 +120,19 @@ def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collecti
             )
         chosen |= holders
     return [(group, task) for group, task in tasks if not (names or ranks) or task.name in chosen]
+
+
+def _tell_room(directory: StateDirectory, record: WorkflowRecord) -> None:
+    """Say that output waits on nodes for room on this machine."""
+    if all(task.log_complete or task.started_at is None for group in record.groups for task in group.attempts):
+        return
+    from distflow.documents.quantities import bytes_text
+    from distflow.state.mirror import reserve_bytes
+
+    missing, reserve = reserve_bytes(directory.logs)
+    if missing:
+        where = f"the disk of {directory.logs} has less than {bytes_text(reserve)} free"
+        print(f"warning: {where}: new output stays on its nodes; free {bytes_text(missing)} there", file=sys.stderr)
 
 
 def _tell_age(directory: StateDirectory, store: Store, record: WorkflowRecord) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["bytes_text", "duration_text", "parse_bytes", "parse_duration"]
+__all__ = ["bytes_text", "duration_text", "parse_bytes", "parse_duration", "parse_log_bytes"]
 
 _SECONDS: Mapping[str, float] = MappingProxyType({"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6})
 _DURATION = re.compile(r"([0-9]+)(d|h|ms|us|m|s)")
@@ -90,3 +90,11 @@ def parse_bytes(value: str | float) -> int:
     whole, _, fraction = number.partition(".")
     # Integers all the way: a float has 53 bits, and 1.1Ti would come out one byte off.
     return (int(whole + fraction) << (10 * power)) // int(10 ** len(fraction))
+
+
+def parse_log_bytes(value: str | float) -> int:
+    """Return how much of a log is kept, as ``parse_bytes`` does; raises ``ValueError`` for less than 1 MiB."""
+    size = parse_bytes(value)
+    if size < 1 << 20:
+        raise ValueError(f"`{value}` is too small for a log; give 1Mi or more")
+    return size

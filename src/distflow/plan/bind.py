@@ -77,6 +77,8 @@ def bind_task(
         python_path=launch.python_path,
         path=launch.path,
         gang=_link(group, task, binding),
+        ranks=(launch.ranks.offset, launch.ranks.size) if launch.ranks is not None and launch.ranks.size > 1 else None,
+        max_log=launch.max_log,
     )
 
 

@@ -176,6 +176,7 @@ def _launch(
         image=rewrite(task.image.value) if task.image is not None else None,
         mounts=tuple(rewrite(text.value) for text in task.mounts),
         privileged=task.privileged,
+        max_log=spec.max_log,
     )
 
 

@@ -152,6 +152,8 @@ class Launch:
     """Directories at the beginning of its PATH."""
     folders: tuple[str, ...] = ()
     """Directories of the attempt's that are made before it starts."""
+    max_log: int | None = None
+    """Bytes of its output that are kept; ``None``: as many as the pool says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,3 +305,7 @@ class BoundLaunch:
     """Directories at the beginning of its PATH."""
     gang: GangLink | None = None
     """``None`` for a task that is alone."""
+    ranks: tuple[int, int] | None = None
+    """The first of its ranks and how many it has, where there are several: each gets an output of its own."""
+    max_log: int | None = None
+    """Bytes of its output that are kept; ``None``: as many as the pool says."""

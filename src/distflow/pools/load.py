@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from distflow.documents.document import Document, path_text
 from distflow.documents.document import Path as KeyPath
 from distflow.documents.problems import ProblemsFound, raise_errors
-from distflow.documents.quantities import parse_bytes, parse_duration
+from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
 from distflow.documents.schema import load_schema, schema_problems, schema_text
 from distflow.documents.source import read_text
 from distflow.documents.urls import parse_url
@@ -27,7 +27,7 @@ from distflow.documents.yaml_text import parse_yaml
 from distflow.errors import InputError
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
 from distflow.pools.machine import Machine, this_machine
-from distflow.pools.model import Configuration, ContainerRuntime, Node, Pool, ssh_node
+from distflow.pools.model import DEFAULT_MAX_LOG, Configuration, ContainerRuntime, Node, Pool, ssh_node
 from distflow.pools.ownership import owned_by_stranger, why_not_trusted
 
 __all__ = [
@@ -221,6 +221,7 @@ def _parse_pool(pool: View, name: str, root: str, machine: Machine) -> Pool:
         nodes=nodes,
         host_key_policy=_POLICIES.get(pool.string("host_key_policy") or ""),
         ssh_config=_absolute((pool,), "ssh_config", pool.string("ssh_config")),
+        max_log=pool.parsed("max_log", parse_log_bytes) or DEFAULT_MAX_LOG,
         **times,
     )
 

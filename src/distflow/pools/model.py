@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["Configuration", "ContainerRuntime", "Node", "Pool", "ssh_node"]
+__all__ = ["DEFAULT_MAX_LOG", "Configuration", "ContainerRuntime", "Node", "Pool", "ssh_node"]
 
+DEFAULT_MAX_LOG = 512 << 20
+"""Bytes."""
 ContainerRuntime = Literal["none", "auto", "docker", "podman", "apptainer"]
 
 
@@ -76,6 +78,8 @@ class Pool:
     """Between TERM and KILL when a person cancels or a timeout ends it."""
     peer_failed_grace_s: float = 5.0
     """Between TERM and KILL for the rest of a gang whose member failed."""
+    max_log: int = DEFAULT_MAX_LOG
+    """Bytes of each attempt's output that are kept: its beginning and its end."""
     retention_s: float = 14 * 86400.0
     """How long ``node clean`` leaves ended workflows on the nodes."""
 

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
 
-from distflow.runtime import attempts, blobs, command, facts, placing, processes, records
+from distflow.runtime import attempts, blobs, command, facts, logfiles, placing, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.loop import Loop
 from distflow.runtime.tails import Tails
@@ -29,7 +29,6 @@ _BULK = 128 * 1024
 _WORDS = 500
 _LOCK_S = 0.05
 _LOCK_TRIES = 1200
-_FILES = (attempts.LOG, attempts.INDEX)
 
 
 def serve(root: str, umask: int) -> None:
@@ -338,13 +337,12 @@ class _Agent:
 
     def _tail(self, request: Json, answer: _Answer) -> None:
         watch = self._known(request)
-        name = request["file"]
-        if name not in _FILES:
-            raise OpError("bad_request", "`file` is one of {}".format(", ".join(_FILES)))
+        name, offset = str(request["file"]), int(request.get("offset") or 0)
+        if not logfiles.is_output(name):
+            raise OpError("bad_request", "`file` is `output.log`, `output.idx` or a later part of them, not {!r}".format(name))
         has_ended = self._watches.status(watch)["phase"] == "ended"
         answer({})
-        path = os.path.join(watch.directory, name)
-        self._tails.add(int(request["stream"]), watch.attempt, path, int(request.get("offset") or 0), has_ended)
+        self._tails.add(int(request["stream"]), watch.attempt, watch.directory, name, offset, has_ended)
 
     def _untail(self, request: Json, answer: _Answer) -> None:
         self._tails.remove(int(request["stream"]))

@@ -8,7 +8,7 @@ import os
 import re
 from typing import Callable, Iterator, List, Tuple
 
-from distflow.runtime import control, gpubuses, leases, records, rootdir, runner, secretfiles
+from distflow.runtime import control, gpubuses, leases, logfiles, records, rootdir, runner, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.facts import user_name
 from distflow.runtime.grip import Grip
@@ -16,8 +16,6 @@ from distflow.runtime.locking import is_named
 from distflow.runtime.wire import Json, OpError
 
 __all__ = [
-    "INDEX",
-    "LOG",
     "TaskIsLocked",
     "create",
     "directories",
@@ -31,8 +29,6 @@ __all__ = [
     "workflows",
 ]
 
-LOG = "output.log"
-INDEX = "output.idx"
 _TRIES = 100
 _COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -122,10 +118,13 @@ def read_status(directory: str) -> Json:
     state = records.read_state(directory) or {}
     phase = "ended" if end is not None else state.get("phase", "absent")
     command = state.get("command") or {}
-    return {
+    status = {
         "phase": phase, "pid": command.get("pid"), "started_at": (end or state).get("started_at"), "end": end,
         "directory": directory,
     }  # fmt: skip
+    if end is None and state.get("lost_output_bytes"):
+        status["loses_output"] = True
+    return status
 
 
 def is_reachable(directory: str) -> bool:
@@ -262,8 +261,8 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
             attempt=attempt,
             directory=directory,
             dir_fd=dir_fd,
-            log=append(LOG),
-            stamps=append(INDEX),
+            log=append(logfiles.LOG),
+            stamps=append(logfiles.INDEX),
             errors=append("pair.log"),
             record=keep(records.allocate(dir_fd, records.SPARE_END, records.END_BYTES)),
             state=keep(records.allocate(dir_fd, records.STATE, records.STATE_BYTES)),

@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import List, Tuple
 
-from distflow.runtime import attempts, orphans, secretfiles
+from distflow.runtime import attempts, logfiles, orphans, secretfiles
 from distflow.runtime.blobs import BLOBS
 from distflow.runtime.clock import file_system_now
 from distflow.runtime.facts import free_bytes
@@ -15,7 +15,7 @@ from distflow.runtime.wire import Json, OpError
 
 __all__ = ["TRASH", "clean", "remove", "survey"]
 
-_KEPT = {"output", attempts.LOG, attempts.INDEX, "exit.json", "error.json", "launch.json", "workflow.json"}
+_KEPT = {"output", "exit.json", "error.json", "launch.json", "workflow.json"}
 TRASH = ".trash"
 """What is being removed."""
 
@@ -48,7 +48,7 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
     if keep_output:
         for _, directory in list(attempts.each(root, workflow)):
             for entry in list(os.scandir(directory)):
-                if entry.name not in _KEPT:
+                if entry.name not in _KEPT and not logfiles.is_output(entry.name):
                     remove(entry.path)
         return {"freed_bytes": before - sum(_measure(top)[0] for top in tops)}
     # Out of sight first: half a workflow must not look like a whole one.

@@ -11,7 +11,7 @@ import os
 import signal
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from distflow.runtime import cgroups, nc, processes
+from distflow.runtime import cgroups, nc, processes, rankpipes
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json
 
@@ -99,7 +99,9 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
     """Fork the child and wait until it stands in a session of its own. Raises ``OSError`` when no process can be made."""
     env = environment(launch, attempt, directory)
     argv = list(launch["argv"])
-    if launch.get("container"):
+    if not launch.get("container"):
+        env.update(rankpipes.environment(directory, output, env))
+    else:
         from distflow.runtime import containers
 
         argv = containers.wrap(launch, attempt, directory, env)

@@ -20,7 +20,7 @@ from distflow.runtime.control import Visitors
 from distflow.runtime.ends import as_exit, how
 from distflow.runtime.grip import Grip
 from distflow.runtime.hunt import Hunt
-from distflow.runtime.output import Output
+from distflow.runtime.output import Output, Source
 from distflow.runtime.wire import Json, OpError
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ class _Keeper:
         self._mask: Optional[masking.Mask] = None
         self._runner = runner
         self._output_write = output_write
-        self._output_read = output_read
         self._selector = selectors.DefaultSelector()
         self._orphaned = False
         self._terminated = False
@@ -65,7 +64,7 @@ class _Keeper:
         processes.adopt_orphans()
         self._orphaned = not processes.die_with_parent(signal.SIGUSR1, runner)
 
-        self._output = Output(output_read, grip.log, grip.stamps)
+        self._output = Output(grip.dir_fd, grip.log, grip.stamps)
         self._launch: Optional[Json] = None
         self._command: Optional[command.Spawned] = None
         self._exit: Optional[Json] = None
@@ -89,7 +88,7 @@ class _Keeper:
         records.write_state(grip.state, self._state)
         grip.sign_locks(runner)
         self._visitors = Visitors(grip.listener, self._selector, self._requested)
-        self._selector.register(output_read, selectors.EVENT_READ, self._take_output)
+        self._read_from(self._output.add(output_read))
 
     def _listen_to_signals(self) -> None:
         read, write = os.pipe()
@@ -113,10 +112,8 @@ class _Keeper:
             was_attended = self._visitors.are_there  # until now: a quiet task's keeper may have slept for an hour
             for key, _ in self._selector.select(self._pause()):
                 key.data()
-            if time.monotonic() >= self._output.due_at:
+            if time.monotonic() >= min(self._news_at, self._output.due_at):
                 self._output.flush()
-                self._tell_of_output()
-            if time.monotonic() >= self._news_at:
                 self._tell_of_output()
             if self._memory is not None and time.monotonic() >= self._memory.due_at:
                 self._evict(self._memory.check())
@@ -129,11 +126,8 @@ class _Keeper:
         self._finish()
 
     def _pause(self) -> Optional[float]:
-        until = min(self._deadline, self._news_at, self._output.due_at)
-        if self._memory is not None:
-            until = min(until, self._memory.due_at)
-        if self._gang is not None:
-            until = min(until, self._gang.due_at)
+        timers = [one.due_at for one in (self._output, self._memory, self._gang) if one is not None]
+        until = min(self._deadline, self._news_at, *timers)
         if self._reason is None and not self._visitors.are_there:
             until = min(until, self._alone_until())
         if self._killing:
@@ -302,7 +296,9 @@ class _Keeper:
             if self._command is None:
                 self._launch = request["launch"]
                 self._mask = masking.share(self._shared, self._launch)
-                self._output.mask(self._mask)
+                self._state["max_log"] = self._launch.get("max_log")
+                for source in self._output.prepare(self._mask, self._launch, self._grip.directory):
+                    self._read_from(source)
                 if self._launch.get("gang"):
                     from distflow.runtime import ganglink
 
@@ -382,14 +378,18 @@ class _Keeper:
 
     # -- output
 
-    def _take_output(self) -> None:
-        lost = self._output.lost
-        got = self._output.pump()
+    def _read_from(self, source: Source) -> None:
+        self._selector.register(source.pipe, selectors.EVENT_READ, lambda: self._take_output(source))
+
+    def _take_output(self, source: Source) -> None:
+        lost, got = self._output.lost, source.pump()
         if got == 0:
-            self._selector.unregister(self._output_read)
+            self._selector.unregister(source.pipe)
         if self._output.lost != lost:
             self._state["lost_output_bytes"] = self._output.lost
             records.write_state(self._grip.state, self._state)
+            if not lost:
+                self._visitors.tell("status")
         if got > 0 and self._news_at == _FOR_EVER:
             # The first byte after a quiet moment is told at once, a torrent a hundred times a second.
             self._news_at = max(time.monotonic(), self._told_at + _NEWS_S)

@@ -12,7 +12,7 @@ import re
 import time
 from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Optional, Set
 
-from distflow.runtime import cgroups, gpubuses, processes
+from distflow.runtime import cgroups, gpubuses, logfiles, processes
 from distflow.runtime.clock import now
 from distflow.runtime.wire import Json
 
@@ -152,7 +152,8 @@ def named_pids(directory: str, error: Any) -> Set[int]:
     if isinstance(error, dict) and isinstance(error.get("pid"), int):
         found.add(error["pid"])
     try:
-        with open(os.path.join(directory, "output.log"), "rb") as file:
+        newest = logfiles.segments(directory, "log")[-1:] or [logfiles.Segment(0, 0, "log")]
+        with open(os.path.join(directory, newest[0].name), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             found.update(int(one or other) for one, other in _NAMED.findall(file.read(_TAIL)))
     except OSError:

@@ -7,7 +7,7 @@ import os
 import select
 from typing import AbstractSet, List, Optional
 
-from distflow.runtime import attempts, cgroups, placing, processes, records, secretfiles
+from distflow.runtime import attempts, cgroups, logfiles, placing, processes, records, secretfiles
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.wire import Json
 
@@ -60,16 +60,13 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
             state.update(stopped, **{key: state[key] for key in stopped if state.get(key) is not None})
         cgroups.remove(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        size = 0
-        with contextlib.suppress(FileNotFoundError):  # somebody needed the room
-            size = os.stat(attempts.LOG, dir_fd=dir_fd).st_size
         secretfiles.remove(directory)
         if placing.has_secrets(directory):
             # Who knew them is gone: what they might stand in cannot be masked any more.
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(directory, "error.json"))
         error = records.read_error(directory)
-        known = dict(state.get("exit") or {}, message=message, output_bytes=size, error=error)
+        known = dict(state.get("exit") or {}, message=message, output_bytes=logfiles.end_of(directory), error=error)
         end = records.make_end(state, reason, **known)
         os.fsync(records.write_end(dir_fd, -1, end))
     finally:

@@ -9,7 +9,7 @@ import json
 import os
 from typing import BinaryIO
 
-from distflow.runtime import masking, secretfiles
+from distflow.runtime import logfiles, masking, rankpipes, secretfiles
 from distflow.runtime.blobs import is_whole, path_of, take
 from distflow.runtime.inside import check_mounts, inside
 from distflow.runtime.untrusted import decode_object
@@ -21,7 +21,8 @@ LAUNCH = "launch.json"
 MEMO = "workflow.json"
 """What the submitter wants to find again with the attempt; its own business."""
 _RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
-_OURS = _RECORDS | {"control", "output.log", "output.idx", "pair.log", "packed.json", "container.id", secretfiles.ON_DISK}
+_OURS = _RECORDS | {"control", "pair.log", "packed.json", "container.id", secretfiles.ON_DISK}
+_OURS |= {rankpipes.FOLDER, rankpipes.PYTHON}
 _AT_ONCE = 1 << 30
 _NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
 """Answers of file systems and kernels that cannot copy by themselves."""
@@ -103,7 +104,8 @@ def has_secrets(directory: str) -> bool:
 
 def _place(root: str, directory: str, file: Json) -> None:
     relative = str(file["path"])
-    if os.path.normpath(relative).split("/")[0] in _OURS:
+    first = os.path.normpath(relative).split("/")[0]
+    if first in _OURS or logfiles.is_output(first):
         raise OpError("bad_request", "{!r} is a file of distflow's own".format(relative))
     path = inside(directory, relative)
     try:

@@ -92,6 +92,7 @@ def first_state(grip: Grip, runner: int) -> Json:
         "why": None,
         "message": None,
         "lost_output_bytes": 0,
+        "max_log": None,
         "container": None,
         "exit": None,
     }

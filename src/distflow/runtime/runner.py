@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from distflow.runtime import cgroups, keeper, masking, processes, records, secretfiles
+from distflow.runtime import cgroups, keeper, masking, processes, rankpipes, records, secretfiles
 from distflow.runtime.clock import now
 from distflow.runtime.ends import as_exit, tell
 from distflow.runtime.grip import Grip
@@ -84,6 +84,10 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
     spawned = state.get("command") or {}
     command = spawned.get("pid", 0)
     known: Json = dict(state.get("exit") or {})
+    output = Output(grip.dir_fd, grip.log, grip.stamps, int(state.get("lost_output_bytes") or 0))
+    output.limit(state.get("max_log"))
+    output.add(output_read)
+    output.add_ranks(rankpipes.reopen(grip.directory))  # before ranks end: with its last process a pipe loses what is in it
     trouble = None
     if state.get("container"):
         from distflow.runtime import containers
@@ -101,7 +105,6 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
         hunt.step()
         signal.sigtimedwait({signal.SIGCHLD}, hunt.pause_s)
     cgroups.remove(spawned)
-    output = Output(output_read, grip.log, grip.stamps, int(state.get("lost_output_bytes") or 0))
     mask = masking.read_shared(shared)
     output.mask(mask)
     output.drain()

@@ -1,4 +1,7 @@
-"""Streams of an attempt's files to the other side, with credit: a slow reader of one log delays nothing else."""
+"""Streams of an attempt's output to the other side, with credit: a slow reader of one log delays nothing else.
+
+A stream walks through the files of the log, or of its index (``logfiles``): the head, then each segment that is still there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import binascii
 import os
 from typing import Callable, Dict, List, Optional
 
+from distflow.runtime import logfiles
+from distflow.runtime.logfiles import Segment
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["CREDIT", "PIECE", "Tails"]
@@ -15,23 +20,49 @@ CREDIT = 256 * 1024
 
 
 class _Tail:
-    def __init__(self, stream: int, attempt: str, path: str, offset: int) -> None:
+    def __init__(self, stream: int, attempt: str, directory: str, segment: Segment, offset: int) -> None:
         self.stream = stream
         self.attempt = attempt
-        self.path = path
+        self.directory = directory
+        self.segment = segment
         self.offset = offset
         self.credit = CREDIT
         self.has_ended = False
         self.fd: Optional[int] = None
 
     def read(self) -> bytes:
+        """Return the next piece; empty when there is none, or the disk does not give it now."""
+        while True:
+            data = self._read()
+            if data or data is None:
+                return data or b""
+            following = logfiles.next_of(self.directory, self.segment)
+            if following is None:
+                return b""
+            # What came before the next file began may have been written since.
+            data = self._read()
+            if data or data is None:
+                return data or b""
+            self.close()
+            self.segment, self.offset = following, 0
+
+    def size(self) -> int:
+        """How long the whole output is, or the index's file that was read last."""
+        length = os.fstat(self.fd).st_size if self.fd is not None else 0
+        return length + (self.segment.start if self.segment.kind == "log" else 0)
+
+    def _read(self) -> Optional[bytes]:
+        """Return what stands there; None when that cannot be known now."""
         try:
             if self.fd is None:
-                self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                path = os.path.join(self.directory, self.segment.name)
+                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             return os.pread(self.fd, min(PIECE, self.credit), self.offset)
+        except FileNotFoundError:
+            return b""  # it is not kept any longer
         except OSError:
             self.close()  # a bad disk, or NFS whose server has restarted: that wants it opened anew
-            return b""
+            return None
 
     def close(self) -> None:
         if self.fd is not None:
@@ -47,12 +78,15 @@ class Tails:
         self._has_room = has_room
         self._tails: Dict[int, _Tail] = {}
 
-    def add(self, stream: int, attempt: str, path: str, offset: int, has_ended: bool) -> None:
-        """Begin a stream; the same number again begins it anew."""
+    def add(self, stream: int, attempt: str, directory: str, name: str, offset: int, has_ended: bool) -> None:
+        """Begin a stream at an offset of the file ``name``; the same number again begins it anew."""
+        segment = logfiles.parse(name)
+        if segment is None:
+            raise OpError("bad_request", "`file` is a file of the output")
         if offset < 0:
             raise OpError("bad_request", "`offset` is a number of bytes")
         self.remove(stream)
-        tail = _Tail(stream, attempt, path, offset)
+        tail = _Tail(stream, attempt, directory, segment, offset)
         tail.has_ended = has_ended
         self._tails[stream] = tail
         self.pump()
@@ -92,12 +126,12 @@ class Tails:
         data = tail.read()
         if data:
             text = binascii.b2a_base64(data, newline=False).decode("ascii")
-            self._push({"event": "data", "stream": tail.stream, "offset": tail.offset, "data": text})
+            name = tail.segment.name
+            self._push({"event": "data", "stream": tail.stream, "file": name, "offset": tail.offset, "data": text})
             tail.offset += len(data)
             tail.credit -= len(data)
             return True
         if has_ended:
-            size = os.fstat(tail.fd).st_size if tail.fd is not None else 0
-            self._push({"event": "eof", "stream": tail.stream, "size": size})
+            self._push({"event": "eof", "stream": tail.stream, "size": tail.size()})
             self.remove(tail.stream)
         return False

@@ -316,6 +316,8 @@ class WorkflowSpec:
     rendered: str = ""
     """The document after its template was rendered; without the values of ``--set-env``."""
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    max_log: int | None = None
+    """Bytes of each attempt's output that are kept; ``None``: as many as the pool says."""
     environment_names: tuple[str, ...] = ()
     """Names of the variables that ``--set-env`` sets for every task; their values are secrets and never stand in a spec."""
     mark: Mark = Mark("")

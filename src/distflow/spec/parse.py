@@ -14,7 +14,7 @@ from posixpath import normpath
 from types import MappingProxyType
 
 from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
-from distflow.documents.quantities import parse_bytes, parse_duration
+from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
 from distflow.documents.source import decode, read_text
 from distflow.documents.view import View
 from distflow.documents.yaml_text import parse_yaml
@@ -104,6 +104,7 @@ def load_spec_text(
         labels=MappingProxyType({key: top.view("labels").string(key) or "" for key in top.view("labels").keys}),
         groups=groups,
         resources=resources,
+        max_log=top.parsed("max_log", parse_log_bytes),
         file=file,
         rendered=rendered.text,
         environment_names=tuple(dict.fromkeys(environment_names)),

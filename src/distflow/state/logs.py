@@ -1,10 +1,11 @@
 """Reading the mirrored logs as lines: of one or several attempts, merged by time, from the end, or as they come.
 
-A line carries the time of the read on the node that holds its first byte (``output.idx``, see ``state.mirror``). Lines of
-one task stay in their order whatever its node's clock does; lines of several are merged by time, so nodes whose clocks
+A line carries the time of the read on the node that holds its first byte, and the rank that wrote it where ranks have an
+output of their own (the index, see ``state.mirror``). Lines of a rank stay whole and in order, whatever others write between.
+Lines of one task stay in their order whatever its node's clock does; lines of several are merged by time, so nodes whose clocks
 differ interleave as their clocks say. What programs write over itself with carriage returns (progress bars) is given once,
-as a terminal would show it in the end. Nothing here holds more than blocks in memory, but for the last ``n`` lines where
-those are asked for.
+as a terminal would show it in the end. Where output was not kept (``max_log``), a line says how much. Nothing here holds more
+than blocks in memory, but for the last ``n`` lines where those are asked for.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import heapq
 import os
 import struct
 import sys
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distflow.state.mirror import INDEX, OUTPUT
+from distflow.runtime import logfiles
+from distflow.runtime.logfiles import Segment
 
-__all__ = ["POLL_S", "LogLine", "LogSource", "follow_lines", "mirrored_bytes", "read_lines"]
+__all__ = ["POLL_S", "Keep", "LogLine", "LogSource", "end_lines", "follow_lines", "mirrored_bytes", "read_lines", "tells_ranks"]
 
 POLL_S = 0.1
 """Between two looks for new lines."""
@@ -30,6 +31,12 @@ _BLOCK = 64 << 10
 _LONGEST_LINE = 1 << 20
 """A line without an end is given in pieces of about this size."""
 _STAMP = struct.Struct("<dQ")
+_SOURCE_BITS = 48
+_WIDER = 8
+"""By how much more is read when the end of a log held too few lines."""
+_MOST_BYTES = 1 << 20
+_LONGEST_TEXT = 4096
+"""Characters of a line that are looked at for causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +58,48 @@ class LogLine:
     time: float | None
     """Seconds since the epoch by the node's clock; ``None`` when the node could not note it."""
     text: str
+    rank: int | None = None
+    """The rank that printed it; ``None`` when its task's ranks are not told apart, or it was none of them."""
+    dropped: int = 0
+    """Bytes that were not kept, for which this line stands; the task did not print it."""
+
+
+Keep = Callable[[LogLine], bool]
+"""Which lines are wanted."""
 
 
 def mirrored_bytes(source: LogSource) -> int:
-    """Return how many bytes of an attempt's output are here."""
-    return _size(source.folder / OUTPUT)
+    """Return how many bytes of an attempt's output came here, those that were not kept included."""
+    return logfiles.end_of(str(source.folder))
 
 
-def read_lines(sources: Iterable[LogSource], *, last: int | None = None) -> Iterator[LogLine]:
+def tells_ranks(source: LogSource) -> bool:
+    """Return whether something that is here was printed by a rank with an output of its own."""
+    for file in logfiles.segments(str(source.folder), "idx"):
+        at = 0
+        while data := _read(source.folder / file.name, at, _BLOCK):
+            whole = data[: len(data) // _STAMP.size * _STAMP.size]
+            if any(place >> _SOURCE_BITS for _, place in _STAMP.iter_unpack(whole)):
+                return True
+            at += _BLOCK
+    return False
+
+
+def read_lines(sources: Iterable[LogSource], *, last: int | None = None, keep: Keep | None = None) -> Iterator[LogLine]:
     """Yield the lines that are here now, merged by time; with ``last``, only that many from the end of the merged stream.
 
     A last line that has not ended is given as it stands. Attempts without output give none.
     """
-    readers = [_Reader(source, _tail_start(source.folder / OUTPUT, last)) for source in sources]
+    readers = [_Reader(source, _tail_start(source, last, keep), keep) for source in sources]
     return _merged_tail(readers, last, final=True)
+
+
+def end_lines(source: LogSource, count: int, *, most_bytes: int = _MOST_BYTES) -> list[LogLine]:
+    """Return the last lines of an attempt from at most its last ``most_bytes``; the middle of very long ones is left out."""
+    reader = _Reader(source, _tail_start(source, count, None, most_bytes))
+    found = [(line, is_whole) for line, is_whole in reader.measured(final=True) if not line.dropped]
+    lines = [line for line, is_whole in found if is_whole] or [line for line, _ in found]
+    return [replace(line, text=_cut(line.text)) for line in lines[-count:]]
 
 
 def follow_lines(
@@ -73,6 +108,7 @@ def follow_lines(
     wait: Callable[[float], None],
     is_over: Callable[[], bool],
     last: int | None = None,
+    keep: Keep | None = None,
 ) -> Iterator[LogLine]:
     """Yield the lines that are here (with ``last``: that many of them), then new ones as they are mirrored, until ``is_over``.
 
@@ -86,7 +122,7 @@ def follow_lines(
         over = is_over()
         for source in sources():
             if source not in readers:
-                readers[source] = _Reader(source, _tail_start(source.folder / OUTPUT, None if begun else last))
+                readers[source] = _Reader(source, _tail_start(source, None if begun else last, keep), keep)
         yield from _merged_tail(list(readers.values()), None if begun else last, final=over)
         if over:
             return
@@ -94,115 +130,233 @@ def follow_lines(
         wait(POLL_S)
 
 
+@dataclass(slots=True)
+class _Pending:
+    """The beginning of a line."""
+
+    data: bytes
+    time: float | None
+    is_whole: bool
+    """Whether the line began with it."""
+
+
 class _Reader:
     """Reads the lines of one attempt, each once, from where it stopped."""
 
-    def __init__(self, source: LogSource, start: int) -> None:
+    def __init__(self, source: LogSource, start: int, keep: Keep | None = None) -> None:
         self._source = source
-        self._path = source.folder / OUTPUT
-        self._offset = start
-        self._times = _Times(source.folder / INDEX)
-        self._pending = b""
-        self._pending_at = start
-        self._held = -1
+        self._keep = keep
+        self._start = self._offset = start
+        self._index = _Index(source.folder)
+        self._pending: dict[int, _Pending] = {}
+        """By source: 0, or a rank plus 1."""
+        self._cut = start > 0
+        """Whether it began in the middle, so that the first line of each source may lack its beginning."""
+        self._seen: set[int] = set()
+        self._newlines = 0
+        self._stood_at = self._held = -1
 
     def lines(self, *, final: bool) -> Iterator[LogLine]:
-        """Yield the lines that have ended; when ``final`` also one that has not. Stops at what is there when it begins."""
-        end = _size(self._path)
-        self._times.look_again()
-        if not final and self._waits_for_times(end):
-            return
-        while self._offset < end:
-            block = _read(self._path, self._offset, min(_BLOCK, end - self._offset))
-            if not block:
-                break
-            at = self._offset
-            self._offset += len(block)
-            yield from self._feed(block, at)
-        if final and self._pending:
-            yield self._take_pending()
+        """Yield the lines that have ended; when ``final`` also those that have not. Stops at what is there when it begins."""
+        for line, _ in self.measured(final=final):
+            yield line
 
-    def _waits_for_times(self, end: int) -> bool:
-        """Let new text wait for one look when its times have not come: the two files are mirrored one after the other."""
-        if end > self._offset and not self._times.has_news() and self._held != self._offset:
+    def measured(self, *, final: bool, at_once: bool = False) -> Iterator[tuple[LogLine, bool]]:
+        """Yield the lines, each with whether it is there from its beginning; ``at_once`` waits for nothing."""
+        for line, is_whole in self._read(final=final, at_once=at_once or final):
+            if self._keep is None or self._keep(line):
+                yield line, is_whole
+
+    def has_torn_line(self) -> bool:
+        """Return whether there is a line without its beginning that has not ended; of a progress bar the end is enough."""
+        return any(not one.is_whole and b"\r" not in one.data for one in self._pending.values())
+
+    def _read(self, *, final: bool, at_once: bool) -> Iterator[tuple[LogLine, bool]]:
+        files = logfiles.segments(str(self._source.folder), "log")
+        ends = [file.start + _size(self._source.folder / file.name) for file in files]
+        self._index.look_again()
+        end = ends[-1] if ends else 0
+        until = end if at_once else self._until(end)
+        for file, stop in zip(files, ends, strict=True):
+            if file.start > self._offset:
+                yield from self._leap(file)
+            while self._offset < min(stop, until):
+                at = self._offset
+                block = _read(self._source.folder / file.name, at - file.start, min(_BLOCK, stop - at, until - at))
+                if not block:
+                    break
+                self._offset += len(block)
+                self._newlines += block.count(b"\n")
+                for first, last, time, number in self._index.runs(at, self._offset):
+                    yield from self._feed(block[first - at : last - at], time, number)
+        if final:
+            yield from self._end_pending()
+
+    def _until(self, end: int) -> int:
+        """Return up to where to read: the text and its index are mirrored one after the other.
+
+        Text waits for one look when its times have not come, and what follows the last known record for one more where that
+        may be another rank's.
+        """
+        if end <= self._offset:
+            return end
+        if not self._index.has_news() and self._held != self._offset:
             self._held = self._offset
-            return True
-        return False
+            return self._offset
+        if not self._index.has_ranks():
+            return end
+        if self._index.last_start > self._offset:
+            return self._index.last_start
+        is_quiet, self._stood_at = self._stood_at == end, end
+        return end if is_quiet else self._offset
 
-    def _feed(self, block: bytes, at: int) -> Iterator[LogLine]:
-        *ended, rest = block.split(b"\n")
-        for number, raw in enumerate(ended):
-            if number == 0 and self._pending:
-                self._pending += raw
-                yield self._take_pending()
-            else:
-                yield self._line(raw, at)
-            at += len(raw) + 1
+    def _leap(self, file: Segment) -> Iterator[tuple[LogLine, bool]]:
+        """Say what is missing before a file."""
+        yield from self._end_pending()
+        missing, before = file.start - self._offset, self._lines_before()
+        lines = f" in {file.lines - before:,} lines" if before is not None and file.lines > before else ""
+        text = f"[distflow: {missing:,} bytes{lines} were not kept here, see `max_log`]"
+        self._start = self._offset = file.start
+        self._newlines = 0
+        self._cut, self._seen = True, set()
+        time = next((time for _, _, time, _ in self._index.runs(file.start, file.start + 1)), None)
+        yield LogLine(self._source.task, self._source.attempt, time, text, dropped=missing), True
+
+    def _lines_before(self) -> int | None:
+        """Return how many lines end before the place that was reached; ``None`` when that cannot be known any more."""
+        files = logfiles.segments(str(self._source.folder), "log")
+        own = next((file for file in reversed(files) if file.start <= self._start), None)
+        if own is None:
+            return None
+        lines, at = own.lines + self._newlines, own.start
+        while at < self._start:
+            block = _read(self._source.folder / own.name, at - own.start, min(_BLOCK, self._start - at))
+            if not block:
+                return None
+            lines, at = lines + block.count(b"\n"), at + len(block)
+        return lines
+
+    def _feed(self, data: bytes, time: float | None, number: int) -> Iterator[tuple[LogLine, bool]]:
+        *ended, rest = data.split(b"\n")
+        for raw in ended:
+            begun = self._begin(number, time)
+            begun.data += raw
+            yield self._take(number)
         if not rest:
             return
-        if not self._pending:
-            self._pending_at = at
-        self._pending += rest
-        if len(self._pending) > _LONGEST_LINE:
+        begun = self._begin(number, time)
+        begun.data += rest
+        if len(begun.data) > _LONGEST_LINE:
             # Of a progress bar only its latest states matter; anything else is given as it is.
-            before = self._pending.rfind(b"\r", 0, max(0, self._pending.rfind(b"\r")))
+            before = begun.data.rfind(b"\r", 0, max(0, begun.data.rfind(b"\r")))
             if before >= 0:
-                self._pending = self._pending[before + 1 :]
-            if len(self._pending) > _LONGEST_LINE:
-                yield self._take_pending()
+                begun.data = begun.data[before + 1 :]
+            if len(begun.data) > _LONGEST_LINE:
+                yield self._take(number)
 
-    def _take_pending(self) -> LogLine:
-        raw, self._pending = self._pending, b""
-        return self._line(raw, self._pending_at)
+    def _begin(self, number: int, time: float | None) -> _Pending:
+        begun = self._pending.get(number)
+        if begun is None:
+            is_whole = not self._cut or number in self._seen
+            self._seen.add(number)
+            begun = self._pending[number] = _Pending(b"", time, is_whole)
+        return begun
 
-    def _line(self, raw: bytes, at: int) -> LogLine:
-        return LogLine(self._source.task, self._source.attempt, self._times.at(at), _shown(raw))
+    def _end_pending(self) -> Iterator[tuple[LogLine, bool]]:
+        for number in list(self._pending):
+            yield self._take(number)
+
+    def _take(self, number: int) -> tuple[LogLine, bool]:
+        begun = self._pending.pop(number)
+        rank = number - 1 if number else None
+        return LogLine(self._source.task, self._source.attempt, begun.time, _shown(begun.data), rank), begun.is_whole
 
 
-class _Times:
-    """The times of an attempt's output, asked for growing offsets."""
+class _Index:
+    """Time and source of an attempt's output, asked for growing offsets."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._next = -1
-        """Number of the first record that was not read; -1: none was looked for."""
-        self._times: list[float] = []
-        self._starts: list[int] = []
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: Segment | None = None
+        self._next = 0
+        """Number of the first record of the file that was not read."""
+        self._records: deque[tuple[int, float, int]] = deque()
+        """Start, time and source; the first is the last one at or before the place that was asked for."""
         self._exhausted = False
+        self._ranks = False
+
+    @property
+    def last_start(self) -> int:
+        """Where the text of the last record begins; asked for after ``has_ranks``."""
+        return self._records[-1][0] if self._records else 0
 
     def look_again(self) -> None:
-        """Let the file be read on, after its end was seen."""
+        """Let the files be read on, after their end was seen."""
         self._exhausted = False
 
     def has_news(self) -> bool:
         """Return whether there are records that were not read."""
-        return _size(self._path) // _STAMP.size > max(0, self._next)
+        if self._file is None:
+            return any(_size(self._folder / one.name) for one in logfiles.segments(str(self._folder), "idx"))
+        grown = _size(self._folder / self._file.name) // _STAMP.size > self._next
+        return grown or logfiles.next_of(str(self._folder), self._file) is not None
 
-    def at(self, offset: int) -> float | None:
-        """Return the time of the read that holds this byte."""
-        if self._next < 0:
-            self._next = self._search(offset)
-        while not self._exhausted and (not self._starts or self._starts[-1] <= offset):
-            self._load()
-        position = bisect_right(self._starts, offset) - 1
-        return self._times[position] if position >= 0 else None
+    def has_ranks(self) -> bool:
+        """Read all records that there are, and return whether one of them names a rank."""
+        while not self._exhausted:
+            self._load(0)
+        return self._ranks
 
-    def _load(self) -> None:
-        """Read the next records; all before the last known one are forgotten."""
-        data = _read(self._path, self._next * _STAMP.size, _BLOCK)
-        records = list(_STAMP.iter_unpack(data[: len(data) // _STAMP.size * _STAMP.size]))
-        self._exhausted = not records
+    def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, float | None, int]]:
+        """Yield the pieces of ``begin`` to ``end``, each with its time and source."""
+        while not self._exhausted and (not self._records or self._records[-1][0] < end):
+            self._load(begin)
+        while begin < end:
+            while len(self._records) > 1 and self._records[1][0] <= begin:
+                self._records.popleft()
+            first = self._records[0] if self._records else None
+            if first is None:
+                yield begin, end, None, 0
+                return
+            if first[0] > begin:
+                stop, time, number = min(end, first[0]), None, 0
+            else:
+                stop = min(end, self._records[1][0]) if len(self._records) > 1 else end
+                _, time, number = first
+            yield begin, stop, time, number
+            begin = stop
+
+    def _load(self, begin: int) -> None:
+        """Read the next records."""
+        if self._file is None:
+            files = logfiles.segments(str(self._folder), "idx")
+            self._file = next((one for one in reversed(files) if one.start <= begin), files[0] if files else None)
+            if self._file is None:
+                self._exhausted = True
+                return
+            self._next = self._search(self._file, begin)
+        data = _read(self._folder / self._file.name, self._next * _STAMP.size, _BLOCK)
+        records = [
+            (place & ((1 << _SOURCE_BITS) - 1), time, place >> _SOURCE_BITS)
+            for time, place in _STAMP.iter_unpack(data[: len(data) // _STAMP.size * _STAMP.size])
+        ]
         self._next += len(records)
-        self._times = self._times[-1:] + [time for time, _ in records]
-        self._starts = self._starts[-1:] + [start for _, start in records]
+        self._records.extend(records)
+        self._ranks = self._ranks or any(number for _, _, number in records)
+        if not records:
+            following = logfiles.next_of(str(self._folder), self._file)
+            if following is None:
+                self._exhausted = True
+            else:
+                self._file, self._next = following, 0
 
-    def _search(self, offset: int) -> int:
+    def _search(self, file: Segment, offset: int) -> int:
         """Return the number of the last record that starts at or before ``offset``."""
-        low, high = 0, _size(self._path) // _STAMP.size
+        low, high = 0, _size(self._folder / file.name) // _STAMP.size
         while high - low > 1:
             middle = (low + high) // 2
-            data = _read(self._path, middle * _STAMP.size, _STAMP.size)
-            if len(data) == _STAMP.size and _STAMP.unpack(data)[1] <= offset:
+            data = _read(self._folder / file.name, middle * _STAMP.size, _STAMP.size)
+            if len(data) == _STAMP.size and _STAMP.unpack(data)[1] & ((1 << _SOURCE_BITS) - 1) <= offset:
                 low = middle
             else:
                 high = middle
@@ -222,29 +376,31 @@ def _keyed(number: int, reader: _Reader, *, final: bool) -> Iterator[tuple[float
         yield line.time or 0.0, number, line
 
 
-def _tail_start(path: Path, last: int | None) -> int:
-    """Return where the last lines of a file begin, reading blocks from its end."""
+def _tail_start(source: LogSource, last: int | None, keep: Keep | None, most_bytes: int = sys.maxsize) -> int:
+    """Return an offset from which the last lines of an attempt are there, each from its beginning.
+
+    More and more of the end is read, until that is so; no more than ``most_bytes``.
+    """
     if last is None:
         return 0
-    end = _size(path)
-    if end == 0:
-        return 0
-    wanted = last + (1 if _read(path, end - 1, 1) == b"\n" else 0)
-    if last == 0:
-        # A line that has not ended is still to come.
-        wanted = 1
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        block = _read(path, start, end - start)
-        found = block.count(b"\n")
-        if found >= wanted:
-            position = len(block)
-            for _ in range(wanted):
-                position = block.rfind(b"\n", 0, position)
-            return start + position + 1
-        wanted -= found
-        end = start
-    return 0
+    end, window = mirrored_bytes(source), _BLOCK
+    while window < min(end, most_bytes):
+        start = end - window
+        reader, count = _Reader(source, start, keep), 0
+        for _, is_whole in reader.measured(final=False, at_once=True):
+            count = count + 1 if is_whole else 0
+        # A line that has not ended is still to come, also when none is asked for.
+        if count >= max(last, 1) and not reader.has_torn_line():
+            return start
+        window *= _WIDER
+    return max(0, end - most_bytes)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]} … {text[-half:]}"
 
 
 def _shown(raw: bytes) -> str:

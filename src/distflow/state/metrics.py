@@ -97,8 +97,11 @@ def read_metrics(lines: Iterable[LogLine], *, rank: int | None = None) -> Iterat
     """Yield the metrics among the lines of logs, in their order; with ``rank``, that one's only."""
     for line in lines:
         found = parse_metric(line.text)
-        if found is not None and rank in (None, found[1]):
-            step, by, values = found
+        if found is None:
+            continue
+        step, named, values = found
+        by = line.rank if named is None else named
+        if rank in (None, by):
             yield Metric(task=line.task, attempt=line.attempt, rank=by, step=step, values=values, time=line.time)
 
 

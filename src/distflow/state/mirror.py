@@ -1,20 +1,26 @@
-"""The mirrored logs: a copy of each attempt's output on this machine, by byte offset.
+"""The mirrored logs: a copy of each attempt's output on this machine, file by file and byte by byte.
 
-``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds ``output.log`` (raw bytes) and ``output.idx`` (for each
-read on the node one little-endian record ``<dQ``: seconds since the epoch, offset of its first byte), as the node
-wrote them (``docs/agent-protocol.md``), and ``heartbeat``, empty, whose time is that of the attempt's last one, by our clock.
+``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds the files of ``distflow.runtime.logfiles`` as the node wrote them
+(``docs/agent-protocol.md``): ``output.log`` (raw bytes), later segments of it, and for each an index of little-endian records
+``<dQ``: seconds since the epoch, and the source above 48 bits of the offset of the first byte. It also holds ``heartbeat``,
+empty, whose time is that of the attempt's last one, by our clock.
+
+A reserve of the disk is never filled with output, so that the store can still be written.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["INDEX", "LAST_LINES", "OUTPUT", "Mirror", "attempt_name"]
+from distflow.runtime import logfiles
+from distflow.state.logs import LogSource, end_lines
 
-OUTPUT, INDEX = "output.log", "output.idx"
+__all__ = ["LAST_LINES", "Mirror", "attempt_name", "reserve_bytes"]
+
 HEARTBEAT = "heartbeat"
 
 LAST_LINES = 2000
@@ -23,6 +29,8 @@ LAST_LINES = 2000
 _LINE_BYTES = 128
 """Of each line that is asked for, on average; longer lines make fewer."""
 _LEAST_TAIL_BYTES = 16384
+_RESERVE = 512 << 20
+_SHARE = 20
 
 
 class Mirror:
@@ -37,16 +45,31 @@ class Mirror:
         """Return where the logs of an attempt lie."""
         return self.root / attempt_name(workflow, group, task, attempt)
 
-    def size(self, attempt: str, file: str) -> int:
-        """Return how many bytes of a file of an attempt (by its name on the node) are here."""
+    def reached(self, attempt: str, kind: str) -> tuple[str, int]:
+        """Return the newest file of a kind (``log``, ``idx``) of an attempt, and how many bytes of it are here."""
+        folder = self.root / attempt
+        newest = (logfiles.segments(str(folder), kind) or [logfiles.Segment(0, 0, kind)])[-1].name
         try:
-            return (self.root / attempt / file).stat().st_size
+            return newest, (folder / newest).stat().st_size
         except FileNotFoundError:
-            return 0
+            return newest, 0
+
+    def has_room(self) -> bool:
+        """Return whether output may be written: the reserve of the disk is not touched."""
+        return reserve_bytes(self.root)[0] <= 0
 
     def write(self, attempt: str, file: str, offset: int, data: bytes) -> None:
-        """Put ``data`` where it stood on the node. Raises ``OSError`` when this disk does not take it."""
+        """Put ``data`` where it stood on the node, and drop what the node no longer keeps.
+
+        Raises ``OSError`` when this disk does not take it, ``ValueError`` for a name that is not one of the output's files.
+        """
+        segment = logfiles.parse(file)
+        if segment is None:
+            raise ValueError(f"{file!r} is not a file of an attempt's output")
         path = self.root / attempt / file
+        if not self.has_room():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        is_new = not path.exists()
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         except FileNotFoundError:
@@ -56,11 +79,14 @@ class Mirror:
             written = 0
             while written < len(data):
                 written += os.pwrite(handle, data[written:], offset + written)
-            if self._now is not None and file == OUTPUT:
+            if self._now is not None and segment.kind == "log":
                 at = self._now()
                 os.utime(handle, (at, at))
         finally:
             os.close(handle)
+        if is_new and segment.start:
+            for old in logfiles.surplus(logfiles.segments(str(path.parent), segment.kind)):
+                (path.parent / old.name).unlink(missing_ok=True)
 
     def beat(self, attempt: str, at: float) -> None:
         """Take note that an attempt touched its heartbeat at ``at`` (seconds since the epoch); a full disk forgets it."""
@@ -75,27 +101,26 @@ class Mirror:
 
         ``None`` when neither was.
         """
-        folder = self.folder(workflow, group, task, attempt)
         times = []
-        for name in (OUTPUT, HEARTBEAT):
+        for name in (HEARTBEAT, self.reached(attempt_name(workflow, group, task, attempt), "log")[0]):
             with suppress(FileNotFoundError):
-                times.append((folder / name).stat().st_mtime)
+                times.append((self.folder(workflow, group, task, attempt) / name).stat().st_mtime)
         return max(times, default=None)
 
     def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[str, ...]:
         """Return the last lines that an attempt printed, as far as they are here; fewer when they are very long."""
-        try:
-            with (self.folder(workflow, group, task, attempt) / OUTPUT).open("rb") as log:
-                end = log.seek(0, os.SEEK_END)
-                start = max(0, end - max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
-                log.seek(start)
-                data = log.read()
-        except FileNotFoundError:
-            return ()
-        lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
-        if start > 0 and len(lines) > 1:
-            lines = lines[1:]
-        return tuple(lines[-count:])
+        source = LogSource(task, attempt, self.folder(workflow, group, task, attempt))
+        lines = end_lines(source, count, most_bytes=max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
+        return tuple(text for line in lines for text in line.text.splitlines() if text.strip())[-count:]
+
+
+def reserve_bytes(folder: Path) -> tuple[int, int]:
+    """Return how much of the reserve is missing on the disk of a directory, and how large the reserve is."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    found = os.statvfs(folder)
+    reserve = min(_RESERVE, found.f_blocks * found.f_frsize // _SHARE)
+    return max(0, reserve - found.f_bavail * found.f_frsize), reserve
 
 
 def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:

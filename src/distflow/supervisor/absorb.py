@@ -22,6 +22,8 @@ from distflow.backends.base import (
     NodeUp,
     NotBrought,
     Observation,
+    OutputLost,
+    OutputWaits,
     Prepared,
     PrepareFailed,
     Released,
@@ -69,8 +71,8 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
     task = group.find(key.task, key.attempt)
     if task is None or task.node != key.node:
         return record, []
-    if isinstance(seen, NotBrought):
-        return absorb_not_brought(record, seen)
+    if isinstance(seen, NotBrought | OutputLost | OutputWaits):
+        return _absorb_trouble(record, group, task, seen)
     if isinstance(seen, Collected | CollectFailed) and is_checkpoint(seen.op):
         taken, told = absorb_checkpoint(record, plan.group(group.name), group, task, seen)
         return record.with_group(taken), told
@@ -317,6 +319,18 @@ def _collect_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> 
 
 def _log_complete(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
     return (task, "") if task.log_complete else (replace(task, log_complete=True), "")
+
+
+def _absorb_trouble(
+    record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: NotBrought | OutputLost | OutputWaits
+) -> tuple[WorkflowRecord, list[Event]]:
+    """Return what follows from trouble that changes nothing about the task itself."""
+    if isinstance(seen, NotBrought):
+        return absorb_not_brought(record, seen)
+    text = f"{task.name}: its output stays on {task.node}: this machine's disk is almost full; free space here"
+    if isinstance(seen, OutputLost):
+        text = f"{task.name}: its output is being lost: the disk of {task.node} is full; free space there"
+    return record, [_event(record, seen.at, "state", text, group.name, task.name, task.attempt)]
 
 
 _TAKERS: dict[type[Observation], _Taker] = {

@@ -11,6 +11,8 @@ from distflow.backends.base import (
     LeaseRefused,
     LogComplete,
     Observation,
+    OutputLost,
+    OutputWaits,
     Staging,
     Unanswered,
 )
@@ -23,7 +25,7 @@ __all__ = ["answered"]
 
 def answered(seen: Observation) -> tuple[CommandId, ...]:
     """Return the commands that need no answer any more: mostly all of an attempt, as it was said how things stand there."""
-    if isinstance(seen, LogComplete | Staging | Collecting):
+    if isinstance(seen, LogComplete | OutputLost | OutputWaits | Staging | Collecting):
         return ()
     if isinstance(seen, Leased | LeaseRefused):
         gang = AttemptKey(workflow=seen.workflow, group=seen.group, task="", attempt=seen.attempt, node="")

@@ -39,8 +39,11 @@ class _Logs:
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
 
-    def size(self, key: AttemptKey, file: str) -> int:
-        return self._mirror.size(key.name, file)
+    def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
+        return self._mirror.reached(key.name, kind)
+
+    def has_room(self) -> bool:
+        return self._mirror.has_room()
 
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
         self._mirror.write(key.name, file, offset, data)

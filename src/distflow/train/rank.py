@@ -6,6 +6,7 @@ the error file.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import runpy
@@ -19,7 +20,7 @@ from types import TracebackType
 from distflow.train.affinity import parse_cpus
 from distflow.train.errorfile import write_exception
 
-__all__ = ["CPUS", "PARENT", "RecordedFailure", "end_with_parent", "keep_to_cpus", "run_script"]
+__all__ = ["CPUS", "PARENT", "RecordedFailure", "end_with_parent", "keep_to_cpus", "run_script", "take_own_output"]
 
 PARENT = "DISTFLOW_LAUNCHER_PID"
 """The launcher's process."""
@@ -51,6 +52,24 @@ def keep_to_cpus() -> None:
         os.sched_setaffinity(0, wanted)
 
 
+def take_own_output() -> None:
+    """Write to the pipe that distflow reads for this rank alone, where there is one and nobody redirected the output."""
+    place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
+    if not place or "DISTFLOW_OUTPUT_PIPE" not in os.environ:
+        return
+    try:
+        # Not to wait: when nobody reads, the output of the task is as good.
+        pipe = os.open(os.path.join(place, "ranks", os.environ["RANK"]), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    os.set_blocking(pipe, True)
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{stream}") == os.environ["DISTFLOW_OUTPUT_PIPE"]:
+                os.dup2(pipe, stream)
+    os.close(pipe)
+
+
 def run_script(path: str, arguments: list[str]) -> None:
     """Run a script as ``python path arguments`` does."""
     sys.argv = [path, *arguments]
@@ -66,6 +85,7 @@ def _run_module(name: str, arguments: list[str]) -> None:
 def _main() -> None:
     end_with_parent()
     keep_to_cpus()
+    take_own_output()
     kind, target, *arguments = sys.argv[1:]
     run: Callable[[str, list[str]], None] = {"script": run_script, "module": _run_module}[kind]
     with RecordedFailure():

@@ -222,6 +222,7 @@ def _call(function: Callable[..., object], args: tuple[Any, ...]) -> None:
     os.setsid()
     rank_process.end_with_parent()
     rank_process.keep_to_cpus()
+    rank_process.take_own_output()
     with rank_process.RecordedFailure():
         function(*args)
 

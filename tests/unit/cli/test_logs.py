@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -71,6 +72,46 @@ def test_nothing_printed_is_nothing_shown(screen: Screen) -> None:
 def test_what_is_shown_can_be_chosen(screen: Screen, digits: WorkflowRecord, arguments: list[str], lines: list[str]) -> None:
     assert screen.run("logs", digits.id, *arguments) == 0
     assert screen.out.splitlines() == lines
+
+
+@pytest.fixture
+def ranks(screen: Screen) -> WorkflowRecord:
+    """Store a workflow whose master holds ranks that are told apart, and whose worker's share one output."""
+    record = submit(screen.store, workflow([completed_group()]))
+    folder = screen.directory.logs / record.uuid / "training" / "master" / "0"
+    write_log(folder, [(T0, b"torchrun\n"), (T0 + 1, b"one\n"), (T0 + 2, b"three\n"), (T0 + 3, b"one again\n")])
+    places = [(T0, 0, None), (T0 + 1, 9, 1), (T0 + 2, 13, 3), (T0 + 3, 19, 1)]
+    records = (struct.pack("<dQ", at, (0 if rank is None else rank + 1) << 48 | start) for at, start, rank in places)
+    (folder / "output.idx").write_bytes(b"".join(records))
+    task_log(screen.directory, record, "worker", [(T0 + 4, b"shared\n[rank9]: nine\n[default2]:ten\n")])
+    return record
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["-t", "master"], ["[master] torchrun", "[master rank 1] one", "[master rank 3] three", "[master rank 1] one again"]),
+        (["--rank", "1"], ["[master rank 1] one", "[master rank 1] one again"]),
+        (["--rank", "3", "-f"], ["[master rank 3] three"]),
+        (["--rank", "1", "-n", "1", "--no-prefix"], ["one again"]),
+        (["--rank", "2"], []),
+        (["--rank", "1", "--rank", "3", "-n", "2"], ["[master rank 3] three", "[master rank 1] one again"]),
+        (["--rank", "9"], ["[worker] shared", "[worker] [rank9]: nine"]),
+        (["--rank", "10", "-f"], ["[worker] [default2]:ten"]),
+    ],
+)
+def test_lines_of_a_rank_are_chosen_exactly(
+    screen: Screen, ranks: WorkflowRecord, arguments: list[str], lines: list[str]
+) -> None:
+    assert screen.run("logs", ranks.id, *arguments) == 0
+    assert screen.out.splitlines() == lines
+    shares = "worker: its ranks share one output, so `--rank` cannot choose; torchrun and `spawn` give each its own\n"
+    assert screen.err == (shares if {"9", "10"} & {*arguments} else "")
+
+
+def test_programs_are_given_the_rank_of_a_line(screen: Screen, ranks: WorkflowRecord) -> None:
+    screen.run("logs", ranks.id, "-t", "master", "--format-type", "json")
+    assert [line["rank"] for line in json.loads(screen.out)] == [None, 1, 3, 1]
 
 
 def test_later_attempts_are_marked_and_can_be_chosen(screen: Screen) -> None:

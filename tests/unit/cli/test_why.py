@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from distflow.diagnosis import diagnose as diagnosing
+from distflow.diagnosis.model import Hit, Witness, hits_in
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state import logs
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, WorkflowRecord
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
@@ -152,3 +158,30 @@ def test_a_group_that_a_clock_ended_has_its_message_and_no_cause(screen: Screen)
     assert "ran longer than 80 s (exec_timeout)" in screen.out
     assert "First cause" not in screen.out
     assert screen.out.count("it ran longer than exec_timeout") == 3
+
+
+@pytest.mark.parametrize("command", ["why", "diagnose", "query"])
+def test_a_huge_output_is_not_read_to_explain_a_failure(screen: Screen, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    record = failed(screen)
+    task_log(screen.directory, record, "worker", [(T0 + 80, b"x")])
+    path = screen.directory.logs / record.uuid / "training" / "worker" / "0" / "output.log"
+    with path.open("r+b") as log:
+        log.seek(200 << 20)  # one line, without an end
+        log.write(b"\n{'message': 'CUDA out of memory " + b"y" * (1 << 20) + b"'}")
+    read, longest = [0], [0]
+    real_read = logs._read
+
+    def counted(path: Path, offset: int, count: int) -> bytes:
+        data = real_read(path, offset, count)
+        read[0] += len(data)
+        return data
+
+    def measured(witness: Witness, patterns: tuple[re.Pattern[str], ...]) -> Iterator[Hit]:
+        longest[0] = max([longest[0], *map(len, witness.lines)])
+        return hits_in(witness, patterns)
+
+    monkeypatch.setattr(logs, "_read", counted)
+    monkeypatch.setattr(diagnosing, "hits_in", measured)
+    assert screen.run(command, record.id) == 0
+    assert 0 < read[0] < 8 << 20
+    assert longest[0] < 5000

@@ -229,7 +229,10 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_times_have_units() -> None:
-    pool = parsed("pools: {here: {backend: local, stop_grace: 0, node_lost_after: 2m, retention: 7d, ping: 1.5}}").pools["here"]
+    pool = parsed(
+        "pools: {here: {backend: local, stop_grace: 0, node_lost_after: 2m, retention: 7d, ping: 1.5, max_log: 64Mi}}"
+    ).pools["here"]
+    assert pool.max_log == 64 << 20
     assert (pool.stop_grace_s, pool.node_lost_after_s, pool.retention_s, pool.ping_s) == (0, 120, 7 * 86400, 1.5)
     assert pool.connect_timeout_s == 10
 

@@ -12,7 +12,7 @@ def test_a_file_that_cannot_be_read_ends_its_stream_and_not_the_agent(tmp_path: 
     (tmp_path / "output.log").mkdir()  # it can be opened, and reading it fails, as on a disk with an error
     pushed: list[dict[str, Any]] = []
     tails = Tails(pushed.append, lambda: True)
-    tails.add(1, "a", str(tmp_path / "output.log"), 0, has_ended=False)
+    tails.add(1, "a", str(tmp_path), "output.log", 0, has_ended=False)
     tails.grown("a", has_ended=False)
     assert pushed == []
     tails.grown("a", has_ended=True)

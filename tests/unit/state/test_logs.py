@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from distflow.state import logs
-from distflow.state.logs import LogLine, LogSource, follow_lines, mirrored_bytes, read_lines
+from distflow.state.logs import LogLine, LogSource, end_lines, follow_lines, mirrored_bytes, read_lines
 from unit.state.stored import write_log
 
 
@@ -229,3 +229,114 @@ def test_text_whose_time_never_comes_is_shown_all_the_same(tmp_path: Path) -> No
     one.folder.mkdir(parents=True)
     (one.folder / "output.log").write_bytes(b"one\n")
     assert Follower([one], lambda: None, lambda: None).seen == [[], ["one"], []]
+
+
+def ranked(root: Path, *reads: tuple[int | None, bytes], folder: str = "a") -> LogSource:
+    """Mirror what ranks printed, each read with its rank; its time is its number."""
+    made = source(root, folder)
+    made.folder.mkdir(parents=True, exist_ok=True)
+    log, index = made.folder / "output.log", made.folder / "output.idx"
+    for number, (rank, data) in enumerate(reads):
+        at = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as file:
+            file.write(data)
+        with index.open("ab") as file:
+            file.write(struct.pack("<dQ", float(number), (0 if rank is None else rank + 1) << 48 | at))
+    return made
+
+
+def by_rank(lines: Iterable[LogLine]) -> list[tuple[int | None, str]]:
+    return [(line.rank, line.text) for line in lines]
+
+
+def test_lines_of_ranks_stay_whole_whatever_others_print_between(tmp_path: Path) -> None:
+    one = ranked(
+        tmp_path, (None, b"torchrun\n"), (3, b" 10%\r"), (4, b"four\nhalf "), (3, b" 20%\r 30%\n"), (None, b"x"), (4, b"line\n")
+    )
+    expected = [(None, "torchrun"), (4, "four"), (3, " 30%"), (4, "half line"), (None, "x")]
+    assert by_rank(read_lines([one])) == expected
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 3, 5, 99])
+@pytest.mark.parametrize("rank", [None, 0, 2])
+def test_the_last_lines_of_a_rank_are_those_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, rank: int | None
+) -> None:
+    monkeypatch.setattr(logs, "_BLOCK", 16)
+    reads = [(number % 3, b"rank %d line %d\nrank %d ha" % ((number % 3, number, number % 3))) for number in range(40)]
+    one = ranked(tmp_path, *reads)
+
+    def keep(line: LogLine) -> bool:
+        return rank is None or line.rank == rank
+
+    whole = by_rank(read_lines([one], keep=keep))
+    assert len(whole) > 10
+    assert by_rank(read_lines([one], last=last, keep=keep)) == (whole[-last:] if last else [])
+
+
+def test_a_line_is_not_taken_for_that_of_another_rank_while_it_is_followed(tmp_path: Path) -> None:
+    """The text of a rank is here before the record that says whose it is."""
+    one = ranked(tmp_path, (0, b"zero\n"))
+    index = one.folder / "output.idx"
+
+    def text_alone() -> None:
+        with (one.folder / "output.log").open("ab") as log:
+            log.write(b"one\n")
+
+    def its_record() -> None:
+        index.write_bytes(index.read_bytes() + struct.pack("<dQ", 1.0, 2 << 48 | 5))
+
+    def nothing() -> None:
+        """Look again."""
+
+    steps = iter([nothing, text_alone, its_record, nothing, nothing, nothing, nothing])
+    left = 7
+
+    def wait(_: float) -> None:
+        nonlocal left
+        left -= 1
+        next(steps)()
+
+    lines = by_rank(follow_lines(lambda: [one], wait=wait, is_over=lambda: left == 0))
+    assert lines == [(0, "zero"), (1, "one")]
+
+
+def test_output_that_was_not_kept_is_a_line_of_its_own(tmp_path: Path) -> None:
+    one = logged(tmp_path, "a", (1.0, b"one\ntwo\n"))
+    for name, data, at in (("output-5008-102", b"tail\n", 5008), ("output-5013-103", b"end\n", 5013)):
+        (one.folder / f"{name}.log").write_bytes(data)
+        (one.folder / f"{name}.idx").write_bytes(struct.pack("<dQ", 9.0, at))
+    found = list(read_lines([one]))
+    assert [line.text for line in found if not line.dropped] == ["one", "two", "tail", "end"]
+    (gap,) = [line for line in found if line.dropped]
+    assert (gap.dropped, gap.time) == (5000, 9.0)
+    assert gap.text == "[distflow: 5,000 bytes in 100 lines were not kept here, see `max_log`]"
+    assert mirrored_bytes(one) == 5017
+    assert [line.text for line in read_lines([one], last=2)] == ["tail", "end"]
+    # What is followed from the middle knows the lines before it, too.
+    assert [line.text for line in read_lines([one], last=4)] == ["two", gap.text, "tail", "end"]
+
+
+def test_only_a_bounded_end_is_read_for_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = logged(tmp_path, "a", (1.0, b"begin\n"))
+    with (one.folder / "output.log").open("r+b") as log:
+        log.seek(200 << 20)  # one line of 200 MB
+        log.write(b"\nRuntimeError: bad batch 17\n")
+    read = 0
+    real = logs._read
+
+    def counted(path: Path, offset: int, count: int) -> bytes:
+        nonlocal read
+        data = real(path, offset, count)
+        read += len(data)
+        return data
+
+    monkeypatch.setattr(logs, "_read", counted)
+    lines = end_lines(one, 300)
+    assert [line.text for line in lines] == ["RuntimeError: bad batch 17"]
+    assert read < 8 << 20
+    with (one.folder / "output.log").open("ab") as more:
+        more.write(b"a" + b"x" * (4 << 20) + b"z")
+    (line,) = end_lines(one, 300)[-1:]
+    assert len(line.text) < 5000
+    assert line.text.endswith("z")

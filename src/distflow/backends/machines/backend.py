@@ -213,6 +213,8 @@ class MachinesBackend:
                 "mounts": list(launch.mounts),
                 "container": None if launch.container is None else asdict(launch.container),
                 "memory": launch.memory,
+                "ranks": launch.ranks,
+                "max_log": self._pool.max_log if launch.max_log is None else launch.max_log,
                 "self_stop_after_s": self._pool.self_stop_after_s,
                 "gang": self._gang(launch, secrets),
             }

@@ -7,7 +7,6 @@ named again at every ``hello``, so that a broken connection loses nothing: the n
 from __future__ import annotations
 
 import base64
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,8 @@ from distflow.backends.base import (
     LogSink,
     NodeDown,
     NodeUp,
+    OutputLost,
+    OutputWaits,
     Prepared,
     Sink,
     Started,
@@ -49,7 +50,10 @@ __all__ = ["Answered", "Connection", "now"]
 
 Answered = Callable[[Mapping[str, Any] | DistflowError], None]
 
-_LOG_FILES = ("output.log", "output.idx")
+_LOG_KINDS = ("idx", "log")
+"""Of the files that are mirrored. The index comes first: it says whose the text is."""
+_ROOM_S = 5.0
+"""Between two tries to mirror output that found no room here."""
 _END = "exit.json"
 
 
@@ -72,6 +76,10 @@ class Connection:
         self._streams: dict[int, tuple[AttemptKey, str]] = {}
         self._tailed: set[str] = set()
         self._drained: dict[str, set[str]] = {}
+        self._waiting: set[tuple[AttemptKey, str]] = set()
+        """Output, by its kind, that found no room here: it waits on its node."""
+        self._losing: set[str] = set()
+        """Attempts of which it was reported that their output is being lost."""
         self._unwanted: set[AttemptKey] = set()
         """Leases that are to be given back as soon as the node answers."""
         self._next_stream = 0
@@ -249,6 +257,9 @@ class Connection:
             if started is not None:  # of a short one nobody may have heard while it ran
                 directory = str(status.get("directory") or "")
                 self._sink(Started(at=at, key=key, pid=pid, started_at=float(started), clock=clock, directory=directory))
+            if status.get("loses_output") and key.name not in self._losing:
+                self._losing.add(key.name)
+                self._sink(OutputLost(at=at, key=key))
             if phase == "stopping":
                 self._sink(StopAccepted(at=at, key=key))
             elif phase == "ended":
@@ -267,7 +278,8 @@ class Connection:
             try:
                 with self._connect(tries) as link:
                     self._greet(link)
-                    self._broken.wait()
+                    while not self._broken.wait(_ROOM_S):
+                        self._take_up_waiting()
                 silent_s = link.silent_s
                 tries.was_connected(silent_s)
                 heard_at = now() - silent_s
@@ -285,6 +297,7 @@ class Connection:
                 self._streams.clear()
                 self._tailed.clear()
                 self._drained.clear()
+                self._waiting.clear()
             if self._closing.is_set():
                 return
             self._sink(NodeDown(at=now(), pool=self._pool.name, node=self.node.name, error=self._error, since=heard_at))
@@ -374,14 +387,16 @@ class Connection:
             if key.name in self._tailed or self._link is None:
                 return
             self._tailed.add(key.name)
-            streams = []
-            for file in _LOG_FILES:
-                self._next_stream += 1
-                self._streams[self._next_stream] = (key, file)
-                streams.append((self._next_stream, file))
-        for stream, file in streams:
-            offset = self._logs.size(key, file)
-            self.send("tail", lambda _: None, stream=stream, attempt=key.name, file=file, offset=offset)
+        for kind in _LOG_KINDS:
+            self._begin_stream(key, kind)
+
+    def _begin_stream(self, key: AttemptKey, kind: str) -> None:
+        with self._lock:
+            self._next_stream += 1
+            stream = self._next_stream
+            self._streams[stream] = (key, kind)
+        file, offset = self._logs.reached(key, kind)
+        self.send("tail", lambda _: None, stream=stream, attempt=key.name, file=file, offset=offset)
 
     def _take_output(self, event: Mapping[str, Any]) -> None:
         with self._lock:
@@ -390,22 +405,35 @@ class Connection:
             return
         data = base64.b64decode(event["data"])
         try:
-            self._logs.write(place[0], place[1], event["offset"], data)
-        except OSError as error:
-            # This machine's disk is full: give no credit, so that the rest stays on the node, and begin again from there.
-            self._error = f"cannot keep its output here: {os.strerror(error.errno or 0)}"
-            self._closing.wait(1.0)
-            if self._link is not None:
-                self._link.close()
+            self._logs.write(place[0], event["file"], event["offset"], data)
+        except OSError:  # no room, or a disk with an error
+            self._wait_for_room(event["stream"], place)
             return
         link = self._link
         if link is not None:
             link.credit(event["stream"], len(data))
 
+    def _wait_for_room(self, stream: int, place: tuple[AttemptKey, str]) -> None:
+        """Leave the rest of some output on its node for a while; everything else goes on."""
+        with self._lock:
+            is_news = not self._waiting
+            self._waiting.add(place)
+            self._streams.pop(stream, None)
+        self.send("untail", lambda _: None, stream=stream)
+        if is_news:
+            self._sink(OutputWaits(at=now(), key=place[0]))
+
+    def _take_up_waiting(self) -> None:
+        with self._lock:
+            waiting = list(self._waiting) if self._logs.has_room() else []
+            self._waiting.difference_update(waiting)
+        for key, kind in waiting:
+            self._begin_stream(key, kind)
+
     def _stream_ended(self, event: Mapping[str, Any]) -> None:
         with self._lock:
             place = self._streams.pop(event["stream"], None)
-        if place is not None and self._has_told(*place) >= set(_LOG_FILES):
+        if place is not None and self._has_told(*place) >= set(_LOG_KINDS):
             self._sink(LogComplete(at=now(), key=place[0]))
 
     def _has_told(self, key: AttemptKey, what: str) -> set[str]:
@@ -416,7 +444,7 @@ class Connection:
         with self._lock:
             told = self._drained.setdefault(key.name, set())
             told.add(what)
-            if told >= {_END, *_LOG_FILES}:
+            if told >= {_END, *_LOG_KINDS}:
                 del self._drained[key.name]
                 self._watched.pop(key.name, None)
                 self._tailed.discard(key.name)

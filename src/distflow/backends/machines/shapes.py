@@ -53,6 +53,7 @@ class _Status(_Form):
     started_at: _Time | None = None
     end: _End | None = None
     directory: str = ""
+    loses_output: bool = False
 
 
 class _Address(_Form):
@@ -226,6 +227,7 @@ class _BeatEvent(_Form):
 
 class _DataEvent(_Form):
     stream: int
+    file: str
     offset: _Count
     data: bytes
     """In base64."""

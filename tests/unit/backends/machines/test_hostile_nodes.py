@@ -44,7 +44,7 @@ RAW = [
     b'{"id": {}, "ok": true}\n',
     b'{"event": "status"}\n',
     b'{"event": "status", "attempt": [], "status": {}}\n',
-    b'{"event": "data", "stream": 1, "offset": 0, "data": "!"}\n',
+    b'{"event": "data", "stream": 1, "file": "output.log", "offset": 0, "data": "!"}\n',
     b'{"event": "beat", "attempt": "a", "age_s": 1e999}\n',
     b"\xff\xfe\n",
     b"[]\n",
@@ -158,10 +158,14 @@ class Observed:
 class Mirror:
     """Takes output."""
 
-    def size(self, _key: object, _file: str) -> int:
-        return 0
+    def reached(self, _key: object, kind: str) -> tuple[str, int]:
+        return f"output.{kind}", 0
 
-    def write(self, _key: object, _file: str, offset: int, data: bytes) -> None:
+    def has_room(self) -> bool:
+        return True
+
+    def write(self, _key: object, file: str, offset: int, data: bytes) -> None:
+        assert isinstance(file, str)
         assert offset >= 0
         assert isinstance(data, bytes)
 

@@ -1,0 +1,85 @@
+"""Names of the files that hold an attempt's output: the head of the log, and the segments of its tail.
+
+The log is one stream of bytes. ``output.log`` holds its beginning. Once that is full, segments follow, each named after its
+first byte and the lines before it: ``output-<offset>-<lines>.log``. Only the newest segments are kept, so the names alone say
+what was dropped between two of them. Each has an index of the same name that ends in ``.idx``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import List, NamedTuple, Optional, Union
+
+__all__ = ["INDEX", "KEPT", "LOG", "Segment", "end_of", "is_output", "next_of", "parse", "segment_bytes", "segments", "surplus"]
+
+LOG = "output.log"
+INDEX = "output.idx"
+KEPT = 5
+"""Segments of the tail that are kept."""
+_NAME = re.compile(r"output(?:-([0-9]{1,18})-([0-9]{1,18}))?\.(log|idx)")
+
+
+class Segment(NamedTuple):
+    """One file of the log, or of its index."""
+
+    start: int
+    """Offset of its first byte in the whole output; 0 for the head."""
+    lines: int
+    """Line feeds before it."""
+    kind: str
+    """``log`` or ``idx``."""
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return "output-{}-{}.{}".format(*self) if self.start else "output." + self.kind
+
+
+def parse(name: str) -> Optional[Segment]:
+    """Return what a file's name says; None when it is not a file of the output."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    segment = Segment(int(match.group(1) or 0), int(match.group(2) or 0), match.group(3))
+    return segment if segment.name == name else None
+
+
+def is_output(name: str) -> bool:
+    """Whether a file's name is one of the output's."""
+    return parse(name) is not None
+
+
+def segments(place: Union[int, str], kind: str) -> List[Segment]:
+    """Return the files of one kind in a directory (a path or a descriptor), in order; none when it cannot be read."""
+    try:
+        found = [parse(name) for name in os.listdir(place)]
+    except OSError:
+        return []
+    return sorted(one for one in found if one is not None and one.kind == kind)
+
+
+def next_of(place: Union[int, str], segment: Segment) -> Optional[Segment]:
+    """Return the first file after ``segment``; None when it is the last."""
+    return next((one for one in segments(place, segment.kind) if one.start > segment.start), None)
+
+
+def surplus(found: List[Segment]) -> List[Segment]:
+    """Return the segments that are no longer kept, of all there are in order."""
+    return [one for one in found if one.start][:-KEPT]
+
+
+def segment_bytes(segment: Segment, max_log: int) -> int:
+    """Return how large a file may become: half of ``max_log`` is for the head, the other half for the kept segments."""
+    return max(1, max_log // 2 // (KEPT if segment.start else 1))
+
+
+def end_of(directory: str) -> int:
+    """Return how many bytes an attempt has written, dropped ones included."""
+    found = segments(directory, "log")
+    if not found:
+        return 0
+    try:
+        return found[-1].start + os.stat(os.path.join(directory, found[-1].name)).st_size
+    except OSError:
+        return found[-1].start

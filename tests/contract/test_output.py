@@ -1,0 +1,204 @@
+"""Output on a node: told apart by rank, kept up to a limit, and mirrored without a break."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from distflow.state.logs import LogLine, LogSource, mirrored_bytes, read_lines
+from distflow.state.mirror import Mirror
+from distflow.testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from contract.conftest import NodeUnderTest
+
+PYTHON = sys.executable
+
+LAUNCHER = """
+import os, subprocess, sys
+own = os.environ.get("PYTHON_EXEC", sys.executable)
+print("launcher begins", flush=True)
+workers = [
+    subprocess.Popen([own, "-u", "-c", sys.argv[1]], env={**os.environ, "RANK": str(rank)}) for rank in range(4, 6)
+]
+codes = [worker.wait() for worker in workers]
+print("launcher ends", codes, flush=True)
+"""
+"""As torchrun starts its workers."""
+
+
+def lines_of(node: NodeUnderTest, attempt: str) -> list[LogLine]:
+    """What the node holds, read as the mirror is."""
+    return list(read_lines([LogSource("t", 0, node.directory(attempt))]))
+
+
+def texts(lines: list[LogLine], rank: int | None) -> list[str]:
+    return [line.text for line in lines if line.rank == rank]
+
+
+def test_ranks_of_a_launcher_are_told_apart_byte_by_byte(node: NodeUnderTest) -> None:
+    worker = r"""
+import os, sys
+rank = os.environ["RANK"]
+for number in range(200):
+    print("rank", rank, "line", number)
+    print("rank", rank, "error", number, file=sys.stderr)
+os.write(1, b"bar 1\rbar 2\rbar 3\n[rank9]: \xff own words\n")
+os.write(2, b"no end of " + rank.encode())
+os.kill(os.getpid(), 9)
+"""
+    link = node.connect()
+    attempt = node.start(link, [PYTHON, "-c", LAUNCHER, worker], ranks=[4, 2])
+    node.end(attempt)
+    lines = lines_of(node, attempt)
+    for rank in (4, 5):
+        said = [text for n in range(200) for text in (f"rank {rank} line {n}", f"rank {rank} error {n}")]
+        assert texts(lines, rank) == [*said, "bar 3", "[rank9]: \ufffd own words", f"no end of {rank}"]
+    assert texts(lines, None) == ["launcher begins", "launcher ends [-9, -9]"]
+    raw = (node.directory(attempt) / "output.log").read_bytes()
+    assert raw.count(b"bar 1\rbar 2\rbar 3\n[rank9]: \xff own words\n") == 2
+
+
+def test_output_that_somebody_redirected_stays_where_it_is(node: NodeUnderTest) -> None:
+    link = node.connect()
+    script = f'{PYTHON} -c "$0" "$1" > only.txt; cat only.txt'
+    worker = 'import os, sys; print("out", os.environ["RANK"]); print("err", file=sys.stderr)'
+    attempt = node.start(link, ["sh", "-c", script, LAUNCHER, worker], ranks=[4, 2])
+    node.end(attempt)
+    lines = lines_of(node, attempt)
+    assert sorted(texts(lines, None)) == ["launcher begins", "launcher ends [0, 0]", "out 4", "out 5"]
+    assert (texts(lines, 4), texts(lines, 5)) == (["err"], ["err"])
+
+
+def test_the_last_words_of_ranks_survive_their_keeper(node: NodeUnderTest) -> None:
+    worker = 'import os, sys, time; os.write(1, b"said\\nhalf of a line"); time.sleep(60)'
+    link = node.connect()
+    attempt = node.start(link, [PYTHON, "-c", LAUNCHER, worker], ranks=[4, 2])
+    wait_until(lambda: (node.directory(attempt) / "output.log").read_bytes().count(b"half of a line") == 2)
+    os.kill(node.state(attempt)["keeper"]["pid"], signal.SIGKILL)
+    assert node.end(attempt)["reason"] == "keeper_died"
+    lines = lines_of(node, attempt)
+    assert texts(lines, 4) == texts(lines, 5) == ["said", "half of a line"]
+
+
+def test_a_limited_log_keeps_its_beginning_and_its_end_and_counts_the_rest(node: NodeUnderTest) -> None:
+    count = 400_000
+    link = node.connect()
+    attempt = node.start(
+        link, [PYTHON, "-c", f"for n in range({count}): print('line', n, flush=n > {count - 5})"], max_log=1 << 20
+    )
+    end = node.end(attempt, 60)
+    lines = lines_of(node, attempt)
+    gaps = [number for number, line in enumerate(lines) if line.dropped]
+    assert len(gaps) == 1
+    gap = lines[gaps[0]]
+    head, tail = [line.text for line in lines[: gaps[0]]], [line.text for line in lines[gaps[0] + 1 :]]
+    assert head == [f"line {number}" for number in range(len(head))]
+    assert tail == [f"line {number}" for number in range(count - len(tail), count)]
+    held = [path.stat().st_size for path in node.directory(attempt).glob("output*.log")]
+    assert 0.8 * (1 << 20) < sum(held) <= 1 << 20
+    assert end["output_bytes"] == sum(held) + gap.dropped == sum(len(f"line {number}\n") for number in range(count))
+    assert f"{gap.dropped:,} bytes in {count - len(head) - len(tail):,} lines" in gap.text
+
+
+def test_an_index_is_limited_as_its_text_is(node: NodeUnderTest) -> None:
+    link = node.connect()
+    attempt = node.start(link, [PYTHON, "-c", "import os\nfor n in range(60000): os.write(1, b'x')\n"], max_log=1 << 18)
+    node.end(attempt, 120)
+    assert sum(path.stat().st_size for path in node.directory(attempt).glob("output*.idx")) <= 1 << 18
+
+
+class Mirroring:
+    """Mirrors one attempt as the supervisor does."""
+
+    def __init__(self, node: NodeUnderTest, attempt: str, mirror: Mirror) -> None:
+        self.ended: set[int] = set()
+        self.bytes = 0
+        self._mirror, self._attempt, self._node = mirror, attempt, node
+        self._seen = len(node.events)
+        self.link = node.connect()
+        for stream, kind in enumerate(("idx", "log")):
+            file, offset = mirror.reached(attempt, kind)
+            self.link.request("tail", stream=stream, attempt=attempt, file=file, offset=offset)
+
+    def take(self) -> bool:
+        """Take in what has come; return whether that is all there will be."""
+        events, self._seen = list(self._node.events[self._seen :]), len(self._node.events)
+        for event in events:
+            if event["event"] == "data":
+                data = base64.b64decode(event["data"])
+                self._mirror.write(self._attempt, event["file"], event["offset"], data)
+                self.bytes += len(data)
+                self.link.credit(event["stream"], len(data))
+            elif event["event"] == "eof":
+                self.ended.add(event["stream"])
+        return self.ended == {0, 1}
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "go"
+    yield path
+    path.touch()
+
+
+def test_a_mirror_goes_on_where_it_stopped_also_when_that_is_not_kept_any_more(
+    node: NodeUnderTest, tmp_path: Path, gate: Path
+) -> None:
+    script = f"""
+import os, time
+def say(first, last):
+    for n in range(first, last):
+        print("line", n)
+    print(end="", flush=True)
+say(0, 90_000)
+while not os.path.exists({str(gate)!r}):
+    time.sleep(0.01)
+say(90_000, 300_000)
+"""
+    mirror = Mirror(tmp_path / "mirror")
+    link = node.connect()
+    attempt = node.start(link, [PYTHON, "-c", script], max_log=1 << 20)
+    source = LogSource("t", 0, tmp_path / "mirror" / attempt)
+    first = Mirroring(node, attempt, mirror)
+    total = sum(len(f"line {number}\n") for number in range(90_000))
+    wait_until(lambda: first.take() or mirrored_bytes(source) == total, 30)
+    first.link.close()
+    before = list(read_lines([source]))
+    assert before[-1].text == "line 89999"
+    gate.touch()
+    node.end(attempt, 60)
+    second = Mirroring(node, attempt, mirror)
+    wait_until(second.take, 30)
+    lines, there = list(read_lines([source])), lines_of(node, attempt)
+    assert lines[-1].text == "line 299999"
+    assert sum(line.dropped for line in lines) + sum(
+        len(line.text) + 1 for line in lines if not line.dropped
+    ) == mirrored_bytes(source)
+    assert sum(path.stat().st_size for path in source.folder.glob("output*.log")) <= 1 << 20
+    # What was cut off is that which the node dropped meanwhile, and nothing comes twice.
+    numbers = [int(line.text.split()[1]) for line in lines if not line.dropped]
+    assert numbers == sorted(set(numbers))
+    assert [line.text for line in there][-1000:] == [line.text for line in lines][-1000:]
+
+
+def test_a_mirror_that_was_interrupted_is_the_same_in_the_end(node: NodeUnderTest, tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path / "mirror")
+    link = node.connect()
+    attempt = node.start(link, [PYTHON, "-c", "for n in range(100000): print('line', n)"], max_log=1 << 30)
+    node.end(attempt, 60)
+    first = Mirroring(node, attempt, mirror)
+    wait_until(lambda: first.take() or first.bytes > 200_000, 30)
+    first.link.close()
+    rest = Mirroring(node, attempt, mirror)
+    wait_until(rest.take, 30)
+    for name in ("output.log", "output.idx"):
+        assert (tmp_path / "mirror" / attempt / name).read_bytes() == (node.directory(attempt) / name).read_bytes()
