@@ -13,7 +13,7 @@ import re
 import time
 from typing import Dict, List, Tuple
 
-from distflow.runtime.leasefiles import lock, open_lock, said_of
+from distflow.runtime.leasefiles import lock, open_lock, said_of, words_of
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["Wanted", "number_of", "take"]
@@ -75,15 +75,15 @@ def _own(directory: int, holder: Json) -> int:
 
 def number_of(value: object) -> int:
     """An amount as somebody wrote it; 0 for what is none."""
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _words(name: str, want: int, have: int, others: List[Json]) -> str:
     unit, called = _UNITS[name]
     left = max(0, have - sum(number_of(one[name]) for one in others))
     free = "{:.4g} of its {:.4g} {} are free, {:.4g} were asked for"
-    held = "{:.4g} are held by {} (attempt {})"
+    held = "{:.4g} are held by {}"
     return "; ".join(
         [free.format(left / unit, have / unit, called, want / unit)]
-        + [held.format(number_of(one[name]) / unit, one.get("user"), one.get("attempt")) for one in others]
+        + [held.format(number_of(one[name]) / unit, words_of(one)) for one in others]
     )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import os
 from typing import FrozenSet, List, NamedTuple, Optional, Set
 
-from distflow.runtime.untrusted import decode_object
+from distflow.runtime import leasefiles
 from distflow.runtime.wire import Json
 
 __all__ = ["Grip"]
@@ -53,12 +51,7 @@ class Grip(NamedTuple):
     def sign_locks(self, pid: int) -> None:
         """Write into the lock files who holds them."""
         for fd in self.locks:
-            try:
-                said = os.pread(fd, 4096, 0)
-                text = json.dumps(dict(decode_object(said or b"{}"), **dict(self.holder, pid=pid))).encode()
-                os.pwrite(fd, text.ljust(len(said)), 0)  # over what stands there: nobody finds nothing meanwhile
-            except (OSError, ValueError):
-                continue  # opened for reading only, or no room: the lock is what counts
+            leasefiles.sign(fd, dict(leasefiles.read(fd) or {}, **dict(self.holder, pid=pid)))
 
     def unlock(self) -> None:
         """Give the GPUs and the port back, for all who share these descriptors."""

@@ -13,7 +13,7 @@ from distflow.runtime.wire import Json, OpError
 
 __all__ = ["look"]
 
-_NAME = re.compile(r"(gpu|port|claim)-([0-9]+)(?:-[0-9]+)?\.lock")
+_NAME = re.compile(r"(gpu|port|claim)-([0-9]{1,10})(?:-[0-9]{1,10})?\.lock")
 _MOST = 10_000
 
 

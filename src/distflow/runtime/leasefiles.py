@@ -9,15 +9,21 @@ import errno
 import fcntl
 import json
 import os
+import re
 import stat
 import time
 from typing import Optional, Tuple
 
+from distflow.runtime.facts import user_name
 from distflow.runtime.locking import is_named
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["lock", "open_directory", "open_lock", "said_of"]
+__all__ = ["foreign_owner", "lock", "open_directory", "open_lock", "read", "said_of", "sign", "words_of"]
 
+_MOST_BYTES = 4096
+_MOST_TEXT = 200
+_PRINTED = re.compile(r"[^ -~]")
 _LOOKS = 100
 _LOOK_S = 0.001
 """Looking takes microseconds."""
@@ -38,9 +44,39 @@ def open_directory(path: str) -> int:
         # In a directory where everybody may write, a link is somebody's trap; elsewhere it is the administrator's choice.
         if os.stat(os.path.dirname(path)).st_mode & stat.S_IWOTH:
             flags |= os.O_NOFOLLOW
-        return os.open(path, flags)
+        directory = os.open(path, flags)
     except OSError as error:
         raise OpError.from_os(error, "the lease directory {} cannot be used".format(path)) from error
+    try:
+        _refuse_open_to_all(directory, path)
+    except BaseException:
+        os.close(directory)
+        raise
+    return directory
+
+
+def _refuse_open_to_all(directory: int, path: str) -> None:
+    """Refuse a directory in which every user may remove the lock files of others: a lease would keep nobody out."""
+    info = os.fstat(directory)
+    if not info.st_mode & stat.S_IWOTH or info.st_mode & stat.S_ISVTX:
+        return
+    if info.st_uid == os.getuid():
+        os.fchmod(directory, stat.S_IMODE(info.st_mode) | stat.S_ISVTX)
+        return
+    said = (
+        "the lease directory {} may be written to by all users (mode {:o}) and lacks the sticky bit, so that anybody could "
+        "remove leases; let {} run `chmod +t {}`, or set another `lease_dir`"
+    )
+    raise OpError("permission", said.format(path, stat.S_IMODE(info.st_mode), user_name(info.st_uid), path))
+
+
+def foreign_owner(path: str) -> str:
+    """The name of another user than root who owns the lease directory, and so may remove what lies in it; empty without one."""
+    try:
+        owner = os.stat(os.path.expanduser(path)).st_uid
+    except OSError:
+        return ""
+    return "" if owner in (0, os.getuid()) else user_name(owner)
 
 
 def open_lock(directory: int, name: str) -> int:
@@ -87,12 +123,37 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
         if is_named(fd, name, directory):
             break
         os.close(fd)  # it was removed while we opened it
+    sign(fd, holder)
+    return fd, ""
+
+
+def sign(fd: int, holder: Json) -> None:
+    """Write into a lock file who holds it. A file with a second name (a hard link) may be anybody's: it is left as it is."""
     try:
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(holder).encode(), 0)
+        if os.fstat(fd).st_nlink > 1:
+            return
+        text = json.dumps(holder).encode()
+        # Over what stands there, then cut: nobody finds nothing meanwhile.
+        os.pwrite(fd, text.ljust(len(os.pread(fd, _MOST_BYTES, 0))), 0)
+        os.ftruncate(fd, len(text))
     except OSError:
         pass  # no right to write, or no room: the lock is what counts
-    return fd, ""
+
+
+def read(fd: int) -> Optional[Json]:
+    """The record in a lock file; None where there is none. It is other people's, and may say anything within bounds."""
+    try:
+        said: Json = decode_object(os.pread(fd, _MOST_BYTES, 0))
+    except (OSError, ValueError):
+        return None
+    return said
+
+
+def words_of(said: Json) -> str:
+    """Who holds a lock, for a message: of what the file says, as much as fits on a line."""
+    name, attempt = (_PRINTED.sub("?", str(said.get(key)))[:_MOST_TEXT] for key in ("user", "attempt"))
+    pid = said.get("pid")
+    return "{} (attempt {}, pid {})".format(name, attempt, pid if isinstance(pid, int) else "unknown")
 
 
 def _flock(fd: int) -> None:
@@ -108,11 +169,8 @@ def _flock(fd: int) -> None:
 
 
 def _read_holder(fd: int) -> str:
-    try:
-        holder = json.loads(os.pread(fd, 4096, 0).decode())
-        return "{user} (attempt {attempt}, pid {pid})".format(**holder)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return "somebody unknown"
+    said = read(fd)
+    return "an unknown process" if said is None else words_of(said)
 
 
 def said_of(directory: int, name: str) -> Optional[Json]:
@@ -129,11 +187,7 @@ def said_of(directory: int, name: str) -> Optional[Json]:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        try:
-            said = json.loads(os.pread(fd, 4096, 0).decode())
-        except (OSError, ValueError):
-            said = None
-        return said if isinstance(said, dict) else {}
+        return read(fd) or {}
     except OSError:
         return None
     finally:

@@ -18,6 +18,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional
 from distflow.runtime import command, leases, pathsums, processes
 from distflow.runtime.conditions import conditions
 from distflow.runtime.facts import user_name
+from distflow.runtime.leasefiles import foreign_owner
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["probe", "run"]
@@ -131,7 +132,8 @@ def _leases(lease_dir: str) -> Json:
     except OpError as refusal:
         error = refusal.message
     place = _place(os.path.abspath(os.path.expanduser(lease_dir)))
-    return {"path": place["path"], "file_system": place["file_system"], "error": error}
+    owner = foreign_owner(lease_dir)
+    return {"path": place["path"], "file_system": place["file_system"], "error": error, "owner": owner}
 
 
 def _names(hostname: str) -> Json:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distflow.runtime import leasefiles
+from distflow.runtime import claims, holders, leasefiles, leases
+from distflow.runtime.grip import Grip
+from distflow.runtime.wire import OpError, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,3 +56,94 @@ def test_who_holds_a_lock_is_named(directory: int) -> None:
     assert leasefiles.said_of(directory, PORT) == {"user": "me", "attempt": "a", "pid": 1}
     os.close(fd)
     assert leasefiles.said_of(directory, PORT) is None
+
+
+HOSTILE = {
+    "deep": b"[" * 4000,
+    "deep object": b'{"user":' * 500,
+    "long number": b'{"user": "eve", "attempt": "a", "pid": 1, "cpus": ' + b"9" * 400 + b"}",
+    "infinite": b'{"user": "eve", "attempt": "a", "pid": 1e999, "memory": Infinity}',
+    "not UTF-8": b"\xff\xfe{}",
+    "no object": b"[1, 2]",
+    "wrong types": b'{"user": {"a": []}, "attempt": [1], "pid": "x", "cpus": "8", "memory": true}',
+    "escapes": b'{"user": "\\u001b[2J\\nroot", "attempt": "\\ud800", "pid": -1, "cpus": -5}',
+    "cut off": b'{"user": "' + b"x" * 10000,
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_no_content_of_a_lock_file_raises(directory: int, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "leases"
+    held = []
+    for name in ("gpu-0.lock", PORT, "claim-1000-0.lock", f"gpu-{'9' * 200}.lock"):
+        (path / name).write_bytes(content)
+        held.append(os.open(path / name, os.O_RDWR))
+        fcntl.flock(held[-1], fcntl.LOCK_EX)
+    try:
+        fd, words = leasefiles.lock(directory, "gpu-0.lock", {})
+        assert (fd, words.isprintable(), len(words) < 600) == (-1, True, True)
+        for gpus, port, wanted in ((1, None, {}), (0, 29500, {}), (0, None, {"cpus": (1, 2), "memory": (1, 2)})):
+            with contextlib.suppress(OpError):
+                leases.take(str(path), gpus, [0], port, {"user": "me"}, wanted).close()
+        said = holders.look(str(path))
+        json.loads(encode(said))
+        assert all(gpu < 1 << 63 for one in said["holders"] for gpu in one["gpus"])
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_another_user_who_writes_to_our_lock_file_ends_nothing(directory: int, tmp_path: Path, content: bytes) -> None:
+    """The file is open to all; the keeper signs it once more when it comes up."""
+    fd, _ = leasefiles.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
+    (tmp_path / "leases" / PORT).write_bytes(content)
+    holder = {"user": "me", "attempt": "a"}
+    fields: dict[str, Any] = dict.fromkeys(Grip._fields)
+    Grip(**{**fields, "locks": [fd], "holder": holder}).sign_locks(7)
+    said = leasefiles.said_of(directory, PORT) or {}
+    assert (said["user"], said["attempt"], said["pid"]) == ("me", "a", 7)
+    os.close(fd)
+
+
+def test_a_hard_link_to_a_file_is_locked_and_not_written_to(directory: int, tmp_path: Path) -> None:
+    mine = tmp_path / "thesis.tex"
+    mine.write_text("years of work")
+    os.link(mine, tmp_path / "leases" / PORT)
+    fd, _ = leasefiles.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
+    assert fd >= 0
+    leasefiles.sign(fd, {"user": "me"})
+    assert leasefiles.lock(directory, PORT, {}) == (-1, "an unknown process")
+    assert mine.read_text() == "years of work"
+    os.close(fd)
+
+
+def test_a_shorter_record_leaves_nothing_of_a_longer_one(directory: int, tmp_path: Path) -> None:
+    for name in ("somebody with a long name", "me"):
+        fd, _ = leasefiles.lock(directory, PORT, {"user": name})
+        assert json.loads((tmp_path / "leases" / PORT).read_text()) == {"user": name}
+        os.close(fd)
+
+
+def test_a_directory_where_anybody_may_remove_leases_is_refused_or_mended(tmp_path: Path) -> None:
+    path = tmp_path / "own"
+    path.mkdir()
+    path.chmod(0o777)
+    os.close(leasefiles.open_directory(str(path)))
+    assert path.stat().st_mode & 0o7777 == 0o1777
+    if os.getuid() == 0:
+        path.chmod(0o777)
+        os.chown(path, 65534, 65534)
+        with pytest.raises(OpError, match="lacks the sticky bit") as caught:
+            leases.take(str(path), 1, [0], None, {"user": "me"})
+        assert f"chmod +t {path}" in caught.value.message
+        path.chmod(0o1777)
+        leases.take(str(path), 1, [0], None, {"user": "me"}).close()
+        assert leasefiles.foreign_owner(str(path)) in ("nobody", "65534")
+    assert leasefiles.foreign_owner(str(tmp_path)) == ""
+    assert leasefiles.foreign_owner(str(tmp_path / "none")) == ""
+
+
+def test_a_truth_value_is_no_amount() -> None:
+    assert [claims.number_of(one) for one in (3, True, -1, "3", None, 2.5)] == [3, 0, 0, 0, 0, 0]

@@ -119,6 +119,13 @@ def _leases(measured: Measured) -> Iterator[Finding]:
             "where GPUs of different machines are taken for the same",
             "set `lease_dir` to a directory of the machine itself",
         )
+    elif leases.get("owner"):
+        yield warning(
+            "leases",
+            names,
+            f"its lease directory {leases['path']} belongs to {leases['owner']}, who can remove the leases of other users",
+            f"let root make it (`mkdir -m 1777`, or `chown root {leases['path']}`), or set another `lease_dir` for all users",
+        )
 
 
 def _gpus(measured: Measured) -> Iterator[Finding]:

@@ -106,6 +106,7 @@ def test_why_an_agent_does_not_come_up(about: Literal["root", "python"]) -> None
             {"leases": {"file_system": "lustre"}},
             ("warning", "leases", "its lease directory /tmp/distflow-leases lies on a"),
         ),
+        ({"leases": {"owner": "eve"}}, ("warning", "leases", "its lease directory /tmp/distflow-leases belongs to eve")),
         ({"names": {"addresses": ["127.0.1.1"]}}, ("note", "name", "its own name gpu1 means 127.0.1.1 there")),
         ({"logind": {"properties": ["b true", 'as 1 "root"', "as 0"]}}, ("warning", "login", "systemd ends every process")),
     ],
