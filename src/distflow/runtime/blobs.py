@@ -135,7 +135,8 @@ class Part:
         self.size = os.fstat(fd).st_size
 
     def finish(self, path: Optional[str] = None) -> None:
-        """It is whole: mark it, and give it its name (``path``: which was not known before)."""
+        """It is whole: bring it to the disk, mark it, and give it its name (``path``: which was not known before)."""
+        os.fsync(self.fd)  # a name that survives a power cut without the content would be taken for a whole blob
         os.utime(self.fd, ns=(int(now() * 1e9), int(now()) * 10**9 + _MARK))
         final = path or self._final
         if os.fstat(self.fd).st_mtime_ns % 10**9 != _MARK:

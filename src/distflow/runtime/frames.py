@@ -72,7 +72,7 @@ def receive(
     size: int,
     say: Callable[[Json], None],
     told: Callable[[int], None] = lambda _: None,
-    is_here: Callable[[str, int], bool] = lambda path, _: os.path.exists(path),
+    is_here: Callable[[str, int], bool] = lambda path, size: os.path.isfile(path) and os.path.getsize(path) == size,
 ) -> bool:
     """Take the blob ``name`` (its SHA-256) to ``path``: ``say`` how much is here, then read the rest. False: it broke off.
 

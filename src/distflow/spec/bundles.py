@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 
 from distflow.documents.problems import Problem
 from distflow.errors import StateError
+from distflow.runtime.durable import publish
 from distflow.spec.library import LIBRARY, library_archive, sends_library
 from distflow.spec.model import FileSpec, WorkflowSpec
 
@@ -98,12 +99,19 @@ def _part(blobs: Path) -> Iterator[IO[bytes]]:
             raise
 
 
+def _is_whole(path: Path, size: int) -> bool:
+    """Return whether a blob is there in full: an earlier version left shorter ones behind after a power cut."""
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
 def _store_bytes(data: bytes, blobs: Path) -> Bundle:
     digest = hashlib.sha256(data).hexdigest()
     with _part(blobs) as sink:
         sink.write(data)
-        sink.flush()
-        os.replace(sink.name, blobs / digest)
+        publish(sink, str(blobs / digest))
     return Bundle(digest=digest, size=len(data), mode=_mode(data, 0), text=_as_text(data))
 
 
@@ -123,13 +131,12 @@ def _store_file(path: Path, blobs: Path, kept: Container[int]) -> Bundle:
         if status.st_size in kept:
             # It may lie there already: reading is all that this takes then.
             digest, size, head = _read(source, None)
-            if (blobs / digest).exists():
+            if _is_whole(blobs / digest, size):
                 return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
             source.seek(0)
         with _part(blobs) as sink:
             digest, size, head = _read(source, sink)
-            sink.flush()
-            os.replace(sink.name, blobs / digest)
+            publish(sink, str(blobs / digest))
     return Bundle(digest=digest, size=size, mode=_mode(head, status.st_mode), text=_as_text(head))
 
 
@@ -160,7 +167,7 @@ def _store_tree(root: Path, blobs: Path) -> Bundle:
         with open(sink.name, "rb") as stored:
             while chunk := stored.read(_CHUNK):
                 hasher.update(chunk)
-        os.replace(sink.name, blobs / hasher.hexdigest())
+        publish(sink, str(blobs / hasher.hexdigest()))
     return Bundle(digest=hasher.hexdigest(), size=size, mode=0o700, is_tar=True)
 
 

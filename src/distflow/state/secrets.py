@@ -6,10 +6,13 @@ import hashlib
 import hmac
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from distflow.errors import StateError
+from distflow.runtime.durable import publish
 from distflow.shell import Secret
 from distflow.state.store import Store
 
@@ -17,6 +20,7 @@ __all__ = ["gang_token", "is_own_record", "read_secrets", "record_mac", "remove_
 
 _BEING_SUBMITTED_S = 3600.0
 _KEY = "gang.key"
+_KEY_BYTES = 32
 _RECORD = b"record\0"
 """Nodes know the tokens of their gangs; none of these can be the signature of a record, which begins otherwise."""
 
@@ -26,9 +30,7 @@ def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) ->
     if not secrets:
         return
     text = json.dumps({name: secret.reveal() for name, secret in secrets.items()})
-    handle = os.open(folder / f"{workflow}.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
+    _write(folder / f"{workflow}.json", text.encode())
 
 
 def read_secrets(folder: Path, workflow: str) -> dict[str, Secret]:
@@ -65,21 +67,33 @@ def is_own_record(folder: Path, record: str, mac: str) -> bool:
 
 def _key(folder: Path) -> bytes:
     path = folder / _KEY
-    try:
-        key = path.read_bytes()
-    except FileNotFoundError:
-        key = os.urandom(32)
-        with suppress(FileExistsError):
-            made = folder / f"{_KEY}.{os.getpid()}"
-            handle = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(handle, "wb") as file:
-                file.write(key)
-            try:
+    if not path.exists():
+        made = folder / f"{_KEY}.{os.getpid()}"
+        _write(made, os.urandom(_KEY_BYTES))
+        try:
+            with suppress(FileExistsError):  # another process was quicker
                 os.link(made, path)
-            finally:
-                made.unlink()
-        key = path.read_bytes()
+        finally:
+            made.unlink()
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise StateError(
+            f"{path} is damaged: it has {len(key)} bytes instead of {_KEY_BYTES}",
+            hint="remove the file when no workflow runs: the next one gets a new key",
+        )
     return key
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that only this user can read; after a power cut, it is there in full or not at all."""
+    # Made with mode 0600; one that is left by a kill goes with those of workflows that were never stored.
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", suffix=".json", delete=False) as file:
+        try:
+            file.write(data)
+            publish(file, str(path))
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from distflow.errors import StorageError
+from distflow.runtime.durable import publish
 from distflow.runtime.unpacking import unpack
 from distflow.runtime.wire import OpError
 from distflow.storage.downloading import Moved
@@ -48,7 +49,8 @@ def make_archive(fetch: Callable[[Path], Moved], blobs: Path, scratch: Path, pat
     with local_errors(part):
         try:
             digest, size = _pack(files, part, patience)
-            os.replace(part, blobs / digest)
+            with part.open("rb") as packed:
+                publish(packed, str(blobs / digest))
         finally:
             part.unlink(missing_ok=True)
         shutil.rmtree(scratch)

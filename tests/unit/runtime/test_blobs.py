@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from typing import TYPE_CHECKING, Any
 
 from distflow.runtime import blobs
+from distflow.runtime.frames import frames, receive
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,3 +38,25 @@ def test_what_a_task_writes_to_a_blob_just_when_another_asks_for_it_is_never_tak
     assert blob.read_bytes() == data or blobs.missing(str(tmp_path), asked) == [name]
     blob.write_bytes(b"what the task makes of it later")
     assert blobs.missing(str(tmp_path), asked) == [name]
+
+
+def test_a_fetched_blob_that_a_power_cut_shortened_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = b"checkpoint" * 100
+    name = hashlib.sha256(data).hexdigest()
+    path = tmp_path / name
+    path.write_bytes(data[:10])
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def sync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    stream = b"".join(frame for _, frame in frames(io.BytesIO(data)))
+    for _ in range(2):
+        said: list[Any] = []
+        assert receive(io.BytesIO(stream), str(path), name, len(data), said.append)
+        assert path.read_bytes() == data
+    assert said == [{"at": len(data)}]
+    assert path.stat().st_ino in synced

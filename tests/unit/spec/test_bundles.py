@@ -63,6 +63,26 @@ def test_an_unchanged_file_is_not_stored_again_and_a_changed_one_is(folder: Path
     assert len(list((folder / "blobs").iterdir())) == 2
 
 
+def test_a_blob_that_a_power_cut_shortened_is_stored_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = []
+    for letter in (b"a", b"b"):
+        (folder / "what").write_bytes(letter * 100)
+        digests.append(bundle(folder).digest)
+    (folder / "blobs" / digests[1]).write_bytes(b"")
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def sync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    one = bundle(folder)
+    assert one.digest == digests[1]
+    assert (folder / "blobs" / one.digest).read_bytes() == b"b" * 100
+    assert (folder / "blobs" / one.digest).stat().st_ino in synced
+
+
 def test_text_is_told_from_other_content(folder: Path) -> None:
     for data, text in ((b"{{output}}\n", "{{output}}\n"), (b"\0\1", None), (b"\xff", None), (b"x" * ((1 << 20) + 1), None)):
         (folder / "what").write_bytes(data)

@@ -7,12 +7,15 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from distflow.errors import StateError
 from distflow.lifecycle.states import WorkflowState
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
 from distflow.state.record import Event
-from distflow.state.secrets import read_secrets, sweep_secrets, write_secrets
+from distflow.state.secrets import gang_token, read_secrets, sweep_secrets, write_secrets
 from distflow.state.store import Store
 from unit.state.stored import T0, workflow
 
@@ -53,3 +56,37 @@ def test_what_a_killed_supervisor_or_submit_left_is_swept(tmp_path: Path) -> Non
         store._db.execute("UPDATE workflows SET warnings = '3' WHERE uuid = ?", (runs,))
         sweep_secrets(folder, store, T0)
     assert {path.stem for path in folder.iterdir()} == {runs, "being-submitted"}
+
+
+@pytest.mark.parametrize("left", [b"", b"short"])
+def test_a_key_that_a_power_cut_emptied_is_refused(tmp_path: Path, left: bytes) -> None:
+    first = gang_token(tmp_path, "gang")
+    assert gang_token(tmp_path, "gang") == first
+    assert [path.name for path in tmp_path.iterdir()] == ["gang.key"]
+    (tmp_path / "gang.key").write_bytes(left)
+    with pytest.raises(StateError, match=r"gang\.key is damaged") as caught:
+        gang_token(tmp_path, "gang")
+    assert "remove the file" in str(caught.value.hint)
+
+
+def test_the_content_is_on_the_disk_before_a_secret_or_key_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    fsync, replace_ = os.fsync, os.replace
+
+    def sync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def rename(source: str, target: str) -> None:
+        assert os.stat(source).st_ino in synced, target
+        replace_(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    write_secrets(tmp_path, "one", {"TOKEN": Secret("hidden")})
+    gang_token(tmp_path, "gang")
+    inodes = {path.stat().st_ino for path in tmp_path.iterdir()}
+    assert len(inodes) == 2
+    assert inodes <= set(synced)
