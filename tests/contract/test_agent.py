@@ -306,7 +306,7 @@ def test_files_of_attempts_are_private(node: NodeUnderTest) -> None:
 @pytest.mark.parametrize(
     ("file", "code", "says"),
     [
-        ("no-such-program", 127, "not found on this node in PATH"),
+        ("no-such-program", 127, "program `no-such-program` not found on this node in PATH"),
         ("./absent", 127, "no such file"),
         ("@@ATTEMPT_DIR@@/files/plain", 126, "chmod"),
         ("@@ATTEMPT_DIR@@/files/garbage", 126, "#!"),

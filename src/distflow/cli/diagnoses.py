@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.cli.tables import Paint, plain
+from distflow.cli.views import cause_words
 from distflow.cli.wiring import mirror
 from distflow.diagnosis.diagnose import diagnose
 from distflow.diagnosis.evidence import case_of
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from distflow.state.record import GroupRecord, WorkflowRecord
     from distflow.state.store import Store
 
-__all__ = ["Examined", "diagnoses_json", "diagnoses_text", "examine"]
+__all__ = ["Examined", "diagnoses_json", "diagnoses_text", "examine", "remedy_of"]
+
+_SHOWN_LINES = 5
+"""The last lines of a task, where no rule explains its failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +103,13 @@ def diagnoses_json(record: WorkflowRecord, examined: Sequence[Examined], words: 
                 "name": one.group.name,
                 "status": one.status,
                 "retry_id": one.attempt,
-                "message": None if one.diagnoses else " ".join(_unknown(record, one)),
+                "message": None if one.diagnoses else " ".join(line.strip() for line in _unknown(record, one)),
                 "diagnoses": [
                     {
                         "key": diagnosis.key,
                         "cause": diagnosis.cause,
                         "found": diagnosis.found or None,
-                        "remedy": _remedy(record, diagnosis),
+                        "remedy": remedy_of(record, diagnosis),
                         "task": diagnosis.task or None,
                         "line": diagnosis.line or None,
                         "traceback": diagnosis.traceback or None,
@@ -126,10 +130,11 @@ def _rows(record: WorkflowRecord, diagnosis: Diagnosis, paint: Paint) -> Iterato
         yield f"  Shown   [{diagnosis.task}] {plain(diagnosis.line)}"
     for number, line in enumerate(diagnosis.traceback.splitlines()):
         yield f"  {'' if number else 'Shown':<7} | {plain(line)}"
-    yield f"  Remedy  {_remedy(record, diagnosis)}"
+    yield f"  Remedy  {remedy_of(record, diagnosis)}"
 
 
-def _remedy(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
+def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
+    """Return what to do, with the commands for this workflow."""
     return diagnosis.remedy.replace("<id>", record.id)
 
 
@@ -139,9 +144,13 @@ def _unknown(record: WorkflowRecord, one: Examined) -> Iterator[str]:
     cause = one.group.cause if one.attempt == one.group.attempt else one.group.earlier_causes[one.attempt]
     if cause is None:
         message = one.group.message.splitlines()[0] if one.group.message else one.status
-        yield f"No task failed by itself: {plain(message)}."
-    else:
-        yield f"No known cause: {plain(cause.message)}, said of {cause.task}."
-        yield f"Its last lines: distflow workflow logs {record.id} --task {cause.task}{retry} -n 100"
-    yield f"What happened when: distflow workflow why {record.id}{retry}"
-    yield "If it comes again: `debug: true` in the group checks collectives, `timeout: {hang_timeout: 10m}` tells of silence."
+        yield f"Cause   no task failed by itself: {plain(message)}"
+        yield f"Remedy  The timeline shows what happened when: distflow workflow why {record.id}{retry}"
+        return
+    yield f"Cause   not known; no rule explains this end: {cause_words(cause)}"
+    for number, line in enumerate(cause.lines[-_SHOWN_LINES:]):
+        yield f"{'' if number else 'Shown':<7} | {plain(line)}"
+    yield f"Remedy  Read its whole output: distflow workflow logs {record.id} --task {cause.task}{retry}"
+    yield f"        The timeline shows what happened when: distflow workflow why {record.id}{retry}"
+    yield "        If it happens again, `debug: true` in the group checks collectives, and"
+    yield "        `timeout: {hang_timeout: 10m}` reports a gang that has become silent."

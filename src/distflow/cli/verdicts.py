@@ -56,7 +56,7 @@ def no_verdict(record: WorkflowRecord) -> str:
     else:
         words = f"{record.id} has not ended, and no task of it has failed: {record.status}"
         for missing in filter(None, map(missing_ranks, record.groups)):
-            words += f"\n{plain(missing.message)}\nCause and remedy: distflow workflow diagnose {record.id}"
+            words += f"\n{plain(missing.message)}\nDetails: distflow workflow diagnose {record.id}"
     again = [group for group in record.groups if group.earlier_causes]
     for group in again:
         many = len(group.earlier_causes)
@@ -130,11 +130,11 @@ def _times(count: int) -> str:
 
 def _facts(cause: Cause) -> Iterator[str]:
     yield f"Process     pid {cause.pid if cause.pid is not None else 'not known'}"
-    sure = f", give or take {_small(cause.clock.uncertainty_s)}" if cause.clock else ""
+    sure = f" ±{_small(cause.clock.uncertainty_s)}" if cause.clock else ""
     yield f"Time        {local_milli(cause.at)}{sure}"
     if cause.rivals:
         others = ", ".join(cause.rivals)
-        yield f"Not alone   {others}: failed so close to it that the nodes' clocks do not tell which was first"
+        yield f"Also failed {others}: at the same time, as far as the clocks of the nodes can tell"
     for title, texts in (
         ("Kernel", cause.kernel),
         ("Traceback", cause.traceback.splitlines()),
@@ -172,11 +172,11 @@ def _offset(seconds: float) -> str:
 
 
 def _clock_words(clock: Clock) -> str:
-    sure = f"give or take {_small(clock.uncertainty_s)}"
+    sure = f"±{_small(clock.uncertainty_s)}"
     if abs(clock.offset_s) <= clock.uncertainty_s:
-        return f"as this machine's, {sure}"
+        return f"equal to this machine's {sure}"
     side = "before" if clock.offset_s > 0 else "behind"
-    return f"{_small(abs(clock.offset_s))} {side} this machine's, {sure}; its times above are corrected"
+    return f"{_small(abs(clock.offset_s))} {side} this machine's {sure}; its times above are corrected"
 
 
 def _small(seconds: float) -> str:

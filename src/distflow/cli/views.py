@@ -210,7 +210,7 @@ def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> It
     if group.cause is not None:
         yield paint.bad(f"First cause: {cause_words(group.cause)}")
         pid = f", pid {group.cause.pid}" if group.cause.pid is not None else ""
-        yield f"{local_second(group.cause.at)}{pid}; all of it: distflow workflow why {record.id}"
+        yield f"{local_second(group.cause.at)}{pid}; details: distflow workflow why {record.id}"
     elif group.state is State.WAITING:
         yield plain(group.message) or waits_for(group.upstream or ("the groups before it",))
     elif group.state is State.SCHEDULING:

@@ -9,7 +9,7 @@ import typer
 
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
-from distflow.cli.diagnoses import examine
+from distflow.cli.diagnoses import examine, remedy_of
 from distflow.cli.reading import WorkflowArgument, open_workflow
 from distflow.cli.tables import Paint, terminal_width
 from distflow.cli.verdicts import Verdict, no_verdict, verdict_json, verdict_text
@@ -54,10 +54,13 @@ def why(
 
 
 def _name_diagnosis(directory: StateDirectory, store: Store, record: WorkflowRecord, attempt: int | None) -> None:
-    """Say where the remedy is told, when there is one."""
-    if any(one.diagnoses for one in examine(directory, store, record, attempt=attempt)):
-        retry = "" if attempt is None else f" -r {attempt}"
-        print(f"\nCause and remedy: distflow workflow diagnose {record.id}{retry}")
+    """Say what is known of the cause, and what to do about it."""
+    retry = "" if attempt is None else f" -r {attempt}"
+    known = [diagnosis for one in examine(directory, store, record, attempt=attempt) for diagnosis in one.diagnoses]
+    for diagnosis in known[:1]:
+        print(f"\nDiagnosis  {diagnosis.cause}\nRemedy     {remedy_of(record, diagnosis)}")
+    if known:
+        print(f"Details: distflow workflow diagnose {record.id}{retry}")
 
 
 def _choose(record: WorkflowRecord, names: list[str], attempt: int | None) -> list[GroupRecord]:

@@ -52,15 +52,82 @@ HIDDEN = Rule(
     key="exit-code-hidden",
     shows="a task that ended with code 0 although its ranks failed, while others of its world wait",
     cause="a script did not pass on the exit code of its ranks",
-    remedy="Begin the script with `set -e` (and `set -o pipefail`), or start the ranks with its last command: `exec …`. "
-    "Then the task fails, and the others are stopped at once. `stop_on_missing_ranks` of the group decides what happens "
+    remedy="Begin the script with `set -e` (and `set -o pipefail`), or start the ranks with its last command: `exec …`. Then "
+    "the task fails, and the others are stopped at once. `stop_on_missing_ranks` of the group decides what happens "
     "otherwise.",
 )
-END_RULES = (KILLED, CRASHED, LOST, TOO_LONG, SLOW_START, HIDDEN)
+NO_PROGRAM = Rule(
+    key="program-missing",
+    shows="the reason START_ERROR with the exit code 126 or 127",
+    cause="the program of a task's command cannot be started on its node",
+    remedy="Install the program on the node, or write its absolute path. `setup` of the pool is the place for `module load` "
+    "and conda; `python` of the pool or node leads PATH to a virtual environment; with `image` the task runs in a "
+    "container that has it. A script that `files` brings needs `chmod +x` and an interpreter in its first line, or "
+    "start it as `bash script.sh`.",
+)
+NOT_STARTED = Rule(
+    key="start-error",
+    shows="the reason START_ERROR without an exit code of the command",
+    cause="a task could not be started on its node",
+    remedy="Correct what the message says. `distflow pool check` tries the same on every node of the pool.",
+)
+MEMORY_LIMIT = Rule(
+    key="memory-limit",
+    shows="the reason EVICTED",
+    cause="a task used more memory than its resource asks for",
+    remedy="Ask for more in `resources` (`memory: 64Gi`), or need less: fewer workers of the data loader, smaller batches, "
+    "weights loaded on one rank only. `enforce_limits: false` of the pool or node lets tasks use more than they ask "
+    "for.",
+)
+NO_IMAGE = Rule(
+    key="image-pull",
+    shows="the reason IMAGE_PULL",
+    cause="a container image could not be pulled",
+    remedy="Check the name and tag of `image`, and that the node reaches the registry. A private registry needs a REGISTRY "
+    "credential: `distflow credential set`.",
+)
+NO_DATA = Rule(
+    key="data-transfer",
+    shows="the reason DATA",
+    cause="an input could not be fetched, or an output could not be written",
+    remedy="Check the URL, that it exists and that the credential for it may read or write there: `distflow data check URL`. "
+    "Outputs that were not written stay in the task's output directory on its node.",
+)
+GUARD_DIED = Rule(
+    key="guard-died",
+    shows="the reason INTERNAL",
+    cause="distflow's processes or files for a task were removed on its node",
+    remedy="Find out who did that: a person, an administrator's script, systemd at logout (`KillUserProcesses=no` in the "
+    "node's logind.conf keeps them), or the kernel (`dmesg`). Submit the workflow again, or let `retry` do that.",
+)
+NO_TURN = Rule(
+    key="queue-timeout",
+    shows="the reason QUEUE_TIMEOUT",
+    cause="the group waited for nodes longer than its queue_timeout",
+    remedy="`distflow workflow events <id>` says what it waited for, `distflow pool check` what the nodes have. Allow more "
+    "in `timeout: {queue_timeout: …}`, ask for less, or submit it with a higher priority.",
+)
+END_RULES = (
+    NO_PROGRAM, NOT_STARTED, MEMORY_LIMIT, NO_IMAGE, NO_DATA, KILLED, CRASHED, LOST, GUARD_DIED, NO_TURN, TOO_LONG, SLOW_START,
+    HIDDEN,
+)  # fmt: skip
 """In the order of the page."""
 
 _CRASHES = MappingProxyType({4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"})
-_BY_REASON = MappingProxyType({Reason.NODE_LOST: LOST, Reason.EXEC_TIMEOUT: TOO_LONG, Reason.START_TIMEOUT: SLOW_START})
+_BY_REASON = MappingProxyType(
+    {
+        Reason.START_ERROR: NOT_STARTED,
+        Reason.EVICTED: MEMORY_LIMIT,
+        Reason.IMAGE_PULL: NO_IMAGE,
+        Reason.DATA: NO_DATA,
+        Reason.NODE_LOST: LOST,
+        Reason.INTERNAL: GUARD_DIED,
+        Reason.QUEUE_TIMEOUT: NO_TURN,
+        Reason.EXEC_TIMEOUT: TOO_LONG,
+        Reason.START_TIMEOUT: SLOW_START,
+    }
+)
+_NOT_EXECUTED = (126, 127)
 
 
 def by_kernel(case: Case) -> Diagnosis | None:
@@ -86,8 +153,11 @@ def by_other_ends(case: Case) -> tuple[Diagnosis, ...]:
 def _from_reason(case: Case) -> Diagnosis | None:
     for witness in _suspects(case):
         rule = _BY_REASON.get(witness.reason) if witness.reason else None
+        if rule is NOT_STARTED and witness.exit_code in _NOT_EXECUTED:
+            rule = NO_PROGRAM
         if rule is not None:
-            return _of(rule, witness, witness.place)
+            message = case.first.message if case.first and case.first.task == witness.task else ""
+            return _of(rule, witness, f"{witness.place}: {message}" if message else witness.place)
     return None
 
 

@@ -175,20 +175,26 @@ def _exec(argv: List[str], env: Dict[str, str]) -> Tuple[int, str]:
             os.execve(candidate, argv, env)
         except (FileNotFoundError, NotADirectoryError):
             if os.path.isfile(candidate):
-                return 127, "{}: the interpreter that its first line (#!) names is not on this node".format(candidate)
+                return 127, "`{}`: the interpreter that its first line (#!) names is not on this node".format(candidate)
         except PermissionError:
             refused = candidate
         except OSError as error:
             if error.errno == errno.ENOEXEC:
-                hint = "it is no program of this machine and has no #! line; start it with its interpreter, such as `bash {}`"
-                return 126, "{}: {}".format(candidate, hint.format(name))
+                hint = (
+                    "it is not a program for this machine and has no #! line; start it with its interpreter, such as `bash {}`"
+                )
+                return 126, "`{}`: {}".format(candidate, hint.format(name))
             return 126, "{}: {}".format(candidate, error.strerror)
     if refused is not None:
-        return 126, "{}: not executable; `chmod +x` it, or start it with its interpreter".format(refused)
+        return 126, "`{}` is not executable; `chmod +x` it, or start it with its interpreter".format(refused)
     if "/" in name:
-        return 127, "{}: there is no such file on this node (relative paths start at the attempt's work/)".format(name)
-    hint = "install it, or make the node's `python` or `setup` lead PATH to it"
-    return 127, "{}: not found on this node in PATH={}; {}".format(name, env["PATH"], hint)
+        return 127, "`{}`: there is no such file on this node; a relative path starts in the task's working directory".format(
+            name
+        )
+    own = nc.directory()
+    searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if path != own)
+    hint = "install it there, or let the node's `python` or `setup` lead PATH to it"
+    return 127, "program `{}` not found on this node in PATH={}; {}".format(name, searched, hint)
 
 
 def read_failure(fd: int) -> Optional[Json]:

@@ -49,10 +49,11 @@ class MemoryLimit:
         if used <= self._limit:
             return None
         largest = max(sizes, key=lambda pid: sizes[pid])
-        said = "its {} processes use {}, and it asked for {} (`memory`); the largest is {} (pid {}) with {}"
-        return said.format(
-            len(pids), size_text(used), size_text(self._limit), _name(largest), largest, size_text(sizes[largest])
-        )
+        name, limit = "{} (pid {})".format(_name(largest), largest), size_text(self._limit)
+        if len(pids) == 1:
+            return "its process {} uses {} of memory, and it asked for {}".format(name, size_text(used), limit)
+        said = "its {} processes use {} of memory, and it asked for {}; the largest is {} with {}"
+        return said.format(len(pids), size_text(used), limit, name, size_text(sizes[largest]))
 
 
 def size_text(size: int) -> str:

@@ -71,7 +71,7 @@ def _of_task(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> I
         yield Moment(at=task.started_at, node=node, task=task.name, text=f"started{pid}")
     end = task.end
     if end is not None and end.stopped_at is not None and end.started_at is not None:
-        yield Moment(at=end.stopped_at, node=node, task=task.name, text="told to stop", because=_blamed(task, cause))
+        yield Moment(at=end.stopped_at, node=node, task=task.name, text="asked to stop", because=_blamed(task, cause))
     if task.ended_at is not None:
         text = "lost" if task.reason is Reason.NODE_LOST else f"ended: {show_end(end)}" if end else "ended"
         yield Moment(at=task.ended_at, node=node, task=task.name, text=text, because=_because(task, cause, lines))
@@ -81,15 +81,15 @@ def _because(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> s
     if cause is not None and task.name == cause.task:
         return "the first cause"
     if cause is not None and task.name in cause.rivals:
-        return f"by itself; as early as {cause.task}, as far as the clocks tell"
+        return f"failed by itself, at the same time as {cause.task} as far as the clocks can tell"
     if task.reason is Reason.PEER_FAILED:
         return _blamed(task, cause)
     if task.state is State.COMPLETED:
-        return "it was done" if task.end is not None and task.end.is_success else task.message
+        return "completed" if task.end is not None and task.end.is_success else task.message
     if task.reason in (Reason.EXIT_CODE, Reason.SIGNAL) and hear(task.end, lines).is_symptom:
-        return "it says that a peer was gone"
+        return "it reports that a peer was gone"
     if task.reason in (Reason.EXIT_CODE, Reason.SIGNAL, Reason.OOM_KILLED):
-        return "by itself, after the first cause" if cause is not None else "by itself"
+        return "failed by itself, after the first cause" if cause is not None else "failed by itself"
     return REASON_TEXT[task.reason] if task.reason is not None else ""
 
 

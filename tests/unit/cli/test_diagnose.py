@@ -46,7 +46,8 @@ def test_programs_get_one_document(screen: Screen) -> None:
 def test_why_names_the_diagnosis(screen: Screen) -> None:
     record = failed(screen)
     assert screen.run("why", record.id) == 0
-    assert screen.out.endswith(f"\nCause and remedy: distflow workflow diagnose {record.id}\n")
+    assert "\nDiagnosis  ranks called collectives that do not fit together\nRemedy     Every rank must call" in screen.out
+    assert screen.out.endswith(f"\nDetails: distflow workflow diagnose {record.id}\n")
 
 
 def test_only_the_words_of_the_named_tasks_count(screen: Screen) -> None:
@@ -61,8 +62,9 @@ def test_only_the_words_of_the_named_tasks_count(screen: Screen) -> None:
 def test_an_unknown_failure_is_said_to_be_one(screen: Screen) -> None:
     record = submit(screen.store, workflow([failed_group()], state=WorkflowState.FAILED, reason=Reason.EXIT_CODE))
     assert screen.run("diagnose", record.id) == 0
-    assert "No known cause: exit code 1: RuntimeError: shapes differ, said of worker." in screen.out
-    assert f"distflow workflow logs {record.id} --task worker -n 100" in screen.out
+    assert "Cause   not known; no rule explains this end: worker on worker-node, rank 11: exit code 1: Runtime" in screen.out
+    assert "  Shown   | Traceback (most recent call last):\n" in screen.out
+    assert f"distflow workflow logs {record.id} --task worker\n" in screen.out
     assert screen.run("why", record.id) == 0
     assert "diagnose" not in screen.out
 

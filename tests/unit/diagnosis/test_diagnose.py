@@ -148,6 +148,14 @@ def test_a_port_and_an_address_of_this_machine_are_right_on_one_node() -> None:
         ({"reason": Reason.NODE_LOST}, ["node-lost"]),
         ({"reason": Reason.EXEC_TIMEOUT}, ["too-long"]),
         ({"reason": Reason.START_TIMEOUT}, ["start-timeout"]),
+        ({"reason": Reason.START_ERROR, "exit_code": 127}, ["program-missing"]),
+        ({"reason": Reason.START_ERROR, "exit_code": 126}, ["program-missing"]),
+        ({"reason": Reason.START_ERROR}, ["start-error"]),
+        ({"reason": Reason.EVICTED, "signal": 9}, ["memory-limit"]),
+        ({"reason": Reason.IMAGE_PULL}, ["image-pull"]),
+        ({"reason": Reason.DATA}, ["data-transfer"]),
+        ({"reason": Reason.INTERNAL}, ["guard-died"]),
+        ({"reason": Reason.QUEUE_TIMEOUT}, ["queue-timeout"]),
         ({"reason": Reason.PEER_FAILED, "signal": 9}, []),
         ({"reason": Reason.EXIT_CODE, "exit_code": 3}, []),
     ],
@@ -222,3 +230,21 @@ def test_an_exception_that_a_rule_knows_is_told_by_the_rule() -> None:
     assert [one.key for one in diagnose(raised(*missing.splitlines(), traceback=missing))] == ["module-missing"]
     lost = STACK.replace("ValueError: bad label", "RuntimeError: Connection closed by peer [10.0.0.1]:45283")
     assert [one.key for one in diagnose(raised(*lost.splitlines(), traceback=lost))] == ["peer-died"]
+
+
+def test_no_reason_that_a_task_fails_for_by_itself_is_left_without_a_diagnosis() -> None:
+    explained_elsewhere = {
+        Reason.EXIT_CODE: "by its output",
+        Reason.SIGNAL: "by the signal",
+        Reason.PEER_FAILED: "by the task that failed first",
+        Reason.UPSTREAM: "in the group that failed",
+        Reason.CANCELED: "a person did it",
+        Reason.SUBMISSION: "never ran",
+        Reason.PREEMPTED: "never set",
+    }
+    for reason in set(Reason) - set(explained_elsewhere):
+        first = "exit code 127: whatever it was"
+        told = diagnose(case("step 12", other="step 12", first=first, reason=reason, kernel=("Killed process 9",)))
+        assert told, reason
+        assert told[0].remedy
+        assert "worker on gpu2: exit code 127" in told[0].found, "what the message says is repeated"

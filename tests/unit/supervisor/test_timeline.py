@@ -27,13 +27,13 @@ def _last(task: TaskRecord, *lines: str, cause: Cause | None = CAUSE) -> Moment:
     ("task", "lines", "because"),
     [
         (_task("a", Reason.EXIT_CODE), (), "the first cause"),
-        (_task("r", Reason.EXIT_CODE), (), "by itself; as early as a, as far as the clocks tell"),
-        (_task("b", Reason.EXIT_CODE), (), "by itself, after the first cause"),
-        (_task("b", Reason.EXIT_CODE), ("Connection reset by peer",), "it says that a peer was gone"),
-        (_task("b", Reason.OOM_KILLED), ("Connection reset by peer",), "by itself, after the first cause"),
+        (_task("r", Reason.EXIT_CODE), (), "failed by itself, at the same time as a as far as the clocks can tell"),
+        (_task("b", Reason.EXIT_CODE), (), "failed by itself, after the first cause"),
+        (_task("b", Reason.EXIT_CODE), ("Connection reset by peer",), "it reports that a peer was gone"),
+        (_task("b", Reason.OOM_KILLED), ("Connection reset by peer",), "failed by itself, after the first cause"),
         (_task("b", Reason.PEER_FAILED, signal=15), (), "a failed"),
         (_task("b", Reason.NODE_LOST), (), "its node could not be reached for longer than node_lost_after"),
-        (_task("b", None, state=State.COMPLETED, exit_code=0), (), "it was done"),
+        (_task("b", None, state=State.COMPLETED, exit_code=0), (), "completed"),
     ],
 )
 def test_an_end_followed_from_something(task: TaskRecord, lines: tuple[str, ...], because: str) -> None:
