@@ -354,7 +354,7 @@ def test_what_uses_more_memory_than_it_asked_for_is_ended(node: NodeUnderTest) -
     assert (end["reason"], end["signal"]) == ("evicted", signal.SIGKILL)
     assert "not reached" not in output
     assert end["message"].startswith("its 2 processes use 2"), end["message"]  # 260 MiB or so
-    assert "asked for 200 MiB (`memory`); the largest is python3 (pid " in end["message"]
+    assert "asked for 200 MiB; the largest is python3 (pid " in end["message"]
 
 
 def test_memory_that_processes_share_counts_once(node: NodeUnderTest) -> None:
