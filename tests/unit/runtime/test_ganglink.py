@@ -1,0 +1,148 @@
+"""The gang link under bytes that nobody of the gang sent, and under messages of a member that has gone mad."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import selectors
+import socket
+from typing import TYPE_CHECKING
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from distflow.runtime.ganglink import GangLink
+from distflow.runtime.listening import listen_on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TOKEN = "t0ken"
+NUMBER = b"0123456789abcdef0123456789abcdef"
+SAID = [
+    b'{"task": "one"}',
+    b'{"failed": {"task": "one", "why": "exit code 3"}}',
+    b'{"bye": "one"}',
+    b'{"welcome": "master"}',
+]
+"""What keepers say."""
+_leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["one", "9" * 400])
+_messages = st.dictionaries(
+    st.sampled_from(["task", "failed", "bye", "welcome", "why"]),
+    st.recursive(_leaves, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["task", "why"]), inner)),
+    max_size=3,
+).map(lambda message: json.dumps(message).encode())
+
+
+class Hub:
+    """A hub, and one connection to it."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[str, str]] = []
+        self.selector = selectors.DefaultSelector()
+        listener, _ = listen_on("127.0.0.1")
+        gang = {"task": "master", "others": ["one"], "address": None, "port": None, "token": TOKEN}
+        self.link = GangLink(gang, listener.fileno(), self.selector, lambda task, why: self.failures.append((task, why)))
+        self.other = socket.create_connection(listener.getsockname())
+        listener.close()
+        self.other.settimeout(10)
+        self.turn()
+        self.number = self.other.recv(33).strip()
+
+    def turn(self) -> None:
+        """Let the hub do what is to be done."""
+        while ready := self.selector.select(0.001):
+            for key, _ in ready:
+                key.data()
+
+    def send(self, data: bytes) -> None:
+        """Send bytes, and let the hub take them."""
+        with contextlib.suppress(OSError):
+            self.other.sendall(data)
+        self.turn()
+
+    def say(self, text: bytes) -> None:
+        """Send a line as a member of the gang does."""
+        code = hmac.new(TOKEN.encode(), b"task " + self.number + NUMBER + text, hashlib.sha256).hexdigest().encode()
+        self.send(code + b" " + text + b"\n")
+
+    def close(self) -> None:
+        self.other.close()
+        self.turn()
+        for key in list(self.selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self.selector.close()
+
+
+@contextlib.contextmanager
+def hub() -> Iterator[Hub]:
+    made = Hub()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.binary(max_size=100)
+        | st.sampled_from([NUMBER + b"\n", b"0" * 64 + b" ", b"\n", b"[" * 9000, *SAID, b"0" * 64 + b" " + SAID[1] + b"\n"]),
+        max_size=6,
+    )
+)
+@example([NUMBER + b"\n", b"0" * 64 + b" " + b"[" * 4000 + b"\n"])
+@example([b'{"number": "0"}\n', b'{"said": ' + b"[" * 970 + b"]" * 970 + b', "mac": ""}\n'])
+def test_bytes_of_strangers_end_a_connection_and_nothing_else(pieces: list[bytes]) -> None:
+    with hub() as one:
+        for piece in pieces:
+            one.send(piece)
+        assert one.failures == []
+        with socket.create_connection(one.link._listener.getsockname()) as next_one:  # type: ignore[union-attr]
+            one.turn()
+            next_one.settimeout(10)
+            assert len(next_one.recv(33)) == 33  # it still greets
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_messages | st.sampled_from(SAID) | st.binary(max_size=50).filter(lambda data: b"\n" not in data), max_size=5))
+@example([b'{"failed": ' + b"[" * 4000])
+@example([b'{"task": 1e999}'])
+@example([SAID[0], b'{"failed": {"task": ["x"], "why": "' + b"y" * 5000 + b'"}}', SAID[1]])
+def test_a_member_that_says_anything_gives_texts_or_loses_its_connection(messages: list[bytes]) -> None:
+    with hub() as one:
+        one.send(NUMBER + b"\n")
+        for message in messages:
+            one.say(message)
+        assert len(one.failures) <= 1
+        for task, why in one.failures:
+            assert isinstance(task, str)
+            assert len(why) <= 500
+
+
+def test_what_was_said_on_one_connection_counts_on_no_other() -> None:
+    with hub() as one, hub() as two:
+        one.send(NUMBER + b"\n")
+        one.say(SAID[0])
+        one.say(SAID[1])
+        assert one.failures == [("one", "exit code 3")]
+        two.number = one.number
+        two.send(NUMBER + b"\n")
+        two.say(SAID[0])
+        two.say(SAID[1])
+        assert two.failures == []
+
+
+def test_a_line_counts_in_the_direction_in_which_it_was_written() -> None:
+    with hub() as one:
+        code = hmac.new(TOKEN.encode(), b"hub " + one.number + NUMBER + SAID[1], hashlib.sha256).hexdigest().encode()
+        one.send(NUMBER + b"\n" + code + b" " + SAID[1] + b"\n")
+        assert one.failures == []
+
+
+def test_numbers_are_new_for_every_connection() -> None:
+    with hub() as one, hub() as two:
+        assert one.number != two.number
+        assert len(one.number) == 32
