@@ -651,7 +651,7 @@ def test_a_node_whose_first_answer_makes_no_sense_is_tried_again(tmp_path: Path,
     with monkeypatch.context() as patched:
         patched.setattr(AgentLink, "_take", lies)
         bench.backend.connect([bench.node])
-        assert "the agent's answer to `hello` is not valid" in bench.await_one(NodeDown).error
+        assert "the answer to `hello` is malformed" in bench.await_one(NodeDown).error
     bench.await_one(NodeUp)
     bench.backend.close()
 

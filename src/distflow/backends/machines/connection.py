@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from distflow.backends.base import (
     Absent,
@@ -86,8 +86,6 @@ class Connection:
         self._closing = threading.Event()
         self._broken = threading.Event()
         self._error = ""
-        self._is_welcome = False
-        """Whether the agent's answer to ``hello`` was valid."""
 
     # What the backend uses.
 
@@ -325,22 +323,15 @@ class Connection:
         return closing(link)
 
     def _greet(self, link: AgentLink) -> None:
-        self._is_welcome = False
         with self._lock:
             keys = list(self._watched.values())
         self._give_back_all(link)  # before anybody knows that it is up, and asks for the same again
         watched = [key.name for key in keys]
         link.request("hello", then=lambda answer: self._welcomed(link, answer, keys), watch=watched)
-        if not self._is_welcome:
-            raise NodeUnreachable(self.node.name, "the agent's answer to `hello` is not valid")
 
     def _welcomed(self, link: AgentLink, answer: Mapping[str, Any], keys: list[AttemptKey]) -> None:
-        facts = answer.get("facts")
-        if not _is_valid(facts):
-            return
-        self._facts = facts
+        facts = self._facts = answer["facts"]
         self._link = link
-        self._is_welcome = True
         self._give_back_all(link)  # what was refused elsewhere while it said hello
         self._sink(
             NodeUp(
@@ -449,14 +440,6 @@ class Connection:
                 self._watched.pop(key.name, None)
                 self._tailed.discard(key.name)
             return told
-
-
-def _is_valid(facts: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether what a node reports of itself is an object, in which the numbers that decisions depend on are numbers."""
-    if not isinstance(facts, Mapping):
-        return False
-    numbers = [facts.get(name) for name in ("gpus", "cpus", "memory")]
-    return all(value is None or (type(value) is int and value >= 0) for value in numbers)
 
 
 def _words(error: DistflowError) -> str:
