@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,26 @@ def test_a_directory_to_mount_that_the_node_does_not_have_is_named(cli: Cli) -> 
     (here / "x").write_text("there\n")
     assert cli.run("workflow", "submit", "spec.yaml", "--wait").code == 0
     assert cli.logs("mounts-2") == "[read] there\n"
+
+
+CLIENT = """\
+workflow:
+  name: client
+  tasks:
+  - name: one
+    command: [bash, -c, "osmo version && osmo data upload file://FOLDER/store given.txt && osmo data list file://FOLDER/store"]
+    files:
+    - {path: given.txt, contents: text}
+"""
+
+
+def test_a_link_gives_distflow_the_name_of_osmos_client_in_tasks(cli: Cli) -> None:
+    # What docs/osmo.md says to do, in a directory of PATH.
+    program, folder = Path(sys.executable).parent / "distflow", cli.folder / "bin"
+    folder.mkdir()
+    (folder / "osmo").symlink_to(program)
+    cli.configure(setup=f"export PATH={folder}:$PATH")
+    done = cli.run("workflow", "submit", cli.spec(CLIENT.replace("FOLDER", str(cli.folder))), "--wait")
+    assert done.code == 0, done.err + done.out
+    assert (cli.folder / "store" / "given.txt").read_text() == "text"
+    assert "given.txt" in cli.logs("client-1")

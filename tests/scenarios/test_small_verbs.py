@@ -96,7 +96,10 @@ def test_the_profiles_pool_stands_before_the_configurations_and_behind_the_specs
 def test_what_a_profile_cannot_hold_is_said(pools: Cli) -> None:
     for words, said in (
         (["set", "pool", "hree"], "there is no pool 'hree'\ndid you mean `here`?"),
-        (["set", "notifications", "email"], "distflow sends no notifications"),
+        (["set", "notifications", "email", "slack"], "distflow sends no notifications"),
+        (["set", "notifications"], "distflow sends no notifications"),
+        (["set", "pool"], "takes the name of one pool"),
+        (["set", "pool", "here", "there"], "takes the name of one pool"),
         (["set", "colour", "green"], "there is nothing to set that is called 'colour'"),
     ):
         done = pools.run("profile", *words)

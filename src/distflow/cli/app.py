@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TextIO
+from typing import Any, TextIO
 
 import typer
 
 from distflow.cli.lazy import LazyGroup, commands
-from distflow.errors import DistflowError, WorkflowEnded
+from distflow.errors import DistflowError, InputError, WorkflowEnded
 from distflow.state.directory import find_state_directory
 
 __all__ = ["app", "main", "run", "spread_sets", "wants_json"]
@@ -42,7 +42,21 @@ _PAIRS = ("--set", "--set-string", "--set-env", "--payload", "--payload-file")
 """Options that take one ``NAME=VALUE`` or more."""
 
 
+_WITHOUT_SERVER = MappingProxyType(
+    dict.fromkeys(("login", "logout", "token", "user"), "nobody signs in: nodes are reached as SSH reaches them")
+    | {"app": "submit the file of the spec: distflow workflow submit FILE"}
+    | {"config": "pools and nodes are in a file: distflow.yaml, or the one that DISTFLOW_CONFIG names"}
+)
+"""OSMO's commands that need its server, and what to do instead."""
+
+
 class _Root(LazyGroup):
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command as every group does; one that needs OSMO's server says why there is none."""
+        if cmd_name in _WITHOUT_SERVER:
+            raise InputError(f"`distflow {cmd_name}` does not exist: there is no server", hint=_WITHOUT_SERVER[cmd_name])
+        return super().get_command(ctx, cmd_name)
+
     table = commands(
         {
             "workflow": ("distflow.cli.workflow:app", "Submit, watch and end workflows."),

@@ -13,6 +13,7 @@ from distflow.cli.command import Format, FormatOption, command_app
 from distflow.cli.documents import list_json
 from distflow.cli.reading import reading_directory, until_closed, wake
 from distflow.cli.searching import (
+    OSMO_STATUSES,
     AllUsersOption,
     CountOption,
     OffsetOption,
@@ -76,7 +77,7 @@ def list_workflows(
     """
     after, before = days(submitted_after, submitted_before, "submitted")
     search = Search(
-        ends=tuple(_ends(status or ())),
+        ends=None if status is None else tuple(_ends(status)),
         name=name,
         users=choose_users(user, all_users),
         pools=pool or (),
@@ -113,8 +114,8 @@ def _ends(statuses: Sequence[str]) -> list[tuple[WorkflowState, Reason | None]]:
             if state.is_final or reason is None:
                 known.setdefault(workflow_status_of(state, reason), []).append((state, reason))
     for status in statuses:
-        if status.upper() not in known:
+        if status.upper() not in {*known, *OSMO_STATUSES}:
             from distflow.documents.words import did_you_mean
 
-            raise InputError(f"{status!r} is no status of a workflow", hint=did_you_mean(status, known, what="statuses"))
-    return [end for status in statuses for end in known[status.upper()]]
+            raise InputError(f"{status!r} is not a status of a workflow", hint=did_you_mean(status, known, what="statuses"))
+    return [end for status in statuses for end in known.get(status.upper(), ())]

@@ -28,7 +28,8 @@ def _profile() -> None:
 
 @app.command("set", epilog="Example: distflow profile set pool lab")
 def set_preference(
-    key: _KeyArgument, value: Annotated[str, typer.Argument(metavar="VALUE", help="The name of a pool.")]
+    key: _KeyArgument,
+    values: Annotated[list[str] | None, typer.Argument(metavar="VALUE", help="The name of a pool.")] = None,
 ) -> None:
     """Prefer a pool, on this machine and for this user.
 
@@ -36,7 +37,9 @@ def set_preference(
     configuration has no such pool, its default_pool is taken.
     """
     _check(key)
-    there = wiring.configuration(profile=False).pools
+    if values is None or len(values) != 1:
+        raise InputError("`distflow profile set pool` takes the name of one pool", hint="distflow pool list shows the pools")
+    value, there = values[0], wiring.configuration(profile=False).pools
     if value not in there:
         raise NotFound(f"there is no pool {value!r}", hint=did_you_mean(value, there, what="pools"))
     write_pool(wiring.state_directory().profile, value)

@@ -14,6 +14,7 @@ from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption
 from distflow.cli.reading import reading_directory, until_closed, wake
 from distflow.cli.searching import (
+    OSMO_STATUSES,
     AllUsersOption,
     OffsetOption,
     Order,
@@ -102,7 +103,7 @@ def list_tasks(
         raise InputError("--verbose and --summary exclude each other")
     if pool and node:
         raise InputError("--pool and --node exclude each other")
-    known = sorted({status_of(state, reason) for state in State for reason in (None, *Reason)})
+    known = sorted({*OSMO_STATUSES, *(status_of(state, reason) for state in State for reason in (None, *Reason))})
     wanted = [one_of(word, known, "status of a task", "statuses") for word in status or ()] or list(_UNFINISHED)
     after, before = days(started_after, started_before, "started")
     search = Search(

@@ -26,6 +26,11 @@ _SHAPES = {
     "https": "https://host/path",
     "sftp": "sftp://host/path",
 }
+_WITHOUT_DRIVER = ("swift", "tos")
+"""Schemes of OSMO."""
+_NO_DRIVER = (
+    "a service that also speaks S3 is reached with s3://bucket/path and a DATA credential whose `override_url` is its address"
+)
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -84,6 +89,8 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
         raise InputError(f"`{_short(text)}` is no URL of data", hint=hint)
     scheme, rest = match.group(1).lower(), match.group(2)
     if scheme not in SCHEMES:
+        if scheme in _WITHOUT_DRIVER:
+            raise InputError(f"distflow has no driver for `{scheme}://`", hint=_NO_DRIVER)
         near = did_you_mean(scheme, SCHEMES, what="schemes")
         raise InputError(f"`{scheme}://` is not a place for data that distflow knows", hint=near)
     if any(ord(character) < 32 or ord(character) == 127 for character in text):

@@ -33,6 +33,8 @@ def _explain(keyword: str, path: Path, value: Any, rule: Mapping[str, Any]) -> t
     if keyword == "type" and path and path[-1] in ("command", "args") and isinstance(value, str):
         hint = 'write it as a list: ["bash", "-c", "…"], or one item for each word'
         return f"`{path_text(path)}` must be a list of texts, not one text", hint
+    if path[-1:] == ("exitActions",) and isinstance(value, str) and value.upper() == "RESTART":
+        return "`RESTART` is not an exit action", "write RESCHEDULE: the group is tried again, as often as its `retry` allows"
     if path == ("version",):
         return "`version` must be 2", "2 is the only version of the language; remove the line or write `version: 2`"
     if keyword == "required" and not path and isinstance(value, Mapping) and {"tasks", "groups"} & set(value):

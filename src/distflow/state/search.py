@@ -21,8 +21,8 @@ _PARTS = r"\(([^)]*)\)|([^(]+)"
 class Search:
     """What must hold for a workflow to be found; whatever is empty holds for all."""
 
-    ends: Sequence[tuple[WorkflowState, Reason | None]] = ()
-    """Pairs of state and reason, any of which matches."""
+    ends: Sequence[tuple[WorkflowState, Reason | None]] | None = None
+    """Pairs of state and reason, any of which matches: of none, no workflow; ``None``: all do."""
     name: str | None = None
     """A part of the id."""
     users: Sequence[str] = ()
@@ -70,12 +70,10 @@ def where(search: Search) -> tuple[str, list[object]]:
         parts.append(part)
         values.extend(more)
 
-    if search.ends:
+    if search.ends is not None:
         pairs = [(state.value, reason.value if reason else "") for state, reason in search.ends]
-        add(
-            f"(state, coalesce(reason, '')) IN (VALUES {','.join(['(?,?)'] * len(pairs))})",
-            *(word for pair in pairs for word in pair),
-        )
+        either = f"(state, coalesce(reason, '')) IN (VALUES {','.join(['(?,?)'] * len(pairs))})" if pairs else "0"
+        add(either, *(word for pair in pairs for word in pair))
     columns: Mapping[str, Sequence[str]] = MappingProxyType(
         {"user": search.users, "pool": search.pools, "priority": [one.value for one in search.priorities]}
     )

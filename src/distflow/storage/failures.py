@@ -25,7 +25,8 @@ _MISSING = {"FileNotFoundError", "ResourceNotFoundError", "NoSuchBucket", "NoSuc
 _WRONG = {"ParamValidationError", "InvalidRegionError", "ValueError", "InvalidEndpointDiscoveryConfigurationError"}
 _WRONG_NUMBERS = {errno.EINVAL, errno.ENAMETOOLONG, errno.EPERM, errno.ENOSYS, errno.EMSGSIZE}
 _HINT_KEYS = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_ENDPOINT_URL where the store is not Amazon's)",
+    "s3": "store them with `distflow credential set NAME --type DATA` (docs/credentials.md), or set AWS_ACCESS_KEY_ID and"
+    " AWS_SECRET_ACCESS_KEY (and AWS_ENDPOINT_URL where the store is not Amazon's)",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or sign in with gcloud",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_CONNECTION_STRING",
     "azure": "set AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_CONNECTION_STRING",

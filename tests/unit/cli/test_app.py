@@ -30,6 +30,26 @@ def test_errors_are_json_however_it_is_asked_for(asked: list[str], capsys: pytes
     assert json.loads(capsys.readouterr().out)["error"]["message"] == "there is no workflow 'nope-1'"
 
 
+@pytest.mark.parametrize("status", ["PROCESSING", "submitting"])
+def test_a_status_that_only_osmo_has_matches_no_task(status: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["task", "list", "--status", status, "-t", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"] == []
+    assert run(["task", "list", "--status", "NONSENSE"]) == 2
+
+
+@pytest.mark.parametrize("command", ["login", "logout", "token", "user", "config", "app"])
+def test_commands_of_osmos_server_say_that_there_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "list", "--all"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: `distflow {command}` does not exist: there is no server\n")
+    assert len(said.splitlines()) == 2
+
+
+def test_a_command_that_nobody_has_is_an_error_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["nonsense"]) == 2
+    assert "No such command 'nonsense'" in capsys.readouterr().err
+
+
 def test_t_means_a_task_where_osmo_has_it_so() -> None:
     assert not wants_json(["workflow", "logs", "w-1", "-tjson"])
     assert not wants_json(["workflow", "events", "w-1", "-t", "json"])

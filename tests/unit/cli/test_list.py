@@ -68,6 +68,9 @@ def test_programs_get_one_document_in_the_same_order(several: Screen) -> None:
         (["-s", "failed_exec_timeout", "-s", "COMPLETED"], ["digits-1", "wide-resnet-1"]),
         (["-s", "FAILED_CANCELED"], ["wide-resnet-2"]),
         (["-s", "RUNNING"], []),
+        # OSMO's, which no workflow here ever has.
+        (["-s", "WAITING"], []),
+        (["-s", "waiting", "-s", "FAILED"], ["digits-2", "digits-3"]),
     ],
 )
 def test_filters(several: Screen, arguments: list[str], expected: list[str]) -> None:
@@ -76,7 +79,7 @@ def test_filters(several: Screen, arguments: list[str], expected: list[str]) -> 
 
 def test_an_unknown_status_is_an_error_with_a_suggestion(several: Screen) -> None:
     assert several.run("list", "-s", "COMPLETE") == 2
-    assert several.err.startswith("error: 'COMPLETE' is no status of a workflow\ndid you mean `COMPLETED`? statuses: ")
+    assert several.err.startswith("error: 'COMPLETE' is not a status of a workflow\ndid you mean `COMPLETED`? statuses: ")
     assert several.out == ""
 
 

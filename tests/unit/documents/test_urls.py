@@ -32,6 +32,8 @@ def test_what_a_url_names(text: str, scheme: str, container: str, key: str, prof
     ("text", "words"),
     [
         ("bucket/path", "no URL of data"),
+        ("swift://endpoint/account/container/x", "no driver for `swift://`\na service that also speaks S3"),
+        ("tos://endpoint/bucket/x", "no driver for `tos://`\na service that also speaks S3"),
         ("data", "no URL of data"),
         ("azur://account/c", "did you mean `azure`?"),
         ("s3://", "names no bucket"),
