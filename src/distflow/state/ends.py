@@ -7,7 +7,22 @@ from dataclasses import dataclass
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason
 
-__all__ = ["Cause", "End"]
+__all__ = ["Cause", "End", "RankText"]
+
+
+class RankText(str):
+    """The text of a line that is known to be a rank's."""
+
+    __slots__ = ("rank",)
+
+    rank: int
+
+    @classmethod
+    def of(cls, text: str, rank: int) -> RankText:
+        """Return ``text`` as one that ``rank`` printed."""
+        made = cls(text)
+        made.rank = rank
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

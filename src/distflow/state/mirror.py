@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from distflow.runtime import logfiles
+from distflow.state.ends import RankText
 from distflow.state.logs import LogSource, end_lines
 
 __all__ = ["LAST_LINES", "Mirror", "attempt_name", "reserve_bytes"]
@@ -108,10 +109,14 @@ class Mirror:
         return max(times, default=None)
 
     def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[str, ...]:
-        """Return the last lines that an attempt printed, as far as they are here; fewer when they are very long."""
+        """Return the last lines that an attempt printed, as far as they are here; fewer when they are very long.
+
+        Those of a rank whose output is kept apart are ``RankText``.
+        """
         source = LogSource(task, attempt, self.folder(workflow, group, task, attempt))
         lines = end_lines(source, count, most_bytes=max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
-        return tuple(text for line in lines for text in line.text.splitlines() if text.strip())[-count:]
+        printed = ((text, line.rank) for line in lines for text in line.text.splitlines() if text.strip())
+        return tuple(text if rank is None else RankText.of(text, rank) for text, rank in printed)[-count:]
 
 
 def reserve_bytes(folder: Path) -> tuple[int, int]:

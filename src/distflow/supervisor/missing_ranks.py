@@ -80,7 +80,7 @@ def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskR
         pid=(told.pid if told else None) or task.pid,
         exit_code=0,
         clock=task.end.clock if task.end else None,
-        lines=without_launcher(printed)[-_LINES:],
+        lines=tuple(map(str, without_launcher(printed)[-_LINES:])),
         traceback=told.traceback if told else "",
     )
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from distflow.state.ends import RankText
+
 __all__ = ["PrintedException", "ReportedRank", "printed_exceptions", "read_report", "without_launcher"]
 
 _LABEL = re.compile(r"\[(?P<name>[A-Za-z_]\w{0,40}?) ?(?P<number>\d{1,9})\]:")
@@ -62,7 +64,9 @@ class PrintedException:
     text: str
     """Every line of the message."""
     rank: int | None = None
-    """From the label of its lines; ``None`` where they have none."""
+    """That of its lines: their output is kept apart, or torch labeled them; ``None`` where neither is so."""
+    is_labeled: bool = False
+    """torch labeled its lines: the rank had joined its world."""
     local_rank: int | None = None
     last_line: int
     """Where it ends, counted in the lines that were searched."""
@@ -126,12 +130,15 @@ def without_launcher(lines: Sequence[str]) -> tuple[str, ...]:
 
 def _unlabeled(line: str) -> tuple[tuple[str, int] | None, int | None, str, bool]:
     """Return a line's stream, its global rank, its text without labels, and whether torch labeled it as a rank's traceback."""
-    key, rank, start, is_torchs = None, None, 0, False
+    key: tuple[str, int] | None = None
+    rank, start, is_torchs = None, 0, False
+    if isinstance(line, RankText):
+        key, rank = ("rank", line.rank), line.rank
     while match := _LABEL.match(line, start):
         start = match.end()
         number = int(match["number"])
         if match["name"].lower() == "rank":
-            rank = number
+            rank = number if rank is None else rank
             is_torchs = line.startswith(" ", start)
             start += is_torchs
         key = key or (match["name"].lower(), number)
@@ -175,7 +182,7 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
         yield PrintedException(
             message=message[:_WIDEST], traceback="\n".join(_shortened(texts)).rstrip(),
             text="\n".join(text for _, text, _ in stream.lines[at:after]), rank=stream.rank, local_rank=local_rank,
-            last_line=stream.lines[after - 1][0],
+            is_labeled=stream.lines[at][2], last_line=stream.lines[after - 1][0],
         )  # fmt: skip
 
 

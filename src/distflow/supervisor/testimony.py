@@ -70,7 +70,7 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
         pid=pid if pid is not None else first.pid if first else None,
         traceback=traceback,
         is_symptom=_is_symptom(detail if exception is None else exception.text, lines, first),
-        has_joined=exception is not None and exception.rank is not None,
+        has_joined=exception is not None and exception.is_labeled,
     )
 
 

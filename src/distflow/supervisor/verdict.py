@@ -161,7 +161,7 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
         signal=end.signal,
         clock=end.clock,
         rivals=tuple(task.name for task in rivals),
-        lines=without_launcher(lines.get(first.name, ()))[-_LINES:],
+        lines=tuple(map(str, without_launcher(lines.get(first.name, ()))[-_LINES:])),
         traceback=witness.traceback,
         kernel=end.kernel,
     )

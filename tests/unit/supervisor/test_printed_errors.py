@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.state.ends import End
+from distflow.state.ends import End, RankText
 from distflow.supervisor.printed_errors import printed_exceptions, read_report, without_launcher
 from distflow.supervisor.testimony import hear
 
@@ -164,3 +164,21 @@ def test_no_line_is_too_much(line: str) -> None:
     lines = [BEGIN, line, line, "Root Cause (first observed failure):", line, " " * 100_000 + "rank  : 1"]
     assert hear(FAILED, lines).rank == ""
     assert without_launcher(lines)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_whose_output_is_kept_apart_are_told_apart_without_labels(version: str) -> None:
+    """Two ranks raise at the same moment: each line is known to be its rank's, in whatever order they came."""
+    one = [RankText.of(line, 1) for line in (BEGIN, '  File "a.py", line 3', "ConnectionError: Connection closed by peer")]
+    two = [RankText.of(line, 0) for line in (BEGIN, '  File "a.py", line 7', "KeyError: 'label'")]
+    mixed = [line for pair in zip(one, two, strict=True) for line in pair]
+    report = [line.replace("exitcode  : -15", "exitcode  : 1") for line in output(version, "killed.bare")]
+    report = [line.replace("exitcode  : -9", "exitcode  : 1") for line in report]
+    told = hear(FAILED, [*mixed, *report])
+    if version == "2.13":  # 2.6 reports the first rank only
+        assert (told.rank, told.detail, told.is_symptom) == ("0", "KeyError: 'label'", False)
+        assert told.traceback == f"{BEGIN}\n  File \"a.py\", line 7\nKeyError: 'label'"
+    else:
+        assert (told.rank, told.is_symptom) == ("1", True)
+    assert not told.has_joined
+    assert hear(FAILED, mixed).rank == "0"
