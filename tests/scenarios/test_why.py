@@ -110,7 +110,7 @@ def _when(why: dict[str, Any], task: str, text: str) -> float:
 
 
 def _ends(host: Path) -> list[Path]:
-    return list(host.glob("*/train/*/0/exit.json"))
+    return list(host.glob("**/train/*/0/exit.json"))
 
 
 def _is_over(pid: int) -> bool:
@@ -131,7 +131,7 @@ def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab:
     assert supervisor is not None
     os.kill(supervisor, signal.SIGKILL)
     # While its keeper sleeps, the master is not told that its peer has failed, and fails by itself.
-    (path,) = (folder / "gpu1").glob("*/train/master/0/runner.json")
+    (path,) = (folder / "gpu1").glob("**/train/master/0/runner.json")
     state = json.loads(path.read_text())
     os.kill(state["keeper"]["pid"], signal.SIGSTOP)
     (folder / "first").touch()
