@@ -7,10 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # No test hangs on how fast the machine is at the moment.
-settings.register_profile("untimed", settings(), deadline=None)
+settings.register_profile(
+    "untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 settings.load_profile("untimed")
 
 # A shell starts what it runs in the background with SIGINT ignored, and processes pass that on.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.documents.problems import Mark, Severity
@@ -205,7 +205,6 @@ def test_the_normal_form_means_the_same(given_block: tuple[dict[str, Any], tuple
     assert again == strategy, found
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.sampled_from([*OPTIONS, "kind", "mesh", "mesh_shape", "cluster", "training", "model", "options", "stages", "x"]),

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distflow.runtime.unpacking import EARLIEST_S, unpack
@@ -144,7 +144,7 @@ paths = st.lists(parts, min_size=1, max_size=5).map("/".join)
 members = st.lists(st.tuples(st.sampled_from(sorted(_TYPES)), paths, paths), max_size=12)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(members)
 @example(LATE_ESCAPE)
 @example(STALE_PARENT)
@@ -173,7 +173,7 @@ CORPUS = [
 """Archives as packers write them, to be damaged."""
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(
     whole=st.sampled_from(CORPUS),
     changes=st.lists(st.tuples(st.integers(0, 8191), st.integers(0, 255)), max_size=8),
