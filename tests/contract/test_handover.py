@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,13 +78,14 @@ def test_an_output_comes_whole_with_modes_and_links(node: NodeUnderTest, tmp_pat
 
 def test_equal_outputs_are_one_blob_and_an_empty_one_is_one_too(node: NodeUnderTest, tmp_path: Path) -> None:
     found = []
-    for stamp in (1_000_000_000, 1_700_000_000):
+    for stamp in (1_000_000_000, 1_000_000_000, 1_700_000_000):
         attempt = node.attempt()
         file = output_of(node, attempt) / "same"
         file.write_text("same")
         os.utime(file, (stamp, stamp))
         found.append(fetch(node, attempt, tmp_path / "blobs").digest)
     assert found[0] == found[1]
+    assert found[2] != found[0], "files keep their times"
     attempt = node.attempt()
     output_of(node, attempt)
     assert members(tmp_path / "blobs", fetch(node, attempt, tmp_path / "blobs")) == {}
@@ -226,6 +228,25 @@ def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp
     output_of(node, attempt)
     with pytest.raises(NodeUnreachable):
         fetch_output(Cut(), str(node.top), sys.executable, attempt, tmp_path, timeout_s=20)  # type: ignore[arg-type]
+
+
+def test_files_of_an_input_keep_their_times_and_can_be_zipped(node: NodeUnderTest, tmp_path: Path) -> None:
+    first = node.attempt()
+    output = output_of(node, first)
+    for name, at in (("new", 1_600_000_000), ("old", 0)):
+        (output / name).write_text("x")
+        os.utime(output / name, (at, at))
+    fetched = fetch(node, first, tmp_path / "blobs")
+    link, attempt = node.connect(), node.attempt()
+    node.lease(link, attempt)
+    files = [{"path": "input/0", "mode": 0o700, "is_tar": True, "blob": fetched.digest, "only": ""}]
+    link.request("prepare", attempt=attempt, launch=launch_of(["true"], files=files))
+    top = node.root / attempt / "input" / "0"
+    assert (top / "new").stat().st_mtime == 1_600_000_000
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.write(top / "new")
+        archive.write(top / "old")
+    link.request("release", attempt=attempt)
 
 
 @pytest.mark.parametrize(("only", "placed"), [("", {"a.pt", "logs/a.txt"}), (r".*\.pt", {"a.pt"}), ("logs/", {"logs/a.txt"})])

@@ -292,14 +292,6 @@ def test_an_input_of_a_node_without_a_driver_comes_through_here(lab: Lab, s3: S3
     assert f"through this machine: gpu2: {python} has no s3fs (to make it direct: {python} -m pip install s3fs)" in events
 
 
-def test_an_input_that_is_not_there_ends_the_group_before_it_is_queued(cli: Cli, s3: S3Server) -> None:
-    s3.bucket("b")
-    ident = cli.submit(cli.spec(PLAIN))
-    body = cli.await_status(ident, "FAILED")
-    assert (body["reason"], body["groups"][0]["reason"]) == ("DATA", "DATA")
-    assert "an input cannot be fetched: there is nothing at s3://b/in" in body["groups"][0]["message"]
-
-
 def test_a_node_whose_disk_has_no_room_for_an_input_says_so(cli: Cli, s3: S3Server) -> None:
     _fill(cli, s3, 5 * LARGE)
     cli.top.mkdir()

@@ -1,4 +1,4 @@
-"""Packing what a task wrote into a blob: a tar that depends on names and contents only, named by its SHA-256.
+"""Packing what a task wrote into a blob: a tar that depends on names, contents and times only, named by its SHA-256.
 
 The blob lies where all blobs lie, so the node that packed it never needs to be sent it. What was packed of an ended attempt's
 output is noted in its ``packed.json`` and not packed again. A checkpoint is packed while its task runs: files that change
@@ -234,7 +234,7 @@ def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> 
     try:
         with open(path, "rb") as source:
             found = os.fstat(source.fileno())
-            member.size = found.st_size
+            member.size, member.mtime = found.st_size, int(found.st_mtime)
             member.mode = 0o700 if found.st_mode & 0o100 else 0o600
             tar.addfile(member, source)
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import BinaryIO, Optional, Pattern, Set
 from distflow.runtime.inside import inside
 from distflow.runtime.wire import OpError
 
-__all__ = ["EARLIEST_S", "unpack"]
+__all__ = ["EARLIEST_S", "file_time", "unpack"]
 
 EARLIEST_S = 315619200
 """The second of January 1980: ``zip`` refuses files from before 1980, by the clock of its own time zone."""
@@ -40,6 +40,12 @@ def unpack(archive: BinaryIO, top: str, only: str = "", *, compressed: bool = Tr
         raise OpError("bad_request", "the archive is damaged: {}".format(str(error) or type(error).__name__)) from error
     if has_links:
         _refuse_links_outside(top)
+
+
+def file_time(said: float) -> float:
+    """The time for a file whose archive or store says that it was modified at ``said``: no earlier than ``EARLIEST_S``."""
+    # Not ``max`` alone: an extended header can say NaN.
+    return min(said, _LATEST_S) if said >= EARLIEST_S else EARLIEST_S
 
 
 class _Member(tarfile.TarInfo):
@@ -120,9 +126,7 @@ def _unpack_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> No
             shutil.copyfileobj(source, target, _SMALL)
         target.flush()
         os.fchmod(fd, (member.mode & 0o777) | 0o600)
-        # Not ``max`` and ``min`` alone: an extended header can say NaN.
-        at = min(member.mtime, _LATEST_S) if member.mtime >= EARLIEST_S else EARLIEST_S
-        os.utime(fd, (at, at))
+        os.utime(fd, (file_time(member.mtime),) * 2)
 
 
 def _refuse_links_outside(top: str) -> None:

@@ -1,6 +1,6 @@
 """Data at a URL as one archive of this machine, and back: the form in which inputs and outputs of tasks travel.
 
-The archive depends on names and contents only, and is named by its SHA-256, as the outputs that nodes pack are.
+The archive depends on names, contents and times only, and is named by its SHA-256, as the outputs that nodes pack are.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def _pack(top: Path, path: Path, patience: Patience) -> tuple[str, int]:
                 for name in sorted(names, key=os.fsencode):
                     member = tarfile.TarInfo(os.path.normpath(os.path.join(below, name)))
                     with open(os.path.join(folder, name), "rb") as source:
-                        member.size, member.mode = os.fstat(source.fileno()).st_size, 0o600
+                        found = os.fstat(source.fileno())
+                        member.size, member.mtime, member.mode = found.st_size, int(found.st_mtime), 0o600
                         tar.addfile(member, source)
     return sink.digest.hexdigest(), sink.size

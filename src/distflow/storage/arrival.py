@@ -48,13 +48,16 @@ def pinned(store: Store, arrival: Arrival, patience: Patience | None = None) -> 
 
 
 def look_up(store: Store, arrival: Arrival, patience: Patience | None = None) -> Moved:
-    """Return what would be brought, of a dataset that version. Raises ``StorageError``, also when there is nothing at all."""
+    """Return what would be brought, of a dataset that version; a URL with nothing below it is an empty directory.
+
+    Raises ``StorageError``.
+    """
     url = parse_url(arrival.url)
     if arrival.dataset:
         name, number = parse_dataset(arrival.dataset)
         sizes = [one.size for one in Datasets(store, url, patience).manifest(name, number).matching(arrival.regex)]
     else:
-        sizes = [one.entry.size for one in find(store, url, arrival.regex, patience=patience)]
+        sizes = [one.entry.size for one in find(store, url, arrival.regex, may_be_empty=True, patience=patience)]
     return Moved(files=len(sizes), size=sum(sizes))
 
 
@@ -63,7 +66,8 @@ def arrive(
 ) -> Moved:
     """Have exactly that in the directory ``files``; what an earlier try left there is gone on with.
 
-    A dataset comes into a directory of its name. Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
+    A dataset comes into a directory of its name. A URL with nothing below it is an empty directory. Raises ``StorageError``,
+    and ``Halted`` when ``patience`` was called off.
     """
     with local_errors(files):
         files.mkdir(parents=True, exist_ok=True)
@@ -80,7 +84,9 @@ def arrive(
 def _bring(store: Store, arrival: Arrival, files: Path, resume: bool, patience: Patience | None, told: Progress) -> Moved:
     url = parse_url(arrival.url)
     if not arrival.dataset:
-        return download(store, url, files, regex=arrival.regex, resume=resume, patience=patience, told=told)
+        return download(
+            store, url, files, regex=arrival.regex, may_be_empty=True, resume=resume, patience=patience, told=told
+        )  # fmt: skip
     name, number = parse_dataset(arrival.dataset)
     datasets = Datasets(store, url, patience)
     return datasets.fetch(datasets.manifest(name, number), files / name, regex=arrival.regex, resume=resume, told=told)

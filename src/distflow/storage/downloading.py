@@ -11,10 +11,11 @@ from pathlib import Path
 from distflow.documents.urls import StorageUrl
 from distflow.errors import StorageError, StorageUnreachable
 from distflow.runtime.inside import inside
+from distflow.runtime.unpacking import file_time
 from distflow.runtime.wire import OpError
 from distflow.storage.base import Entry, Progress, Store, nothing_told, part_name
 from distflow.storage.failures import Halted, local_errors
-from distflow.storage.selecting import Wanted, check_names, select_found
+from distflow.storage.selecting import Wanted, check_names, select, select_found
 from distflow.storage.sums import is_equal, sha256
 from distflow.storage.trying import Gauge, Patience, for_all
 
@@ -33,12 +34,15 @@ class Moved:
     """Of them, those that were there already."""
 
 
-def find(store: Store, url: StorageUrl, regex: str = "", *, patience: Patience | None = None) -> tuple[Wanted, ...]:
+def find(
+    store: Store, url: StorageUrl, regex: str = "", *, may_be_empty: bool = False, patience: Patience | None = None
+) -> tuple[Wanted, ...]:
     """Return what a URL means, of which ``regex`` matches the relative path.
 
-    Raises ``StorageMissing`` when there is nothing at all at the URL.
+    Raises ``StorageMissing`` when there is nothing at all at the URL, unless ``may_be_empty``.
     """
-    return select_found(url, (patience or Patience()).keep_trying(lambda: store.find(url.key)), regex)
+    found = (patience or Patience()).keep_trying(lambda: store.find(url.key))
+    return select(url, found, regex) if may_be_empty else select_found(url, found, regex)
 
 
 def download(
@@ -48,6 +52,7 @@ def download(
     *,
     regex: str = "",
     sums: Mapping[str, str] | None = None,
+    may_be_empty: bool = False,
     resume: bool = False,
     at_once: int = 8,
     patience: Patience | None = None,
@@ -57,12 +62,12 @@ def download(
 
     With ``sums`` (SHA-256 by name), only these names are fetched. All of them must be there, and a file gets its name only when
     its content has that sum. With ``resume``, what is there with the right size and sum stays. A file that is half here is gone
-    on with in any case, as long as the store has the same content.
+    on with in any case, as long as the store has the same content. A file has the time that the store has for it.
 
     Raises ``StorageError``, and ``Halted`` when ``patience`` was called off.
     """
     patience = patience or Patience()
-    found = find(store, url, regex, patience=patience)
+    found = find(store, url, regex, may_be_empty=may_be_empty, patience=patience)
     wanted = tuple(one for one in found if sums is None or one.name in sums)
     missing = sorted(set(sums or ()) - {one.name for one in wanted})
     if missing:
@@ -170,6 +175,8 @@ class _Fetch:
             if at < self._entry.size:
                 self._store.read(self._entry, at, keep)
         self._check()
+        if self._entry.modified is not None:
+            os.utime(self._part, (file_time(self._entry.modified),) * 2)
         os.replace(self._part, self._path)
 
     def _count(self, here: int) -> None:

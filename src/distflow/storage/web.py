@@ -40,11 +40,8 @@ class WebStore:
         self._address = f"{url.scheme}://{url.container}/{path}" + (f"?{query}" if query else "")
 
     def find(self, key: str) -> Sequence[Entry]:
-        """Return the file, when the server has it."""
-        try:
-            return [self.stat(key)]
-        except StorageMissing:
-            return []
+        """Return the file. Raises ``StorageMissing`` when the server does not have it: it has no empty directories."""
+        return [self.stat(key)]
 
     def stat(self, key: str) -> Entry:
         """Return the file as the server describes it. Raises ``StorageError`` when it does not tell its size."""

@@ -215,6 +215,7 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
         moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb, url=seen.url)
         return record.with_group(group.with_task(replace(task, transfer=moved))), []
     after = replace(group.with_task(replace(task, transfer=None)), carried=(*group.carried, seen.outcome))
+    warnings = record.warnings
     done = seen.outcome
     is_input = seen.op.startswith(_FETCH)
     what = f"{done.files:,} file{'' if done.files == 1 else 's'}, {bytes_text(done.content)}"
@@ -222,19 +223,21 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
     if done.op.startswith(_RELAY):
         where = f"its input comes from {done.url}" if is_input else f"its output goes to {done.url}"
         words = f"{where} through this machine: {done.error}"
-    elif done.is_direct:
-        words = f"its input is fetched by its node: {done.url}: {what}"
     elif done.error:
         words = f"{'its input' if is_input else 'its output'}: {done.error}"
     elif not done.files and is_input:
-        words = f"nothing at {seen.url} is matched by `{done.regex}`: the directory is empty"
+        matched = f"nothing at {seen.url} is matched by `{done.regex}`" if done.regex else f"there is nothing at {seen.url}"
+        words = f"{matched}: the directory of its input is empty"
+        warnings = (*warnings, f"{task.name}: {words}")
+    elif done.is_direct:
+        words = f"its input is fetched by its node: {done.url}: {what}"
     elif not done.files:
         words = f"nothing is written to {seen.url}: {f'`{done.regex}` matches nothing' if done.regex else 'there is no file'}"
     event = Event(
         at=seen.at, kind="state", text=f"{task.name}: {words}", workflow=record.uuid, group=group.name, task=task.name,
         attempt=task.attempt,
     )  # fmt: skip
-    return record.with_group(after), [event]
+    return replace(record.with_group(after), warnings=warnings), [event]
 
 
 def absorb_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:

@@ -186,6 +186,15 @@ def test_links_of_the_source_are_followed_and_circles_found(tmp_path: Path) -> N
         sources([tmp_path / "else" / "b", make(tmp_path / "more", b=b"") / "b"])
 
 
+def test_a_file_has_the_time_that_its_store_has(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
+    url, folder = place
+    make(folder, x=b"X")
+    os.utime(folder / "x", (1_600_000_000, 1_600_000_000))
+    store = open_store(url)
+    download(store, url, tmp_path / "got")
+    assert (tmp_path / "got" / "x").stat().st_mtime == store.stat(url.below("x").key).modified
+
+
 def test_a_file_that_becomes_a_link_is_not_sent(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = place
     found = sources([make(tmp_path / "src", x=b"X")], contents=True)

@@ -398,7 +398,8 @@ def test_how_far_it_is_stands_beside_the_task() -> None:
 @pytest.mark.parametrize(
     ("op", "regex", "words"),
     [
-        ("fetch/0", "x", "nothing at s3://b/in is matched by `x`: the directory is empty"),
+        ("fetch/0", "x", "nothing at s3://b/in is matched by `x`: the directory of its input is empty"),
+        ("fetch/0", "", "there is nothing at s3://b/in: the directory of its input is empty"),
         ("write/0", "", "nothing is written to s3://b/in: there is no file"),
         ("write/0", "x", "nothing is written to s3://b/in: `x` matches nothing"),
     ],

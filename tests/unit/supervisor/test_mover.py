@@ -69,10 +69,17 @@ def test_what_is_fetched_twice_is_one_blob(tmp_path: Path) -> None:
         assert tar.getnames() == ["x"]
 
 
+def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> None:
+    outcome = Place(tmp_path).carry(Errand(op="fetch/0", url="file:///nowhere/at/all", regex="")).outcome
+    assert outcome is not None
+    assert (outcome.error, outcome.files) == ("", 0)
+    with tarfile.open(tmp_path / "blobs" / outcome.digest) as tar:
+        assert tar.getnames() == []
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("file:///nowhere/at/all", "there is nothing at file:///nowhere/at/all"),
         ("sftp://-oProxyCommand=x/y", "names no host and port"),
     ],
 )
