@@ -148,6 +148,23 @@ def test_an_input_url_with_nothing_below_it_is_an_empty_directory(cli: Cli, s3: 
     assert (bucket / "state" / "state").read_text() == "step 1\n"
 
 
+def test_data_at_s3_without_any_credential_is_refused_at_submit(cli: Cli, s3: S3Server) -> None:
+    s3.bucket("b")
+    for name in [one for one in cli.environment if one.startswith("AWS_")]:
+        del cli.environment[name]
+    cli.environment |= {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": os.devnull}
+    spec = cli.spec(
+        "workflow:\n  name: late\n  tasks:\n  - name: only\n    command: [sh, -c, 'echo x > {{output}}/x']\n"
+        "    outputs: [{url: s3://b/out}]\n"
+    )
+    done = cli.run("workflow", "submit", spec)
+    assert done.code == 3
+    assert "s3://b/out: there are no credentials for it" in done.err
+    assert "distflow credential set NAME --type DATA" in done.err
+    assert cli.run("workflow", "list").out == ""
+    assert cli.run("workflow", "submit", spec, "--dry-run").code == 0
+
+
 def test_what_fails_names_the_url_and_no_secret(cli: Cli, s3: S3Server) -> None:
     bucket = s3.bucket("b")
     _fill(bucket)

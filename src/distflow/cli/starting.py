@@ -14,6 +14,7 @@ from distflow.cli.command import Format
 from distflow.cli.secrets import gather_secrets
 from distflow.cli.submission import Overrides, Ready, pool_key
 from distflow.documents.problems import Problem
+from distflow.documents.urls import parse_url
 from distflow.errors import DistflowError, WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.directory import StateDirectory
@@ -38,8 +39,10 @@ def store_workflow(
 ) -> WorkflowRecord:
     """Insert a workflow with its secrets, and return it with its id.
 
-    ``kept`` holds the groups that have completed already, in the workflow ``parent`` that this one restarts.
+    ``kept`` holds the groups that have completed already, in the workflow ``parent`` that this one restarts. Raises
+    ``StorageRefused`` when this user has no credentials for its data at URLs.
     """
+    _check_credentials(ready, kept)
     now, spec = time.time(), ready.checked.spec  # noqa: TID251  the moment of submission
     record = WorkflowRecord(
         uuid=uuid.uuid4().hex,
@@ -81,6 +84,18 @@ def store_workflow(
     except BaseException:
         remove_secrets(directory.secrets, record.uuid)
         raise
+
+
+def _check_credentials(ready: Ready, kept: Mapping[str, GroupRecord]) -> None:
+    launches = [launch for group in ready.plan.groups if group.name not in kept for launch in group.launches]
+    urls = {data.url for launch in launches for data in (*launch.url_inputs, *launch.url_outputs)}
+    urls |= {one.url for launch in launches for one in launch.checkpoints if not one.is_shared}
+    if not urls:
+        return
+    from distflow.storage.opening import check_credentials
+
+    for url in sorted(urls):
+        check_credentials(parse_url(url), wiring.credentials_for())
 
 
 def print_submitted(record: WorkflowRecord, format_type: Format) -> None:

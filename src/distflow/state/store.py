@@ -171,10 +171,11 @@ class Store:
         with self._transaction():
             for record in records:
                 self._db.execute(
-                    "UPDATE workflows SET state=?, reason=?, started_at=?, ended_at=?, unfinished=? WHERE uuid=?",
+                    "UPDATE workflows SET state=?, reason=?, started_at=?, ended_at=?, unfinished=?, warnings=? WHERE uuid=?",
                     (
                         record.state.value, record.reason.value if record.reason else None,
-                        record.started_at, record.ended_at, _work_left(record), record.uuid,
+                        record.started_at, record.ended_at, _work_left(record),
+                        msgspec.json.encode(record.warnings).decode(), record.uuid,
                     ),
                 )  # fmt: skip
                 self._write_groups(record, record.groups)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from distflow.errors import DistflowError, StorageError, StorageMissing, StorageRefused, StorageUnreachable
 from distflow.shell import Secret, mask
 
-__all__ = ["Halted", "driver_errors", "local_errors"]
+__all__ = ["Halted", "driver_errors", "local_errors", "no_credentials"]
 
 _NO_KEYS = {
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "TokenRetrievalError",
@@ -59,13 +59,18 @@ def local_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise StorageError(f"{named}: {error.strerror or error}", hint=hint) from error
 
 
+def no_credentials(where: str, words: str) -> StorageRefused:
+    """Return the error for a URL, as it may be shown, for which this user has no credentials at all."""
+    return StorageRefused(f"{where}: there are no credentials for it: {words}", hint=_HINT_KEYS.get(where.partition(":")[0], ""))
+
+
 def _translated(error: BaseException, where: str, masked: Callable[[str], str]) -> StorageError:
     names = {kind.__name__ for kind in type(error).__mro__}
     scheme = where.partition(":")[0]
     words = masked(_words(error))
     code = getattr(error, "code", None) or getattr(error, "status_code", None)
     if names & _NO_KEYS:
-        return StorageRefused(f"{where}: there are no credentials for it: {words}", hint=_HINT_KEYS.get(scheme, ""))
+        return no_credentials(where, words)
     if names & _REFUSED or code in (401, 403):
         hint = f"check the credentials and what they allow; {_HINT_KEYS[scheme]}" if scheme in _HINT_KEYS else ""
         return StorageRefused(f"{where}: refused: {words}", hint=hint)

@@ -85,7 +85,10 @@ def writes_here(memo: Memo) -> tuple[list[str], list[str]]:
     stores: set[str] = set()
     for group in memo.plan.groups:
         for launch in (launch for size in group.sizes for launch in size.launches):
-            for url in (*(one.url for one in launch.url_outputs), *(one.url for one in launch.checkpoints)):
+            for url in (
+                *(one.url for one in launch.url_outputs),
+                *(one.url for one in launch.checkpoints if not one.is_shared),
+            ):
                 try:
                     goal = parse_url(url.replace("{{workflow_id}}", memo.record.id), writes=True)
                 except InputError:
