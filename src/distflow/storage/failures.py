@@ -61,7 +61,9 @@ def local_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def no_credentials(where: str, words: str) -> StorageRefused:
     """Return the error for a URL, as it may be shown, for which this user has no credentials at all."""
-    return StorageRefused(f"{where}: there are no credentials for it: {words}", hint=_HINT_KEYS.get(where.partition(":")[0], ""))
+    return StorageRefused(
+        f"{where}: there are no credentials for it: {words}", hint=_HINT_KEYS.get(where.partition(":")[0], "")
+    )
 
 
 def _translated(error: BaseException, where: str, masked: Callable[[str], str]) -> StorageError:
