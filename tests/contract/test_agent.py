@@ -28,6 +28,7 @@ from contract.conftest import cleaned, launch_of, processes_with
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.bundles import RUNTIME, Bundle
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
+from distflow.runtime.facts import user_name
 from distflow.runtime.processes import name_of
 from distflow.testing.sshd import free_port
 from distflow.testing.waiting import is_alive, wait_until
@@ -558,7 +559,10 @@ def test_gpus_are_given_to_one_at_a_time_and_the_holder_is_named(node: NodeUnder
     lease: dict[str, Any] = {"gpu_ids": [0, 1, 2, 3], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
     assert link.request("lease", attempt=one, gpus=3, **lease)["gpu_ids"] == [0, 1, 2]
     message = refused(link, "busy", "lease", attempt=node.attempt(), gpus=2, **lease)
-    assert one in message
+    assert message.endswith("1 of 4 GPUs are free and this task needs 2. In use: GPUs 0-2 by this group's own task t1")
+    stranger = node.attempt().replace("/g/", "/other/")
+    message = refused(link, "busy", "lease", attempt=stranger, gpus=2, **lease)
+    assert message.endswith(f"this task needs 2. In use: GPUs 0-2 by {user_name()}")
     # All or nothing: the free one was not kept by the attempt that was refused.
     assert link.request("lease", attempt=node.attempt(), gpus=1, **lease)["gpu_ids"] == [3]
     link.request("prepare", attempt=one, launch=launch_of(["true"]))
@@ -576,10 +580,10 @@ def test_cpus_and_memory_are_promised_once(node: NodeUnderTest) -> None:
     link.request("lease", attempt=one, wanted={"cpus": [6, 8], "memory": [10 * gib, 16 * gib]}, **lease)
     two = node.attempt()
     said = refused(link, "busy", "lease", attempt=two, wanted={"cpus": [3, 8]}, **lease)
-    assert "2 of its 8 CPUs are free, 3 were asked for; 6 are held by " in said
-    assert f"(attempt {one})" in said
+    assert "2 of 8 CPUs are free and this task needs 3. In use: 6 by " in said
+    assert one not in said
     said = refused(link, "busy", "lease", attempt=two, wanted={"cpus": [1, 8], "memory": [7 * gib, 16 * gib]}, **lease)
-    assert "6 of its 16 GiB of memory are free, 7 were asked for" in said
+    assert "6 of 16 GiB of memory are free and this task needs 7. In use: 10 by " in said
     link.request("lease", attempt=two, wanted={"cpus": [2, 8], "memory": [6 * gib, 16 * gib]}, **lease)
     # What asks for nothing is not held up, and a promise ends with its processes.
     link.request("lease", attempt=node.attempt(), wanted={}, **lease)
@@ -635,7 +639,7 @@ def test_a_gpu_that_somebody_else_computes_on_is_not_given_out(node: NodeUnderTe
     link = node.connect(python=python_that(tmp_path, f"export PATH={smi.parent}:$PATH"))
     lease: dict[str, Any] = {"gpu_ids": [0, 1], "lease_dir": str(node.lease_dir), "port": None, "start_timeout_s": 60}
     said = refused(link, "busy", "lease", attempt=node.attempt(), gpus=2, **lease)
-    assert f"1 of its 2 GPUs are free, 2 were asked for; GPU 0 is used by pid {os.getpid()} (" in said
+    assert f"1 of 2 GPUs are free and this task needs 2. In use: GPU 0 by pid {os.getpid()} (" in said
     assert "py, thon, 512 MiB), which distflow did not start" in said
     one = node.attempt()
     assert link.request("lease", attempt=one, gpus=1, **lease)["gpu_ids"] == [1]
@@ -753,7 +757,8 @@ def test_a_port_is_kept_for_the_task_which_can_listen_on_it(node: NodeUnderTest)
     attempt = node.attempt()
     lease: dict[str, Any] = {"gpus": 0, "gpu_ids": [], "lease_dir": str(node.lease_dir), "start_timeout_s": 60}
     port = link.request("lease", attempt=attempt, port="any", **lease)["port"]
-    assert attempt in refused(link, "port_taken", "lease", attempt=node.attempt(), port=port, **lease)
+    message = refused(link, "port_taken", "lease", attempt=node.attempt(), port=port, **lease)
+    assert message.endswith(f"port {port} is in use by this group's own task t1")
     with socket.socket() as plain, pytest.raises(OSError, match="in use"):
         plain.bind(("0.0.0.0", port))
     server = (

@@ -129,7 +129,7 @@ class Bench:
 def _node(folder: Path) -> Node:
     return Node(
         name="local", host="localhost", address="127.0.0.1", root=str(folder / "node"), python=sys.executable, gpus=2,
-        lease_dir=str(folder / "leases"),
+        lease_dir=str(folder / "leases"), check_gpus=False,
     )  # fmt: skip
 
 
@@ -496,7 +496,7 @@ def test_an_unexpected_error_while_an_output_is_collected_is_reported(tmp_path: 
         message = bench.await_one(CollectFailed, key=bench.key()).message
         assert message == "it cannot be fetched, unexpected error: RuntimeError('bad frame')"
     # The same output may be asked for again.
-    (tmp_path / "node" / bench.key().name / "output").mkdir(parents=True)
+    (tmp_path / "node" / PRIVATE / bench.key().name / "output").mkdir(parents=True)
     bench.backend.collect(bench.key())
     bench.await_one(Collected, key=bench.key())
     bench.backend.close()

@@ -46,7 +46,8 @@ class Cli:
         lines += [f"    {name}: {value}" for name, value in settings.items()]
         lines += [
             "    nodes:",
-            f"    - {{name: local, root: {self.top}, lease_dir: {self.leases}, gpus: {gpus}, cpus: {cpus}}}",
+            f"    - {{name: local, root: {self.top}, lease_dir: {self.leases}, gpus: {gpus}, cpus: {cpus},",
+            "       check_gpus: false}",
         ]
         (self.folder / "distflow.yaml").write_text("\n".join(lines) + "\n")
         self.environment["DISTFLOW_CONFIG"] = str(self.folder / "distflow.yaml")

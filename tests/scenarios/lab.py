@@ -58,7 +58,13 @@ class Lab:
         folder = self.cli.folder
 
         def node(name: str) -> dict[str, Any]:
-            given = {"name": name, "root": str(folder / name), "lease_dir": f"{folder / name}-leases", "gpus": 2}
+            given = {
+                "name": name,
+                "root": str(folder / name),
+                "lease_dir": f"{folder / name}-leases",
+                "gpus": 2,
+                "check_gpus": False,
+            }
             return given | dict((nodes or {}).get(name, {}))
 
         pool = {
@@ -66,7 +72,8 @@ class Lab:
             "stop_grace": "5s", "ping": "1s", "nodes": [node(name) for name in names or self.servers], **settings,
         }  # fmt: skip
         local = {"backend": "local", "peer_failed_grace": "1s", "stop_grace": "5s", "nodes": [
-            {"name": "here", "root": str(self.cli.top), "lease_dir": str(self.cli.leases), "gpus": 6}
+            {"name": "here", "root": str(self.cli.top), "lease_dir": str(self.cli.leases), "gpus": 6,
+             "check_gpus": False}
         ]}  # fmt: skip
         # JSON is YAML.
         text = json.dumps({"default_pool": "lab", "pools": {"lab": pool, "local": local}}, indent=1)

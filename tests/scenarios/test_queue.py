@@ -102,7 +102,7 @@ def test_two_people_are_not_promised_the_same_cpus(cli: Cli, commands: Commands,
     theirs = Cli(tmp_path / "theirs", commands)
     theirs.environment["DISTFLOW_CONFIG"] = cli.environment["DISTFLOW_CONFIG"]
     waiting = theirs.submit(theirs.spec(spec))
-    wait_until(lambda: "1 of its 4 CPUs are free, 3 were asked for" in theirs.run("workflow", "query", waiting).out, 30)
+    wait_until(lambda: "1 of 4 CPUs are free and this task needs 3" in theirs.run("workflow", "query", waiting).out, 30)
     go.touch()
     theirs.await_status(waiting, "COMPLETED")
     cli.await_status(mine, "COMPLETED")

@@ -90,6 +90,8 @@ class LeaseRequest:
     """The task whose node hosts the rendezvous."""
     port: int | str | None = None
     """``any``: a free one; a number: that one; ``None``: the group needs none."""
+    workflow_id: str = ""
+    """How people call the workflow, for messages about its leases."""
     start_timeout_s: float = 120.0
     """How long the nodes hold the lease for a start that does not come."""
 
@@ -117,6 +119,8 @@ class NodeUp(Observation):
     cpus: int | None = None
     memory: int | None = None
     platform: str | None = None
+    machine: str = ""
+    """Equal for nodes whose leases are the same files: pool entries of one machine; empty when not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,8 @@ class Free:
     all_memory: int | None = None
     closed: str = ""
     """Why nothing may be placed there for now, in words."""
+    note: str = ""
+    """Why it has less than one would expect, in words."""
 
     @classmethod
     def whole(cls, node: Node) -> Free:
@@ -228,14 +230,15 @@ def _lacks(demand: Demand, node: Free) -> str:
     for key, value in demand.labels.items():
         if node.labels.get(key) != value:
             return f"{key} {node.labels[key]}, {value} asked" if key in node.labels else f"no label {key}, {value} asked"
+    note = f" ({node.note})" if node.note else ""
     if node.gpus is not None and demand.gpus > node.gpus:
-        return f"{_of(node.gpus, node.all_gpus)} GPUs free, {demand.gpus} asked"
+        return f"{_of(node.gpus, node.all_gpus)} GPUs free, {demand.gpus} asked{note}"
     if node.cpus is not None and demand.cpus > node.cpus:
-        return f"{_of(node.cpus, node.all_cpus)} CPUs free, {demand.cpus} asked"
+        return f"{_of(node.cpus, node.all_cpus)} CPUs free, {demand.cpus} asked{note}"
     if node.memory is not None and demand.memory > node.memory:
         free = _bytes(node.memory)
         free += f" of {_bytes(node.all_memory)}" if node.all_memory is not None else ""
-        return f"{free} memory free, {_bytes(demand.memory)} asked"
+        return f"{free} memory free, {_bytes(demand.memory)} asked{note}"
     return ""
 
 

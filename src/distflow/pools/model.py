@@ -54,6 +54,14 @@ class Node:
     """Where leases are locked; one directory for all users of the machine."""
     share_gpus: bool = False
     """Whether a GPU is leased also while a program that distflow did not start computes on it."""
+    check_gpus: bool = True
+    """Whether the node must report as many GPUs as ``gpus`` says; ``False`` for accelerators that distflow cannot count."""
+
+    def usable_gpus(self, reported: int | None) -> int | None:
+        """Return how many GPUs may be leased there, of ``reported`` ones (``None``: not known)."""
+        if self.gpus is None or reported is None or not self.check_gpus:
+            return reported if self.gpus is None else self.gpus
+        return min(self.gpus, reported)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

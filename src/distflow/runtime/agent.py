@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
 from distflow.runtime import attempts, blobs, command, facts, logfiles, placing, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.loop import Loop
+from distflow.runtime.machines import machine_of
 from distflow.runtime.tails import Tails
 from distflow.runtime.watches import Watch, Watches
 from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
@@ -184,7 +185,12 @@ class _Agent:
             else:
                 answer({"facts": dict(result, agent_pid=os.getpid()), "attempts": statuses})
 
-        self._loop.job(lambda: facts.gather(self._root), known, is_quick=facts.is_quick())
+        lease_dir = str(request.get("lease_dir") or "")
+
+        def look() -> Json:
+            return dict(facts.gather(self._root), machine=machine_of(lease_dir))
+
+        self._loop.job(look, known, is_quick=facts.is_quick())
 
     def _lease(self, request: Json, answer: _Answer) -> None:
         if request.get("gpus") and "users" not in request:

@@ -236,6 +236,7 @@ def create(root: str, request: Json, umask: int) -> int:
 
 def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
     holder = {"workflow": attempt.split("/", 1)[0], "attempt": attempt, "user": user_name(), "pid": os.getpid(), "since": now()}
+    holder["label"] = str(request.get("label") or "")[:200]
     gpu_ids = [int(gpu) for gpu in request.get("gpu_ids") or []]
     wanted = {name: (int(pair[0]), int(pair[1])) for name, pair in (request.get("wanted") or {}).items()}
     held = leases.take(

@@ -13,7 +13,8 @@ import re
 import time
 from typing import Dict, List, Tuple
 
-from distflow.runtime.leasefiles import lock, open_lock, said_of, words_of
+from distflow.runtime.holdernames import holder_name
+from distflow.runtime.leasefiles import lock, open_lock, said_of
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["Wanted", "number_of", "take"]
@@ -42,7 +43,8 @@ def take(directory: int, wanted: Wanted, holder: Json) -> List[int]:
             used = sum(number_of(one.get(name)) for one in others)
             # One that asks for more than there is has been let through by whoever placed it: it runs alone.
             if used and used + want > have:
-                raise OpError("busy", _words(name, want, have, [one for one in others if number_of(one.get(name))]))
+                holders = [one for one in others if number_of(one.get(name))]
+                raise OpError("busy", _words(name, want, have, holders, holder.get("attempt")))
         return [_own(directory, dict(holder, **{name: want for name, (want, _) in asked.items()}))]
     finally:
         os.close(gate)
@@ -78,12 +80,9 @@ def number_of(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-def _words(name: str, want: int, have: int, others: List[Json]) -> str:
+def _words(name: str, want: int, have: int, others: List[Json], attempt: object) -> str:
     unit, called = _UNITS[name]
     left = max(0, have - sum(number_of(one[name]) for one in others))
-    free = "{:.4g} of its {:.4g} {} are free, {:.4g} were asked for"
-    held = "{:.4g} are held by {}"
-    return "; ".join(
-        [free.format(left / unit, have / unit, called, want / unit)]
-        + [held.format(number_of(one[name]) / unit, words_of(one)) for one in others]
-    )
+    free = "{:.4g} of {:.4g} {} are free and this task needs {:.4g}".format(left / unit, have / unit, called, want / unit)
+    held = ["{:.4g} by {}".format(number_of(one[name]) / unit, holder_name(one, attempt)) for one in others]
+    return "{}. In use: {}".format(free, ", ".join(held))

@@ -20,6 +20,7 @@ __all__ = ["free_bytes", "gather", "is_quick", "nvidia_smi", "user_name"]
 
 _SIOCGIFCONF = 0x8912
 _NVIDIA_SMI_S = 5.0
+_AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
 def user_name(uid: Optional[int] = None) -> str:
@@ -75,7 +76,24 @@ def _gpus() -> List[str]:
     if text is not None:
         return [match.group(1).strip() for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", text, re.MULTILINE)]
     # Without it, or with a hanging driver, the device files still say how many there are.
-    return ["unknown"] * len([path for path in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", path)])
+    return ["unknown"] * len([path for path in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", path)]) or _amd_gpus()
+
+
+def _amd_gpus() -> List[str]:
+    """The GPUs that the AMD driver lists: nodes of its topology with an id; its CPUs have 0."""
+    found: List[str] = []
+    try:
+        names = sorted(os.listdir(_AMD_NODES))
+    except OSError:
+        return found
+    for name in names:
+        try:
+            with open(os.path.join(_AMD_NODES, name, "gpu_id"), encoding="ascii", errors="replace") as file:
+                if file.read(32).strip() not in ("", "0"):
+                    found.append("AMD")
+        except OSError:
+            continue
+    return found
 
 
 def _ssh_server() -> str:

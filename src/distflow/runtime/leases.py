@@ -9,7 +9,8 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from distflow.runtime import claims
 from distflow.runtime.gpuusers import GpuUser
-from distflow.runtime.leasefiles import lock, open_directory
+from distflow.runtime.holdernames import holder_name, in_use
+from distflow.runtime.leasefiles import lock, open_directory, said_of
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["Held", "take"]
@@ -66,24 +67,25 @@ def take(
 
 
 def _take_gpus(directory: int, gpus: int, gpu_ids: Sequence[int], holder: Json, held: Held, users: Sequence[GpuUser]) -> None:
-    others: List[str] = []
+    others: List[Tuple[int, str]] = []
     for gpu in gpu_ids:
         if len(held.gpu_ids) == gpus:
             return
-        fd, who = lock(directory, "gpu-{}.lock".format(int(gpu)), holder)
+        name = "gpu-{}.lock".format(int(gpu))
+        fd, _ = lock(directory, name, holder)
         # Who has ended since they were looked for is none.
         user = next((one for one in users if one["gpu"] == gpu and os.path.exists("/proc/{}".format(one["pid"]))), None)
         if fd >= 0 and user is not None:
             os.close(fd)
-            others.append("GPU {} is used by {}".format(gpu, user["words"]))
+            others.append((gpu, str(user["words"])))
         elif fd >= 0:
             held.gpu_ids.append(gpu)
             held.locks.append(fd)
         else:
-            others.append("GPU {} is held by {}".format(gpu, who))
+            others.append((gpu, holder_name(said_of(directory, name), holder.get("attempt"))))
     if len(held.gpu_ids) < gpus:
-        having = "{} of its {} GPUs are free, {} were asked for".format(len(held.gpu_ids), len(gpu_ids), gpus)
-        raise OpError("busy", "; ".join([having] + others))
+        free = "{} of {} GPUs are free and this task needs {}".format(len(held.gpu_ids), len(gpu_ids), gpus)
+        raise OpError("busy", "{}. In use: {}".format(free, in_use(others)) if others else free)
 
 
 def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int, int, List[int]]:
@@ -103,9 +105,10 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
                 os.close(fd)
         raise OpError("port_taken", "no free port was found")
     number = int(port)
-    held, who = lock(directory, "port-{}.lock".format(number), holder)
+    held, _ = lock(directory, "port-{}.lock".format(number), holder)
     if held < 0:
-        raise OpError("port_taken", "port {} is held by {}".format(number, who))
+        who = holder_name(said_of(directory, "port-{}.lock".format(number)), holder.get("attempt"))
+        raise OpError("port_taken", "port {} is in use by {}".format(number, who))
     try:
         return number, held, _bind(number)
     except (OSError, OverflowError) as error:

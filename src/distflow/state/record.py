@@ -281,6 +281,10 @@ class GroupRecord:
     """It was rescheduled: until then it does not stand in its pool's queue."""
     refusals: tuple[Refusal, ...] = ()
     """Of the nodes that were asked for a lease and said no."""
+    announced: tuple[str, ...] = ()
+    """What it waited for while it stood in the queue, as far as events tell it."""
+    announced_for: tuple[int, float | None] = (0, None)
+    """The attempt and ``scheduling_at`` that ``announced`` is about."""
     left_out: tuple[str, ...] = ()
     """Tasks that this attempt runs without, as there was no room for them; they do not stand in ``tasks``."""
 

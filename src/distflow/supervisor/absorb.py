@@ -43,10 +43,13 @@ from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 from distflow.supervisor.world import NodeView
 
-__all__ = ["REFUSED", "absorb", "absorb_node", "absorb_view", "end_unstarted", "stop_unstarted"]
+__all__ = ["REFUSED", "absorb", "absorb_node", "absorb_view", "announce_wait", "end_unstarted", "stop_unstarted"]
 
 REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
 """Why an attempt that holds its lease will never start."""
+
+_ANNOUNCED = 32
+"""Messages of a waiting group that are remembered, so that no event is written again and again."""
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """How long a node is left alone that refused, the first time, the second, …"""
@@ -100,7 +103,9 @@ def absorb_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
         up=True,
         since=seen.at,
         error="",
-        gpus=node.gpus if node.gpus is not None else seen.gpus,
+        gpus=node.usable_gpus(seen.gpus),
+        reported_gpus=seen.gpus,
+        machine=seen.machine,
         cpus=node.cpus if node.cpus is not None else seen.cpus,
         memory=node.memory if node.memory is not None else seen.memory,
     )
@@ -179,10 +184,25 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
         failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, seen.at)
         event = _event(record, seen.at, "state", f"{group.name}: cannot start: {message}", group.name)
         return record.with_group(failed), [event]
-    again = record.with_group(replace(group, message=message, refusals=tuple(known.values())))
+    waiting, text = announce_wait(replace(group, refusals=tuple(known.values())), message)
+    again = record.with_group(waiting)
+    return again, [_event(record, seen.at, "state", text, group.name)] if text else []
+
+
+def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, str]:
+    """Return a group that waits for nodes with what it waits for, and the text of the event; empty if that was written before.
+
+    The obstacle may change back and forth every few seconds, for days.
+    """
     if group.message == message:
-        return again, []
-    return again, [_event(record, seen.at, "state", f"{group.name}: waits: {message}", group.name)]
+        return group, ""
+    announced = group.announced if group.announced_for == (group.attempt, group.scheduling_at) else ()
+    waiting = replace(group, message=message)
+    if message in announced:
+        return waiting, ""
+    announced = (*announced, message)[-_ANNOUNCED:]
+    waiting = replace(waiting, announced=announced, announced_for=(group.attempt, group.scheduling_at))
+    return waiting, f"{group.name}: waits: {message}"
 
 
 _LEASE_LOST = ("start_timeout", "released", "runner_died", "keeper_died", "both_died")

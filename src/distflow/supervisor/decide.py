@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import CancelRequest, Cause, Event, EventCode, GroupRecord, Stray
-from distflow.supervisor.absorb import stop_unstarted
+from distflow.supervisor.absorb import announce_wait, end_unstarted, stop_unstarted
 from distflow.supervisor.checkpointing import CANCELED_S, differences, due
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.missing_ranks import check_outputs, hidden_cause, missing_ranks
-from distflow.supervisor.queue import next_leases
+from distflow.supervisor.queue import Leases, next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
 from distflow.supervisor.rolling import roll_up
 from distflow.supervisor.room import share_of
@@ -54,16 +54,29 @@ def decide(world: World, now: float) -> Decision:
         glances[uuid] = glance
     waiting = next_leases(world, (glance.share for glance in glances.values()), now)
     decision.commands += waiting.commands
-    for (uuid, name), message in waiting.messages.items():
-        record = decision.records.get(uuid) or glances[uuid].share.workflow.record
-        group = record.group(name)
-        if group.message != message:
-            decision.records[uuid] = record.with_group(replace(group, message=message))
-            decision.events.append(Event(at=now, kind="state", text=f"{name}: waits: {message}", workflow=uuid, group=name))
+    _take(waiting, decision, glances, now)
     if waiting.wake_at is not None:
         decision.wake(waiting.wake_at)
     decision.rest = Rest(at=now, pools=world.pools, nodes=world.nodes, glances=glances)
     return decision
+
+
+def _take(waiting: Leases, decision: Decision, glances: Mapping[str, Glance], now: float) -> None:
+    """Write down what groups wait for, and end those that would wait forever."""
+    for (uuid, name), message in (waiting.messages | waiting.failures).items():
+        record = decision.records.get(uuid) or glances[uuid].share.workflow.record
+        group = record.group(name)
+        if (uuid, name) in waiting.failures:
+            after, text = (
+                end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now),
+                f"{name}: cannot start: {message}",
+            )
+        else:
+            after, text = announce_wait(group, message)
+        if after is not group:
+            decision.records[uuid] = record.with_group(after)
+        if text:
+            decision.events.append(Event(at=now, kind="state", text=text, workflow=uuid, group=name))
 
 
 def _at_rest(world: World, now: float) -> Mapping[str, Glance]:

@@ -20,7 +20,7 @@ from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import GroupRecord, WorkflowRecord
-from distflow.supervisor.room import free
+from distflow.supervisor.room import capacity, free
 from distflow.supervisor.world import Command, NodeView, Share, Workflow, World
 
 __all__ = ["Leases", "next_leases"]
@@ -37,6 +37,8 @@ class Leases:
     commands: list[Command] = field(default_factory=list)
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
     """What each waiting group waits for, by workflow (uuid) and group."""
+    failures: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Why a group can never have its nodes, likewise."""
     wake_at: float | None = None
 
     def wake(self, at: Sequence[float]) -> None:
@@ -109,10 +111,24 @@ def _next_of_pool(
         unplaced = unplaced or placed
     if refused and isinstance(place_near(demands(sizes[-1]), left, shared=pool.shares_nodes), Placement):
         leases.wake(list(refused.values()))
+    elif group.attempt == 0 and (never := _never(plan, views, pool)):
+        leases.failures[workflow.record.uuid, group.name] = (
+            f"pool {workflow.record.pool} cannot run it, even when idle: {never}"
+        )
     elif any(view.up or view.error for view in views):  # else the first connections are only just being made
         words = _wait_words(views, unplaced)
         words += f"; avoided, as attempts failed there: {few(sorted(bad), ', ')}" if bad else ""
         leases.messages[workflow.record.uuid, group.name] = words
+
+
+def _never(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> str:
+    """Return why the pool could not hold a gang if nothing else ran there; empty when it could, as far as is known."""
+    placed = place_near(demands(plan.sizes[-1]), capacity(views), shared=pool.shares_nodes)
+    return "" if isinstance(placed, Placement) else _no_room(placed)
+
+
+def _no_room(unplaced: Sequence[Unplaced]) -> str:
+    return "; ".join(f"no room for {one.task}: {few(one.reasons, ', ')}" for one in unplaced[:1])
 
 
 def _sizes(plan: GroupPlan, group: GroupRecord, now: float, leases: Leases) -> Sequence[GroupPlan]:
@@ -166,6 +182,7 @@ def _request(record: WorkflowRecord, group: GroupRecord, plan: GroupPlan, nodes:
         master=plan.master,
         port=port,
         start_timeout_s=pool.start_barrier_s + _LEASE_OUTLIVES_S,
+        workflow_id=record.id,
     )
 
 
@@ -177,5 +194,5 @@ def _wait_words(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
     if len(down) == len(views):
         return "no node can be reached: " + few(down, "; ")
     if any(view.up for view in views):
-        words = [*(f"no room for {one.task}: {few(one.reasons, ', ')}" for one in unplaced[:1]), *words]
+        words = [*filter(None, [_no_room(unplaced)]), *words]
     return "; ".join([*words, *([f"out of reach: {few(down, '; ')}"] if down else [])])

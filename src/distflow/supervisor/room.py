@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distflow.layout.placement import Free
@@ -12,7 +12,7 @@ from distflow.plan.model import GroupPlan
 from distflow.state.record import GroupRecord
 from distflow.supervisor.world import Hold, NodeView, Share, Workflow
 
-__all__ = ["free", "share_of"]
+__all__ = ["capacity", "free", "share_of"]
 
 _HOLDING = (State.INITIALIZING, State.RUNNING, State.STOPPING)
 _NOTHING = (0, 0, 0)
@@ -52,24 +52,67 @@ def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | N
     """Return what each reachable node of a pool has left, beside what the shares of that pool hold.
 
     Closed are those where ``fixed_port`` is taken, and those where an attempt is that was given up: it is stopped first.
+    Entries of the pool that are one machine have what it has once.
     """
+    first = _first_entries(views)
     used: dict[str, tuple[int, int, int]] = {}
     closed: dict[str, str] = {}
     for share in shares:
         for hold in share.holds:
-            gpus, cpus, memory = used.get(hold.node, _NOTHING)
-            used[hold.node] = (gpus + hold.gpus, cpus + hold.cpus, memory + hold.memory)
+            machine = first.get(hold.node, hold.node)
+            gpus, cpus, memory = used.get(machine, _NOTHING)
+            used[machine] = (gpus + hold.gpus, cpus + hold.cpus, memory + hold.memory)
             if fixed_port is not None and hold.port == fixed_port:
-                closed[hold.node] = f"port {fixed_port} is taken"
+                closed[machine] = f"port {fixed_port} is taken"
             if hold.is_stray:
-                closed[hold.node] = "an earlier attempt is being stopped there"
-    return [_beside(view.whole, used.get(view.node.name), closed.get(view.node.name, "")) for view in views if view.up]
+                closed[machine] = "an earlier attempt is being stopped there"
+    return [
+        _left_of(_whole(view, first), used.get(view.node.name), closed.get(first.get(view.node.name, view.node.name), ""))
+        for view in views
+        if view.up
+    ]
 
 
-def _beside(whole: Free, used: tuple[int, int, int] | None, closed: str) -> Free:
-    if used is None:
+def capacity(views: Sequence[NodeView]) -> list[Free]:
+    """Return what the nodes of a pool have when all can be reached and nothing runs there, as far as that is known."""
+    first = _first_entries(views)
+    return [_whole(view, first) for view in views]
+
+
+def _first_entries(views: Sequence[NodeView]) -> dict[str, str]:
+    """Return for every entry of a machine that has several the first one, of those that can be reached."""
+    entries: dict[str, list[NodeView]] = {}
+    for view in views:
+        if view.machine:
+            entries.setdefault(view.machine, []).append(view)
+    return {
+        view.node.name: next((one for one in same if one.up), same[0]).node.name
+        for same in entries.values()
+        if len(same) > 1
+        for view in same
+    }
+
+
+def _whole(view: NodeView, first: Mapping[str, str]) -> Free:
+    """Return what a node has when nothing runs there: nothing of its own if another entry is the same machine."""
+    owner, whole = first.get(view.node.name), view.whole
+    if owner is None or owner == view.node.name:
         return whole
-    gpus, cpus, memory = used
+    return replace(
+        whole, gpus=_none(whole.gpus), cpus=_none(whole.cpus), memory=_none(whole.memory), all_gpus=_none(whole.all_gpus),
+        all_cpus=_none(whole.all_cpus), all_memory=_none(whole.all_memory),
+        note=f"the same machine as {owner}, or it shares its lease_dir",
+    )  # fmt: skip
+
+
+def _none(capacity: int | None) -> int | None:
+    return None if capacity is None else 0
+
+
+def _left_of(whole: Free, used: tuple[int, int, int] | None, closed: str) -> Free:
+    if used is None and not closed:
+        return whole
+    gpus, cpus, memory = used or _NOTHING
     left = (_left(whole.gpus, gpus), _left(whole.cpus, cpus), _left(whole.memory, memory))
     return replace(whole, gpus=left[0], cpus=left[1], memory=left[2], closed=closed)
 

@@ -42,6 +42,10 @@ class NodeView:
     error: str = ""
     gpus: int | None = None
     """Capacity, from the configuration or as found there; ``None``: not known."""
+    reported_gpus: int | None = None
+    """What the node said; ``None``: it has not been reached."""
+    machine: str = ""
+    """Equal for nodes that are one machine (``NodeUp.machine``); empty when not known."""
     cpus: int | None = None
     memory: int | None = None
     whole: Free = field(init=False, repr=False, compare=False)
@@ -52,9 +56,16 @@ class NodeView:
         node = self.node
         whole = Free(
             node=node.name, gpus=self.gpus, cpus=self.cpus, memory=self.memory, platform=node.platform, labels=node.labels,
-            all_gpus=self.gpus, all_cpus=self.cpus, all_memory=self.memory,
+            all_gpus=self.gpus, all_cpus=self.cpus, all_memory=self.memory, note=self._note(),
         )  # fmt: skip
         object.__setattr__(self, "whole", whole)
+
+    def _note(self) -> str:
+        """Say why it has fewer GPUs than its configuration says."""
+        configured, reported = self.node.gpus, self.reported_gpus
+        if configured is None or reported is None or self.gpus is None or self.gpus >= configured:
+            return ""
+        return f"the configuration says {configured}, the node reports {reported}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

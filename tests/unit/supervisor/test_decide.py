@@ -203,6 +203,15 @@ def test_queue_timeout_ends_a_gang_that_waits_too_long() -> None:
     assert driver.record("u2").status == "FAILED_QUEUE_TIMEOUT"
 
 
+def test_a_gang_that_its_pool_can_never_hold_fails_at_once() -> None:
+    driver = Driver(workflow(group_plan(tasks=3)), workflow(group_plan(tasks=1), uuid="u2", at=1.0))
+    driver.settle()
+    assert driver.record().status == "FAILED_START_ERROR"
+    assert "cannot run it, even when idle: no room for t2" in driver.group().message
+    # Nobody stands behind it any more.
+    assert driver.group("u2").state is not State.SCHEDULING
+
+
 def test_gangs_go_in_order_and_the_small_do_not_overtake() -> None:
     small = group_plan("small", 1, gpus=1)
     driver = Driver(

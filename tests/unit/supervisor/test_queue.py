@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from distflow.backends.base import NodeUp
 from distflow.lifecycle.states import State
 from distflow.plan.binding import Binding, TaskBinding
 from distflow.state.record import Priority
+from distflow.supervisor.absorb import absorb_view, announce_wait
 from distflow.supervisor.queue import Leases, next_leases
-from distflow.supervisor.room import share_of
-from distflow.supervisor.world import NodeView, World
+from distflow.supervisor.room import capacity, free, share_of
+from distflow.supervisor.world import Hold, NodeView, Share, World
 from unit.supervisor.gangs import group_plan, node, pool, workflow
 
 
-def _asked(tasks: int, views: list[NodeView]) -> Leases:
-    one = workflow(group_plan(tasks=tasks))
+def _asked(tasks: int, views: list[NodeView], gpus: int = 8) -> Leases:
+    one = workflow(group_plan(tasks=tasks, gpus=gpus))
     groups = tuple(replace(group, state=State.SCHEDULING) for group in one.record.groups)
     waiting = replace(one, record=replace(one.record, groups=groups))
     nodes = {("lab", view.node.name): view for view in views}
@@ -24,6 +28,12 @@ def _asked(tasks: int, views: list[NodeView]) -> Leases:
 
 def _view(number: int, *, up: bool = False, error: str = "") -> NodeView:
     return NodeView(node=node(f"n{number}"), up=up, error=error, gpus=8)
+
+
+def _reported(number: int, *, configured: int | None, gpus: int, machine: str = "") -> NodeView:
+    """A node as it is after its first answer."""
+    one = replace(node(f"n{number}"), gpus=configured)
+    return absorb_view(NodeView(node=one, gpus=one.gpus), NodeUp(at=0.0, pool="lab", node=one.name, gpus=gpus, machine=machine))
 
 
 def test_nothing_is_said_while_the_first_connections_are_being_made() -> None:
@@ -40,10 +50,71 @@ def test_a_message_names_few_nodes_of_many() -> None:
     (words,) = _asked(64, [_view(number, error="no route") for number in range(64)]).messages.values()
     assert words.startswith("no node can be reached: n0: no route; n1: no route;")
     assert words.endswith("and 60 more")
-    taken = [replace(_view(number, up=True), gpus=4) for number in range(64)]
-    (words,) = _asked(64, taken).messages.values()
-    assert words.startswith("no room for t0: n0: 4 of 4 GPUs free, 8 asked, ")
+    small = [replace(_view(number, up=True), gpus=4) for number in range(64)]
+    (words,) = _asked(64, small).failures.values()
+    assert words.startswith("pool lab cannot run it, even when idle: no room for t0: n0: 4 of 4 GPUs free, 8 asked, ")
     assert words.endswith("and 60 more")
+
+
+@pytest.mark.parametrize("configured", [None, 8])
+def test_a_gang_that_the_pool_can_never_hold_fails_with_both_numbers(configured: int | None) -> None:
+    views = [_reported(number, configured=configured, gpus=0) for number in range(2)]
+    leases = _asked(2, views)
+    assert leases.commands == []
+    (words,) = leases.failures.values()
+    assert words.startswith("pool lab cannot run it, even when idle: no room for t0: n0: 0 of 0 GPUs free, 8 asked")
+    assert ("(the configuration says 8, the node reports 0)" in words) is (configured == 8)
+    # A node that nobody has reached yet may have them.
+    leases = _asked(1, [views[0], _view(1, error="no route")])
+    assert (leases.commands, leases.failures) == ([], {})
+    # Accelerators that distflow cannot count are believed.
+    trusted = [replace(view.node, gpus=8, check_gpus=False) for view in views]
+    seen = NodeUp(at=0.0, pool="lab", node="n", gpus=0)
+    leases = _asked(2, [absorb_view(NodeView(node=one, gpus=8), seen) for one in trusted])
+    assert len(leases.commands) == 1
+
+
+def test_a_retried_gang_waits_for_gpus_that_a_node_has_lost() -> None:
+    one = workflow(group_plan(tasks=1))
+    groups = tuple(replace(group, state=State.SCHEDULING, attempt=1) for group in one.record.groups)
+    waiting = replace(one, record=replace(one.record, groups=groups))
+    view = _reported(0, configured=8, gpus=7)
+    world = World(workflows=(waiting,), pools={"lab": pool(view.node)}, nodes={("lab", "n0"): view})
+    leases = next_leases(world, [share_of(waiting)], 0.0)
+    assert leases.failures == {}
+    (words,) = leases.messages.values()
+    assert "7 of 7 GPUs free, 8 asked (the configuration says 8, the node reports 7)" in words
+
+
+def test_entries_that_are_one_machine_count_once() -> None:
+    views = [_reported(number, configured=8, gpus=8, machine="one") for number in range(2)]
+    (words,) = _asked(2, views).failures.values()
+    assert "n1: 0 of 0 GPUs free, 8 asked (the same machine as n0, or it shares its lease_dir)" in words
+    # While a gang holds its GPUs, the next one waits, instead of asking for them under the other name.
+    (command,) = _asked(1, views).commands
+    assert command.lease is not None
+    assert command.lease.nodes == {"t0": "n0"}
+    assert [(one.gpus, one.note != "") for one in capacity(views)] == [(8, False), (0, True)]
+    held = Share(workflow=workflow(group_plan(tasks=1)), waiting=(), holds=(Hold(node="n1", gpus=8, port=29500),))
+    assert [one.gpus for one in free(views, [held], None)] == [0, 0]
+    assert [one.closed for one in free(views, [held], 29500)] == ["port 29500 is taken"] * 2
+    # What asks for nothing that is counted may stand on both.
+    (command,) = _asked(2, views, gpus=0).commands
+    assert command.lease is not None
+    assert sorted(command.lease.nodes.values()) == ["n0", "n1"]
+
+
+def test_an_event_of_a_waiting_gang_is_not_written_again_and_again() -> None:
+    group = replace(workflow(group_plan(tasks=1)).record.groups[0], state=State.SCHEDULING, scheduling_at=1.0)
+    events = []
+    for number in range(20):
+        group, text = announce_wait(group, f"n{number % 2}: 6 of 8 GPUs are free")
+        assert group.message == f"n{number % 2}: 6 of 8 GPUs are free"
+        events.append(text)
+    assert [text for text in events if text] == [f"train: waits: n{number}: 6 of 8 GPUs are free" for number in range(2)]
+    # The next attempt is another wait.
+    group, text = announce_wait(replace(group, attempt=1, scheduling_at=2.0, message=""), "n0: 6 of 8 GPUs are free")
+    assert text
 
 
 def test_enough_nodes_are_enough_although_others_are_not_there_yet() -> None:

@@ -162,7 +162,7 @@ def _ask(pool: Pool, session: _Session, paths: Sequence[str]) -> None:
     except BootstrapFailed as error:
         raise (_explained(node, transport, error) if error.about == "python" else error) from error
     session.link = link
-    facts = link.request("hello", watch=[])["facts"]
+    facts = link.request("hello", watch=[], lease_dir=node.lease_dir)["facts"]
     watch = ClockWatch()
     for _ in range(_PINGS):
         answered = watch.ping()

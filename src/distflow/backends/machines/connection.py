@@ -225,8 +225,7 @@ class Connection:
     @property
     def gpu_ids(self) -> list[int]:
         """The GPUs that may be leased there."""
-        count = self.node.gpus if self.node.gpus is not None else int(self._facts.get("gpus") or 0)
-        return list(range(count))
+        return list(range(self.node.usable_gpus(self._facts.get("gpus")) or 0))
 
     def address(self) -> tuple[str, str]:
         """Return the node's address on the training network, and the interface that owns it (empty when not found)."""
@@ -327,7 +326,9 @@ class Connection:
             keys = list(self._watched.values())
         self._give_back_all(link)  # before anybody knows that it is up, and asks for the same again
         watched = [key.name for key in keys]
-        link.request("hello", then=lambda answer: self._welcomed(link, answer, keys), watch=watched)
+        link.request(
+            "hello", then=lambda answer: self._welcomed(link, answer, keys), watch=watched, lease_dir=self.node.lease_dir
+        )
 
     def _welcomed(self, link: AgentLink, answer: Mapping[str, Any], keys: list[AttemptKey]) -> None:
         facts = self._facts = answer["facts"]
@@ -336,7 +337,7 @@ class Connection:
         self._sink(
             NodeUp(
                 at=now(), pool=self._pool.name, node=self.node.name, gpus=facts.get("gpus"), cpus=facts.get("cpus"),
-                memory=facts.get("memory"), platform=self.node.platform,
+                memory=facts.get("memory"), platform=self.node.platform, machine=str(facts.get("machine") or ""),
             )
         )  # fmt: skip
         self._greeted(answer, keys)

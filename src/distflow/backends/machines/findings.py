@@ -129,18 +129,18 @@ def _leases(measured: Measured) -> Iterator[Finding]:
 
 
 def _gpus(measured: Measured) -> Iterator[Finding]:
-    names, wanted = [measured.node.name], measured.node.gpus
+    names, wanted = [measured.node.name], measured.node.gpus if measured.node.check_gpus else None
     if measured.gpu_error:
         hint = "until `nvidia-smi` works there, its GPUs cannot be used: a reboot or the driver's log (`dmesg`) may tell"
         yield warning("gpus", names, f"nvidia-smi fails: {measured.gpu_error}", hint)
     elif measured.gpus is None:
-        if wanted and wanted > int(measured.facts.get("gpus") or 0):
-            message = f"{count(wanted, 'GPU')} configured, and there is no nvidia-smi to find them with"
-            yield warning("gpus", names, message, "set `gpus: 0` where there are none; or install the NVIDIA driver")
+        reported = int(measured.facts.get("gpus") or 0)
+        if wanted and wanted > reported:
+            message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {reported}: it has no nvidia-smi"
+            hint = "correct `gpus` (or the slots of the hostfile), or install the NVIDIA driver; `check_gpus: false` is for\n"
+            yield error("gpus", names, message, f"{hint}accelerators that distflow cannot count")
     elif wanted is not None and wanted > len(measured.gpus):
-        message = (
-            f"{count(wanted, 'GPU')} configured, and there {'is' if len(measured.gpus) == 1 else 'are'} {len(measured.gpus)}"
-        )
+        message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {len(measured.gpus)}"
         yield error(
             "gpus", names, message, "correct `gpus` (or the slots of the hostfile); a GPU that is lost shows in `dmesg`"
         )
@@ -256,14 +256,33 @@ def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
 
 
 def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
-    boots: dict[str, list[str]] = {}
-    for one in nodes:
-        if one.facts.get("boot_id"):
-            boots.setdefault(str(one.facts["boot_id"]), []).append(one.node.name)
-    for names in boots.values():
-        if len(names) > 1:
+    """Yield a finding for nodes whose leases are the same files, and for those that run on one kernel."""
+    leases, boots = _by_fact(nodes, "machine"), _by_fact(nodes, "boot_id")
+    for same in leases:
+        names = [one.node.name for one in same]
+        directory = same[0].node.lease_dir
+        has_gpus = any(one.node.usable_gpus(one.facts.get("gpus")) for one in same)
+        if all(one.facts.get("boot_id") == same[0].facts.get("boot_id") for one in same):
+            message = f"they are one machine, with one lease directory ({directory}): its GPUs, CPUs and memory count once"
+            hint = "give each machine once; containers that have GPUs of their own need a `lease_dir` of their own"
+        else:
+            message = f"they share the lease directory {directory}, so that GPU 0 of one is taken for GPU 0 of the other"
+            hint = "set `lease_dir` to a directory on a local disk of each machine"
+        yield (error if has_gpus else warning)("leases", names, message, hint)
+    for same in boots:
+        if same not in leases:
+            names = [one.node.name for one in same]
             hint = "give each machine once; containers of one are well as long as each has GPUs of its own"
             yield note("name", names, "they are one and the same machine, or containers of it", hint)
+
+
+def _by_fact(nodes: Sequence[Measured], fact: str) -> list[list[Measured]]:
+    """Return the nodes that report the same, of those that are not alone with it."""
+    groups: dict[str, list[Measured]] = {}
+    for one in nodes:
+        if one.facts.get(fact):
+            groups.setdefault(str(one.facts[fact]), []).append(one)
+    return [same for same in groups.values() if len(same) > 1]
 
 
 def _missing_torch(nodes: Sequence[Measured]) -> Iterator[Finding]:

@@ -45,6 +45,7 @@ class GangLease:
                 port=request.port if task == request.master else None,
                 link=self._connections[node].address()[0] if task == request.master and len(request.nodes) > 1 else None,
                 start_timeout_s=request.start_timeout_s,
+                label=f"{request.workflow_id}/{task}",
             )
 
     def _answered(self, task: str, answer: Mapping[str, Any] | DistflowError) -> None:

@@ -55,7 +55,8 @@ def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce 
     """Return all findings about nodes, pairs and their all-reduce, and what they come to."""
     alone = [finding for measured in nodes for finding in judge_node(measured)]
     together = list(judge_all_reduce(summed)) if summed is not None else []
-    findings = folded([*alone, *judge_pairs(nodes, pairs), *together, *judge_nodes(nodes)])
+    alike = list(judge_nodes(nodes))
+    findings = folded([*alone, *judge_pairs(nodes, pairs), *together, *alike])
     errors = [finding for finding in findings if finding.grade is Grade.ERROR]
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
     if not errors:
@@ -65,6 +66,7 @@ def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce 
     cut = list(dict.fromkeys(name for pair in pairs if pair.kind != "ok" for name in (pair.source, pair.target)))
     if cut:
         why.append(f"{few(cut)} do not all reach each other")
+    why += [f"{few(finding.nodes)} count once" for finding in alike if finding.grade is Grade.ERROR]
     if any(finding.grade is Grade.ERROR for finding in together):
         why.append("an all-reduce between them failed")
     all_of_them = "both nodes" if len(nodes) == 2 else f"all {count}"

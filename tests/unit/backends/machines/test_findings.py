@@ -138,11 +138,11 @@ def test_what_does_no_harm_is_not_said(changes: dict[str, Any]) -> None:
     [
         (None, None, None),
         (0, None, None),
-        (8, None, ("warning", "8 GPUs configured, and there is no nvidia-smi")),
+        (8, None, ("error", "the configuration says 8 GPUs, and the node reports 0: it has no nvidia-smi")),
         (8, 8, None),
         (None, 8, None),
-        (8, 7, ("error", "8 GPUs configured, and there are 7")),
-        (1, 0, ("error", "1 GPU configured, and there are 0")),
+        (8, 7, ("error", "the configuration says 8 GPUs, and the node reports 7")),
+        (1, 0, ("error", "the configuration says 1 GPU, and the node reports 0")),
         (4, 8, ("note", "4 GPUs of its 8 may be used")),
     ],
 )
@@ -249,7 +249,31 @@ def test_one_machine_given_under_two_names_is_noted() -> None:
 
 def test_gpus_are_believed_without_nvidia_smi_when_their_devices_are_there() -> None:
     assert alone(node(gpus=8, facts={"gpus": 8})) == []
-    assert alone(node(gpus=8, facts={"gpus": 7}))[0][0] == "warning"
+    assert alone(node(gpus=8, facts={"gpus": 7}))[0][0] == "error"
+
+
+def test_gpus_that_are_not_to_be_checked_are_not() -> None:
+    one = node(gpus=8, facts={"gpus": 0})
+    assert alone(replace(one, node=replace(one.node, check_gpus=False))) == []
+
+
+@pytest.mark.parametrize(("gpus", "grade"), [(8, Grade.ERROR), (0, Grade.WARNING)])
+def test_entries_with_one_lease_directory_are_named(gpus: int, grade: Grade) -> None:
+    facts = {"gpus": gpus, "machine": "machine a b 1 2", "boot_id": "b"}
+    nodes = [node("gpu1", facts=facts), node("gpu2", facts=facts | {"machine": "machine c d 1 2", "boot_id": "d"})]
+    assert list(judge_nodes(nodes)) == []
+    (found,) = judge_nodes([*nodes, node("gpu3", facts=facts)])
+    assert (found.grade, found.nodes) == (grade, ("gpu1", "gpu3"))
+    assert "they are one machine, with one lease directory" in found.message
+    all_of_them = verdict([*nodes, node("gpu3", facts=facts)], [])
+    assert all_of_them.can_run is (not gpus)
+    if gpus:
+        assert all_of_them.text == "a gang cannot run on all 3 nodes: gpu1, gpu3 count once"
+    # Machines that share a directory over the network are not one machine, and take each other's GPUs for their own.
+    apart = [node(name, facts=facts | {"boot_id": name, "machine": "network nas:/x 7"}) for name in ("gpu1", "gpu2")]
+    (found,) = judge_nodes(apart)
+    assert (found.grade, found.nodes) == (grade, ("gpu1", "gpu2"))
+    assert "they share the lease directory" in found.message
 
 
 def test_the_same_finding_about_many_nodes_is_one() -> None:
