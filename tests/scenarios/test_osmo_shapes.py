@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -263,3 +264,45 @@ def test_a_link_gives_distflow_the_name_of_osmos_client_in_tasks(cli: Cli) -> No
     assert done.code == 0, done.err + done.out
     assert (cli.folder / "store" / "given.txt").read_text() == "text"
     assert "given.txt" in cli.logs("client-1")
+
+
+LENIENT = """\
+workflow:
+  name: lenient
+  resources:
+    default:
+      cpu: {{cpu}}
+      memory: {{memory}}
+      storage:
+      platform: {{platform}}
+  timeout: {exec_timeout: , queue_timeout: 1h}
+  tasks:
+  - name: write
+    image: ubuntu:24.04
+    command: [sh, -c, "umask; echo text > {{output}}/answer.txt"]
+    image: ubuntu:24.04
+  - name: read
+    image: ubuntu:24.04
+    command: [sh, -c, 'cat {{input:0}}/answer.txt']
+    inputs:
+    - task: write
+
+default-values:
+  cpu: 1
+  memory: 1Gi
+  platform: none
+"""
+
+
+def test_empty_values_and_equal_duplicates_are_taken(cli: Cli) -> None:
+    empty = [word for name in ("cpu", "memory", "platform") for word in ("--set", f"{name}=")]
+    done = cli.run("workflow", "submit", cli.spec(LENIENT), "--wait", *empty)
+    assert done.code == 0, done.err + done.out
+    assert "image" in done.err
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert cli.logs("lenient-1").splitlines() == [f"[write] {mask:04o}", "[read] text"]
+    other = LENIENT.replace("image: ubuntu:24.04\n  - name", "image: debian:12\n  - name")
+    refused = cli.run("workflow", "submit", cli.spec(other), *empty)
+    assert refused.code == 2
+    assert "image" in refused.err

@@ -34,8 +34,9 @@ __all__ = [
 TOKEN = re.compile(r"\{\{ *([a-z_]+)(?: *: *([A-Za-z0-9_-]+))? *\}\}")
 """A token as the spec floor leaves it in strings."""
 
-_ENDS_QUOTED = re.compile(r"(?<=[\w})\]./*])(?<!\b[bfruBFRU])(?<!\b[bfrBFR][bfrBFR])[\"']\Z")
-"""The end of a quoted text that goes on with a path, as in ``"$FOLDER"/train.py``; not the prefix of one in Python."""
+_CONTINUES = re.compile(r"(?:(?<=[\w})\]./*])(?<!\b[bfruBFRU])(?<!\b[bfrBFR][bfrBFR])|\+ ?[bfruBFRU]?)[\"']\Z")
+"""What a path goes on: the end of a quoted text, as in ``"$FOLDER"/train.py``, but not the prefix of one in Python; or a sum of
+texts, as in ``folder + "/train.py"``."""
 
 Rewrite = Callable[[str], str]
 
@@ -94,12 +95,13 @@ def relative_paths(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[s
     """
     paths = [(posixpath.normpath(path), tree) for path, tree in injected]
     absolute = {path: tree for path, tree in paths if path.startswith("/")}
-    relative = {f"/{path}": tree for path, tree in paths if not path.startswith("/")}
+    relative = {f"/{path}": tree for path, tree in paths if not path.startswith("/") and path != "."}
     told = [(posixpath.normpath(owner), text) for owner, text in texts]
     mentioned = {
         path: tree
         for path, tree in absolute.items()
-        if path not in relative and any(owner != path and _relative(path, tree).search(text) for owner, text in told)
+        if path not in relative
+        and any(owner != path and path[1:] in text and _relative(path, tree).search(text) for owner, text in told)
     }
     return {path: tree for path, tree in relative.items() if path not in absolute} | mentioned
 
@@ -163,7 +165,7 @@ def rewriter(
     mention = re.compile(r"(?<![\w./})~*\]-])(?:" + pattern + ")")
 
     def place(match: re.Match[str]) -> str:
-        if _ENDS_QUOTED.search(match.string, max(0, match.start() - 8), match.start()):
+        if _CONTINUES.search(match.string, max(0, match.start() - 8), match.start()):
             return match.group(0)
         return f"{ATTEMPT_DIR}/{place_of(match.group(0), in_work)}"
 

@@ -61,6 +61,7 @@ def test_the_address_of_an_unknown_task_stays_text() -> None:
         (["/tmp/a.sh"], ["bash ./tmp/a.sh"], {"/tmp/a.sh"}),
         (["/tmp/a.sh"], ["bash /tmp/a.sh x/tmp/a.sh tmp/a.sh.bak tmp/a.shx"], set()),
         (["/data/"], ["load the data", "--data=/data"], set()),
+        (["./"], ["ls /. /x"], set()),
         (["/data/"], ["ls data/x"], {"/data"}),
         # Two files for distflow, and each form means its own.
         (["/a.sh", "a.sh"], ["bash a.sh; bash /a.sh"], set()),
@@ -108,6 +109,7 @@ FILES = [("/train.py", False), ("/tmp/entry.sh", False), ("/data", True), ("/dat
         ("--script=/train.py", "--script=@@ATTEMPT_DIR@@/files/train.py"),
         ("'/train.py'", "'@@ATTEMPT_DIR@@/files/train.py'"),
         ("open(f'/train.py') rb\"/train.py\"", "open(f'@@ATTEMPT_DIR@@/files/train.py') rb\"@@ATTEMPT_DIR@@/files/train.py\""),
+        ("copy(out + '/train.py', out +f\"/train.py\")", "copy(out + '/train.py', out +f\"/train.py\")"),
         ("cp x {{output}}/train.py", "cp x @@ATTEMPT_DIR@@/output/train.py"),
         ('$(pwd)/train.py ~/train.py ${A}/train.py "$A"/train.py', '$(pwd)/train.py ~/train.py ${A}/train.py "$A"/train.py'),
         ("/train.py.", "@@ATTEMPT_DIR@@/files/train.py."),
