@@ -15,6 +15,8 @@ from distflow.state.ends import RankText
 
 __all__ = ["PrintedException", "ReportedRank", "printed_exceptions", "read_report", "without_launcher"]
 
+_COLORS = re.compile(r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
+"""Python 3.13 colors tracebacks where ``FORCE_COLOR`` is set."""
 _LABEL = re.compile(r"\[(?P<name>[A-Za-z_]\w{0,40}?) ?(?P<number>\d{1,9})\]:")
 """torch labels tracebacks ``[rank3]: `` once a rank has joined its world; ``torchrun --tee`` labels lines ``[default1]:``."""
 _TRACEBACK = re.compile(r"(?P<lead> *(?:\+ Exception Group |Original )?)Traceback \(most recent call last\):\s*")
@@ -99,7 +101,7 @@ def printed_exceptions(lines: Sequence[str]) -> list[PrintedException]:
 
 def read_report(lines: Sequence[str]) -> list[ReportedRank]:
     """Return the ranks that torchrun's report names, the one that it observed first in front; empty without a report."""
-    text = "\n".join(lines)
+    text = _COLORS.sub("", "\n".join(lines))
     root = text.rfind("Root Cause (first observed failure)")
     if root < 0:
         return []
@@ -134,6 +136,7 @@ def _unlabeled(line: str) -> tuple[tuple[str, int] | None, int | None, str, bool
     rank, start, is_torchs = None, 0, False
     if isinstance(line, RankText):
         key, rank = ("rank", line.rank), line.rank
+    line = _COLORS.sub("", line) if "\x1b" in line else line
     while match := _LABEL.match(line, start):
         start = match.end()
         number = int(match["number"])

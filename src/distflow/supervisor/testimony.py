@@ -65,7 +65,7 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
     if exception is not None:
         detail, traceback = exception.message[:300], exception.traceback
     return Told(
-        detail=detail or (_reported(first) if first else ""),
+        detail=_printable(detail) or (_reported(first) if first else ""),
         rank=str(rank) if rank is not None else "",
         pid=pid if pid is not None else first.pid if first else None,
         traceback=traceback,
@@ -86,6 +86,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _printable(text: str) -> str:
+    """Return a text that can stand in an event or a message: what a task prints shall not move a terminal's cursor."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else " " for one in text).strip()
 
 
 def _number(error: Mapping[str, object], name: str) -> int | None:

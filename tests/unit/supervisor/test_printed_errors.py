@@ -182,3 +182,14 @@ def test_ranks_whose_output_is_kept_apart_are_told_apart_without_labels(version:
         assert (told.rank, told.is_symptom) == ("1", True)
     assert not told.has_joined
     assert hear(FAILED, mixed).rank == "0"
+
+
+def test_colors_and_control_characters_do_no_harm() -> None:
+    colored = [
+        BEGIN, '  File \x1b[35m"a.py"\x1b[0m, line \x1b[35m3\x1b[0m, in \x1b[35m<module>\x1b[0m',
+        "\x1b[1;35mKeyError\x1b[0m: \x1b[35m'la\x07bel'\x1b[0m",
+    ]  # fmt: skip
+    told = hear(FAILED, colored)
+    assert told.detail == "KeyError: 'la bel'"
+    assert '  File "a.py", line 3, in <module>' in told.traceback
+    assert hear(End(ended_at=1.0, error={"message": {"message": "ValueError: \x1b]0;title\x07bad"}}), ()).detail.isprintable()
