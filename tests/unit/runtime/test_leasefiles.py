@@ -4,11 +4,15 @@ import contextlib
 import fcntl
 import json
 import os
+import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from distflow.backends.machines.shapes import check_answer
 from distflow.runtime import claims, holders, leasefiles, leases
 from distflow.runtime.grip import Grip
 from distflow.runtime.wire import OpError, encode
@@ -72,26 +76,56 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_no_content_of_a_lock_file_raises(directory: int, tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "leases"
+REAL = (
+    b'{"workflow": "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11", "attempt": "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11/train/w1/0", '
+    b'"user": "ann", "pid": 13578, "since": 1795371331.1, "cpus": 1, "memory": 1073741824}     '
+)
+"""What an agent writes."""
+_values: st.SearchStrategy[object] = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just([[]]) | st.just("9" * 400)
+)
+_contents = (
+    st.sampled_from([REAL, *HOSTILE.values()])
+    | st.binary(max_size=100)
+    | st.dictionaries(st.sampled_from([*json.loads(REAL)]), _values).map(lambda said: json.dumps(said).encode())
+    | st.tuples(st.integers(0, len(REAL)), st.integers(0, 20), st.binary(max_size=20)).map(
+        lambda cut: REAL[: cut[0]] + cut[2] + REAL[cut[0] + cut[1] :]
+    )
+)
+
+
+@pytest.mark.parametrize("content", [REAL, *HOSTILE.values()], ids=["real", *HOSTILE])
+def test_no_content_of_a_lock_file_raises(content: bytes) -> None:
+    survives(content)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_contents)
+def test_no_content_of_a_lock_file_raises_however_it_was_changed(content: bytes) -> None:
+    survives(content)
+
+
+def survives(content: bytes) -> None:
+    """Lease, and look, where every lock file that somebody holds says this."""
     held = []
-    for name in ("gpu-0.lock", PORT, "claim-1000-0.lock", f"gpu-{'9' * 200}.lock"):
-        (path / name).write_bytes(content)
-        held.append(os.open(path / name, os.O_RDWR))
-        fcntl.flock(held[-1], fcntl.LOCK_EX)
-    try:
-        fd, words = leasefiles.lock(directory, "gpu-0.lock", {})
-        assert (fd, words.isprintable(), len(words) < 600) == (-1, True, True)
-        for gpus, port, wanted in ((1, None, {}), (0, 29500, {}), (0, None, {"cpus": (1, 2), "memory": (1, 2)})):
-            with contextlib.suppress(OpError):
-                leases.take(str(path), gpus, [0], port, {"user": "me"}, wanted).close()
-        said = holders.look(str(path))
-        json.loads(encode(said))
-        assert all(gpu < 1 << 63 for one in said["holders"] for gpu in one["gpus"])
-    finally:
-        for fd in held:
-            os.close(fd)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "leases")
+        directory = leasefiles.open_directory(path)
+        for name in ("gpu-0.lock", PORT, "claim-1000-0.lock", f"gpu-{'9' * 200}.lock"):
+            held.append(os.open(os.path.join(path, name), os.O_RDWR | os.O_CREAT, 0o666))
+            os.write(held[-1], content)
+            fcntl.flock(held[-1], fcntl.LOCK_EX)
+        try:
+            fd, words = leasefiles.lock(directory, "gpu-0.lock", {})
+            assert (fd, words.isprintable(), len(words) < 600) == (-1, True, True)
+            for gpus, port, wanted in ((1, None, {}), (0, 29500, {}), (0, None, {"cpus": (1, 2), "memory": (1, 2)})):
+                with contextlib.suppress(OpError):
+                    leases.take(path, gpus, [0], port, {"user": "me"}, wanted).close()
+            said = holders.look(path)
+            check_answer("holders", json.loads(encode(said)))
+        finally:
+            for fd in [*held, directory]:
+                os.close(fd)
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
