@@ -19,6 +19,7 @@ import pytest
 
 from contract.conftest import launch_of, processes_with
 from distflow.runtime.hunt import Hunt
+from distflow.runtime.processes import list_processes, read_process
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -389,6 +390,64 @@ def test_a_command_that_ends_leaves_none_of_its_daemons(node: NodeUnderTest, mar
     end = node.end(attempt)
     assert (end["reason"], end["exit_code"]) == ("exited", 0)
     assert_nothing_is_left(node, attempt, marker, by_now=True)
+
+
+LEADERLESS = """
+import ctypes, os, signal, sys, threading, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        print("up", flush=True)
+        ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit of this thread, not of the process
+    os._exit(0)
+os.wait()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("victim", ["command", "both of the pair"])
+def test_a_daemon_whose_first_thread_has_ended_does_not_survive(node: NodeUnderTest, marker: str, victim: str) -> None:
+    """The kernel shows such a process as a zombie, and it is not one: its other threads run."""
+    link = node.connect()
+    attempt = node.start(link, [sys.executable, "-I", "-S", "-c", LEADERLESS, marker])
+    wait_until(lambda: "up" in node.output(attempt))
+    state = node.state(attempt)
+    command = state["command"]["pid"]
+    leaderless = wait_until(
+        lambda: [one for one in list_processes() if has_threads(one.pid, marker) and one.pid != command and one.state == "Z"]
+    )
+    try:
+        if victim == "command":
+            kill(command)
+        else:
+            link.close()
+            kill_together(state)
+            link = node.connect()
+            node.watch(link, attempt)
+        assert node.end(attempt, 20)["reason"] == ("exited" if victim == "command" else "both_died")
+        assert all(is_gone(one.pid) for one in leaderless)
+    finally:
+        for one in leaderless:
+            kill(one.pid)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether nothing of a process runs; whoever adopted it may not have reaped it yet."""
+    process = read_process(pid)
+    return process is None or not process.is_alive
+
+
+def has_threads(pid: int, marker: str) -> bool:
+    """Whether a thread of a process belongs to this test; of one whose first thread has ended only the others tell."""
+    with contextlib.suppress(OSError):
+        return any(
+            marker.encode() in Path("/proc", str(pid), "task", thread, "cmdline").read_bytes()
+            for thread in os.listdir(f"/proc/{pid}/task")
+            if thread != str(pid)
+        )
+    return False
 
 
 def test_a_bomb_of_many_daemons_is_defused(node: NodeUnderTest, marker: str) -> None:

@@ -57,11 +57,12 @@ class Process(NamedTuple):
     sid: int
     state: str
     start: int
+    threads: int = 1
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still do anything: a zombie cannot."""
-        return self.state not in "ZXx"
+        """Whether it can still do anything: a zombie cannot, unless only its first thread has ended and others run."""
+        return self.state not in "ZXx" or self.threads > 1
 
 
 def _prctl(option: int, argument: object) -> None:
@@ -173,7 +174,8 @@ def read_process(pid: int) -> Optional[Process]:
     fields = text[text.rfind(b")") + 2 :].split()
     if len(fields) < 20:
         return None
-    return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]))
+    numbers = [int(fields[number]) for number in (1, 2, 3, 17, 19)]
+    return Process(pid, numbers[0], numbers[1], numbers[2], fields[0].decode(), start=numbers[4], threads=numbers[3])
 
 
 def list_processes() -> Iterator[Process]:
@@ -193,11 +195,7 @@ def is_same(pid: int, start: int) -> bool:
 
 def carries(pid: int, entry: str) -> bool:
     """Whether the process's environment holds exactly ``entry`` (``NAME=value``), as far as we may read it."""
-    try:
-        with open("/proc/{}/environ".format(pid), "rb") as file:
-            return b"\0" + entry.encode() + b"\0" in b"\0" + file.read() + b"\0"
-    except OSError:
-        return False
+    return entry.encode() in _environment(pid)
 
 
 def mark_of(pid: int) -> Optional[str]:
@@ -207,13 +205,22 @@ def mark_of(pid: int) -> Optional[str]:
 
 def variable_of(pid: int, name: str) -> Optional[str]:
     """A variable that a process was started with, as far as we may read its environment."""
+    mark = name.encode() + b"="
+    return next((os.fsdecode(one[len(mark) :]) for one in _environment(pid) if one.startswith(mark)), None)
+
+
+def _environment(pid: int) -> List[bytes]:
+    """The variables that a process was started with, as far as we may read them."""
     try:
         with open("/proc/{}/environ".format(pid), "rb") as file:
-            variables = file.read().split(b"\0")
+            text = file.read()
+        if not text:  # its first thread has ended; others may run
+            for thread in os.listdir("/proc/{}/task".format(pid)):
+                with contextlib.suppress(OSError), open("/proc/{}/task/{}/environ".format(pid, thread), "rb") as file:
+                    text = text or file.read()
     except OSError:
-        return None
-    mark = name.encode() + b"="
-    return next((os.fsdecode(one[len(mark) :]) for one in variables if one.startswith(mark)), None)
+        return []
+    return text.split(b"\0")
 
 
 def name_of(pid: int) -> str:
