@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -274,11 +275,12 @@ class Connection:
             is_refused, heard_at = False, None
             try:
                 with self._connect(tries) as link:
+                    began = time.monotonic()
                     self._greet(link)
                     while not self._broken.wait(_ROOM_S):
                         self._take_up_waiting()
                 silent_s = link.silent_s
-                tries.was_connected(silent_s)
+                tries.was_connected(silent_s, time.monotonic() - began)
                 heard_at = now() - silent_s
                 if silent_s >= link.ping_s:
                     self._transport.hang_up()  # a dead connection would keep the next try waiting

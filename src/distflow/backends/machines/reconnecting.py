@@ -6,6 +6,7 @@ before the wait ends: a node that is back in time is found in time. After that t
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ _JITTER = 0.25
 _LAST_TRY_S = 5.0
 _LAST_TRY_PART = 0.25
 """The last try begins this long before the wait ends, or this part of the wait if that is shorter: time to log in."""
+_STABLE_S = 10.0
 _HEARTBEATS = 10
 _SHORTEST_HEARTBEAT_S = 0.2
 
@@ -63,10 +65,14 @@ class Reconnecting:
         self._tries: Counter[tuple[bool, bool]] = Counter()
         self._has_last_try = False
 
-    def was_connected(self, silent_s: float) -> None:
-        """Begin again: the node answered until ``silent_s`` seconds ago."""
+    def was_connected(self, silent_s: float, lasted_s: float = math.inf) -> None:
+        """Begin again: the node answered until ``silent_s`` seconds ago. The connection lasted for ``lasted_s`` seconds.
+
+        After a short connection the pauses go on growing, for a node whose every connection breaks at once.
+        """
         self._lost_at = self._clock() - silent_s + self._lost_after_s
-        self._tries.clear()
+        if lasted_s >= _STABLE_S:
+            self._tries.clear()
         self._has_last_try = False
 
     def pause_s(self, *, is_refused: bool) -> float:

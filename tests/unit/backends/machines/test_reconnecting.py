@@ -72,3 +72,15 @@ def test_a_silence_counts_from_the_last_heartbeat() -> None:
     assert tries.last_try_in_s is None
     tries.was_connected(8.0)
     assert tries.last_try_in_s == pytest.approx(20.0 - 8.0 - 5.0)
+
+
+def test_a_node_whose_connections_break_at_once_is_tried_less_and_less() -> None:
+    clock = _Clock()
+    tries = Reconnecting(120.0, clock=clock, jitter=lambda *_: 1.0)
+    pauses = []
+    for _ in range(6):
+        tries.was_connected(0.0, 0.5)
+        pauses.append(tries.pause_s(is_refused=False))
+    assert pauses == [0.1, 0.5, 1.0, 2.0, 4.0, 4.0]
+    tries.was_connected(0.0, 60.0)
+    assert tries.pause_s(is_refused=False) == 0.1
