@@ -15,6 +15,8 @@ __all__ = ["look"]
 
 _NAME = re.compile(r"(gpu|port|claim)-([0-9]{1,10})(?:-[0-9]{1,10})?\.lock")
 _MOST = 10_000
+_LARGEST = 1 << 53
+"""Of an amount. Anybody may have written anything, and the sum must fit into a message."""
 
 
 def look(lease_dir: str) -> Json:
@@ -27,7 +29,7 @@ def look(lease_dir: str) -> Json:
         holder = found.setdefault((str(said.get("user")), str(said.get("attempt"))), _holder(said))
         if kind == "claim":
             for name in ("cpus", "memory"):
-                holder[name] += number_of(said.get(name))
+                holder[name] = min(holder[name] + number_of(said.get(name)), _LARGEST)
         else:
             holder["gpus" if kind == "gpu" else "ports"].append(number)
     for holder in found.values():
@@ -39,11 +41,10 @@ def look(lease_dir: str) -> Json:
 
 
 def _holder(said: Json) -> Json:
-    pid = said.get("pid")
     return {
         "user": str(said.get("user") or "")[:100],
         "attempt": str(said.get("attempt") or "")[:500],
-        "pid": pid if isinstance(pid, int) else None,
+        "pid": number_of(said.get("pid")) or None,
         "gpus": [],
         "ports": [],
         "cpus": 0,

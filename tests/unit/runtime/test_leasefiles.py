@@ -9,12 +9,13 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distflow.backends.machines.shapes import check_answer
 from distflow.runtime import claims, holders, leasefiles, leases
 from distflow.runtime.grip import Grip
+from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def test_no_content_of_a_lock_file_raises(content: bytes) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(_contents)
+@example(b'{"pid": false}')
+@example(b'{"cpus": 9223372036854775807, "memory": 9223372036854775807}')
 def test_no_content_of_a_lock_file_raises_however_it_was_changed(content: bytes) -> None:
     survives(content)
 
@@ -111,7 +114,7 @@ def survives(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "leases")
         directory = leasefiles.open_directory(path)
-        for name in ("gpu-0.lock", PORT, "claim-1000-0.lock", f"gpu-{'9' * 200}.lock"):
+        for name in ("gpu-0.lock", PORT, "claim-1000-0.lock", "claim-1000-1.lock", f"gpu-{'9' * 200}.lock"):
             held.append(os.open(os.path.join(path, name), os.O_RDWR | os.O_CREAT, 0o666))
             os.write(held[-1], content)
             fcntl.flock(held[-1], fcntl.LOCK_EX)
@@ -122,7 +125,7 @@ def survives(content: bytes) -> None:
                 with contextlib.suppress(OpError):
                     leases.take(path, gpus, [0], port, {"user": "me"}, wanted).close()
             said = holders.look(path)
-            check_answer("holders", json.loads(encode(said)))
+            check_answer("holders", decode_object(encode(said)))
         finally:
             for fd in [*held, directory]:
                 os.close(fd)
