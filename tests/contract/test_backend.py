@@ -656,6 +656,20 @@ def test_a_node_whose_first_answer_makes_no_sense_is_tried_again(tmp_path: Path,
     bench.backend.close()
 
 
+def test_nodes_with_one_lease_directory_are_known_as_one_machine(tmp_path: Path) -> None:
+    bench = _machines(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "leases")
+    twin = replace(bench.node, name="twin", root=str(tmp_path / "twin"), lease_dir=str(tmp_path / "link"))
+    apart = replace(bench.node, name="apart", root=str(tmp_path / "apart"), lease_dir=str(tmp_path / "others"))
+    bench.backend.connect([bench.node])
+    first = bench.await_one(NodeUp, node="local").machine
+    bench.backend.connect([twin, apart])
+    assert first
+    assert bench.await_one(NodeUp, node="twin").machine == first
+    assert bench.await_one(NodeUp, node="apart").machine not in ("", first)
+    bench.backend.close()
+
+
 STALE = """\
 import os
 real = os.statvfs

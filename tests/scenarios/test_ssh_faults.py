@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -89,6 +90,23 @@ def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab
     # It runs on, because nobody can stop it; that is done as soon as somebody can. Who was refused three times waits for 2 min.
     repair()
     lab.await_stray_end(workflow, "worker-1", timeout=200.0)
+
+
+@pytest.mark.timeout(240)
+def test_a_server_that_is_back_in_time_loses_no_node(lab: Lab) -> None:
+    cli, go = lab.cli, lab.cli.folder / "go"
+    lab.configure(node_lost_after="16s")
+    workflow = lab.submit(go)
+    away = cli.await_running(workflow)["worker-1"]["node_name"]
+    begun = time.monotonic()
+    lab.servers[away].stop()
+    lab.await_message(workflow, f"{away} is out of reach since", "RUNNING")
+    # The growing pauses of before were 8.6 s in sum, and the next one was 10 s long.
+    wait_until(lambda: time.monotonic() > begun + 9.5, 20)
+    lab.servers[away].start()
+    wait_until(lambda: "out of reach since" not in cli.run("workflow", "query", workflow).out, 60)
+    go.touch()
+    cli.await_status(workflow, "COMPLETED")
 
 
 STEPS = """
