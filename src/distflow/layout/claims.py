@@ -275,7 +275,18 @@ def _claim(line: Line, word: Word, key: str, form: str, variables: Mapping[str, 
 def _numbered(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
-    """Return the rank and the world size that a task says by flags of its program, else by variables; both or nothing."""
+    """Return the rank and the world size that a task says by flags of its program, else by variables; both or nothing.
+
+    A world of one rank is a task on its own, unless a ``ranks`` field stands next to it.
+    """
+    found = _said_number(task, lines, variables, gpus)
+    is_alone = found is not None and "nnodes" in found.claims and found.claims["nnodes"].number == 1
+    return None if is_alone else found
+
+
+def _said_number(
+    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
+) -> Invocation | None:
     if task.launcher.starts_ranks or (task.ranks is not None and (task.ranks.size or gpus or 1) != 1):
         return None  # the launcher, or the program, gives them to its processes
     # Next to a `ranks` field they repeat its numbers; else a task is one of so many.
