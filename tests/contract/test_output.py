@@ -89,6 +89,18 @@ def test_the_last_words_of_ranks_survive_their_keeper(node: NodeUnderTest) -> No
     assert texts(lines, 4) == texts(lines, 5) == ["said", "half of a line"]
 
 
+def test_secrets_of_ranks_are_masked_wherever_they_are_cut(node: NodeUnderTest) -> None:
+    worker = (
+        'import os, time; s = os.environ["TOKEN"]; os.write(1, b"a " + s[:5].encode()); os.write(1, s[5:].encode() + b" z\\n")'
+    )
+    link = node.connect()
+    secret = {"TOKEN": "swordfish-4711"}
+    attempt = node.start(link, [PYTHON, "-c", LAUNCHER, worker], ranks=[4, 2], secret_env=secret)
+    node.end(attempt)
+    lines = lines_of(node, attempt)
+    assert texts(lines, 4) == texts(lines, 5) == ["a ******** z"]
+
+
 def test_a_limited_log_keeps_its_beginning_and_its_end_and_counts_the_rest(node: NodeUnderTest) -> None:
     count = 400_000
     link = node.connect()

@@ -197,7 +197,7 @@ class _Log:
         if self.max_log is None:
             return len(data)
         limit, used = logfiles.segment_bytes(self._segment, self.max_log), self.size - self._segment.start
-        room = limit - used if os.fstat(self._index).st_size < limit else 0
+        room = limit - used if not used or os.fstat(self._index).st_size < limit else 0
         if len(data) <= room:
             return len(data)
         return (data.rfind(b"\n", 0, max(0, room)) + 1) or (max(0, room) if not used else 0)

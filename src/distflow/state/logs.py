@@ -32,6 +32,8 @@ _LONGEST_LINE = 1 << 20
 """A line without an end is given in pieces of about this size."""
 _STAMP = struct.Struct("<dQ")
 _SOURCE_BITS = 48
+_FULL_LOOK = 20
+"""Every so many looks at a log, its directory is read in any case."""
 _WIDER = 8
 """By how much more is read when the end of a log held too few lines."""
 _MOST_BYTES = 1 << 20
@@ -154,6 +156,9 @@ class _Reader:
         """Whether it began in the middle, so that the first line of each source may lack its beginning."""
         self._seen: set[int] = set()
         self._newlines = 0
+        self._newest: tuple[Segment, int, int] | None = None
+        """The last file, its end, and when its directory had changed, as it was at the last full look."""
+        self._looks = 0
         self._stood_at = self._held = -1
 
     def lines(self, *, final: bool) -> Iterator[LogLine]:
@@ -172,10 +177,13 @@ class _Reader:
         return any(not one.is_whole and b"\r" not in one.data for one in self._pending.values())
 
     def _read(self, *, final: bool, at_once: bool) -> Iterator[tuple[LogLine, bool]]:
-        files = logfiles.segments(str(self._source.folder), "log")
+        if not final and self._is_unchanged():
+            return
+        changed_at, files = _changed_at(self._source.folder), logfiles.segments(str(self._source.folder), "log")
         ends = [file.start + _size(self._source.folder / file.name) for file in files]
         self._index.look_again()
         end = ends[-1] if ends else 0
+        self._newest = (files[-1], end, changed_at) if files else None
         until = end if at_once else self._until(end)
         for file, stop in zip(files, ends, strict=True):
             if file.start > self._offset:
@@ -192,6 +200,15 @@ class _Reader:
         if final:
             yield from self._end_pending()
 
+    def _is_unchanged(self) -> bool:
+        """Return at little cost whether there is nothing new: thousands of logs may be followed."""
+        self._looks += 1
+        if self._newest is None or self._newest[1] != self._offset or self._looks % _FULL_LOOK == 0:
+            return False
+        file, end, changed_at = self._newest
+        grown = file.start + _size(self._source.folder / file.name) != end
+        return not grown and _changed_at(self._source.folder) == changed_at
+
     def _until(self, end: int) -> int:
         """Return up to where to read: the text and its index are mirrored one after the other.
 
@@ -203,10 +220,11 @@ class _Reader:
         if not self._index.has_news() and self._held != self._offset:
             self._held = self._offset
             return self._offset
-        if not self._index.has_ranks():
+        last_start, has_ranks = self._index.newest()
+        if not has_ranks:
             return end
-        if self._index.last_start > self._offset:
-            return self._index.last_start
+        if last_start > self._offset:
+            return min(last_start, end)
         is_quiet, self._stood_at = self._stood_at == end, end
         return end if is_quiet else self._offset
 
@@ -285,11 +303,6 @@ class _Index:
         self._exhausted = False
         self._ranks = False
 
-    @property
-    def last_start(self) -> int:
-        """Where the text of the last record begins; asked for after ``has_ranks``."""
-        return self._records[-1][0] if self._records else 0
-
     def look_again(self) -> None:
         """Let the files be read on, after their end was seen."""
         self._exhausted = False
@@ -301,11 +314,16 @@ class _Index:
         grown = _size(self._folder / self._file.name) // _STAMP.size > self._next
         return grown or logfiles.next_of(str(self._folder), self._file) is not None
 
-    def has_ranks(self) -> bool:
-        """Read all records that there are, and return whether one of them names a rank."""
-        while not self._exhausted:
-            self._load(0)
-        return self._ranks
+    def newest(self) -> tuple[int, bool]:
+        """Return where the text of the newest record begins, and whether ranks are told apart, as far as recent records say."""
+        for file in reversed(logfiles.segments(str(self._folder), "idx")):
+            end = _size(self._folder / file.name) // _STAMP.size * _STAMP.size
+            begin = max(0, end - _BLOCK // _STAMP.size * _STAMP.size)
+            places = [place for _, place in _STAMP.iter_unpack(_read(self._folder / file.name, begin, end - begin))]
+            if places:
+                self._ranks = self._ranks or any(place >> _SOURCE_BITS for place in places)
+                return places[-1] & ((1 << _SOURCE_BITS) - 1), self._ranks
+        return 0, self._ranks
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, float | None, int]]:
         """Yield the pieces of ``begin`` to ``end``, each with its time and source."""
@@ -342,7 +360,6 @@ class _Index:
         ]
         self._next += len(records)
         self._records.extend(records)
-        self._ranks = self._ranks or any(number for _, _, number in records)
         if not records:
             following = logfiles.next_of(str(self._folder), self._file)
             if following is None:
@@ -418,6 +435,14 @@ def _shown(raw: bytes) -> str:
     for part in parts:
         line = part + line[len(part) :]
     return line.rstrip(" ") if len(parts) > 1 else line
+
+
+def _changed_at(folder: Path) -> int:
+    """Return when files came to a directory or left it, in nanoseconds."""
+    try:
+        return os.stat(folder).st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _size(path: Path) -> int:

@@ -340,3 +340,26 @@ def test_only_a_bounded_end_is_read_for_causes(tmp_path: Path, monkeypatch: pyte
     (line,) = end_lines(one, 300)[-1:]
     assert len(line.text) < 5000
     assert line.text.endswith("z")
+
+
+def test_following_a_long_log_of_ranks_reads_little_of_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = ranked(tmp_path, (0, b"begin\n"))
+    with (one.folder / "output.log").open("ab") as log, (one.folder / "output.idx").open("ab") as index:
+        for number in range(50_000):
+            index.write(struct.pack("<dQ", float(number), (1 + number % 2) << 48 | log.tell()))
+            log.write(b"line\n")
+    read = 0
+    real = logs._read
+
+    def counted(path: Path, offset: int, count: int) -> bytes:
+        nonlocal read
+        data = real(path, offset, count)
+        read += len(data)
+        return data
+
+    monkeypatch.setattr(logs, "_read", counted)
+    looks = iter([False, False, True])
+    lines = list(follow_lines(lambda: [one], wait=lambda _: None, is_over=lambda: next(looks), last=2))
+    # The newest line waits for one look more: its text might have come before the record of another rank.
+    assert by_rank(lines) == [(1, "line"), (0, "line"), (1, "line")]
+    assert read < 1 << 20
