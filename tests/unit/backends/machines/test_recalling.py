@@ -1,0 +1,34 @@
+"""What a node says of the workflows that lie there: understood only when names and numbers are what they must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distflow.backends.machines.recalling import _workflow
+
+UUID = "0b51e6a25bd54f0c9c5e6d2f4e7b1a01"
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    attempt = {"attempt": f"{UUID}/g/t/0", "phase": "running", "pid": 7, "started_at": 1.5, "directory": "/r/x"} | changes
+    return {"uuid": UUID, "memo": "", "attempts": [attempt]}
+
+
+def test_a_good_answer() -> None:
+    (attempt,) = _workflow(answer(), None).attempts
+    assert (attempt.name, attempt.pid, attempt.started_at, attempt.directory) == (f"{UUID}/g/t/0", 7, 1.5, "/r/x")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attempt": f"{UUID}/../../x/0"}, {"attempt": f"{UUID}/g/t/-1"}, {"attempt": "other/g/t/0"}, {"attempt": 3},
+        {"pid": "7"}, {"pid": -1}, {"pid": True}, {"started_at": "now"}, {"directory": "/r\x1b[2J"}, {"directory": "x" * 5000},
+        {"phase": None},
+    ],
+)  # fmt: skip
+def test_a_node_that_makes_names_up(changes: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        _workflow(answer(**changes), None)
