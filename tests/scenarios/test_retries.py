@@ -71,7 +71,7 @@ def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, reques
     assert "Attempt 2: worker on " in shown
     group = cli.query(ident, "-v")["groups"][0]
     assert [(task["name"], task["retry_id"], task["status"], task["exit_code"]) for task in group["tasks"]] == [
-        ("master", 2, "COMPLETED", 0), ("master", 1, "RESCHEDULED", None), ("master", 0, "RESCHEDULED", None),
+        ("master", 2, "COMPLETED", 0), ("master", 1, "RESCHEDULED", 143), ("master", 0, "RESCHEDULED", 143),
         ("worker", 2, "COMPLETED", 0), ("worker", 1, "RESCHEDULED", 75), ("worker", 0, "RESCHEDULED", 75),
     ]  # fmt: skip
     assert [cause["task"] for cause in group["earlier_causes"]] == ["worker", "worker"]
