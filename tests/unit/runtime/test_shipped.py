@@ -24,8 +24,3 @@ def test_it_imports_only_itself_and_the_standard_library(name: str) -> None:
             modules = [node.module or ""]
         for module in modules:
             assert module.startswith("distflow.runtime") or module.split(".")[0] in sys.stdlib_module_names, module
-
-
-@pytest.mark.parametrize("name", sorted(SOURCES))
-def test_a_module_stays_readable(name: str) -> None:
-    assert len(SOURCES[name].splitlines()) <= 400
