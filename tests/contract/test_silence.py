@@ -30,7 +30,7 @@ def here(tmp_path: Path) -> NodeUnderTest:
 
 def test_what_serves_a_silent_connection_ends(here: NodeUnderTest) -> None:
     def service(name: str, request: bytes, bundle: Bundle = RUNTIME) -> Channel:
-        opened = open_service(here.transport, str(here.root), sys.executable, name, timeout_s=20, bundle=bundle)
+        opened = open_service(here.transport, str(here.top), sys.executable, name, timeout_s=20, bundle=bundle)
         opened.channel.write(request)
         return opened.channel
 
@@ -41,7 +41,7 @@ def test_what_serves_a_silent_connection_ends(here: NodeUnderTest) -> None:
     (here.directory(big) / "output" / "big").write_bytes(os.urandom(5_000_000))
     name = json.dumps({"attempt": big}).encode()
     session = json.dumps({"attempt": running, "argv": ["sleep", "300"]}).encode()
-    before = set(processes_with(str(here.root)))
+    before = set(processes_with(str(here.top)))
     channels = [
         service("sender", b""),  # before the request
         service("sender", name + b"\n"),  # before `at`
@@ -54,11 +54,11 @@ def test_what_serves_a_silent_connection_ends(here: NodeUnderTest) -> None:
         service("session", (FRAME.pack(len(session), REQUEST) + session) + (FRAME.pack(1 << 20, 2) + bytes(1 << 20))),
         service("onnode", b"", STORAGE),
         # Before the runtime has arrived.
-        here.transport.open(service_argv(str(here.root / "other"), sys.executable, "nonce", "agent")),
+        here.transport.open(service_argv(str(here.top / "other"), sys.executable, "nonce", "agent")),
     ]
-    started = set(processes_with(str(here.root))) - before
+    started = set(processes_with(str(here.top))) - before
     assert len(started) >= len(channels)
-    wait_until(lambda: not started & set(processes_with(str(here.root))), 60, "all services are gone")
+    wait_until(lambda: not started & set(processes_with(str(here.top))), 60, "all services are gone")
     assert here.record(running) is None
     for channel in channels:
         channel.close()
@@ -74,7 +74,7 @@ def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, 
         path.write_bytes(content)
         blobs.append(Blob(digest=hashlib.sha256(content).hexdigest(), path=path, size=len(content)))
     for _ in range(2):  # the second time, all are there
-        send_blobs(here.transport, str(here.root), sys.executable, blobs, timeout_s=20)
+        send_blobs(here.transport, str(here.top), sys.executable, blobs, timeout_s=20)
     assert [(here.root / "blobs" / blob.digest).read_bytes() for blob in blobs] == data
     attempt = here.attempt()
     (here.directory(attempt) / "output").mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_signs_of_life_disturb_no_transfer(here: NodeUnderTest, tmp_path: Path, 
     (tmp_path / "fetched").mkdir()
     for place in (None, "output"):
         fetched = fetch_output(
-            here.transport, str(here.root), sys.executable, attempt, tmp_path / "fetched", place=place, timeout_s=20
+            here.transport, str(here.top), sys.executable, attempt, tmp_path / "fetched", place=place, timeout_s=20
         )
         assert (tmp_path / "fetched" / fetched.digest).stat().st_size == fetched.size > len(data[0])
     here.close()
@@ -93,5 +93,5 @@ def test_a_blob_that_became_shorter_is_an_error(here: NodeUnderTest, tmp_path: P
     path.write_bytes(b"short")
     blob = Blob(digest="0" * 64, path=path, size=1000)
     with pytest.raises(OSError, match="it became shorter"):
-        send_blobs(here.transport, str(here.root), sys.executable, [blob], timeout_s=20)
+        send_blobs(here.transport, str(here.top), sys.executable, [blob], timeout_s=20)
     here.close()

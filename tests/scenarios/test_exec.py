@@ -233,7 +233,7 @@ def test_a_connection_that_breaks_is_made_again(lab: Lab) -> None:
     # When the task has ended, there is nothing to connect to.
     server.stop()
     go.touch()
-    wait_until(lambda: list(lab.cli.folder.glob("gpu*/*/train/worker/0/exit.json")), 60, "the worker has ended")
+    wait_until(lambda: list(lab.cli.folder.glob("gpu*/*/*/train/worker/0/exit.json")), 60, "the worker has ended")
     server.start()
     assert screen.await_end() == 2
     assert "worker has ended" in screen.seen or "worker does not run any more" in screen.seen, screen.seen
