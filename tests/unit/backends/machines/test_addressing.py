@@ -77,3 +77,11 @@ def test_hosts_of_one_machine_are_told_apart_by_their_loopback_addresses() -> No
 
 def test_without_facts_the_host_is_all_there_is() -> None:
     assert choose_address(configured=None, reached=None, named=(), host="gpu1", facts={}) == ("gpu1", "")
+
+
+@pytest.mark.parametrize("text", ["10.0.0.2'; id >/tmp/x; '", "$(id)", "-oProxyCommand=id", "10.0.0.2 x", "fe80::2%$(id)"])
+def test_a_node_cannot_put_other_text_than_an_address_into_commands_of_other_nodes(text: str) -> None:
+    hostile = {"interface": "eth0", "address": text, "family": "inet"}
+    assert chosen(hostile) == ("gpu1", "")
+    assert chosen(hostile, ETH0) == ("10.0.0.2", "eth0")
+    assert chosen(ETH0, ssh_server=text.partition("%")[2] or text) == ("10.0.0.2", "eth0")
