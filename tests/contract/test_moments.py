@@ -21,13 +21,14 @@ import pytest
 
 from contract.conftest import launch_of
 from contract.test_runtime_faults import kill_together
-from distflow.backends.base import AttemptKey, Ended, Leased, LeaseRequest, NodeUp, Prepared, Started
+from distflow.backends.base import AttemptKey, Ended, Leased, LeaseRefused, LeaseRequest, NodeUp, Prepared, Started
 from distflow.backends.machines.bootstrap import connect
 from distflow.backends.machines.connection import Connection
 from distflow.backends.machines.leasing import GangLease
 from distflow.backends.machines.link import AgentLink
 from distflow.pools.model import Node, Pool
-from distflow.runtime import attempts, orphans, reaping, records, runner
+from distflow.runtime import attempts, leases, orphans, reaping, records, runner
+from distflow.runtime.facts import user_name
 from distflow.runtime.rootdir import PRIVATE
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.local import LocalTransport
@@ -291,9 +292,9 @@ def test_a_lease_whose_pair_cannot_be_reached_is_given_back_all_the_same(node: N
 
 def test_what_becomes_of_a_lease_is_told_after_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pair is killed before the gang is known to have its nodes; before that, nobody knows whose end it is."""
-    leases = str(tmp_path / "leases")
+    lease_dir = str(tmp_path / "leases")
     nodes = tuple(
-        Node(name=name, host=name, root=str(tmp_path / name), python=sys.executable, lease_dir=leases) for name in "ab"
+        Node(name=name, host=name, root=str(tmp_path / name), python=sys.executable, lease_dir=lease_dir) for name in "ab"
     )
     pool = Pool(name="lab", backend="local", nodes=nodes)
     request = LeaseRequest(
@@ -328,6 +329,57 @@ def test_what_becomes_of_a_lease_is_told_after_the_lease(tmp_path: Path, monkeyp
         assert [type(one) for one in seen if isinstance(one, (Leased, Ended))] == [Leased, Ended]
         connections["b"].request("release", attempt=request.key("u").name)
     finally:
+        for connection in connections.values():
+            connection.close()
+
+
+def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_them(tmp_path: Path) -> None:
+    """Two roots share a node's GPUs. The gang's other node is taken; meanwhile nobody who asks later gets this one."""
+    hold = {"a": str(tmp_path / "leases-a"), "b": str(tmp_path / "leases-b")}
+    nodes = tuple(
+        Node(
+            name=name, host=name, root=str(tmp_path / name), python=sys.executable, lease_dir=hold.get(name, hold["a"]), gpus=1
+        )
+        for name in ("a", "b", "a of another")
+    )
+    pool = Pool(name="lab", backend="local", nodes=nodes)
+    seen: list[Any] = []
+
+    def request(tasks: dict[str, str]) -> LeaseRequest:
+        return LeaseRequest(
+            workflow=str(uuid.uuid4()), group="g", attempt=0, nodes=tasks, gpus=dict.fromkeys(tasks, 1), master="t", port=None,
+            start_timeout_s=60,
+        )  # fmt: skip
+
+    def ask(what: LeaseRequest) -> Leased | LeaseRefused:
+        def answers() -> list[Leased | LeaseRefused]:
+            return [one for one in seen if isinstance(one, (Leased, LeaseRefused)) and one.workflow == what.workflow]
+
+        before = len(answers())
+        GangLease(what, connections, seen.append).begin()
+        wait_until(lambda: len(answers()) > before, 20, "the answer")
+        return answers()[-1]
+
+    gang, short = request({"t": "a", "u": "b"}), request({"t": "a of another"})
+    taken = leases.take(hold["b"], 1, [0], None, {"user": "another", "attempt": f"{uuid.uuid4()}/g/t/0", "pid": 1})
+    connections = {one.name: Connection(pool, one, LocalTransport(one.name), seen.append, Logs()) for one in nodes}
+    try:
+        for connection in connections.values():
+            connection.begin()
+        wait_until(lambda: sum(isinstance(one, NodeUp) for one in seen) == 3, 20)
+        assert isinstance(ask(gang), LeaseRefused)
+
+        def refusal() -> str:
+            answer = ask(short)
+            assert isinstance(answer, LeaseRefused), "it overtook"
+            return answer.nodes["a of another"]
+
+        wait_until(lambda: f"kept for {user_name()}, whose gang" in refusal(), 20, "the place that is kept")
+        taken.close()
+        assert isinstance(ask(gang), Leased)
+    finally:
+        for task in gang.nodes:
+            connections[gang.nodes[task]].request("release", attempt=gang.key(task).name)
         for connection in connections.values():
             connection.close()
 

@@ -312,6 +312,7 @@ class _Agent:
         if watch.link is None and self._is_coming_up(watch):
             self._watches.expect(watch.attempt, lambda: self._release(request, answer))
             return
+        attempts.keep_place(watch.attempt, request.get("waits") or {})
         self._watches.end_unreached(watch)
         self._releasing[watch.attempt] = [answer]
 

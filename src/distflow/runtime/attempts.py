@@ -21,7 +21,9 @@ __all__ = [
     "directories",
     "directory_of",
     "each",
+    "holder_of",
     "is_reachable",
+    "keep_place",
     "lock_files",
     "lock_task",
     "read_status",
@@ -234,9 +236,25 @@ def create(root: str, request: Json, umask: int) -> int:
         os.close(task)
 
 
+def holder_of(attempt: str, request: Json) -> Json:
+    """What lock files and tickets say of this attempt; ``label`` of the request is its name for people."""
+    label = str(request.get("label") or "")[:200]
+    workflow = attempt.split("/", 1)[0]
+    return {
+        "workflow": workflow, "attempt": attempt, "user": user_name(), "pid": os.getpid(), "since": now(), "label": label,
+    }  # fmt: skip
+
+
+def keep_place(attempt: str, waits: Json) -> None:
+    """Leave a ticket for a lease that is given back because its gang ``waits`` for another node, if it does."""
+    asks = {name: int(waits.get(name) or 0) for name in ("gpus", "cpus", "memory")}
+    if any(asks.values()):
+        with contextlib.suppress(OpError):  # the next lease says what is wrong with the directory
+            leases.keep_place(str(waits["lease_dir"]), holder_of(attempt, waits), asks)
+
+
 def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
-    holder = {"workflow": attempt.split("/", 1)[0], "attempt": attempt, "user": user_name(), "pid": os.getpid(), "since": now()}
-    holder["label"] = str(request.get("label") or "")[:200]
+    holder = holder_of(attempt, request)
     gpu_ids = [int(gpu) for gpu in request.get("gpu_ids") or []]
     wanted = {name: (int(pair[0]), int(pair[1])) for name, pair in (request.get("wanted") or {}).items()}
     held = leases.take(

@@ -15,6 +15,7 @@ from typing import Dict, List, Tuple
 
 from distflow.runtime.holdernames import holder_name
 from distflow.runtime.leasefiles import lock, open_lock, said_of
+from distflow.runtime.tickets import Kept
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["Wanted", "number_of", "take"]
@@ -30,8 +31,11 @@ _GATE_PAUSE_S = 0.005
 _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 
 
-def take(directory: int, wanted: Wanted, holder: Json) -> List[int]:
-    """Have the promise: the descriptor that holds it, none when nothing is asked for. Raises ``busy`` with who has the rest."""
+def take(directory: int, wanted: Wanted, holder: Json, kept: Kept) -> List[int]:
+    """Have the promise: the descriptor that holds it, none when nothing is asked for. Raises ``busy`` with who has the rest.
+
+    ``kept`` is left for others.
+    """
     asked = {name: pair for name, pair in wanted.items() if pair[0]}
     if not asked:
         return []
@@ -45,6 +49,11 @@ def take(directory: int, wanted: Wanted, holder: Json) -> List[int]:
             if used and used + want > have:
                 holders = [one for one in others if number_of(one.get(name))]
                 raise OpError("busy", _words(name, want, have, holders, holder.get("attempt")))
+            reserved = min(kept.amounts.get(name, 0), have)
+            if reserved and used + want + reserved > have:
+                unit, called = _UNITS[name]
+                said = "{:.4g} {} are kept for {}, whose gang has waited longer"
+                raise OpError("busy", said.format(reserved / unit, called, kept.words))
         return [_own(directory, dict(holder, **{name: want for name, (want, _) in asked.items()}))]
     finally:
         os.close(gate)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from distflow.runtime import claims
+from distflow.runtime import claims, tickets
 from distflow.runtime.gpuusers import GpuUser
 from distflow.runtime.holdernames import holder_name, in_use
 from distflow.runtime.leasefiles import lock, open_directory, said_of
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["Held", "take"]
+__all__ = ["Held", "keep_place", "take"]
 
 _ATTEMPTS_AT_ANY_PORT = 200
 
@@ -52,25 +52,49 @@ def take(
     if not lease_dir:
         raise OpError("bad_request", "`lease_dir` is needed for leases")
     directory = open_directory(lease_dir)
+    asks = dict({name: want for name, (want, _) in wanted.items()}, gpus=gpus)
+    waits = "attempt" in holder and any(asks.values())
     try:
-        held.locks.extend(claims.take(directory, wanted, holder))
-        _take_gpus(directory, gpus, gpu_ids, holder, held, users)
+        kept = tickets.kept_for_others(directory, holder["attempt"]) if waits else tickets.Kept({}, "")
+        held.locks.extend(claims.take(directory, wanted, holder, kept))
+        _take_gpus(directory, gpus, gpu_ids, holder, held, users, kept)
         if port is not None:
             number, lock, sockets = _take_port(directory, port, holder)
             held = held._replace(port=number, locks=held.locks + [lock], port_sockets=sockets)
-    except BaseException:
+        if waits:
+            tickets.remove(directory, holder["attempt"])
+    except BaseException as error:
         held.close()
+        if waits and isinstance(error, OpError) and error.kind == "busy":
+            tickets.leave(directory, holder, asks)
         raise
     finally:
         os.close(directory)
     return held
 
 
-def _take_gpus(directory: int, gpus: int, gpu_ids: Sequence[int], holder: Json, held: Held, users: Sequence[GpuUser]) -> None:
+def keep_place(lease_dir: str, holder: Json, asks: Dict[str, int]) -> None:
+    """Leave a ticket for a task that gives back its lease because its gang cannot have all of its nodes yet."""
+    directory = open_directory(lease_dir)
+    try:
+        tickets.leave(directory, holder, asks)
+    finally:
+        os.close(directory)
+
+
+def _take_gpus(
+    directory: int,
+    gpus: int,
+    gpu_ids: Sequence[int],
+    holder: Json,
+    held: Held,
+    users: Sequence[GpuUser],
+    kept: tickets.Kept,
+) -> None:
     others: List[Tuple[int, str]] = []
     for gpu in gpu_ids:
         if len(held.gpu_ids) == gpus:
-            return
+            break
         name = "gpu-{}.lock".format(int(gpu))
         fd, _ = lock(directory, name, holder)
         # Who has ended since they were looked for is none.
@@ -86,6 +110,13 @@ def _take_gpus(directory: int, gpus: int, gpu_ids: Sequence[int], holder: Json, 
     if len(held.gpu_ids) < gpus:
         free = "{} of {} GPUs are free and this task needs {}".format(len(held.gpu_ids), len(gpu_ids), gpus)
         raise OpError("busy", "{}. In use: {}".format(free, in_use(others)) if others else free)
+    reserved = min(kept.amounts.get("gpus", 0), len(gpu_ids)) if gpus else 0
+    if reserved:
+        taken = set(held.gpu_ids) | {one["gpu"] for one in users}
+        idle = [gpu for gpu in gpu_ids if gpu not in taken and said_of(directory, "gpu-{}.lock".format(int(gpu))) is None]
+        if len(idle) < reserved:
+            said = "{} of {} GPUs are free and {} are kept for {}, whose gang has waited longer"
+            raise OpError("busy", said.format(len(idle) + gpus, len(gpu_ids), reserved, kept.words))
 
 
 def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int, int, List[int]]:

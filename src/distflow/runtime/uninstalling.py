@@ -24,7 +24,7 @@ _EARLIER = {
     "runtime": _DIGEST,
 }
 """How the names look of what an earlier version left and nobody can prove to be distflow's."""
-_LOCK = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock")
+_LOCK = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|ticket-[0-9]+-[0-9a-f]{16}\.json")
 
 
 def uninstall(root: str, request: Json) -> Json:

@@ -117,24 +117,24 @@ class Connection:
             self._watched.pop(key.name, None)
             self._tailed.discard(key.name)
 
-    def give_back(self, key: AttemptKey) -> None:
+    def give_back(self, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
         """Release the lease of an attempt that nobody will take up; of a node that does not answer, when it is back.
 
-        Unless it is watched by then: it was asked for again.
+        Unless it is watched by then: it was asked for again. ``waits``: what its gang goes on waiting for there.
         """
         with self._lock:
             if (link := self._link) is None:
                 self._unwanted.add(key)
         if link is not None:
-            self._give_back(link, key)
+            self._give_back(link, key, waits)
 
-    def _give_back(self, link: AgentLink, key: AttemptKey) -> None:
+    def _give_back(self, link: AgentLink, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, NodeUnreachable):
                 with self._lock:
                     self._unwanted.add(key)
 
-        link.send("release", answered, attempt=key.name)
+        link.send("release", answered, attempt=key.name, **({"waits": waits} if waits else {}))
 
     def _give_back_all(self, link: AgentLink) -> None:
         with self._lock:

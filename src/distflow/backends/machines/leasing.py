@@ -62,13 +62,14 @@ class GangLease:
             self._grant()
 
     def _undo(self, refusals: Mapping[str, DistflowError]) -> None:
+        kinds = {answer.kind if isinstance(answer, AgentError) else "unreachable" for answer in refusals.values()}
+        is_worth_it = bool(kinds & _WORTH_ANOTHER_TRY)
         for task in self._request.nodes:
             refusal = refusals.get(task)
             if not isinstance(refusal, AgentError) or refusal.kind == "internal":
                 # One that did not answer may have leased all the same.
                 key = self._request.key(task)
-                self._connections[key.node].give_back(key)
-        kinds = {answer.kind if isinstance(answer, AgentError) else "unreachable" for answer in refusals.values()}
+                self._connections[key.node].give_back(key, waits=self._waits(task) if is_worth_it else None)
         self._sink(
             LeaseRefused(
                 at=now(),
@@ -76,9 +77,16 @@ class GangLease:
                 group=self._request.group,
                 attempt=self._request.attempt,
                 nodes={self._request.nodes[task]: answer.message for task, answer in refusals.items()},
-                is_final=not kinds & _WORTH_ANOTHER_TRY,
+                is_final=not is_worth_it,
             )
         )
+
+    def _waits(self, task: str) -> dict[str, Any]:
+        """Return what a task goes on waiting for, so that its node keeps its place."""
+        node = self._connections[self._request.nodes[task]].node
+        wanted = {name: want for name, (want, _) in _wanted(self._request, task, node).items()}
+        label = f"{self._request.workflow_id}/{task}"
+        return {"lease_dir": node.lease_dir, "label": label, "gpus": self._request.gpus.get(task, 0), **wanted}
 
     def _grant(self) -> None:
         tasks: dict[str, TaskBinding] = {}
