@@ -220,7 +220,7 @@ class _Agent:
         def up() -> None:
             state = records.read_state(directory)
             if state is None:
-                why = _last_line(os.path.join(directory, "pair.log"))
+                why = records.read_text(directory, "pair.log").split("\n")[-1] or "they were killed"
                 answer.refuse(OpError("internal", "the attempt's two processes did not come up: {}".format(why)))
             else:
                 answer(_lease_of(state))
@@ -393,12 +393,3 @@ class _Agent:
 
 def _lease_of(state: Json) -> Json:
     return {name: state.get(name) for name in ("gpu_ids", "port", "link_port")}
-
-
-def _last_line(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            lines = file.read().strip().split("\n")
-    except OSError:
-        return "they were killed"
-    return lines[-1] or "they were killed"

@@ -19,7 +19,7 @@ from distflow.runtime.locking import is_named
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["foreign_owner", "lock", "open_directory", "open_lock", "read", "said_of", "sign", "words_of"]
+__all__ = ["foreign_owner", "lock", "open_directory", "open_lock", "read", "said_of", "sign"]
 
 _MOST_BYTES = 4096
 _MOST_TEXT = 200
@@ -149,7 +149,7 @@ def read(fd: int) -> Optional[Json]:
     return said
 
 
-def words_of(said: Json) -> str:
+def _words_of(said: Json) -> str:
     """Who holds a lock, for a message: of what the file says, as much as fits on a line."""
     name, attempt = (_PRINTED.sub("?", str(said.get(key)))[:_MOST_TEXT] for key in ("user", "attempt"))
     pid = said.get("pid")
@@ -170,7 +170,7 @@ def _flock(fd: int) -> None:
 
 def _read_holder(fd: int) -> str:
     said = read(fd)
-    return "an unknown process" if said is None else words_of(said)
+    return "an unknown process" if said is None else _words_of(said)
 
 
 def said_of(directory: int, name: str) -> Optional[Json]:
