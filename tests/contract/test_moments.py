@@ -333,11 +333,11 @@ def test_what_becomes_of_a_lease_is_told_after_the_lease(tmp_path: Path, monkeyp
 
 
 def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_them(tmp_path: Path) -> None:
-    """Two roots share a node's GPUs. The gang's other node is taken; meanwhile nobody who asks later gets this one."""
+    """Two roots share a node's CPUs. The gang's other node is taken; meanwhile nobody who asks later gets this one."""
     hold = {"a": str(tmp_path / "leases-a"), "b": str(tmp_path / "leases-b")}
     nodes = tuple(
         Node(
-            name=name, host=name, root=str(tmp_path / name), python=sys.executable, lease_dir=hold.get(name, hold["a"]), gpus=1
+            name=name, host=name, root=str(tmp_path / name), python=sys.executable, lease_dir=hold.get(name, hold["a"]), cpus=1
         )
         for name in ("a", "b", "a of another")
     )
@@ -346,8 +346,8 @@ def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_the
 
     def request(tasks: dict[str, str]) -> LeaseRequest:
         return LeaseRequest(
-            workflow=str(uuid.uuid4()), group="g", attempt=0, nodes=tasks, gpus=dict.fromkeys(tasks, 1), master="t", port=None,
-            start_timeout_s=60,
+            workflow=str(uuid.uuid4()), group="g", attempt=0, nodes=tasks, gpus={}, cpus=dict.fromkeys(tasks, 1), master="t",
+            port=None, start_timeout_s=60,
         )  # fmt: skip
 
     def ask(what: LeaseRequest) -> Leased | LeaseRefused:
@@ -360,7 +360,8 @@ def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_the
         return answers()[-1]
 
     gang, short = request({"t": "a", "u": "b"}), request({"t": "a of another"})
-    taken = leases.take(hold["b"], 1, [0], None, {"user": "another", "attempt": f"{uuid.uuid4()}/g/t/0", "pid": 1})
+    other = {"user": "another", "attempt": f"{uuid.uuid4()}/g/t/0", "pid": 1}
+    taken = leases.take(hold["b"], 0, [], None, other, {"cpus": (1, 1)})
     connections = {one.name: Connection(pool, one, LocalTransport(one.name), seen.append, Logs()) for one in nodes}
     try:
         for connection in connections.values():
@@ -373,7 +374,7 @@ def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_the
             assert isinstance(answer, LeaseRefused), "it overtook"
             return answer.nodes["a of another"]
 
-        wait_until(lambda: "GPUs are free and 1 are kept for" in refusal(), 20, "the place that is kept")
+        wait_until(lambda: "CPUs are kept for" in refusal(), 20, "the place that is kept")
         taken.close()
         assert isinstance(ask(gang), Leased)
     finally:
