@@ -203,8 +203,10 @@ def _show_error(error: DistflowError, arguments: Sequence[str]) -> None:
 
 def _say(text: str) -> None:
     """Tell of an error. Where nobody can be told, the exit code still says it."""
+    from distflow.cli.tables import plain_lines
+
     with suppress(OSError):
-        print(text, file=sys.stderr)
+        print(plain_lines(text), file=sys.stderr)  # it quotes specs, nodes and stores
 
 
 def wants_json(arguments: Sequence[str]) -> bool:

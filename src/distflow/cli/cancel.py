@@ -12,6 +12,7 @@ import typer
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
 from distflow.cli.reach import cancel_json, cancel_words, left_behind
+from distflow.cli.tables import plain, plain_lines
 from distflow.errors import DistflowError, InputError
 from distflow.state.directory import StateDirectory
 from distflow.state.record import CancelRequest, Event, WorkflowRecord
@@ -65,12 +66,12 @@ def cancel(
                 asked = [str(item["name"]) for item in results if "error" not in item]
                 _await_end(directory, store, asked, wait)
                 for words in (words for key in asked for words in left_behind(store.find(key))):
-                    print(f"warning: {words}", file=sys.stderr)
+                    print(f"warning: {plain(words)}", file=sys.stderr)
     if format_type is Format.JSON:
         print(json.dumps({"workflows": results}, indent=2))
     if failures:
         for failure in failures:
-            print(f"error: {failure}", file=sys.stderr)
+            print(f"error: {plain_lines(str(failure))}", file=sys.stderr)
         # Each stands in the one JSON document too; raised, the last would become a second one.
         raise typer.Exit(failures[-1].exit_code)
 

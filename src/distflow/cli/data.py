@@ -16,7 +16,7 @@ import typer
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption
 from distflow.cli.progress import ProgressLine
-from distflow.cli.tables import plain
+from distflow.cli.tables import plain, plain_lines
 from distflow.cli.times import iso
 from distflow.documents.quantities import bytes_text
 from distflow.documents.urls import parse_url
@@ -204,7 +204,7 @@ def check(
     except DistflowError as error:
         if format_type is Format.JSON:
             print(json.dumps({"status": "fail", "error": error.message, "hint": error.hint}, indent=2))
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {plain_lines(str(error))}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         raise
     if format_type is Format.JSON:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 
+from distflow.cli.tables import plain
 from distflow.state.record import TaskRecord, WorkflowRecord
 
 __all__ = ["error_text", "show_errors"]
@@ -22,7 +23,7 @@ def show_errors(record: WorkflowRecord, group: str, task: str, attempt: int | No
     found = [(one, error) for one in attempts if (error := _error(one)) is not None]
     for one, error in found:
         for line in error_text(error).splitlines():
-            print(f"[{task}{f' retry-{one.attempt}' if one.attempt else ''}] {line}")
+            print(f"[{task}{f' retry-{one.attempt}' if one.attempt else ''}] {plain(line)}")
     if not found:
         has_ended = bool(attempts) and all(one.state.is_final for one in attempts)
         print(

@@ -15,7 +15,7 @@ from distflow.backends.machines.sessions import Exit, Session, Size
 from distflow.cli.beside import Place, find_place
 from distflow.cli.command import command_app
 from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow, pause
-from distflow.cli.tables import Paint
+from distflow.cli.tables import Paint, plain, plain_lines
 from distflow.cli.terminal import raw_terminal, read_size
 from distflow.documents.words import did_you_mean
 from distflow.errors import (
@@ -115,7 +115,7 @@ def _one(place: Place, argv: Sequence[str], connect_timeout: int, again: Callabl
             if again is None or not keyboard.was_used:
                 raise
             keyboard.hold()
-            print(f"{error}; connecting again, Ctrl-C ends it", file=sys.stderr)
+            print(f"{plain_lines(str(error))}; connecting again, Ctrl-C ends it", file=sys.stderr)
         pause(_AGAIN_S)
         place = again()
 
@@ -145,7 +145,7 @@ def _carry(session: Session) -> int:
     for event in session.events():
         if isinstance(event, Exit):
             if event.why:
-                print(f"\r\n{event.why}\r", file=sys.stderr)
+                print(f"\r\n{plain(event.why)}\r", file=sys.stderr)
             return event.code
         is_error, data = event
         _write(2 if is_error else 1, data)
@@ -249,7 +249,7 @@ def _all(places: Sequence[Place], argv: Sequence[str], connect_timeout: int) -> 
         for session in sessions:
             session.close()
     for error in errors[1:]:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain_lines(str(error))}", file=sys.stderr)
     if errors:
         raise errors[0]
     return max(codes)

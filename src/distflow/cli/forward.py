@@ -17,6 +17,7 @@ import typer
 from distflow.backends.machines.backend import transport_of
 from distflow.cli.command import command_app
 from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
+from distflow.cli.tables import plain_lines
 from distflow.errors import InputError, NodeUnreachable, WorkflowEnded
 from distflow.lifecycle.states import State
 from distflow.state.record import TaskRecord, WorkflowRecord
@@ -146,7 +147,7 @@ def _serve(transport: Transport, port: int, connection: socket.socket, timeout_s
         try:
             stream = transport.dial(port, timeout_s=timeout_s)
         except NodeUnreachable as error:
-            print(f"warning: {error}", file=sys.stderr)
+            print(f"warning: {plain_lines(str(error))}", file=sys.stderr)
             return
         back = threading.Thread(target=_back, args=(stream, connection), daemon=True)
         back.start()

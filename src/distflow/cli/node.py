@@ -14,7 +14,7 @@ from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.places import PoolOption, chosen_places, each_place
 from distflow.cli.reap import reap
-from distflow.cli.tables import table
+from distflow.cli.tables import plain, table
 from distflow.cli.uninstall import uninstall
 from distflow.documents.quantities import parse_duration
 from distflow.errors import InputError, NodeUnreachable
@@ -89,7 +89,7 @@ def _show(results: list[Cleaned], dry_run: bool, format_type: Format) -> None:
         print(json.dumps({"dry_run": dry_run, "nodes": rows}, indent=2))
         return
     text = [
-        (one.node, str(len(one.removed)), str(one.kept), f"{one.freed_bytes / 2**20:.1f} MiB", one.error or "-")
+        (one.node, str(len(one.removed)), str(one.kept), f"{one.freed_bytes / 2**20:.1f} MiB", plain(one.error) or "-")
         for one in results
     ]
     print(table(("Node", "Would remove" if dry_run else "Removed", "Kept", "Freed", "Error"), text), end="")

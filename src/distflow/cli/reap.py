@@ -64,7 +64,7 @@ def _show(results: list[Reaped], dry_run: bool) -> None:
     for one in results:
         if one.settled:
             verb = "would be recorded" if dry_run else "is recorded now"
-            print(f"{one.node}: the end of {len(one.settled)} that nobody watched {verb}: {', '.join(one.settled)}")
+            print(f"{one.node}: the end of {len(one.settled)} that nobody watched {verb}: {plain(', '.join(one.settled))}")
     reached = sum(1 for one in results if not one.error)
     if not rows and reached:
         print(f"nothing is left on {reached} node{'s' if reached > 1 else ''}")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from distflow.backends.machines.sessions import Exit, Session
 from distflow.cli.beside import find_place
 from distflow.cli.reading import choose_tasks, open_workflow
+from distflow.cli.tables import plain, plain_lines
 from distflow.errors import DistflowError
 
 __all__ = ["main"]
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         finally:
             session.close()
     except DistflowError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain_lines(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         return 1  # rsync has ended, and says why
@@ -44,7 +45,7 @@ def _carry(session: Session) -> int:
     for event in session.events():
         if isinstance(event, Exit):
             if event.why:
-                print(event.why, file=sys.stderr)
+                print(plain(event.why), file=sys.stderr)
             return event.code
         is_error, data = event
         view = memoryview(data)

@@ -13,6 +13,7 @@ from distflow.cli import wiring
 from distflow.cli.command import Format
 from distflow.cli.secrets import gather_secrets
 from distflow.cli.submission import Overrides, Ready, pool_key
+from distflow.cli.tables import plain_lines
 from distflow.documents.problems import Problem
 from distflow.documents.urls import parse_url
 from distflow.errors import DistflowError, WorkflowEnded
@@ -150,11 +151,11 @@ def _print_causes(record: WorkflowRecord) -> None:
     """Say why it failed, where the status line has just said that it did."""
     for group in record.groups:
         if group.message:
-            print(f"{group.name}: {group.status}: {group.message}", file=sys.stderr)
+            print(f"{group.name}: {group.status}: {plain_lines(group.message)}", file=sys.stderr)
     print(f"more: distflow workflow query {record.id}", file=sys.stderr)
 
 
 def warn(warnings: Iterable[Problem]) -> None:
     """Show findings that stop nothing."""
     for problem in warnings:
-        print(problem.as_text(), file=sys.stderr)
+        print(plain_lines(problem.as_text()), file=sys.stderr)

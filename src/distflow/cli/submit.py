@@ -29,6 +29,7 @@ from distflow.cli.submission import (
     plan_for,
     propose,
 )
+from distflow.cli.tables import plain_lines
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.errors import InputError
 from distflow.lifecycle.upstream import waits_for
@@ -239,7 +240,7 @@ def _dry_run(ready: Ready, scripts: Path | None, format_type: Format, blobs: Pat
     if format_type is Format.JSON:
         print(json.dumps(plan_json(ready.plan, ready.placement), indent=2))
     else:
-        print(plan_text(ready.plan, ready.placement, ready.checked.pictures), end="")
+        print(plain_lines(plan_text(ready.plan, ready.placement, ready.checked.pictures)), end="")
 
 
 def _write_scripts(ready: Ready, folder: Path, blobs: Path) -> None:

