@@ -20,6 +20,9 @@ _COLORS = re.compile(r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
 _LABEL = re.compile(r"\[(?P<name>[A-Za-z_]\w{0,40}?) ?(?P<number>\d{1,9})\]:")
 """torch labels tracebacks ``[rank3]: `` once a rank has joined its world; ``torchrun --tee`` labels lines ``[default1]:``."""
 _TRACEBACK = re.compile(r"(?P<lead> *(?:\+ Exception Group |Original )?)Traceback \(most recent call last\):\s*")
+_UNCOMPILED = re.compile(r'  File "[^"]{1,4096}", line \d{1,9}\s*')
+"""Where Python cannot compile the script itself, it prints no head: only the place, the line with a mark, and the error."""
+_COMPILER_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
 _EXCEPTION = re.compile(r"(?:[^\W\d]\w*\.)*[^\W\d]\w*(?:: .*|:)?\s*")
 _IN_GROUP = re.compile(r" +\| (?P<text>(?:[^\W\d]\w*\.)*[^\W\d]\w*: .*)")
 _LINKS = ("The above exception was the direct cause of", "During handling of the above exception", "-- Process ")
@@ -156,19 +159,21 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
     position = 0
     while position < len(stream.lines):
         head = _TRACEBACK.fullmatch(stream.lines[position][1])
+        is_uncompiled = head is None and _UNCOMPILED.fullmatch(stream.lines[position][1]) is not None
         position += 1
-        if head is None:
+        if head is None and not is_uncompiled:
             continue
         begin = position - 1
         if begin and stream.lines[begin - 1][1].startswith(_HARMLESS):
             continue
         shown = ""
         while position < len(stream.lines) and stream.lines[position][1][:1] in (" ", "\t"):
-            in_group = _IN_GROUP.fullmatch(stream.lines[position][1]) if "Group" in head["lead"] else None
+            in_group = _IN_GROUP.fullmatch(stream.lines[position][1]) if head and "Group" in head["lead"] else None
             shown = shown or (in_group["text"] if in_group else "")
             position += 1
         if not shown:
-            if position == len(stream.lines) or not _EXCEPTION.fullmatch(stream.lines[position][1]):
+            exception = _COMPILER_ERROR if is_uncompiled else _EXCEPTION
+            if position == len(stream.lines) or not exception.fullmatch(stream.lines[position][1]):
                 continue
             shown = stream.lines[position][1].strip()
             position += 1

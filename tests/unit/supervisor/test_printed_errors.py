@@ -58,6 +58,38 @@ def test_an_exception_that_led_to_another_stands_in_its_traceback(version: str) 
     assert told.traceback.count(BEGIN) == 2
 
 
+UNCOMPILED = ['  File "/data/train.py", line 2', '    print("start"', "         ^", "SyntaxError: '(' was never closed"]
+"""What Python prints for a script that it cannot compile: no head, and no function."""
+
+
+@pytest.mark.parametrize("error", ["SyntaxError: '(' was never closed", "IndentationError: unexpected indent", "TabError: x"])
+def test_a_script_that_cannot_be_compiled_is_reported_with_its_line(error: str) -> None:
+    lines = ["setting up", *UNCOMPILED[:3], error]
+    told = hear(FAILED, lines)
+    assert (told.detail, told.traceback) == (error, "\n".join(lines[1:]))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_under_torchrun_a_script_that_cannot_be_compiled_is_reported_with_its_rank(version: str) -> None:
+    launcher = output(version, "exits.bare")
+    told = hear(FAILED, [*(RankText.of(line, rank) for rank in (0, 1) for line in UNCOMPILED), *launcher])
+    assert (told.rank, told.detail) == ("1", UNCOMPILED[-1])
+    assert told.traceback == "\n".join(UNCOMPILED)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [*UNCOMPILED[:3], "ValueError: bad label"],
+        ['  File "/data/train.py", line 2, in <module>', "    main()", UNCOMPILED[-1]],
+        [UNCOMPILED[0], "nothing was found there"],
+        UNCOMPILED[:3],
+    ],
+)
+def test_other_lines_that_name_a_file_are_not_taken_for_a_script_that_cannot_be_compiled(lines: list[str]) -> None:
+    assert printed_exceptions(lines) == []
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_ranks_that_lost_a_peer_are_known_by_their_exception(version: str) -> None:
     told = hear(FAILED, output(version, "two_nodes.0"))
