@@ -71,9 +71,18 @@ def open_workflow(key: str, *, tell_age: bool = True) -> Iterator[tuple[StateDir
 
 
 def reading_directory() -> StateDirectory:
-    """Return the state directory; whether it can be written is only tried when there is nothing yet. Raises ``StateError``."""
+    """Return the state directory; whether it can be written is only tried when there is nothing yet. Raises ``StateError``.
+
+    One of another user is only read: what can be written is supervised with this user's rights.
+    """
+    from distflow.state.opening import is_read_only  # sqlite3, which completion of nothing does not need
+
     directory = find_state_directory(os.environ)
-    return directory if os.path.exists(directory.store) else directory.ensure()
+    if not os.path.exists(directory.store):
+        return directory.ensure()
+    if not is_read_only(directory.store):
+        directory.check_owner()
+    return directory
 
 
 def wake(directory: StateDirectory, store: Store) -> None:

@@ -92,7 +92,10 @@ def credentials_for() -> CredentialsFor:
     """Return what knows the credentials of a URL's profile; without one the environment and the driver's own chain hold."""
     from distflow.state.storekeys import kept_in
 
-    return kept_in(find_state_directory(os.environ).credentials)
+    directory = find_state_directory(os.environ)
+    if directory.credentials.exists():
+        directory.check_owner()  # they name servers, to which data is sent
+    return kept_in(directory.credentials)
 
 
 def datasets_url(configuration: Configuration) -> str:

@@ -1,4 +1,4 @@
-"""Whose a configuration file is: one of another user would decide what runs with this user's rights."""
+"""Whose a configuration file or a state directory is: one of another user would decide what runs with this user's rights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["owned_by_stranger", "why_not_trusted"]
+__all__ = ["owned_by_stranger", "user_name", "why_not_trusted"]
 
 
 def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
@@ -17,7 +17,7 @@ def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
     """
     stranger, found = owned_by_stranger(path, environ), os.stat(path)
     if stranger is not None:
-        return f"it belongs to {_user_name(stranger)}"
+        return f"it belongs to {user_name(stranger)}"
     if found.st_mode & stat.S_IWOTH:
         return "every user may write to it"
     if found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid, found.st_uid):
@@ -36,7 +36,8 @@ def owned_by_stranger(path: Path, environ: Mapping[str, str]) -> int | None:
     return next((found.st_uid for found in (os.lstat(path), os.stat(path)) if found.st_uid not in users), None)
 
 
-def _user_name(uid: int) -> str:
+def user_name(uid: int) -> str:
+    """Return words for a user: the name, or the number where there is none."""
     import pwd  # noqa: PLC0415  only for an error
 
     try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import StateError
+from distflow.pools.ownership import owned_by_stranger, user_name
 
 __all__ = ["StateDirectory", "find_state_directory", "has_room", "is_locked", "lock_at_once", "state_errors"]
 
@@ -86,17 +87,29 @@ class StateDirectory:
     def ensure(self) -> StateDirectory:
         """Create the directories with mode 0700 and return self.
 
-        Raises ``StateError`` when they cannot be made or used.
+        Raises ``StateError`` when they cannot be made or used, or belong to another user.
         """
         with state_errors(self.path):
-            for folder in (self.path, self.blobs, self.logs, self.secrets):
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.check_owner()
+            for folder in (self.blobs, self.logs, self.secrets):
+                folder.mkdir(exist_ok=True, mode=0o700)
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied", str(self.path))
             probe = self.path / f".probe-{os.getpid()}"
             probe.write_bytes(b"x")
             probe.unlink()
         return self
+
+    def check_owner(self) -> None:
+        """Refuse a directory of another user: it decides what runs with this user's rights. Raises ``StateError``."""
+        with state_errors(self.path):
+            stranger = owned_by_stranger(self.path, os.environ)
+        if stranger is not None:
+            raise StateError(
+                f"the state directory {self.path} belongs to {user_name(stranger)}, who could run commands as you",
+                hint="point DISTFLOW_STATE at a directory of your own",
+            )
 
 
 @contextmanager

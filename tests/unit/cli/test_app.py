@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run, wants_json
+from distflow.errors import StateError
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +90,21 @@ def test_ctrl_c_prints_no_traceback_at_any_moment(moment: str, code: int) -> Non
     script = INTERRUPTED.replace("MODULE", moment)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_state_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["profile", "set", "pool", "local"]) == 0
+    assert run(["workflow", "list"]) == 0
+    capsys.readouterr()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "state", 54321, 54321)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    for command in (["workflow", "list"], ["workflow", "query", "x-1"], ["profile", "set", "pool", "local"]):
+        assert run(command) == StateError.exit_code
+        assert "belongs to the user" in capsys.readouterr().err
 
 
 HIDING = r"""workflow:
