@@ -62,7 +62,8 @@ class Mirror:
     def write(self, attempt: str, file: str, offset: int, data: bytes) -> None:
         """Put ``data`` where it stood on the node, and drop what the node no longer keeps.
 
-        Raises ``OSError`` when this disk does not take it, ``ValueError`` for a name that is not one of the output's files.
+        Raises ``OSError`` when this disk does not take it, ``ValueError`` for a name that is not one of the output's files, and
+        for data behind a gap: the sparse file would take readers of the output days.
         """
         segment = logfiles.parse(file)
         if segment is None:
@@ -77,6 +78,9 @@ class Mirror:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
+            size = os.fstat(handle).st_size
+            if offset > size:
+                raise ValueError(f"the output {attempt}/{file} has {size} bytes here, and goes on at {offset}")
             written = 0
             while written < len(data):
                 written += os.pwrite(handle, data[written:], offset + written)

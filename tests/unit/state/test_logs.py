@@ -10,6 +10,7 @@ import pytest
 
 from distflow.state import logs
 from distflow.state.logs import LogLine, LogSource, end_lines, follow_lines, mirrored_bytes, read_lines
+from distflow.state.mirror import Mirror
 from unit.state.stored import write_log
 
 
@@ -363,3 +364,13 @@ def test_following_a_long_log_of_ranks_reads_little_of_its_index(tmp_path: Path,
     # The newest line waits for one look more: its text might have come before the record of another rank.
     assert by_rank(lines) == [(1, "line"), (0, "line"), (1, "line")]
     assert read < 1 << 20
+
+
+def test_output_behind_a_gap_is_refused(tmp_path: Path) -> None:
+    # A sparse file of terabytes costs a node one message, and whoever reads the log days.
+    mirror, attempt = Mirror(tmp_path), "0" * 32 + "/g/t/0"
+    mirror.write(attempt, "output.log", 0, b"one\n")
+    with pytest.raises(ValueError, match="has 4 bytes here, and goes on at 1000000000000"):
+        mirror.write(attempt, "output.log", 10**12, b"x")
+    mirror.write(attempt, "output.log", 2, b"e\ntwo\n")
+    assert (tmp_path / attempt / "output.log").read_bytes() == b"one\ntwo\n"
