@@ -250,9 +250,10 @@ def test_what_a_node_says_right_behind_hello_is_not_overtaken_by_it(tmp_path: Pa
         connection.begin()
         try:
             wait_until(lambda: any(isinstance(one, NodeUp) for one in seen), 20)
-            wait_until(lambda: connection._streams, 20)
+            wait_until(lambda: any(isinstance(one, Started) for one in seen), 20)
             kinds = [type(one) for one in seen if isinstance(one, (Prepared, Started))]
             assert kinds == [Prepared, Started]
+            assert connection._streams
         finally:
             request(link, "stop", attempt=key.name, grace_s=0, why="")
             connection.close()
