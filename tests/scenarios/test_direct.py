@@ -213,7 +213,7 @@ def test_a_node_whose_link_is_cut_goes_on_when_it_is_back(lab: Lab, s3: S3Server
     lab.servers["gpu1"].stop()
     # It ends with its connection; and that one is away for longer than any number of tries.
     wait_until(lambda: pid not in _deliverers(cli), 60)
-    lab.await_message(ident, "their outputs are written: s3://b/x; gpu1 is out of reach: ")
+    lab.await_message(ident, "their outputs are written: s3://b/x; gpu1 is unreachable: ")
     lab.servers["gpu1"].start()
     s3.thaw()
     _all_is_there(cli, s3, ident)

@@ -80,7 +80,7 @@ def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab
     server = lab.servers[away]
     repair = _refuse_our_key(server)
     server.restart()
-    shown = lab.await_message(workflow, f"{away} is out of reach since", "refused our key", "authorized_keys")
+    shown = lab.await_message(workflow, f"{away} has been unreachable since", "refused our key", "authorized_keys")
     assert "RUNNING" in shown
     answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR")
     cause = answer["groups"][0]["first_cause"]
@@ -100,11 +100,11 @@ def test_a_server_that_is_back_in_time_loses_no_node(lab: Lab) -> None:
     away = cli.await_running(workflow)["worker-1"]["node_name"]
     begun = time.monotonic()
     lab.servers[away].stop()
-    lab.await_message(workflow, f"{away} is out of reach since", "RUNNING")
+    lab.await_message(workflow, f"{away} has been unreachable since", "RUNNING")
     # The growing pauses of before were 8.6 s in sum, and the next one was 10 s long.
     wait_until(lambda: time.monotonic() > begun + 9.5, 20)
     lab.servers[away].start()
-    wait_until(lambda: "out of reach since" not in cli.run("workflow", "query", workflow).out, 60)
+    wait_until(lambda: "unreachable since" not in cli.run("workflow", "query", workflow).out, 60)
     go.touch()
     cli.await_status(workflow, "COMPLETED")
 
@@ -134,7 +134,7 @@ def _events(cli: Cli, workflow: str) -> str:
 
 
 def _lost_before_the_start(lab: Lab) -> tuple[str, Sshd]:
-    """Bring a gang so far that all of it is prepared and its master's host out of reach; return the workflow and that host."""
+    """Bring a gang so far that all of it is prepared and its master's host unreachable; return the workflow and that host."""
     cli = lab.cli
     (cli.folder / "data.bin").write_bytes(os.urandom(1 << 20) * SIZE_MB)
     workflow = cli.submit(cli.spec(STEPS))
@@ -146,7 +146,7 @@ def _lost_before_the_start(lab: Lab) -> tuple[str, Sshd]:
     lost = lab.servers[cli.tasks(workflow)["master"]["node_name"]]
     wait_until(lambda: "[master] ready to start" in _events(cli, workflow), 60)
     lost.freeze()
-    lab.await_message(workflow, f"{lost.alias} is out of reach since", "INITIALIZING")
+    lab.await_message(workflow, f"{lost.alias} has been unreachable since", "INITIALIZING")
     sending.thaw()
     wait_until(lambda: "[worker] ready to start" in _events(cli, workflow), 60)
     return workflow, lost
@@ -156,7 +156,7 @@ def test_a_host_lost_between_prepare_and_start_is_waited_for_and_nothing_starts_
     cli = lab.cli
     lab.configure(connect_timeout="2s")
     workflow, lost = _lost_before_the_start(lab)
-    lab.await_message(workflow, f"{lost.alias} is out of reach since", "INITIALIZING")
+    lab.await_message(workflow, f"{lost.alias} has been unreachable since", "INITIALIZING")
     assert "started on" not in _events(cli, workflow)
     lost.thaw()
     cli.await_status(workflow, "COMPLETED", timeout=90)
@@ -167,7 +167,7 @@ def test_a_start_that_is_not_possible_in_time_fails_and_names_the_host(lab: Lab)
     cli = lab.cli
     lab.configure(connect_timeout="2s", start_barrier="25s", node_lost_after="5m")
     workflow, lost = _lost_before_the_start(lab)
-    lab.await_message(workflow, f"not ready within 25 s: master on {lost.alias}, which is out of reach", "STOPPING")
+    lab.await_message(workflow, f"not ready within 25 s: master on {lost.alias}, which is unreachable", "STOPPING")
     lost.thaw()
     cli.await_status(workflow, "FAILED_START_TIMEOUT", timeout=90)
     assert "started on" not in _events(cli, workflow)

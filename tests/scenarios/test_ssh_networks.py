@@ -159,14 +159,14 @@ def test_four_tasks_lose_nothing_when_the_supervisor_is_killed_and_a_link_is_cut
     hosts["gpu2"].cut()
     # Any command that sees unfinished work starts another one, which finds one host and misses the other.
     for workflow in workflows:
-        far_lab.await_message(workflow, "gpu2 is out of reach since", "RUNNING")
+        far_lab.await_message(workflow, "gpu2 has been unreachable since", "RUNNING")
     there = [len(_numbers(cli.logs(workflow), "worker")) for workflow in workflows]
     _pause(CUT_S)
     assert all(cli.query(workflow)["status"] == "RUNNING" for workflow in workflows)
     assert [len(_numbers(cli.logs(workflow), "worker")) for workflow in workflows] == there
     hosts["gpu2"].heal()
     for workflow in workflows:
-        wait_until(lambda: "out of reach" not in cli.run("workflow", "query", workflow).out, 90)  # noqa: B023
+        wait_until(lambda: "unreachable" not in cli.run("workflow", "query", workflow).out, 90)  # noqa: B023
     go.touch()
     for workflow in workflows:
         cli.await_status(workflow, "COMPLETED")
@@ -220,21 +220,21 @@ def test_cancel_of_a_task_out_of_reach_says_so_and_is_done_as_soon_as_it_can_be(
     workflow, let_go = _two(far_lab)
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()
-    far_lab.await_message(workflow, f"{away} is out of reach since")
+    far_lab.await_message(workflow, f"{away} has been unreachable since")
     canceled = cli.run("workflow", "cancel", workflow)
     assert canceled.code == 0
-    assert f"{workflow}: asked to stop\n{workflow}: {away} is out of reach since" in canceled.out
+    assert f"{workflow}: asked to stop\n{workflow}: {away} has been unreachable since" in canceled.out
     assert f"worker may run on there, and will be stopped as soon as {away} answers" in canceled.out
     assert "node_lost_after (300 s)" in canceled.out
     asked = cli.run("workflow", "cancel", workflow, "--wait", "2", "-t", "json")
     assert asked.code == 3
-    assert f"{away} is out of reach since" in asked.err
-    shown = far_lab.await_message(workflow, "STOPPING", f"{away} is out of reach")
+    assert f"{away} has been unreachable since" in asked.err
+    shown = far_lab.await_message(workflow, "STOPPING", f"{away} has been unreachable")
     assert "FAILED_CANCELED" in shown
     hosts[away].heal()
     answer = cli.await_status(workflow, "FAILED_CANCELED", timeout=90)
     assert [task["status"] for task in answer["groups"][0]["tasks"]] == ["FAILED_CANCELED"] * 2
-    assert "out of reach since" not in cli.run("workflow", "query", workflow).out
+    assert "unreachable since" not in cli.run("workflow", "query", workflow).out
     let_go()
 
 
@@ -244,7 +244,7 @@ def test_a_canceled_task_whose_node_stays_away_is_named_in_the_end(far_lab: Lab,
     workflow, _ = _two(far_lab)
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()
-    far_lab.await_message(workflow, f"{away} is out of reach since")
+    far_lab.await_message(workflow, f"{away} has been unreachable since")
     canceled = cli.run("workflow", "cancel", workflow, "--wait", "60", "-t", "json")
     assert canceled.code == 0
     assert '"out_of_reach": [\n' in canceled.out
@@ -264,7 +264,7 @@ def test_a_link_that_is_back_in_time_loses_no_node(far_lab: Lab, hosts: dict[str
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()
     begun = time.monotonic()
-    far_lab.await_message(workflow, f"{away} is out of reach since")
+    far_lab.await_message(workflow, f"{away} has been unreachable since")
     wait_until(lambda: time.monotonic() > begun + 12.0, 20)
     hosts[away].heal()
     let_go()
@@ -306,7 +306,7 @@ def test_a_host_that_dies_while_files_are_sent_ends_the_start_and_is_named(far_l
     wait_until(lambda: largest_file(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
     hosts["gpu2"].cut()
     assert largest_file(cli.folder / "gpu2") < 48 << 20
-    far_lab.await_message(workflow, "gpu2 is out of reach since", "INITIALIZING")
+    far_lab.await_message(workflow, "gpu2 has been unreachable since", "INITIALIZING")
     answer = wait_until(lambda: _stopping(cli, workflow), 60)
     assert "gpu2" in answer
     hosts["gpu2"].heal()
@@ -326,7 +326,7 @@ def test_files_that_were_cut_off_are_sent_again_when_the_host_comes_back(far_lab
     workflow = cli.submit(cli.spec(BLOB))
     wait_until(lambda: largest_file(cli.folder / "gpu2") > 1 << 20, 60, "the file is on its way")
     hosts["gpu2"].cut()
-    far_lab.await_message(workflow, "gpu2 is out of reach since")
+    far_lab.await_message(workflow, "gpu2 has been unreachable since")
     hosts["gpu2"].heal()
     cli.await_status(workflow, "COMPLETED", timeout=90)
     assert cli.logs(workflow).count(str(48 << 20)) == 2
@@ -338,7 +338,7 @@ def test_a_host_that_dies_while_it_runs_fails_the_gang_after_node_lost_after(far
     workflow, _ = _two(far_lab)
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()
-    far_lab.await_message(workflow, f"{away} is out of reach since", "RUNNING")
+    far_lab.await_message(workflow, f"{away} has been unreachable since", "RUNNING")
     answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR")
     cause = answer["groups"][0]["first_cause"]
     assert (cause["task"], cause["node"], cause["reason"]) == ("worker", away, "NODE_LOST")
@@ -360,7 +360,7 @@ def test_an_address_at_which_packets_vanish_is_waited_for(far_lab: Lab, hosts: d
     hosts["gpu2"].cut()
     workflow, let_go = _two(far_lab)
     far_lab.await_message(
-        workflow, "waits:", f"gpu2: {hosts['gpu2'].sshd.user}@{hosts['gpu2'].address}:22 did not answer within 1 s"
+        workflow, "Waiting for nodes:", f"gpu2: {hosts['gpu2'].sshd.user}@{hosts['gpu2'].address}:22 did not answer within 1 s"
     )
     hosts["gpu2"].heal()
     cli.await_running(workflow)

@@ -38,7 +38,7 @@ def cancel(
 ) -> None:
     """End workflows: TERM to every task, KILL after the pool's grace, and proof that nothing is left.
 
-    Every id is tried; if one of them cannot be canceled, the exit code says so. A task whose node is out of reach is stopped as
+    Every id is tried; if one of them cannot be canceled, the exit code says so. A task whose node is unreachable is stopped as
     soon as the node answers.
     """
     directory = wiring.state_directory()

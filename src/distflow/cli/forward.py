@@ -65,7 +65,7 @@ def port_forward(
             raise InputError(f"{node.name} is this machine: a port cannot lead to itself", hint=hint)
         doors = {held.enter_context(contextlib.closing(_listen(host, ours))): (ours, theirs) for ours, theirs in pairs}
         transport = held.enter_context(contextlib.closing(transport_of(pool, node)))
-        # A node that is out of reach is told now, and not to the first who comes.
+        # A node that is unreachable is reported now, and not to the first who comes.
         transport.run(["true"], timeout_s=connect_timeout)
         for ours, theirs in pairs:
             print(f"{host}:{ours} is port {theirs} of {node.name}; Ctrl-C ends it", file=sys.stderr, flush=True)

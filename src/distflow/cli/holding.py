@@ -8,6 +8,7 @@ from distflow.backends.machines.holders import Holder, Holders
 from distflow.cli.tables import plain, table
 from distflow.cli.usage import Usage
 from distflow.documents.quantities import bytes_text
+from distflow.runtime.holdernames import folded
 
 __all__ = ["holders_json", "holders_text"]
 
@@ -20,7 +21,7 @@ def holders_text(found: Found, ids: Mapping[str, str]) -> str:
         (usage.node.name, _what(one), plain(one.user), plain(_task(one, ids))) for usage, said in found for one in said.holders
     ]
     rows += [(usage.node.name, f"GPU {gpu}", "", plain(words)) for usage, said in found for gpu, words in said.foreign]
-    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else ["nobody holds anything on these nodes\n"]
+    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else ["Nothing is in use on these nodes\n"]
     lines += [f"{usage.node.name}: not asked: {plain(said.error)}\n" for usage, said in found if said.error]
     return "".join(lines)
 
@@ -30,7 +31,8 @@ def holders_json(said: Holders, ids: Mapping[str, str]) -> dict[str, object]:
     return {
         "holders": [
             {
-                "user": one.user, "workflow_id": ids.get(one.attempt.split("/")[0]), "attempt": one.attempt, "pid": one.pid,
+                "user": one.user, "workflow_id": ids.get(one.attempt.split("/")[0]), "attempt": one.attempt,
+                "label": one.label or None, "pid": one.pid,
                 "gpus": list(one.gpus), "ports": list(one.ports), "cpu": one.cpus, "memory": one.memory,
             }
             for one in said.holders
@@ -41,14 +43,14 @@ def holders_json(said: Holders, ids: Mapping[str, str]) -> dict[str, object]:
 
 
 def _what(one: Holder) -> str:
-    found = [f"GPU {', '.join(map(str, one.gpus))}"] if one.gpus else []
+    found = [f"GPU{'s' * (len(one.gpus) > 1)} {folded(one.gpus)}"] if one.gpus else []
     found += [f"{one.cpus} CPUs"] if one.cpus else []
     found += [bytes_text(one.memory)] if one.memory else []
-    found += [f"port {', '.join(map(str, one.ports))}"] if one.ports else []
+    found += [f"port{'s' * (len(one.ports) > 1)} {folded(one.ports)}"] if one.ports else []
     return ", ".join(found)
 
 
 def _task(one: Holder, ids: Mapping[str, str]) -> str:
-    """Return the task as people know it; of a workflow that is not in this user's record, the attempt."""
+    """Return the workflow and task that hold something, as this user's record names them, or else their lease."""
     uuid, *rest = one.attempt.split("/")
-    return f"{ids[uuid]}/{rest[1]}" if uuid in ids and len(rest) == 3 else one.attempt
+    return f"{ids[uuid]}/{rest[1]}" if uuid in ids and len(rest) == 3 else one.label or "unknown task"

@@ -13,7 +13,7 @@ __all__ = ["NodeAway", "cancel_json", "cancel_words", "left_behind", "nodes_away
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAway:
-    """A node that is out of reach, and the unfinished tasks of one group there."""
+    """An unreachable node, and the unfinished tasks of one group there."""
 
     node: str
     since: float
@@ -23,11 +23,11 @@ class NodeAway:
     @property
     def words(self) -> str:
         """One sentence."""
-        return f"{self.node} is out of reach since {local_second(self.since)}: {self.error}"
+        return f"{self.node} has been unreachable since {local_second(self.since)}: {self.error}"
 
 
 def nodes_away(group: GroupRecord) -> list[NodeAway]:
-    """Return the nodes of a group that are out of reach, in the order of its tasks."""
+    """Return the unreachable nodes of a group, in the order of its tasks."""
     found: dict[str, NodeAway] = {}
     for task in group.tasks:
         if task.node is None or task.out_of_reach is None or task.state.is_final:
@@ -40,7 +40,7 @@ def nodes_away(group: GroupRecord) -> list[NodeAway]:
 
 
 def cancel_words(record: WorkflowRecord, node_lost_after_s: float) -> Iterator[str]:
-    """Yield what a request to end the workflow means where a node is out of reach: what is known, and what will happen."""
+    """Yield what a request to end the workflow means where a node is unreachable: what is known, and what will happen."""
     for group in record.groups:
         for away in nodes_away(group):
             yield away.words
@@ -59,7 +59,7 @@ def left_behind(record: WorkflowRecord) -> Iterator[str]:
 
 
 def cancel_json(record: WorkflowRecord) -> list[dict[str, object]]:
-    """Return the nodes out of reach as ``cancel --format-type json`` prints them."""
+    """Return the unreachable nodes as ``cancel --format-type json`` prints them."""
     return [
         {"node": away.node, "since": iso(away.since), "error": away.error, "tasks": list(away.tasks)}
         for group in record.groups

@@ -155,7 +155,7 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
         old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
         away = {one.node: one.error for one in nodes_away(group)}
         news = (node for node, error in away.items() if old_away.get(node) != error)
-        yield from (f"{node}: out of reach: {plain(away[node].partition(chr(10))[0])}" for node in news)
+        yield from (f"{node}: unreachable: {plain(away[node].partition(chr(10))[0])}" for node in news)
         yield from (f"{node}: reachable again" for node in old_away if node not in away and not group.state.is_final)
         old_tasks = {task.name: task.status for task in old.tasks} if old else {}
         for task in group.tasks:
@@ -214,7 +214,7 @@ def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> It
     elif group.state is State.WAITING:
         yield plain(group.message) or waits_for(group.upstream or ("the groups before it",))
     elif group.state is State.SCHEDULING:
-        yield from _lines(f"waits: {group.message}" if group.message else "waits for nodes")
+        yield from _lines(group.message or "Waiting for nodes")
     elif group.message:
         yield from _lines(group.message)
 

@@ -30,7 +30,7 @@ CRASHED = Rule(
 LOST = Rule(
     key="node-lost",
     shows="the reason NODE_LOST",
-    cause="a node was out of reach for longer than the pool allows",
+    cause="a node was unreachable for longer than the pool allows",
     remedy="See whether it runs and answers: `distflow pool check`. What may still run there is stopped when it is back. "
     "`retry:` in the spec lets the gang start again without a person.",
 )

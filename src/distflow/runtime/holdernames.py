@@ -7,7 +7,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from distflow.runtime.wire import Json
 
-__all__ = ["folded", "holder_name", "in_use"]
+__all__ = ["folded", "holder_name", "in_use", "label_of"]
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}/[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}")
@@ -21,9 +21,15 @@ def holder_name(said: Optional[Json], attempt: object) -> str:
         if theirs[3] != ours[3]:
             return "an earlier attempt of this group, which is ending"
         return "this group's own task {}".format(theirs[2][:100])
-    user, label = str(said.get("user") or ""), str(said.get("label") or "")
+    user, label = str(said.get("user") or ""), label_of(said)
     user = user if _USER.fullmatch(user) else "an unknown user"
-    return "{} ({})".format(label, user) if _LABEL.fullmatch(label) else user
+    return "{} ({})".format(label, user) if label else user
+
+
+def label_of(said: Json) -> str:
+    """Return the workflow and task that hold a lease, ``spin-1/worker``; empty where its file does not name them."""
+    label = str(said.get("label") or "")
+    return label if _LABEL.fullmatch(label) else ""
 
 
 def folded(numbers: Sequence[int]) -> str:

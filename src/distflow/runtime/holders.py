@@ -8,6 +8,7 @@ from typing import Dict, List, Tuple
 
 from distflow.runtime import gpuusers
 from distflow.runtime.claims import number_of
+from distflow.runtime.holdernames import label_of
 from distflow.runtime.leasefiles import open_directory, said_of
 from distflow.runtime.wire import Json, OpError
 
@@ -44,6 +45,7 @@ def _holder(said: Json) -> Json:
     return {
         "user": str(said.get("user") or "")[:100],
         "attempt": str(said.get("attempt") or "")[:500],
+        "label": label_of(said),
         "pid": number_of(said.get("pid")) or None,
         "gpus": [],
         "ports": [],

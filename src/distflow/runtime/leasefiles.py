@@ -9,12 +9,12 @@ import errno
 import fcntl
 import json
 import os
-import re
 import stat
 import time
 from typing import Optional, Tuple
 
 from distflow.runtime.facts import user_name
+from distflow.runtime.holdernames import holder_name
 from distflow.runtime.locking import is_named
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
@@ -22,8 +22,6 @@ from distflow.runtime.wire import Json, OpError
 __all__ = ["foreign_owner", "lock", "open_directory", "open_lock", "read", "said_of", "sign"]
 
 _MOST_BYTES = 4096
-_MOST_TEXT = 200
-_PRINTED = re.compile(r"[^ -~]")
 _LOOKS = 100
 _LOOK_S = 0.001
 """Looking takes microseconds."""
@@ -114,7 +112,7 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
                 return -1, "{} is no regular file".format(name)
             _flock(fd)
         except BlockingIOError:
-            who = _read_holder(fd)
+            who = holder_name(read(fd), holder.get("attempt"))
             os.close(fd)
             return -1, who
         except OSError as error:
@@ -149,13 +147,6 @@ def read(fd: int) -> Optional[Json]:
     return said
 
 
-def _words_of(said: Json) -> str:
-    """Who holds a lock, for a message: of what the file says, as much as fits on a line."""
-    name, attempt = (_PRINTED.sub("?", str(said.get(key)))[:_MOST_TEXT] for key in ("user", "attempt"))
-    pid = said.get("pid")
-    return "{} (attempt {}, pid {})".format(name, attempt, pid if isinstance(pid, int) else "unknown")
-
-
 def _flock(fd: int) -> None:
     """Lock it. Raises ``BlockingIOError`` when somebody holds it; who just looks at it (``said_of``) is waited for."""
     for _ in range(_LOOKS):
@@ -166,11 +157,6 @@ def _flock(fd: int) -> None:
             fcntl.flock(fd, fcntl.LOCK_UN)
             time.sleep(_LOOK_S)  # noqa: TID251  flock knows no time limit
     raise BlockingIOError(errno.EWOULDBLOCK, "it is looked at again and again")
-
-
-def _read_holder(fd: int) -> str:
-    said = read(fd)
-    return "an unknown process" if said is None else _words_of(said)
 
 
 def said_of(directory: int, name: str) -> Optional[Json]:

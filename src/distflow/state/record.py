@@ -182,7 +182,7 @@ class TaskRecord:
     log_complete: bool = False
     """All of its output is mirrored here, or it is known that the rest never will be."""
     stray: Stray | None = None
-    """Set when it was given up while it may still run: its node was out of reach for too long."""
+    """Set when it was given up while it may still run: its node was unreachable for too long."""
     grace_s: float | None = None
     """What its stop gave it between TERM and KILL; ``None`` before its node has said so."""
     outputs: tuple[str, ...] = ()

@@ -43,11 +43,15 @@ from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 from distflow.supervisor.world import NodeView
 
-__all__ = ["REFUSED", "absorb", "absorb_node", "absorb_view", "announce_wait", "end_unstarted", "stop_unstarted"]
+__all__ = [
+    "REFUSED", "WAITING", "absorb", "absorb_node", "absorb_view", "announce_wait", "end_unstarted", "stop_unstarted",
+]  # fmt: skip
 
 REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
 """Why an attempt that holds its lease will never start."""
 
+WAITING = "Waiting for nodes: "
+"""How the message of a group that waits for nodes begins."""
 _ANNOUNCED = 32
 """Messages of a waiting group that are remembered, so that no event is written again and again."""
 
@@ -134,7 +138,7 @@ def absorb_node(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[Workfl
                 after = after.with_group(after.group(group.name).with_task(replace(task, out_of_reach=away)))
     if not is_news:
         return record, []
-    words = f"out of reach: {seen.error}" if isinstance(seen, NodeDown) else "reachable again"
+    words = f"unreachable: {seen.error}" if isinstance(seen, NodeDown) else "reachable again"
     return after, [_event(record, seen.at, "node", f"{seen.node}: {words}")]
 
 
@@ -194,6 +198,7 @@ def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, str]:
 
     The obstacle may change back and forth every few seconds, for days.
     """
+    message = f"{WAITING}{message}"
     if group.message == message:
         return group, ""
     announced = group.announced if group.announced_for == (group.attempt, group.scheduling_at) else ()
@@ -202,7 +207,7 @@ def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, str]:
         return waiting, ""
     announced = (*announced, message)[-_ANNOUNCED:]
     waiting = replace(waiting, announced=announced, announced_for=(group.attempt, group.scheduling_at))
-    return waiting, f"{group.name}: waits: {message}"
+    return waiting, f"{group.name}: {message}"
 
 
 _LEASE_LOST = ("start_timeout", "released", "runner_died", "keeper_died", "both_died")
@@ -236,7 +241,7 @@ def _prepare_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> 
 
 
 def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    # Of one that was adopted while its node was out of reach, nobody knows yet when it was started, and where.
+    # Of one that was adopted while its node was unreachable, nobody knows yet when it was started, and where.
     is_unknown = task.state in (State.RUNNING, State.STOPPING) and task.started_at is None
     if not (is_unknown or task.state is State.INITIALIZING) or not isinstance(seen, Started):
         return task, ""

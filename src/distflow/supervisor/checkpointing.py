@@ -64,7 +64,7 @@ def due(
     lost_after_s: float,
     now: float,
 ) -> Due:
-    """Return what is due at ``now``. A task that has ended has one more, unless its node is out of reach for too long."""
+    """Return what is due at ``now``. A task that has ended has one more, unless its node is unreachable for too long."""
     packs: list[tuple[TaskRecord, str]] = []
     stores: list[Command] = []
     times: list[float] = []

@@ -247,7 +247,7 @@ class _Step(Starting):
         return self.group.stop_reason.value if self.group.stop_reason else "LEAD_COMPLETED"
 
     def _lost_nodes(self) -> None:
-        """A task fails with NODE_LOST when its node was out of reach for longer than the pool allows."""
+        """A task fails with NODE_LOST when its node was unreachable for longer than the pool allows."""
         if self.pool is None:
             return
         for task in self.group.tasks:

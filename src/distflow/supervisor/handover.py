@@ -33,7 +33,7 @@ class Handover:
     saved_at: float = 0.0
     """When the last one came, or was written."""
     wake_at: float | None = None
-    """When a node will have been out of reach for too long."""
+    """When a node will have been unreachable for too long."""
 
 
 def hand_over(
@@ -126,4 +126,4 @@ def _words(missing: Sequence[TaskRecord], away: dict[str | None, NodeView], hand
 
 
 def _with_away(words: str, away: dict[str | None, NodeView]) -> str:
-    return "; ".join([words, *(f"{name} is out of reach: {view.error}" for name, view in away.items() if view.error)])
+    return "; ".join([words, *(f"{name} is unreachable: {view.error}" for name, view in away.items() if view.error)])

@@ -205,7 +205,7 @@ class Supervisor:
         view = self._nodes[place]
         self._nodes = {**self._nodes, place: absorb_view(view, seen)}
         if isinstance(seen, NodeDown):
-            words = f"{seen.node}: out of reach: {seen.error}"
+            words = f"{seen.node}: unreachable: {seen.error}"
             is_news = view.up or view.error != seen.error
             for identity, command in list(self._in_flight.items()):
                 if command.pool == seen.pool and command.node == seen.node:

@@ -195,4 +195,4 @@ def _wait_words(views: Sequence[NodeView], unplaced: Sequence[Unplaced]) -> str:
         return "no node can be reached: " + few(down, "; ")
     if any(view.up for view in views):
         words = [*filter(None, [_no_room(unplaced)]), *words]
-    return "; ".join([*words, *([f"out of reach: {few(down, '; ')}"] if down else [])])
+    return "; ".join([*words, *([f"unreachable: {few(down, '; ')}"] if down else [])])

@@ -8,7 +8,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import TaskRecord
-from distflow.supervisor.absorb import REFUSED, end_unstarted
+from distflow.supervisor.absorb import REFUSED, WAITING, end_unstarted
 from distflow.supervisor.carrying import Carriage, carry_in
 from distflow.supervisor.step import Step, seconds_text
 
@@ -50,7 +50,7 @@ class Starting(Step):
             return
         if self.now >= since + limit:
             waited = f"waited {seconds_text(limit)} for nodes (queue_timeout)"
-            message = f"{waited}; last: {self.group.message}" if self.group.message else waited
+            message = f"{waited}; last: {self.group.message.removeprefix(WAITING)}" if self.group.message else waited
             self._end_unstarted(State.FAILED, Reason.QUEUE_TIMEOUT, message)
         else:
             self.decision.wake(since + limit)
@@ -133,4 +133,4 @@ class Starting(Step):
 
 
 def _late(task: TaskRecord) -> str:
-    return f"{task.name} on {task.node}" + (", which is out of reach" if task.out_of_reach else "")
+    return f"{task.name} on {task.node}" + (", which is unreachable" if task.out_of_reach else "")

@@ -1,6 +1,6 @@
 """A backend in memory: nodes that lease, start and stop attempts when told, on a clock that is turned by hand.
 
-It keeps the contract of ``backends.base.Backend`` and can be told to misbehave as real nodes do: to be out of reach,
+It keeps the contract of ``backends.base.Backend`` and can be told to misbehave as real nodes do: to be unreachable,
 to lose answers, to start anew, to kill an attempt. What runs there is described by ``Behaviour``.
 """
 
@@ -112,7 +112,7 @@ class FakeBackend:
             taken |= {gpu for other, gpus in chosen.items() if request.nodes[other] == name for gpu in gpus}
             left = [gpu for gpu in range(self._nodes[name].gpus or 0) if gpu not in taken]
             if not self._up.get(name) or len(left) < request.gpus[task]:
-                self._refuse(request, name, "busy" if self._up.get(name) else "out of reach")
+                self._refuse(request, name, "busy" if self._up.get(name) else "unreachable")
                 return
             chosen[task] = tuple(left[: request.gpus[task]])
         port = request.port
@@ -266,7 +266,7 @@ class FakeBackend:
             self._expire(attempt)
 
     def cut(self, node: str) -> None:
-        """Take a node out of reach; what runs there goes on."""
+        """Make a node unreachable; what runs there goes on."""
         self._silent.discard(node)
         if self._up.get(node):
             self._up[node] = False
@@ -288,7 +288,7 @@ class FakeBackend:
                 self._report(key)
 
     def reboot(self, node: str) -> None:
-        """End everything on a node; it is out of reach then, and knows afterwards what it was."""
+        """End everything on a node; it is unreachable then, and knows afterwards what it was."""
         self.cut(node)
         for attempt in self._attempts.on(node):
             self._finish(attempt, self._clock.now(), "rebooted")

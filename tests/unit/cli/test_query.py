@@ -121,7 +121,7 @@ def test_a_waiting_gang_says_for_what(screen: Screen) -> None:
     waits = GroupRecord(
         name="training",
         state=State.SCHEDULING,
-        message="needs 16 GPUs on 2 nodes, 8 are free",
+        message="Waiting for nodes: needs 16 GPUs on 2 nodes, 8 are free",
         tasks=tuple(
             replace(task(name, State.SCHEDULING), node=None, gpu_ids=(), started_at=None, pid=None)
             for name in ("master", "worker")
@@ -132,7 +132,7 @@ def test_a_waiting_gang_says_for_what(screen: Screen) -> None:
     record = submit(screen.store, workflow([waits, after, last], state=WorkflowState.PENDING))
     with supervised(screen.directory):
         screen.run("query", record.id)
-    assert "waits: needs 16 GPUs on 2 nodes, 8 are free" in screen.out
+    assert "Waiting for nodes: needs 16 GPUs on 2 nodes, 8 are free" in screen.out
     assert "waits for the groups before it" in screen.out
     assert "Group mail: WAITING\n  waits for training and report\n" in screen.out
     assert screen.err == ""

@@ -1,4 +1,4 @@
-"""Nodes that are out of reach: what ``query`` and ``cancel`` say of them, and a watch."""
+"""Unreachable nodes: what ``query`` and ``cancel`` say of them, and a watch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_query_names_the_node_and_why(screen: Screen) -> None:
     with supervised(screen.directory):
         screen.run("query", record.id)
         assert (
-            "  worker-node is out of reach since 2025/04/11 21:32:07: me@10.0.0.2:22: it does not answer\n"
+            "  worker-node has been unreachable since 2025/04/11 21:32:07: me@10.0.0.2:22: it does not answer\n"
             "    is the machine on?\n"
         ) in screen.out
         screen.run("query", record.id, "-t", "json")
@@ -45,7 +45,7 @@ def test_what_has_ended_is_not_out_of_reach() -> None:
 
 def test_a_watch_tells_when_a_node_is_lost_and_found() -> None:
     before, after = _record(running_group()), _record(_half_lost())
-    assert list(changes(before, after)) == [f"worker-node: out of reach: {AWAY.error.splitlines()[0]}"]
+    assert list(changes(before, after)) == [f"worker-node: unreachable: {AWAY.error.splitlines()[0]}"]
     assert list(changes(after, after)) == []
     assert list(changes(after, before)) == ["worker-node: reachable again"]
 
@@ -53,7 +53,7 @@ def test_a_watch_tells_when_a_node_is_lost_and_found() -> None:
 def test_cancel_says_what_is_known_and_what_will_happen() -> None:
     record = replace(_record(_half_lost()), id="digits-1")
     words = list(cancel_words(record, 120.0))
-    assert words[0].startswith(f"worker-node is out of reach since {local_second(AWAY.since)}: me@10.0.0.2:22")
+    assert words[0].startswith(f"worker-node has been unreachable since {local_second(AWAY.since)}: me@10.0.0.2:22")
     assert words[1] == (
         "  worker may run on there, and will be stopped as soon as worker-node answers;"
         f" if that takes longer than node_lost_after (120 s), {record.id} ends without it"

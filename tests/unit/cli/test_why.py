@@ -52,7 +52,7 @@ def gang() -> GroupRecord:
 
 
 def failed(screen: Screen) -> WorkflowRecord:
-    """The gang in a workflow, with a node that was out of reach meanwhile, and what a bystander printed."""
+    """The gang in a workflow, with a node that was unreachable meanwhile, and what a bystander printed."""
     upstream = replace(running_group(), name="report", state=State.FAILED, reason=Reason.UPSTREAM, tasks=(),
                        message="training, which it depends on, did not complete: FAILED_EVICTED")  # fmt: skip
     record = submit(screen.store, workflow([gang(), upstream], state=WorkflowState.FAILED, reason=Reason.OOM_KILLED))
@@ -60,10 +60,10 @@ def failed(screen: Screen) -> WorkflowRecord:
     away = [
         Event(at=T0 + at, kind="node", text=f"{node}: {text}", workflow=record.uuid)
         for at, node, text in (
-            (50, "master-node", "out of reach: no route to host\ntry the network"),
+            (50, "master-node", "unreachable: no route to host\ntry the network"),
             (60, "master-node", "reachable again"),
-            (70, "other-node", "out of reach: not one of ours"),
-            (500, "master-node", "out of reach: long after it"),
+            (70, "other-node", "unreachable: not one of ours"),
+            (500, "master-node", "unreachable: long after it"),
         )
     ]
     screen.store.save([], away)

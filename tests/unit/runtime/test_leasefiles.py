@@ -56,9 +56,10 @@ def test_who_only_looks_at_a_lock_takes_it_from_nobody(directory: int) -> None:
 
 
 def test_who_holds_a_lock_is_named(directory: int) -> None:
-    fd, _ = leasefiles.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
-    assert leasefiles.lock(directory, PORT, {}) == (-1, "me (attempt a, pid 1)")
-    assert leasefiles.said_of(directory, PORT) == {"user": "me", "attempt": "a", "pid": 1}
+    said = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": "spin-1/w1", "pid": 1}
+    fd, _ = leasefiles.lock(directory, PORT, said)
+    assert leasefiles.lock(directory, PORT, {}) == (-1, "spin-1/w1 (me)")
+    assert leasefiles.said_of(directory, PORT) == said
     os.close(fd)
     assert leasefiles.said_of(directory, PORT) is None
 
@@ -131,6 +132,18 @@ def survives(content: bytes) -> None:
                 os.close(fd)
 
 
+@pytest.mark.parametrize(("label", "shown"), [("spin-1/w1", "spin-1/w1"), ("\x1b[2J/w1", ""), ("a" * 500 + "/w1", ""), ([], "")])
+def test_a_node_reports_the_task_that_holds_its_gpus(directory: int, tmp_path: Path, label: object, shown: str) -> None:
+    holder = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": label, "pid": 1}
+    locks = [leasefiles.lock(directory, f"gpu-{gpu}.lock", holder)[0] for gpu in range(3)]
+    try:
+        (found,) = holders.look(str(tmp_path / "leases"))["holders"]
+        assert (found["label"], found["gpus"]) == (shown, [0, 1, 2])
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_another_user_who_writes_to_our_lock_file_ends_nothing(directory: int, tmp_path: Path, content: bytes) -> None:
     """The file is open to all; the keeper signs it once more when it comes up."""
@@ -151,7 +164,7 @@ def test_a_hard_link_to_a_file_is_locked_and_not_written_to(directory: int, tmp_
     fd, _ = leasefiles.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     assert fd >= 0
     leasefiles.sign(fd, {"user": "me"})
-    assert leasefiles.lock(directory, PORT, {}) == (-1, "an unknown process")
+    assert leasefiles.lock(directory, PORT, {}) == (-1, "an unknown user")
     assert mine.read_text() == "years of work"
     os.close(fd)
 

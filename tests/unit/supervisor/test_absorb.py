@@ -70,7 +70,7 @@ def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> 
     record = _running().record()
     pool = record.pool_key
     lost, events = absorb_node(record, NodeDown(at=7.0, pool=pool, node="n1", error="no route"))
-    assert [event.text for event in events] == ["n1: out of reach: no route"]
+    assert [event.text for event in events] == ["n1: unreachable: no route"]
     away = lost.groups[0].task("t0").out_of_reach
     assert away is not None
     assert (away.since, away.error) == (7.0, "no route")

@@ -279,7 +279,7 @@ def test_a_node_that_is_away_is_named_and_one_that_stays_away_spoils_it() -> Non
     driver.advance(1.0)
     driver.backend.cut("n1")
     driver.settle()
-    assert driver.group().message == "all tasks have ended; their outputs are written: s3://b/out/w-u1; n1 is out of reach: cut"
+    assert driver.group().message == "all tasks have ended; their outputs are written: s3://b/out/w-u1; n1 is unreachable: cut"
     # Whoever waits for the node is not asked a second time.
     driver.backend.heal("n1")
     driver.settle()

@@ -492,7 +492,7 @@ def test_the_start_barrier_names_what_is_out_of_reach() -> None:
     driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behaviour=lambda _: HANG)
     _prepared_without_n1(driver)
     driver.advance(21)
-    assert driver.group().message == "not ready within 20 s: t0 on n1, which is out of reach"
+    assert driver.group().message == "not ready within 20 s: t0 on n1, which is unreachable"
 
 
 def test_nodes_hold_a_lease_for_longer_than_the_barrier() -> None:
@@ -525,7 +525,7 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
     assert driver.group().message == ""
     assert driver.events[-1].text == "train: makes progress again"
     assert [event.code for event in driver.events if event.code] == [EventCode.HANG, EventCode.HANG_OVER]
-    # A node that is out of reach cannot be heard, which says nothing of the gang.
+    # A node that is unreachable cannot be heard, which says nothing of the gang.
     driver.backend.cut("n1")
     driver.advance(40.0)
     assert driver.group().message == ""
@@ -581,7 +581,7 @@ def test_nodes_that_refused_are_asked_again_after_a_while_and_whichever_is_free_
     _held_by_others(driver, "n1", "n2")
     wake_at = driver.settle()
     assert wake_at == driver.clock.now() + 1.0
-    assert driver.group().message == "n1: busy; n2: busy"
+    assert driver.group().message == "Waiting for nodes: n1: busy; n2: busy"
     driver.advance(1.0)
     # The second time they are left alone for longer, and nobody is told what is known.
     assert [one.until - driver.clock.now() for one in driver.group().refusals] == [2.0, 2.0]
@@ -599,7 +599,7 @@ def test_a_gang_that_needs_the_node_that_refused_waits_for_it_and_holds_no_other
     assert driver.group().state is State.SCHEDULING
     assert driver.backend.alive == ["theirs/n2/t/0"]
     # Nor is it overtaken.
-    assert driver.group("u2").message == "behind w-u1"
+    assert driver.group("u2").message == "Waiting for nodes: behind w-u1"
 
 
 def test_nothing_new_begins_on_a_node_before_what_was_given_up_there_is_stopped() -> None:
@@ -625,4 +625,4 @@ def test_a_port_that_another_gang_has_is_named() -> None:
     driver = Driver(workflow(group_plan(tasks=1, gpus=1, port=29500)), on=pool(node("n1")), behaviour=lambda _: HANG)
     driver.add(workflow(group_plan(tasks=1, gpus=1, port=29500), uuid="u2"))
     driver.settle()
-    assert driver.group("u2").message == "no room for t0: n1: port 29500 is taken"
+    assert driver.group("u2").message == "Waiting for nodes: no room for t0: n1: port 29500 is taken"

@@ -241,7 +241,7 @@ def test_a_node_that_holds_an_output_is_waited_for_and_not_for_ever() -> None:
     driver.advance(1.0)
     driver.backend.cut(where)
     driver.settle()
-    assert group(driver, "top").message.endswith(f"; {where} is out of reach: cut")
+    assert group(driver, "top").message.endswith(f"; {where} is unreachable: cut")
     driver.advance(59.0)
     driver.backend.holds_outputs = False
     assert states(driver)["top"] is State.RUNNING

@@ -43,7 +43,7 @@ def test_nothing_is_said_while_the_first_connections_are_being_made() -> None:
 
 def test_a_node_that_cannot_be_reached_is_named_while_others_are_being_connected() -> None:
     views = [_view(0, up=True), _view(1), _view(2, error="refused our key")]
-    assert _asked(3, views).messages == {("u1", "train"): "connecting to n1; out of reach: n2: refused our key"}
+    assert _asked(3, views).messages == {("u1", "train"): "connecting to n1; unreachable: n2: refused our key"}
 
 
 def test_a_message_names_few_nodes_of_many() -> None:
@@ -109,9 +109,9 @@ def test_an_event_of_a_waiting_gang_is_not_written_again_and_again() -> None:
     events = []
     for number in range(20):
         group, text = announce_wait(group, f"n{number % 2}: 6 of 8 GPUs are free")
-        assert group.message == f"n{number % 2}: 6 of 8 GPUs are free"
+        assert group.message == f"Waiting for nodes: n{number % 2}: 6 of 8 GPUs are free"
         events.append(text)
-    assert [text for text in events if text] == [f"train: waits: n{number}: 6 of 8 GPUs are free" for number in range(2)]
+    assert [text for text in events if text] == [f"train: Waiting for nodes: n{number}: 6 of 8 GPUs are free" for number in range(2)]
     # The next attempt is another wait.
     group, text = announce_wait(replace(group, attempt=1, scheduling_at=2.0, message=""), "n0: 6 of 8 GPUs are free")
     assert text

@@ -21,6 +21,8 @@ class Holder:
     user: str
     attempt: str
     """``<workflow uuid>/<group>/<task>/<n>``; whoever it is may have written something else."""
+    label: str = ""
+    """``<workflow id>/<task>``; empty where the lease does not name them."""
     pid: int | None
     """Of the agent that leased it."""
     gpus: tuple[int, ...] = ()

@@ -176,6 +176,7 @@ class _Holder(_Form):
     ports: list[_Count]
     cpus: _Count
     memory: _Count
+    label: str = ""
 
 
 class _Foreign(_Form):

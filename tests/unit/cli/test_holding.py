@@ -1,0 +1,36 @@
+"""Who holds what of nodes: ``resource list --live``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distflow.backends.machines.holders import Holder, Holders
+from distflow.cli.holding import holders_json, holders_text
+from distflow.cli.usage import Usage
+from distflow.pools.model import Node, Pool
+
+UUID = "7278eb5c" * 4
+NODE = Node(name="n2", host="n2", root=str(Path("~/.distflow")), python="python3")
+USAGE = Usage(pool=Pool(name="lab", backend="ssh", nodes=(NODE,)), node=NODE, held=())
+
+
+def _holder(label: str, **amounts: tuple[int, ...]) -> Holder:
+    return Holder(user="root", attempt=f"{UUID}/g/w1/0", label=label, pid=4652, **amounts)  # type: ignore[arg-type]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_holders_are_shown_by_workflow_and_task_with_ranges() -> None:
+    said = Holders(holders=(_holder("spin-1/w1", gpus=(0, 1, 2, 3, 6), ports=(29500,)), _holder("", gpus=(7,))))
+    shown = holders_text([(USAGE, said)], {}).splitlines()
+    assert _cells(shown[-2]) == ["n2", "GPUs 0-3, 6, port 29500", "root", "spin-1/w1"]
+    assert _cells(shown[-1]) == ["n2", "GPU 7", "root", "unknown task"]
+    assert UUID not in "\n".join(shown)
+    assert holders_text([(USAGE, said)], {UUID: "spin-9"}).splitlines()[-1].endswith("spin-9/w1")  # as this user knows it
+    assert [one["label"] for one in holders_json(said, {})["holders"]] == ["spin-1/w1", None]  # type: ignore[attr-defined]
+
+
+def test_nodes_of_which_nothing_is_in_use_say_so() -> None:
+    assert holders_text([(USAGE, Holders())], {}) == "Nothing is in use on these nodes\n"
