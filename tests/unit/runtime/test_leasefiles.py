@@ -132,7 +132,9 @@ def survives(content: bytes) -> None:
                 os.close(fd)
 
 
-@pytest.mark.parametrize(("label", "shown"), [("spin-1/w1", "spin-1/w1"), ("\x1b[2J/w1", ""), ("a" * 500 + "/w1", ""), ([], "")])
+@pytest.mark.parametrize(
+    ("label", "shown"), [("spin-1/w1", "spin-1/w1"), ("\x1b[2J/w1", ""), ("a" * 500 + "/w1", ""), ([], "")]
+)
 def test_a_node_reports_the_task_that_holds_its_gpus(directory: int, tmp_path: Path, label: object, shown: str) -> None:
     holder = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": label, "pid": 1}
     locks = [leasefiles.lock(directory, f"gpu-{gpu}.lock", holder)[0] for gpu in range(3)]

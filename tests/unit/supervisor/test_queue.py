@@ -111,7 +111,9 @@ def test_an_event_of_a_waiting_gang_is_not_written_again_and_again() -> None:
         group, text = announce_wait(group, f"n{number % 2}: 6 of 8 GPUs are free")
         assert group.message == f"Waiting for nodes: n{number % 2}: 6 of 8 GPUs are free"
         events.append(text)
-    assert [text for text in events if text] == [f"train: Waiting for nodes: n{number}: 6 of 8 GPUs are free" for number in range(2)]
+    assert [text for text in events if text] == [
+        f"train: Waiting for nodes: n{number}: 6 of 8 GPUs are free" for number in range(2)
+    ]
     # The next attempt is another wait.
     group, text = announce_wait(replace(group, attempt=1, scheduling_at=2.0, message=""), "n0: 6 of 8 GPUs are free")
     assert text
