@@ -129,7 +129,7 @@ class Bench:
 def _node(folder: Path) -> Node:
     return Node(
         name="local", host="localhost", address="127.0.0.1", root=str(folder / "node"), python=sys.executable, gpus=2,
-        lease_dir=str(folder / "leases"), check_gpus=False,
+        lease_dir=str(folder / "leases"), check_capacity=False,
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class Cli:
         lines += [
             "    nodes:",
             f"    - {{name: local, root: {self.top}, lease_dir: {self.leases}, gpus: {gpus}, cpus: {cpus},",
-            "       check_gpus: false}",
+            "       check_capacity: false}",
         ]
         (self.folder / "distflow.yaml").write_text("\n".join(lines) + "\n")
         self.environment["DISTFLOW_CONFIG"] = str(self.folder / "distflow.yaml")

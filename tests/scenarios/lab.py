@@ -63,7 +63,7 @@ class Lab:
                 "root": str(folder / name),
                 "lease_dir": f"{folder / name}-leases",
                 "gpus": 2,
-                "check_gpus": False,
+                "check_capacity": False,
             }
             return given | dict((nodes or {}).get(name, {}))
 
@@ -73,7 +73,7 @@ class Lab:
         }  # fmt: skip
         local = {"backend": "local", "peer_failed_grace": "1s", "stop_grace": "5s", "nodes": [
             {"name": "here", "root": str(self.cli.top), "lease_dir": str(self.cli.leases), "gpus": 6,
-             "check_gpus": False}
+             "check_capacity": False}
         ]}  # fmt: skip
         # JSON is YAML.
         text = json.dumps({"default_pool": "lab", "pools": {"lab": pool, "local": local}}, indent=1)

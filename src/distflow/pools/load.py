@@ -314,7 +314,7 @@ def _parse_node(pool: View, position: int | None, base: Node) -> Node:
         enforce_limits=flag("enforce_limits", base.enforce_limits),
         setup=text("setup"),
         share_gpus=flag("share_gpus", base.share_gpus),
-        check_gpus=flag("check_gpus", base.check_gpus),
+        check_capacity=flag("check_capacity", base.check_capacity),
         lease_dir=directory(layers, "lease_dir", text("lease_dir")) or _LEASE_DIR,
     )
 

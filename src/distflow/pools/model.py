@@ -13,6 +13,9 @@ DEFAULT_MAX_LOG = 512 << 20
 """Bytes."""
 ContainerRuntime = Literal["none", "auto", "docker", "podman", "apptainer"]
 
+_RESERVED_MEMORY = 0.1
+"""Which part of the installed memory a node may keep from programs without a word."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -54,14 +57,30 @@ class Node:
     """Where leases are locked; one directory for all users of the machine."""
     share_gpus: bool = False
     """Whether a GPU is leased also while a program that distflow did not start computes on it."""
-    check_gpus: bool = True
-    """Whether the node must report as many GPUs as ``gpus`` says; ``False`` for accelerators that distflow cannot count."""
+    check_capacity: bool = True
+    """Whether the node must report what ``gpus``, ``cpus`` and ``memory`` say; ``False`` for what distflow cannot count."""
 
     def usable_gpus(self, reported: int | None) -> int | None:
         """Return how many GPUs may be leased there, of ``reported`` ones (``None``: not known)."""
-        if self.gpus is None or reported is None or not self.check_gpus:
-            return reported if self.gpus is None else self.gpus
-        return min(self.gpus, reported)
+        return self._usable(self.gpus, reported)
+
+    def usable_cpus(self, reported: int | None) -> int | None:
+        """Return how many CPUs may be leased there, of ``reported`` ones (``None``: not known)."""
+        return self._usable(self.cpus, reported)
+
+    def usable_memory(self, reported: int | None) -> int | None:
+        """Return how much memory may be leased there, of ``reported`` bytes (``None``: not known).
+
+        A machine with 64 GiB reports a little less: what its kernel and firmware keep for themselves is not missing.
+        """
+        if self.memory is not None and reported is not None and self.memory * (1 - _RESERVED_MEMORY) <= reported:
+            return self.memory
+        return self._usable(self.memory, reported)
+
+    def _usable(self, configured: int | None, reported: int | None) -> int | None:
+        if configured is None or reported is None or not self.check_capacity:
+            return reported if configured is None else configured
+        return min(configured, reported)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,10 +108,10 @@ def absorb_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
         since=seen.at,
         error="",
         gpus=node.usable_gpus(seen.gpus),
-        reported_gpus=seen.gpus,
+        reported=seen,
         machine=seen.machine,
-        cpus=node.cpus if node.cpus is not None else seen.cpus,
-        memory=node.memory if node.memory is not None else seen.memory,
+        cpus=node.usable_cpus(seen.cpus),
+        memory=node.usable_memory(seen.memory),
     )
 
 

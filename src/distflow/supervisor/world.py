@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distflow.backends.base import AttemptKey, LeaseRequest, slot_of
+from distflow.backends.base import AttemptKey, LeaseRequest, NodeUp, slot_of
+from distflow.documents.quantities import bytes_text
 from distflow.layout.placement import Free
 from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
@@ -42,8 +43,8 @@ class NodeView:
     error: str = ""
     gpus: int | None = None
     """Capacity, from the configuration or as found there; ``None``: not known."""
-    reported_gpus: int | None = None
-    """What the node said; ``None``: it has not been reached."""
+    reported: NodeUp | None = None
+    """What the node said of itself; ``None``: it has not been reached."""
     machine: str = ""
     """Equal for nodes that are one machine (``NodeUp.machine``); empty when not known."""
     cpus: int | None = None
@@ -61,11 +62,21 @@ class NodeView:
         object.__setattr__(self, "whole", whole)
 
     def _note(self) -> str:
-        """Say why it has fewer GPUs than its configuration says."""
-        configured, reported = self.node.gpus, self.reported_gpus
-        if configured is None or reported is None or self.gpus is None or self.gpus >= configured:
+        """Say why it has less than its configuration says."""
+        node, seen = self.node, self.reported
+        if seen is None:
             return ""
-        return f"the configuration says {configured}, the node reports {reported}"
+        amounts = (
+            (self.gpus, node.gpus, f"{node.gpus} GPU{'s' * (node.gpus != 1)}, the node reports {seen.gpus}"),
+            (self.cpus, node.cpus, f"{node.cpus} CPU{'s' * (node.cpus != 1)}, the node reports {seen.cpus}"),
+            (
+                self.memory,
+                node.memory,
+                f"{bytes_text(node.memory or 0)} of memory, the node reports {bytes_text(seen.memory or 0)}",
+            ),
+        )
+        less = [text for usable, configured, text in amounts if usable is not None and usable < (configured or 0)]
+        return f"the configuration says {'; '.join(less)}" if less else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

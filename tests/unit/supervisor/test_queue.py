@@ -17,8 +17,8 @@ from distflow.supervisor.world import Hold, NodeView, Share, World
 from unit.supervisor.gangs import group_plan, node, pool, workflow
 
 
-def _asked(tasks: int, views: list[NodeView], gpus: int = 8) -> Leases:
-    one = workflow(group_plan(tasks=tasks, gpus=gpus))
+def _asked(tasks: int, views: list[NodeView], gpus: int = 8, **asked: int) -> Leases:
+    one = workflow(group_plan(tasks=tasks, gpus=gpus, **asked))  # type: ignore[arg-type]
     groups = tuple(replace(group, state=State.SCHEDULING) for group in one.record.groups)
     waiting = replace(one, record=replace(one.record, groups=groups))
     nodes = {("lab", view.node.name): view for view in views}
@@ -63,15 +63,50 @@ def test_a_gang_that_the_pool_can_never_hold_fails_with_both_numbers(configured:
     assert leases.commands == []
     (words,) = leases.failures.values()
     assert words.startswith("pool lab cannot run it, even when idle: no room for t0: n0: 0 of 0 GPUs free, 8 asked")
-    assert ("(the configuration says 8, the node reports 0)" in words) is (configured == 8)
+    assert ("(the configuration says 8 GPUs, the node reports 0)" in words) is (configured == 8)
     # A node that nobody has reached yet may have them.
     leases = _asked(1, [views[0], _view(1, error="no route")])
     assert (leases.commands, leases.failures) == ([], {})
     # Accelerators that distflow cannot count are believed.
-    trusted = [replace(view.node, gpus=8, check_gpus=False) for view in views]
+    trusted = [replace(view.node, gpus=8, check_capacity=False) for view in views]
     seen = NodeUp(at=0.0, pool="lab", node="n", gpus=0)
     leases = _asked(2, [absorb_view(NodeView(node=one, gpus=8), seen) for one in trusted])
     assert len(leases.commands) == 1
+
+
+GIB = 1 << 30
+TOO_LITTLE = "(the configuration says 200 GiB of memory, the node reports 62 GiB)"
+
+
+@pytest.mark.parametrize(
+    ("asked", "configured", "words"),
+    [
+        (
+            {"cpus": 5},
+            {"cpus": 8},
+            "no room for t0: n0: 4 of 4 CPUs free, 5 asked (the configuration says 8 CPUs, the node reports 4)",
+        ),
+        (
+            {"memory": 100 * GIB},
+            {"memory": 200 * GIB},
+            f"no room for t0: n0: 62Gi of 62Gi memory free, 100Gi asked {TOO_LITTLE}",
+        ),
+        ({"cpus": 4}, {"cpus": 8}, ""),
+        ({"cpus": 5}, {"cpus": 8, "check_capacity": False}, ""),
+        ({"memory": 64 * GIB}, {"memory": 64 * GIB}, ""),  # the kernel keeps some of what is installed
+    ],
+)
+def test_cpus_and_memory_that_a_node_does_not_have_are_not_leased(
+    asked: dict[str, int], configured: dict[str, int], words: str
+) -> None:
+    one = replace(node("n0", gpus=0), **configured)  # type: ignore[arg-type]
+    seen = NodeUp(at=0.0, pool="lab", node="n0", gpus=0, cpus=4, memory=62 * GIB)
+    view = absorb_view(NodeView(node=one, gpus=0, cpus=one.cpus, memory=one.memory), seen)
+    leases = _asked(1, [view], 0, **asked)
+    if words:
+        assert list(leases.failures.values()) == [f"pool lab cannot run it, even when idle: {words}"]
+    else:
+        assert (len(leases.commands), leases.failures) == (1, {})
 
 
 def test_a_retried_gang_waits_for_gpus_that_a_node_has_lost() -> None:
@@ -83,7 +118,7 @@ def test_a_retried_gang_waits_for_gpus_that_a_node_has_lost() -> None:
     leases = next_leases(world, [share_of(waiting)], 0.0)
     assert leases.failures == {}
     (words,) = leases.messages.values()
-    assert "7 of 7 GPUs free, 8 asked (the configuration says 8, the node reports 7)" in words
+    assert "7 of 7 GPUs free, 8 asked (the configuration says 8 GPUs, the node reports 7)" in words
 
 
 def test_entries_that_are_one_machine_count_once() -> None:

@@ -228,6 +228,16 @@ class Connection:
         """The GPUs that may be leased there."""
         return list(range(self.node.usable_gpus(self._facts.get("gpus")) or 0))
 
+    @property
+    def amounts(self) -> dict[str, int]:
+        """How many CPUs and how much memory may be leased there; what the configuration does not name is not counted."""
+        node, facts = self.node, self._facts
+        usable = {
+            "cpus": (node.cpus, node.usable_cpus(facts.get("cpus"))),
+            "memory": (node.memory, node.usable_memory(facts.get("memory"))),
+        }
+        return {name: amount for name, (configured, amount) in usable.items() if configured is not None and amount is not None}
+
     def address(self) -> tuple[str, str]:
         """Return the node's address on the training network, and the interface that owns it (empty when not found)."""
         return training_address(self.node, self._transport, self._facts)

@@ -25,8 +25,8 @@ class Finding:
 
     grade: Grade
     about: str
-    """One word for programs: ``ssh``, ``python``, ``root``, ``disk``, ``memory``, ``shm``, ``limits``, ``leases``, ``clock``,
-    ``gpus``, ``torch``, ``address``, ``name``, ``login``, ``reach`` or ``all-reduce``."""
+    """One word for programs: ``ssh``, ``python``, ``root``, ``disk``, ``cpus``, ``memory``, ``shm``, ``limits``, ``leases``,
+    ``clock``, ``gpus``, ``torch``, ``address``, ``name``, ``login``, ``reach`` or ``all-reduce``."""
     nodes: tuple[str, ...]
     message: str
     hint: str = ""

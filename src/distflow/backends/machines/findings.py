@@ -129,7 +129,7 @@ def _leases(measured: Measured) -> Iterator[Finding]:
 
 
 def _gpus(measured: Measured) -> Iterator[Finding]:
-    names, wanted = [measured.node.name], measured.node.gpus if measured.node.check_gpus else None
+    names, wanted = [measured.node.name], measured.node.gpus if measured.node.check_capacity else None
     if measured.gpu_error:
         hint = "until `nvidia-smi` works there, its GPUs cannot be used: a reboot or the driver's log (`dmesg`) may tell"
         yield warning("gpus", names, f"nvidia-smi fails: {measured.gpu_error}", hint)
@@ -137,7 +137,9 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
         reported = int(measured.facts.get("gpus") or 0)
         if wanted and wanted > reported:
             message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {reported}: it has no nvidia-smi"
-            hint = "correct `gpus` (or the slots of the hostfile), or install the NVIDIA driver; `check_gpus: false` is for\n"
+            hint = (
+                "correct `gpus` (or the slots of the hostfile), or install the NVIDIA driver; `check_capacity: false` is for\n"
+            )
             yield error("gpus", names, message, f"{hint}accelerators that distflow cannot count")
     elif wanted is not None and wanted > len(measured.gpus):
         message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {len(measured.gpus)}"
@@ -147,6 +149,18 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
     elif wanted is not None and wanted < len(measured.gpus):
         yield note("gpus", names, f"{count(wanted, 'GPU')} of its {len(measured.gpus)} may be used", "")
     yield from _gpu_users(measured)
+
+
+def _capacity(measured: Measured) -> Iterator[Finding]:
+    """Yield a finding for CPUs and memory that are configured and not there."""
+    node, cpus, memory = measured.node, measured.facts.get("cpus"), measured.facts.get("memory")
+    hint = "correct `{}`; `check_capacity: false` is for nodes on which tasks may share what there is"
+    if node.cpus is not None and (node.usable_cpus(cpus) or 0) < node.cpus:
+        message = f"the configuration says {count(node.cpus, 'CPU')}, and the node reports {cpus}"
+        yield error("cpus", [node.name], message, hint.format("cpus"))
+    if node.memory is not None and (node.usable_memory(memory) or 0) < node.memory:
+        message = f"the configuration says {amount(node.memory)} of memory, and the node reports {amount(int(memory or 0))}"
+        yield error("memory", [node.name], message, hint.format("memory"))
 
 
 def _gpu_users(measured: Measured) -> Iterator[Finding]:
@@ -234,7 +248,7 @@ def _login(measured: Measured) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
-    _root, _leases, _paths, *conditions.RULES, _gpus, _torch, _address, _name, _login,
+    _root, _leases, _paths, *conditions.RULES, _capacity, _gpus, _torch, _address, _name, _login,
 )  # fmt: skip
 
 

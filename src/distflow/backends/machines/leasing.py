@@ -11,7 +11,6 @@ from distflow.backends.base import Leased, LeaseRefused, LeaseRequest, Sink
 from distflow.backends.machines.connection import Connection, now
 from distflow.errors import AgentError, DistflowError
 from distflow.plan.model import Binding, TaskBinding
-from distflow.pools.model import Node
 
 __all__ = ["GangLease"]
 
@@ -39,7 +38,7 @@ class GangLease:
                 attempt=self._request.key(task).name,
                 gpus=request.gpus.get(task, 0),
                 gpu_ids=self._connections[node].gpu_ids,
-                wanted=_wanted(request, task, self._connections[node].node),
+                wanted=_wanted(request, task, self._connections[node].amounts),
                 share_gpus=self._connections[node].node.share_gpus,
                 lease_dir=self._connections[node].node.lease_dir,
                 port=request.port if task == request.master else None,
@@ -117,10 +116,10 @@ class GangLease:
             self._connections[node].watch(self._request.key(task))
 
 
-def _wanted(request: LeaseRequest, task: str, node: Node) -> dict[str, tuple[int, int]]:
-    """Return what is asked for of what the configuration promises; what it does not name is not counted."""
-    there = {"cpus": (request.cpus.get(task, 0), node.cpus), "memory": (request.memory.get(task, 0), node.memory)}
-    return {name: (want, have) for name, (want, have) in there.items() if have is not None and want}
+def _wanted(request: LeaseRequest, task: str, there: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return what a task asks for, each with how much of it is ``there``; what is not counted there is left out."""
+    asked = {"cpus": request.cpus.get(task, 0), "memory": request.memory.get(task, 0)}
+    return {name: (want, there[name]) for name, want in asked.items() if want and name in there}
 
 
 def _checked(node: str, answer: Mapping[str, Any]) -> Mapping[str, Any] | AgentError:

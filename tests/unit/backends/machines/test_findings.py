@@ -254,7 +254,29 @@ def test_gpus_are_believed_without_nvidia_smi_when_their_devices_are_there() -> 
 
 def test_gpus_that_are_not_to_be_checked_are_not() -> None:
     one = node(gpus=8, facts={"gpus": 0})
-    assert alone(replace(one, node=replace(one.node, check_gpus=False))) == []
+    assert alone(replace(one, node=replace(one.node, check_capacity=False))) == []
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"),
+    [
+        ({"cpus": 64}, [("error", "cpus", "the configuration says 64 CPUs, and the node reports 32")]),
+        (
+            {"memory": 200 * GIB},
+            [("error", "memory", "the configuration says 200.0 GiB of memory, and the node reports 62.0 GiB")],
+        ),
+        ({"cpus": 32, "memory": 64 * GIB}, []),
+        ({"cpus": 64, "memory": 200 * GIB, "check_capacity": False}, []),
+        ({}, []),
+    ],
+)
+def test_cpus_and_memory_that_are_configured_and_not_there(
+    configured: dict[str, int], expected: list[tuple[str, str, str]]
+) -> None:
+    one = node("gpu1", facts={"cpus": 32, "memory": 62 * GIB})
+    measured = replace(one, node=replace(one.node, **configured))  # type: ignore[arg-type]
+    assert alone(measured) == expected
+    assert verdict([measured], []).can_run is (not expected)
 
 
 @pytest.mark.parametrize(("gpus", "grade"), [(8, Grade.ERROR), (0, Grade.WARNING)])
