@@ -103,13 +103,13 @@ class _Night:
                 self.wrong += self._waits_too_long(group)
 
     def _waits_too_long(self, group: GroupRecord) -> Iterator[str]:
-        """A node that is out of reach is not waited for longer than the pool says."""
+        """A node that is unreachable is not waited for longer than the pool says."""
         for task in group.tasks:
             view = self.driver.nodes.get(("lab", task.node or ""))
             if view is not None and not view.up and not task.state.is_final:
                 away_s = self.driver.clock.now() - view.since
                 if away_s > self.driver.pool.node_lost_after_s:
-                    yield f"{group.name}/{task.name} is {task.state.value}, and {task.node} out of reach for {away_s:g} s"
+                    yield f"{group.name}/{task.name} is {task.state.value}, and {task.node} unreachable for {away_s:g} s"
 
     def _gang_links(self) -> None:
         """What nodes tell each other: one of a world failed, so the others stop, whoever can reach them."""

@@ -67,8 +67,8 @@ def test_only_what_happened_to_its_nodes_in_its_time_is_told() -> None:
     told = [
         Event(at=at, kind=kind, text=text, workflow="u")
         for at, kind, text in (
-            (5.0, "node", "n-a: out of reach: no route\nremedy"),
-            (6.0, "node", "n-b: out of reach: another's"),
+            (5.0, "node", "n-a: unreachable: no route\nremedy"),
+            (6.0, "node", "n-b: unreachable: another's"),
             (7.0, "state", "n-a: RUNNING"),
             (99.0, "node", "n-a: reachable again"),
         )
@@ -76,6 +76,6 @@ def test_only_what_happened_to_its_nodes_in_its_time_is_told() -> None:
     group = GroupRecord(name="g", tasks=(task,), state=State.FAILED, cause=CAUSE)
     assert [moment.text for moment in moments(group, 0, told, {})] == [
         "started",
-        "out of reach: no route",
+        "unreachable: no route",
         "ended: exit code 1",
     ]
