@@ -82,10 +82,10 @@ class GangLease:
 
     def _waits(self, task: str) -> dict[str, Any]:
         """Return what a task goes on waiting for, so that its node keeps its place."""
-        node = self._connections[self._request.nodes[task]].node
-        wanted = {name: want for name, (want, _) in _wanted(self._request, task, node).items()}
+        connection = self._connections[self._request.nodes[task]]
+        wanted = {name: want for name, (want, _) in _wanted(self._request, task, connection.amounts).items()}
         label = f"{self._request.workflow_id}/{task}"
-        return {"lease_dir": node.lease_dir, "label": label, "gpus": self._request.gpus.get(task, 0), **wanted}
+        return {"lease_dir": connection.node.lease_dir, "label": label, "gpus": self._request.gpus.get(task, 0), **wanted}
 
     def _grant(self) -> None:
         tasks: dict[str, TaskBinding] = {}
