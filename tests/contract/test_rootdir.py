@@ -140,14 +140,15 @@ def test_nothing_is_imported_from_a_directory_of_another_user(node: NodeUnderTes
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("place", ["root", "private"])
+@pytest.mark.parametrize("place", ["above", "root", "private"])
 def test_a_directory_that_others_may_write_to_is_refused(node: NodeUnderTest, place: str) -> None:
-    chosen = node.top if place == "root" else node.root
+    chosen = {"above": node.top.parent, "root": node.top, "private": node.root}[place]
     chosen.chmod(0o777)
     with pytest.raises(BootstrapFailed, match="may be written to by other users") as caught:
         node.connect()
     assert f"chmod go-w {chosen}" in caught.value.hint
-    node.top.chmod(0o1777)  # as /tmp and /scratch are
+    node.top.parent.chmod(0o1777)  # as /tmp and /scratch are
+    node.top.chmod(0o1777)
     node.root.chmod(0o755)
     node.connect().request("ping")
 
