@@ -25,6 +25,11 @@ Wanted = Dict[str, Tuple[int, int]]
 
 _NAME = re.compile(r"claim-[0-9]+-[0-9]+\.lock")
 _MOST = 10_000
+_MOST_FILES = 100_000
+"""In the lease directory, with one for each port that was ever leased. Any user can make millions of files there, and an agent
+that looks at them all answers no heartbeat for minutes."""
+_OWN_S = 2.0
+"""How long a free file is looked for. A file that somebody holds as shared costs a tenth of a second each."""
 _GATE_TRIES = 50
 _GATE_PAUSE_S = 0.005
 """The list is locked for a millisecond at a time; who keeps it for longer must not freeze an agent, which has one thread."""
@@ -71,17 +76,29 @@ def _enter(gate: int) -> None:
 
 def _held(directory: int) -> List[Json]:
     """What the locked files say; they are other people's, and may say anything."""
-    found = (said_of(directory, name) for name in os.listdir(directory) if _NAME.fullmatch(name))
-    return [one for one in found if one]
+    names: List[str] = []
+    with os.scandir(directory) as entries:
+        for number, entry in enumerate(entries):
+            if number >= _MOST_FILES or len(names) >= _MOST:
+                said = "the lease directory holds more than {} files; let root remove those of users that no process locks"
+                raise OpError("busy", said.format(number))
+            if _NAME.fullmatch(entry.name):
+                names.append(entry.name)
+    return [said for said in (said_of(directory, name) for name in names) if said]
 
 
 def _own(directory: int, holder: Json) -> int:
     """Lock a file of ours that nobody holds: they are used again, because who ends cannot remove them."""
+    until = time.monotonic() + _OWN_S
     for number in range(_MOST):
         fd, _ = lock(directory, "claim-{}-{}.lock".format(os.getuid(), number), holder)
         if fd >= 0:
             return fd
-    raise OpError("busy", "{} attempts hold CPUs or memory here".format(_MOST))
+        if time.monotonic() > until:
+            break
+    raise OpError(
+        "busy", "other processes keep {} files claim-{}-*.lock of the lease directory".format(number + 1, os.getuid())
+    )
 
 
 def number_of(value: object) -> int:

@@ -197,5 +197,32 @@ def test_a_directory_where_anybody_may_remove_leases_is_refused_or_mended(tmp_pa
     assert leasefiles.foreign_owner(str(tmp_path / "none")) == ""
 
 
+def test_a_flood_of_files_in_the_lease_directory_ends_in_a_refusal_and_keeps_no_agent_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_MOST_FILES", 50)
+    for number in range(60):
+        (tmp_path / f"junk-{number}").touch()
+    with pytest.raises(OpError, match="holds more than 50 files") as caught:
+        leases.take(str(tmp_path), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
+    assert caught.value.kind == "busy"
+    monkeypatch.undo()
+    leases.take(str(tmp_path), 0, [], None, {"user": "me"}, {"cpus": (1, 4)}).close()
+
+
+def test_another_user_who_holds_our_files_as_shared_keeps_no_agent_busy(
+    directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_OWN_S", 0.05)
+    with contextlib.ExitStack() as held:
+        for number in range(5):
+            name = tmp_path / "leases" / f"claim-{os.getuid()}-{number}.lock"
+            file = held.enter_context(name.open("w"))
+            fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(OpError, match="other processes keep 1 files") as caught:
+            leases.take(str(tmp_path / "leases"), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
+        assert caught.value.kind == "busy"
+
+
 def test_a_truth_value_is_no_amount() -> None:
     assert [claims.number_of(one) for one in (3, True, -1, "3", None, 2.5)] == [3, 0, 0, 0, 0, 0]
