@@ -140,3 +140,20 @@ def test_output_never_takes_the_reserve_and_supervision_goes_on(middling: Cli) -
     wait_until(lambda: cli.supervisor() is None, 60, "all is here")
     lines = cli.logs(ident).splitlines()
     assert (len(lines), lines[-1]) == (30_001, "[master] ends")
+
+
+RUNAWAY = """
+workflow:
+  name: runaway
+  max_log: 1Mi
+  tasks:
+  - {name: a, command: [sh, -c, 'yes 0123456789abcdef | head -n 200000; echo the end']}
+"""
+
+
+def test_a_runaway_print_keeps_its_beginning_and_its_end(cli: Cli) -> None:
+    assert cli.run("workflow", "submit", cli.spec(RUNAWAY), "--wait").code == 0
+    lines = cli.run("workflow", "logs", "runaway-1").out.splitlines()
+    assert (lines[0], lines[-1]) == ("[a] 0123456789abcdef", "[a] the end")
+    assert sum("were not kept here, see `max_log`" in line for line in lines) == 1
+    assert sum(map(len, lines)) < 2 << 20
