@@ -54,6 +54,8 @@ _TASK = """    - name: tNUMBER
       - |
         exec 9> "FOLDER/tNUMBER.lock"
         flock -n 9 || echo tNUMBER >> "FOLDER/twice"
+        # A child that tries to escape: orphaned, in a session of its own, without an environment. It keeps the lock.
+        (env -i setsid sh -c ': FOLDER; while sleep 5; do :; done' &)
         echo here
         while [ ! -e "FOLDER/go" ]; do
           if [ -e "FOLDER/tNUMBER.code" ]; then
