@@ -19,6 +19,7 @@ from contract.conftest import launch_of, processes_with
 from distflow.backends.machines.bootstrap import open_service
 from distflow.backends.machines.fetching import Fetched, fetch_output
 from distflow.errors import AgentError, NodeUnreachable
+from distflow.runtime import durable
 from distflow.runtime.frames import LARGEST_FRAME
 from distflow.testing.waiting import wait_until
 
@@ -228,6 +229,20 @@ def test_a_sender_that_is_killed_is_an_unreachable_node(node: NodeUnderTest, tmp
     output_of(node, attempt)
     with pytest.raises(NodeUnreachable):
         fetch_output(Cut(), str(node.top), sys.executable, attempt, tmp_path, timeout_s=20)  # type: ignore[arg-type]
+
+
+def test_an_output_never_fills_the_disk_of_the_supervisor(
+    node: NodeUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A node may claim any size; and a disk without room stops the supervision of everything.
+    attempt = node.attempt()
+    (output_of(node, attempt) / "weights").write_bytes(b"x" * 100_000)
+    with monkeypatch.context() as small:
+        small.setattr(durable, "_RESERVE", 1 << 62, raising=False)
+        small.setattr(durable, "_SHARE", 1, raising=False)
+        with pytest.raises(OSError, match=r"no room for .* next to the .* that stay free there"):
+            fetch(node, attempt, tmp_path / "blobs")
+    assert fetch(node, attempt, tmp_path / "blobs").files == 1
 
 
 def test_files_of_an_input_keep_their_times_and_can_be_zipped(node: NodeUnderTest, tmp_path: Path) -> None:

@@ -136,9 +136,9 @@ def _tell_room(directory: StateDirectory, record: WorkflowRecord) -> None:
     if all(task.log_complete or task.started_at is None for group in record.groups for task in group.attempts):
         return
     from distflow.documents.quantities import bytes_text
-    from distflow.state.mirror import reserve_bytes
+    from distflow.runtime.durable import reserve_bytes
 
-    missing, reserve = reserve_bytes(directory.logs)
+    missing, reserve = reserve_bytes(str(directory.logs))
     if missing:
         where = f"the disk of {directory.logs} has less than {bytes_text(reserve)} free"
         print(f"warning: {where}: new output stays on its nodes; free {bytes_text(missing)} there", file=sys.stderr)

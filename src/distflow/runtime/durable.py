@@ -1,11 +1,15 @@
-"""Files that survive a power cut whole or not at all."""
+"""Files that survive a power cut whole or not at all, and the room that is kept for them."""
 
 from __future__ import annotations
 
 import os
-from typing import IO, Any
+from typing import IO, Any, Tuple
 
-__all__ = ["publish"]
+__all__ = ["publish", "reserve_bytes"]
+
+_RESERVE = 512 << 20
+_SHARE = 20
+"""A smaller disk keeps this part of itself."""
 
 
 def publish(file: IO[Any], path: str) -> None:
@@ -16,3 +20,15 @@ def publish(file: IO[Any], path: str) -> None:
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)
+
+
+def reserve_bytes(folder: str, coming: int = 0) -> Tuple[int, int]:
+    """Return how much of the reserve is missing on the disk of a directory, and how large the reserve is.
+
+    ``coming``: bytes that are still to be written there.
+    """
+    while not os.path.exists(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    found = os.statvfs(folder)
+    reserve = min(_RESERVE, found.f_blocks * found.f_frsize // _SHARE)
+    return max(0, reserve + coming - found.f_bavail * found.f_frsize), reserve

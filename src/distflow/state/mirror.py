@@ -17,10 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from distflow.runtime import logfiles
+from distflow.runtime.durable import reserve_bytes
 from distflow.state.ends import RankText
 from distflow.state.logs import LogSource, end_lines
 
-__all__ = ["LAST_LINES", "Mirror", "attempt_name", "reserve_bytes"]
+__all__ = ["LAST_LINES", "Mirror", "attempt_name"]
 
 HEARTBEAT = "heartbeat"
 
@@ -30,8 +31,6 @@ LAST_LINES = 2000
 _LINE_BYTES = 128
 """Of each line that is asked for, on average; longer lines make fewer."""
 _LEAST_TAIL_BYTES = 16384
-_RESERVE = 512 << 20
-_SHARE = 20
 
 
 class Mirror:
@@ -57,7 +56,7 @@ class Mirror:
 
     def has_room(self) -> bool:
         """Return whether output may be written: the reserve of the disk is not touched."""
-        return reserve_bytes(self.root)[0] <= 0
+        return reserve_bytes(str(self.root))[0] <= 0
 
     def write(self, attempt: str, file: str, offset: int, data: bytes) -> None:
         """Put ``data`` where it stood on the node, and drop what the node no longer keeps.
@@ -121,15 +120,6 @@ class Mirror:
         lines = end_lines(source, count, most_bytes=max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
         printed = ((text, line.rank) for line in lines for text in line.text.splitlines() if text.strip())
         return tuple(text if rank is None else RankText.of(text, rank) for text, rank in printed)[-count:]
-
-
-def reserve_bytes(folder: Path) -> tuple[int, int]:
-    """Return how much of the reserve is missing on the disk of a directory, and how large the reserve is."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    found = os.statvfs(folder)
-    reserve = min(_RESERVE, found.f_blocks * found.f_frsize // _SHARE)
-    return max(0, reserve - found.f_bavail * found.f_frsize), reserve
 
 
 def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:

@@ -5,6 +5,7 @@ The node's end is ``runtime.sender``; the format is on the page of the agent pro
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +13,9 @@ from pathlib import Path
 
 from distflow.backends.machines.bootstrap import open_service
 from distflow.backends.machines.stream import ServiceStream
+from distflow.documents.quantities import bytes_text
 from distflow.errors import AgentError
+from distflow.runtime.durable import reserve_bytes
 from distflow.runtime.frames import receive
 from distflow.runtime.wire import OpError, encode
 from distflow.transports.base import Transport
@@ -74,7 +77,12 @@ def fetch_output(
             return replace(found, is_here=False)
         path = str(blobs / digest)
         said = lambda message: stream.write(encode(message))  # noqa: E731
-        if not receive(stream, path, digest, size, said, lambda at: progress(True, at, size)):
+
+        def moved(at: int) -> None:
+            _check_room(blobs, size - at)
+            progress(True, at, size)
+
+        if not receive(stream, path, digest, size, said, moved):
             raise stream.broke_off()
         if place is not None:
             stream.write(encode({"got": True}))
@@ -83,3 +91,13 @@ def fetch_output(
         raise AgentError(transport.name, error.kind, error.message) from error
     finally:
         stream.close()
+
+
+def _check_room(blobs: Path, coming: int) -> None:
+    """Refuse what would fill this disk: without a reserve, nothing at all can be supervised. Raises ``OSError``."""
+    if coming <= 0:
+        return
+    missing, reserve = reserve_bytes(str(blobs), coming)
+    if missing:
+        said = f"no room for {bytes_text(coming)} next to the {bytes_text(reserve)} that stay free there"
+        raise OSError(errno.ENOSPC, said, str(blobs))
