@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from distflow.backends.machines.cleaning import Cleaned, clean_node
 from distflow.cli import wiring
+from distflow.cli.attemptnames import named
 from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.places import PoolOption, chosen_places, each_place
 from distflow.cli.reap import reap
@@ -52,7 +54,7 @@ def clean(
     age_s = _seconds(older_than) if older_than is not None else None
     directory = wiring.state_directory()
     with wiring.open_store(directory) as store:
-        unfinished = store.uuids(are_unfinished=True)
+        unfinished, ids = store.uuids(are_unfinished=True), store.ids()
     results = each_place(
         places,
         lambda one, node: clean_node(
@@ -63,6 +65,7 @@ def clean(
             is_dry_run=dry_run,
         ),
     )
+    results = [replace(one, error=named(one.error, ids)) for one in results]
     _show(results, dry_run, format_type)
     failed = [result for result in results if result.error]
     if failed and format_type is Format.JSON:

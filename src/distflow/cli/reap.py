@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from distflow.backends.machines.reaping import Leftover, Reaped, reap_node
+from distflow.cli.attemptnames import named, workflow_ids
 from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.places import NodesOption, PoolOption, chosen_places, each_place
 from distflow.cli.tables import plain, table, terminal_width
@@ -30,12 +32,13 @@ def reap(
     A task that runs is never touched, whoever submitted it; what belongs to another root or user is named, and left alone.
     """
     places = chosen_places(pool, hostfile, nodes)
+    ids = workflow_ids()
     results = each_place(places, lambda one, node: reap_node(one, node, is_dry_run=dry_run))
     if format_type is Format.JSON:
         print(json.dumps({"dry_run": dry_run, "nodes": [_json(one) for one in results]}, indent=2))
     else:
-        _show(results, dry_run)
-    error = _worst(results)
+        _show(results, dry_run, ids)
+    error = _worst(results, ids)
     if error is None:
         return
     if format_type is Format.JSON:
@@ -44,27 +47,28 @@ def reap(
     raise error
 
 
-def _worst(results: list[Reaped]) -> DistflowError | None:
+def _worst(results: list[Reaped], ids: Mapping[str, str]) -> DistflowError | None:
     for one in results:
         if one.error:
-            return NodeError(one.node, one.error.removeprefix(f"{one.node}: "))
+            return NodeError(one.node, named(one.error.removeprefix(f"{one.node}: "), ids))
     for one in results:
         for left in one.found:
             if left.error:
                 what = left.name if left.pid is None else f"{left.name} (pid {left.pid})"
-                return NodeError(one.node, f"{what} is still there: {left.error}")
+                return NodeError(one.node, f"{what} is still there: {named(left.error, ids)}")
     return None
 
 
-def _show(results: list[Reaped], dry_run: bool) -> None:
-    rows = [_row(one.node, left, dry_run) for one in results for left in one.found]
+def _show(results: list[Reaped], dry_run: bool, ids: Mapping[str, str]) -> None:
+    rows = [_row(one.node, left, dry_run, ids) for one in results for left in one.found]
     if rows:
-        header = ("Node", "Pid", "Name", "Age", "GPUs", "Attempt", "Done", "Why")
+        header = ("Node", "Pid", "Name", "Age", "GPUs", "Task", "Done", "Why")
         print(table(header, rows, width=terminal_width(sys.stdout)), end="")
     for one in results:
         if one.settled:
             verb = "would be recorded" if dry_run else "is recorded now"
-            print(f"{one.node}: the end of {len(one.settled)} that nobody watched {verb}: {plain(', '.join(one.settled))}")
+            names = plain(named(", ".join(one.settled), ids))
+            print(f"{one.node}: the end of {len(one.settled)} that nobody watched {verb}: {names}")
     reached = sum(1 for one in results if not one.error)
     if not rows and reached:
         print(f"nothing is left on {reached} node{'s' if reached > 1 else ''}")
@@ -72,7 +76,7 @@ def _show(results: list[Reaped], dry_run: bool) -> None:
         print("nothing was stopped: this was a dry run", file=sys.stderr)
 
 
-def _row(node: str, left: Leftover, dry_run: bool) -> tuple[str, ...]:
+def _row(node: str, left: Leftover, dry_run: bool, ids: Mapping[str, str]) -> tuple[str, ...]:
     done = "left alone" if not left.is_ours else "would stop" if dry_run else "still there" if left.error else "stopped"
     return (
         node,
@@ -80,9 +84,9 @@ def _row(node: str, left: Leftover, dry_run: bool) -> tuple[str, ...]:
         plain(left.name),
         "-" if left.age_s is None else duration(left.age_s),
         ",".join(str(gpu) for gpu in left.gpus),
-        plain(left.attempt),
+        plain(named(left.attempt, ids)),
         done,
-        plain(left.error or left.why),
+        plain(named(left.error or left.why, ids)),
     )
 
 

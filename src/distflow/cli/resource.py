@@ -61,7 +61,7 @@ def list_resources(
     configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile))
     with wiring.open_store(reading_directory()) as store:
         held = held_by_tasks(store)
-        ids = {record.uuid: record.id for record in store.unfinished()}
+        ids = store.ids()
     rows = [
         Usage(pool=one, node=node, held=held.get((one.name, node.name), ()))
         for one in _pools(configuration, pool or (), all_pools)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from distflow.backends.machines.uninstalling import Uninstalled, uninstall_node
+from distflow.cli.attemptnames import named, workflow_ids
 from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.places import NodesOption, Place, PoolOption, chosen_places, each_place
 from distflow.cli.tables import plain
@@ -32,7 +34,8 @@ def uninstall(
     places = chosen_places(pool, hostfile, nodes)
     if not yes:
         _ask(places)
-    results = each_place(places, uninstall_node)
+    ids = workflow_ids()
+    results = [replace(one, error=named(one.error, ids)) for one in each_place(places, uninstall_node)]
     if format_type is Format.JSON:
         rows = [
             {"node": one.node, "removed": list(one.removed), "left": list(one.left), "error": one.error or None}

@@ -20,6 +20,7 @@ from typing import List, Optional
 from distflow.runtime import rootdir
 from distflow.runtime.clock import now
 from distflow.runtime.facts import free_bytes
+from distflow.runtime.limits import size_text
 from distflow.runtime.locking import is_named
 from distflow.runtime.wire import Json, OpError
 
@@ -89,7 +90,7 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
             needed += size - _size_of(path + _PART)
     free = free_bytes(directory)
     if free < needed:
-        raise OpError("no_space", "{} bytes are needed in {}, {} are free".format(needed, directory, free))
+        raise OpError("no_space", "{} are needed in {}, {} are free".format(size_text(needed), directory, size_text(free)))
     return lacking
 
 

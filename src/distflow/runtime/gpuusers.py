@@ -96,8 +96,7 @@ def _words(pid: str, name: str, memory: str) -> str:
     except OSError:
         who = []
     who += [os.path.basename(name), *(["{} MiB".format(memory)] if memory.isdigit() else [])]
-    attempt = mark_of(int(pid))
-    origin = "which is left of {}".format(attempt) if attempt else "which distflow did not start"
+    origin = "left by a task of distflow (see `distflow node reap`)" if mark_of(int(pid)) else "which distflow did not start"
     return "pid {} ({}), {}".format(pid, ", ".join(who), origin)
 
 

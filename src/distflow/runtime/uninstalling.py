@@ -36,7 +36,7 @@ def uninstall(root: str, request: Json) -> Json:
         if orphans.may_live(place)
     ]
     if alive:
-        raise OpError("conflict", "it is still at work here: {}".format(", ".join(alive[:5])))
+        raise OpError("conflict", "tasks run here: {}".format(", ".join(alive[:5])))
     removed: List[str] = []
     left: List[str] = []
     for workflow in attempts.workflows(root):

@@ -320,6 +320,11 @@ class Store:
         with self._errors():
             return frozenset(row[0] for row in self._db.execute(f"SELECT uuid FROM workflows{condition}"))  # noqa: S608
 
+    def ids(self) -> dict[str, str]:
+        """Return the id of every workflow by its uuid."""
+        with self._errors():
+            return dict(self._db.execute("SELECT uuid, id FROM workflows").fetchall())
+
     def _number(self, record: WorkflowRecord, keep: bool) -> int:
         row = self._db.execute("SELECT last FROM names WHERE name = ?", (record.name,)).fetchone()
         last = row[0] if row else 0

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from distflow.cli.attemptnames import named
+
+UUID = "7278eb5c" * 4
+DASHED = "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"tasks run here: {UUID}/g/w1/0, {UUID}/g/w2/3", "tasks run here: spin-1/w1, spin-1/w2 retry-3"),
+        (
+            f"{DASHED}: it is still running: {DASHED}/g/w1/0",
+            "an unknown workflow: it is still running: w1 of an unknown workflow",
+        ),
+        (f"{UUID}: no", "spin-1: no"),
+        (f"/scratch/.distflow/{UUID}/g/w1/0: Permission denied", f"/scratch/.distflow/{UUID}/g/w1/0: Permission denied"),
+        (f"{UUID}{UUID} is a hash", f"{UUID}{UUID} is a hash"),
+        ("", ""),
+    ],
+)
+def test_workflows_and_tasks_are_named_by_their_ids(text: str, shown: str) -> None:
+    assert named(text, {UUID: "spin-1"}) == shown
