@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pytest
@@ -527,6 +528,7 @@ def test_a_lease_that_is_answered_with_nonsense_is_refused(answer: dict[str, Any
     class Answering:
         node = Node(name="n", host="n", root="/r", python="python3")
         gpu_ids = (0, 1)
+        amounts = MappingProxyType({"cpus": 4})
 
         def __init__(self) -> None:
             self.given_back: list[AttemptKey] = []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from distflow.diagnosis.model import Case, Hit
-from distflow.documents.quantities import bytes_text
+from distflow.documents.quantities import bytes_text, seconds_text
 
 __all__ = [
     "absent", "gpu_memory", "host_memory", "interface", "lost_peer", "master", "mesh", "mismatch", "missing", "nccl_versions",
@@ -164,7 +164,7 @@ def timeout(case: Case, hits: Sequence[Hit]) -> str:
     what = found.get("op") or ""
     # gloo names only its half of a transfer.
     what = "" if what in ("", "recv", "send") else f" in {what.lower()}"
-    long = f" for {int(found['ms']) / 1000:g} s" if found.get("ms") else ""
+    long = f" for {seconds_text(int(found['ms']) / 1000)}" if found.get("ms") else ""
     waiting = {hit.witness.task for hit in hits}
     others = [witness.place for witness in case.witnesses if witness.ranks and witness.task not in waiting]
     rest = f"; {', '.join(others[:_SHOWN])} did not" if others else ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["bytes_text", "duration_text", "parse_bytes", "parse_duration", "parse_log_bytes"]
+__all__ = ["bytes_text", "duration_text", "parse_bytes", "parse_duration", "parse_log_bytes", "seconds_text"]
 
 _SECONDS: Mapping[str, float] = MappingProxyType({"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6})
 _DURATION = re.compile(r"([0-9]+)(d|h|ms|us|m|s)")
@@ -69,6 +69,16 @@ def bytes_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def seconds_text(value: float) -> str:
+    """Return a time as people say it, rounded.
+
+    >>> seconds_text(0.25), seconds_text(19.7107), seconds_text(90), seconds_text(300), seconds_text(301.4)
+    ('0.25 s', '20 s', '90 s', '5 min', '301 s')
+    """
+    rounded = round(value) if value >= 10 else float(f"{value:.2g}")
+    return f"{rounded:g} s" if rounded < 120 or rounded % 60 else f"{rounded / 60:g} min"
 
 
 def parse_bytes(value: str | float) -> int:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from distflow.documents.quantities import seconds_text
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import CancelRequest, Cause, Event, EventCode, GroupRecord, Stray
 from distflow.supervisor.absorb import announce_wait, end_unstarted, stop_unstarted
@@ -22,7 +23,6 @@ from distflow.supervisor.retry import is_rescheduled, try_again
 from distflow.supervisor.rolling import roll_up
 from distflow.supervisor.room import share_of
 from distflow.supervisor.starting import Starting
-from distflow.supervisor.step import seconds_text
 from distflow.supervisor.verdict import by_exit_actions, first_cause
 from distflow.supervisor.world import Decision, Glance, Rest, Workflow, World
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from distflow.documents.quantities import seconds_text
 from distflow.lifecycle.exits import Action, action_of
 from distflow.lifecycle.states import State
 from distflow.plan.model import GroupPlan
@@ -34,7 +35,7 @@ def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> 
         name=group.name,
         upstream=group.upstream,
         state=State.SCHEDULING,
-        message=f"attempt {attempt + 1} of at most {plan.retry.limit + 1} begins in {wait_s:g} s",
+        message=f"attempt {attempt + 1} of at most {plan.retry.limit + 1} begins in {seconds_text(wait_s)}",
         attempt=attempt,
         carried=kept(group),
         checkpoints=group.checkpoints,

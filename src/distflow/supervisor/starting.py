@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from distflow.documents.quantities import seconds_text
 from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import TaskRecord
 from distflow.supervisor.absorb import REFUSED, WAITING, end_unstarted
 from distflow.supervisor.carrying import Carriage, carry_in
-from distflow.supervisor.step import Step, seconds_text
+from distflow.supervisor.step import Step
 
 __all__ = ["Starting"]
 

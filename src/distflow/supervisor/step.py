@@ -11,7 +11,7 @@ from distflow.pools.model import Pool
 from distflow.state.record import Event, EventCode, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
 
-__all__ = ["Step", "seconds_text"]
+__all__ = ["Step"]
 
 
 class Step:
@@ -84,13 +84,3 @@ class Step:
 
     def _last_lines(self, task: TaskRecord) -> tuple[str, ...]:
         return self.world.lines.get((self.record.uuid, self.group.name, task.name), ())
-
-
-def seconds_text(value: float) -> str:
-    """Return a time as people say it, rounded.
-
-    >>> seconds_text(0.25), seconds_text(19.7107), seconds_text(90), seconds_text(300), seconds_text(301.4)
-    ('0.25 s', '20 s', '90 s', '5 min', '301 s')
-    """
-    rounded = round(value) if value >= 10 else float(f"{value:.2g}")
-    return f"{rounded:g} s" if rounded < 120 or rounded % 60 else f"{rounded / 60:g} min"

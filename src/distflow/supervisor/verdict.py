@@ -78,7 +78,9 @@ def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
     """Return the task with its final state, reason and message."""
     state, reason, message = _conclusion(group, end)
     if end.lost_output_bytes:
-        message = "; ".join(filter(None, [message, f"{end.lost_output_bytes} bytes of output lost: the node's disk was full"]))
+        message = "; ".join(
+            filter(None, [message, f"{bytes_text(end.lost_output_bytes)} of output lost: the node's disk was full"])
+        )
     return replace(
         task,
         state=state,

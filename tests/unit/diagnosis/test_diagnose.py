@@ -71,7 +71,12 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
         ("Bootstrap Root : mismatch in rank count from procs 16 : 8", "world-size-mismatch", "told of 16 ranks, another"),
         ("Bootstrap Root : rank 9 of 16 ranks has already checked in", "rank-twice", "it is of worker on gpu2"),
         ("ncclSystemError: System call or external library call failed", "nccl-system", "worker on gpu2"),
-        (WATCHDOG, "collective-timeout", "rank 9 (worker on gpu2) waited in broadcast for 600 s; master on gpu1 did not"),
+        (
+            WATCHDOG.replace("Timeout(ms)=600000", "Timeout(ms)=1800123"),
+            "collective-timeout",
+            "waited in broadcast for 30 min; master",
+        ),
+        (WATCHDOG, "collective-timeout", "rank 9 (worker on gpu2) waited in broadcast for 10 min; master on gpu1 did not"),
         ("OSError: [Errno 28] No space left on device: 'model.pt'", "disk-full", "worker on gpu2"),
         ("ImportError: libcudnn.so.9: cannot open shared object file", "module-missing", "libcudnn.so.9"),
         ("MemoryError", "host-memory", "worker on gpu2"),

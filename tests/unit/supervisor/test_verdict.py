@@ -55,7 +55,7 @@ def test_processes_that_vanish_together_have_the_usual_cause_named() -> None:
 
 def test_lost_output_is_said() -> None:
     task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, exit_code=0, lost_output_bytes=12))
-    assert "12 bytes of output lost" in task.message
+    assert "12 B of output lost" in task.message
 
 
 def test_unknown_fields_of_a_node_are_ignored() -> None:
