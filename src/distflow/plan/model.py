@@ -76,6 +76,8 @@ class PlannedFile:
     """The blob is a tar of a directory."""
     only: str = ""
     """Which files of the archive: those whose path this regular expression matches from its start; empty: all."""
+    within: str = ""
+    """The one directory of the archive that is unpacked; everything else in it is left out. Empty: all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,7 @@ def _place(root: str, directory: str, file: Json) -> None:
                 from distflow.runtime.unpacking import unpack
 
                 os.makedirs(path, exist_ok=True)
-                unpack(source, path, str(file.get("only") or ""))
+                unpack(source, path, str(file.get("only") or ""), within=str(file.get("within") or ""))
             else:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 _write(source, path, _mode_of(file))

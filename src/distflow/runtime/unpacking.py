@@ -24,16 +24,18 @@ _EXTENDED = (
 )  # fmt: skip
 
 
-def unpack(archive: BinaryIO, top: str, only: str = "", *, compressed: bool = True) -> None:
+def unpack(archive: BinaryIO, top: str, only: str = "", *, within: str = "", compressed: bool = True) -> None:
     """Unpack files, directories and links that stay inside ``top``. May be done again over what is there.
 
     ``only`` is a regular expression: of the files and links those whose relative path it matches from its start, in the
-    directories that they need. ``compressed``: whether the archive may be compressed. Raises ``OpError`` and ``OSError`` only.
+    directories that they need. ``within`` is the name of one directory in ``top``: nothing but what lies in it is unpacked, and
+    only there, also through links. ``compressed``: whether the archive may be compressed. Raises ``OpError`` and ``OSError``
+    only.
     """
     wanted = _matcher(only)
     try:
         with tarfile.open(fileobj=archive, mode="r:*" if compressed else "r:", tarinfo=_Member) as tar:
-            has_links = _unpack_members(tar, top, wanted)
+            has_links = _unpack_members(tar, top, wanted, within)
     except (OpError, OSError):
         raise
     except Exception as error:  # tarfile raises many kinds for a damaged archive, RecursionError among them
@@ -56,7 +58,7 @@ class _Member(tarfile.TarInfo):
         return member
 
 
-def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str]]) -> bool:
+def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str]], within: str) -> bool:
     """Unpack all members and return whether links were made or replaced."""
     known: Set[str] = set()
     has_links = False
@@ -64,7 +66,13 @@ def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str
         name = os.path.normpath(member.name)
         if name == "." or (wanted is not None and (member.isdir() or not wanted.match(name))):
             continue
-        path = _place_of(top, name, known)
+        if within:
+            first, _, rest = name.partition("/")
+            if first != within or not rest:
+                continue
+            path = _place_of(os.path.join(top, within), rest, known)
+        else:
+            path = _place_of(top, name, known)
         if member.issym() or member.islnk() or os.path.islink(path):
             # Every path through a link may lead elsewhere from now on.
             known.clear()

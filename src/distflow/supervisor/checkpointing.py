@@ -10,7 +10,6 @@ written to no URL. Every task of the next attempt is given the archives of all t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -132,12 +131,12 @@ def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) 
     files = []
     for number, planned in enumerate(plan.launch(launch.task).checkpoints):
         place = PurePosixPath(planned.place)
-        # A node packed it: it may not place anything next to the directory, such as distflow's own records of the attempt.
-        only = f"{re.escape(place.name)}/" if place.parent == PurePosixPath() else ""
+        # A node packed it, and tasks on other nodes may get it: it may not place anything next to the directory, such as
+        # a module that their scripts import, or distflow's own records of the attempt.
         files += [
             PlannedFile(
                 path=str(place.parent), shown=f"the last checkpoint of {planned.shown}", blob=known.digest, size=known.size,
-                mode=0o700, is_tar=True, only=only,
+                mode=0o700, is_tar=True, within=place.name,
             )
             for known in _archives(plan, group, launch.task, number)
         ]  # fmt: skip

@@ -79,6 +79,25 @@ def test_a_hard_link_in_the_place_of_a_link_leads_no_file_outside(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
+def test_an_archive_of_one_directory_places_nothing_next_to_it(tmp_path: Path) -> None:
+    top = tmp_path / "work"
+    top.mkdir()
+    (top / "train.py").write_text("mine")
+    members: list[Member] = [
+        ("dir", "ckpt", ""), ("dir", "ckpt/empty", ""), ("file", "ckpt/model.pt", "1"), ("file", "train.py", "evil"),
+        ("file", "torch.py", "evil"), ("sym", "ckpt", "."), ("sym", "ckpt/latest", "model.pt"),
+        ("sym", "ckpt/data", "../train.py"),
+    ]  # fmt: skip
+    unpack(io.BytesIO(archive_of(members)), str(top), within="ckpt")
+    assert sorted(path.name for path in top.iterdir()) == ["ckpt", "train.py"]
+    assert (top / "train.py").read_text() == "mine"
+    assert sorted(path.name for path in (top / "ckpt").iterdir()) == ["data", "empty", "latest", "model.pt"]
+    escape: list[Member] = [("sym", "ckpt/up", ".."), ("file", "ckpt/up/train.py", "evil")]
+    with pytest.raises(OpError, match="leads through a link out"):
+        unpack(io.BytesIO(archive_of(escape)), str(top), within="ckpt")
+    assert (top / "train.py").read_text() == "mine"
+
+
 def test_links_inside_stay(tmp_path: Path) -> None:
     top = tmp_path / "top"
     members: list[Member] = [

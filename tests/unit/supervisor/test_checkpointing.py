@@ -228,8 +228,8 @@ def test_all_tasks_of_the_next_attempt_are_given_the_shared_files_of_all_with_th
     for task in taken:
         launch = BoundLaunch(task=task, node="n1", argv=("x",), environment={}, files=(SCRIPT,))
         placed = place_checkpoints(launch, whole, group).files
-        assert [(one.path, one.only, one.blob) for one in placed[:2]] == [
-            (".", "work/", one.digest) for name in ("t1", "t0") if (one := taken[name]) is not None
+        assert [(one.path, one.within, one.blob) for one in placed[:2]] == [
+            (".", "work", one.digest) for name in ("t1", "t0") if (one := taken[name]) is not None
         ]
         assert placed[2] is SCRIPT, "files of the spec are placed over older ones of the same name"
     # There will be no third attempt, so nothing more is copied.

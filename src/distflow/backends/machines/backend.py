@@ -203,7 +203,8 @@ class MachinesBackend:
                 "python_path": list(launch.python_path),
                 "path": list(launch.path),
                 "files": [
-                    {"path": file.path, "mode": file.mode, "is_tar": file.is_tar, "only": file.only} | self._content(file)
+                    {"path": file.path, "mode": file.mode, "is_tar": file.is_tar, "only": file.only, "within": file.within}
+                    | self._content(file)
                     for file in launch.files
                 ],
                 "cwd": "work",
