@@ -9,6 +9,7 @@ import typer
 
 from distflow.cli.command import command_app
 from distflow.cli.reading import WorkflowArgument, open_workflow
+from distflow.cli.tables import plain_lines
 
 __all__ = ["app"]
 
@@ -25,4 +26,6 @@ def spec(
     """Print a workflow's spec as it ran. Values of --set-env are never part of it."""
     with open_workflow(workflow, tell_age=False) as (_, store, record):
         text = store.document(record.uuid, "template" if template else "spec")
-        sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+        text = text if text.endswith("\n") else f"{text}\n"
+        # A node wrote the spec of a workflow that was adopted without a signature: a line must not hide behind another one.
+        sys.stdout.write(plain_lines(text) if sys.stdout.isatty() else text)

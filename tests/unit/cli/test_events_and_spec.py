@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 
 from distflow.state.record import WorkflowRecord
-from unit.cli.screen import Screen, hold_against
+from unit.cli.screen import Screen, Terminal, hold_against
 from unit.state.stored import completed_group, submit, workflow
 
 
@@ -54,3 +55,15 @@ def test_the_spec_is_given_as_it_ran_or_as_it_was_submitted(screen: Screen, digi
     assert screen.out == "# template\nworkflow:\n  name: digits\n"
     assert screen.run("spec", "nothing-1") == 2
     assert screen.err.startswith("error: there is no workflow 'nothing-1'\n")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_spec_that_a_node_wrote_hides_no_line_on_a_terminal(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    text = "command: [curl]\r# nothing here \x1b[2K\n\tx\n"
+    record = submit(screen.store, workflow([completed_group()]), spec=text)
+    out = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    assert screen.run("spec", record.id) == 0
+    assert out.getvalue() == ("command: [curl] # nothing here \n x\n" if is_terminal else text)
