@@ -77,6 +77,7 @@ def test_what_was_stored_is_found_by_id_and_uuid(store: Store) -> None:
     assert store.pool(record.uuid).backend == "ssh"
     assert store.document(record.uuid, "template").startswith("# template")
     assert store.uuids() == {record.uuid}
+    assert store.ids() == {record.uuid: "digits-1"}
 
 
 def test_what_is_not_there_is_named_with_what_is_near(store: Store) -> None:

@@ -77,6 +77,7 @@ def test_tasks_and_what_they_hold_are_listed(cli: Cli) -> None:
     mine, cli.environment["DISTFLOW_STATE"] = cli.environment["DISTFLOW_STATE"], str(cli.folder / "other")
     (node,) = json.loads(cli.run("resource", "list", "--live", "-t", "json").out)["resources"]
     assert {one["workflow_id"] for one in node["holders"]} == {None}
+    assert {one["label"] for one in node["holders"]} == {"first-1/one", "first-1/two", "second-1/one"}
     assert node["usage_fields"]["gpu"] == 0
     cli.environment["DISTFLOW_STATE"] = mine
     (pool,) = json.loads(cli.run("pool", "list", "-t", "json").out)["pools"]

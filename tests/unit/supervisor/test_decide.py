@@ -201,6 +201,7 @@ def test_queue_timeout_ends_a_gang_that_waits_too_long() -> None:
     assert driver.group("u2").state is State.SCHEDULING
     driver.advance(2)
     assert driver.record("u2").status == "FAILED_QUEUE_TIMEOUT"
+    assert "Waiting for" not in driver.group("u2").message
 
 
 def test_a_gang_that_its_pool_can_never_hold_fails_at_once() -> None:
