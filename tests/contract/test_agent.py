@@ -211,14 +211,18 @@ def test_a_record_that_a_task_has_overwritten_ends_no_agent(node: NodeUnderTest,
     link = node.connect()
     attempt = node.start(link, ["sleep", "60"])
     record = node.directory(attempt) / "runner.json"
-    before = record.read_text()
+    command = node.state(attempt)["command"]["pid"]
     record.write_text(content)
-    for one in (link, node.connect()):
+    other = node.connect()
+    for one in (link, other):
         assert one.request("hello", watch=[attempt])["attempts"][attempt]["phase"] == "absent"
-        refused(one, "not_found", "stop", attempt=attempt, grace_s=0, why="test")
         assert one.request("reap", dry_run=True)["processes"] == []
         assert one.request("ping")["now"]
-    record.write_text(before)
+    refused(other, "not_found", "stop", attempt=attempt, grace_s=0, why="test")
+    assert is_alive(command)
+    # The agent that has heard from its pair can still speak to it.
+    link.request("stop", attempt=attempt, grace_s=0, why="test")
+    wait_until(lambda: not is_alive(command))
 
 
 def test_a_command_runs_in_the_environment_that_was_asked_for(node: NodeUnderTest) -> None:

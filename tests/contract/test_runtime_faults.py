@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import launch_of, processes_with
+from distflow.errors import AgentError
 from distflow.runtime.hunt import Hunt
 from distflow.runtime.processes import list_processes, read_process
 from distflow.testing.waiting import wait_until
@@ -591,6 +593,27 @@ def test_a_task_whose_socket_was_removed_is_stopped_all_the_same(node: NodeUnder
     link.request("stop", attempt=attempt, grace_s=10, why="")
     end = node.end(attempt)
     assert (end["reason"], end["exit_code"]) == ("stopped", 0)
+
+
+@pytest.mark.parametrize("asked", ["stop", "stop by another agent", "watch"])
+def test_nothing_survives_of_a_task_whose_directory_was_removed(node: NodeUnderTest, marker: str, asked: str) -> None:
+    link = node.connect()
+    attempt = node.start(link, ["sh", "-c", "echo up; while :; do sleep 0.1; done", marker])
+    bystander = node.start(link, ["sleep", "60"])
+    wait_until(lambda: node.output(attempt))
+    shutil.rmtree(node.directory(attempt).parent)
+    if asked == "stop":
+        link.request("stop", attempt=attempt, grace_s=5, why="")
+    else:
+        link.close()
+        link = node.connect()
+        if asked == "watch":
+            assert link.request("hello", watch=[attempt])["attempts"][attempt]["phase"] == "absent"
+        else:
+            with pytest.raises(AgentError, match="is not on this node"):
+                link.request("stop", attempt=attempt, grace_s=5, why="")
+    wait_until(lambda: not processes_with(marker), 20, "nothing is left")
+    assert not is_dead(node.state(bystander)["command"]["pid"])
 
 
 def test_an_agent_that_could_not_reach_a_pair_tries_again(node: NodeUnderTest) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
 
-from distflow.runtime import attempts, blobs, command, facts, logfiles, placing, processes, records
+from distflow.runtime import attempts, blobs, command, facts, logfiles, orphans, placing, processes, records
 from distflow.runtime.clock import now
 from distflow.runtime.loop import Loop
 from distflow.runtime.machines import machine_of
@@ -186,11 +186,14 @@ class _Agent:
                 answer({"facts": dict(result, agent_pid=os.getpid()), "attempts": statuses})
 
         lease_dir = str(request.get("lease_dir") or "")
+        absent = [watch.attempt for watch in watches if watch.link is None and self._watches.status(watch)["phase"] == "absent"]
 
         def look() -> Json:
+            for attempt in absent:  # whoever asks counts on it that nothing of them runs
+                orphans.settle(self._root, attempt)
             return dict(facts.gather(self._root), machine=machine_of(lease_dir))
 
-        self._loop.job(look, known, is_quick=facts.is_quick())
+        self._loop.job(look, known, is_quick=facts.is_quick() and not absent)
 
     def _lease(self, request: Json, answer: _Answer) -> None:
         if request.get("gpus") and "users" not in request:
@@ -289,8 +292,12 @@ class _Agent:
         self._ask(watch, {"op": "start"}, told)
 
     def _stop(self, request: Json, answer: _Answer) -> None:
-        watch = self._known(request)
+        watch = self._watches.get(request["attempt"])
         grace_s, why = float(request.get("grace_s") or 0), str(request.get("why") or "")
+        if watch.link is None and self._watches.status(watch)["phase"] == "absent":
+            unknown = _unknown(watch)
+            self._loop.job(lambda: orphans.settle(self._root, watch.attempt), lambda _result: answer.refuse(unknown))
+            return
 
         def told(_result: Optional[Json], error: Optional[OpError]) -> None:
             answer.either(error or {})
@@ -377,7 +384,7 @@ class _Agent:
     def _known(self, request: Json) -> Watch:
         watch = self._watches.get(request["attempt"])
         if self._watches.status(watch)["phase"] == "absent":
-            raise OpError("not_found", "the attempt {} is not on this node".format(watch.attempt))
+            raise _unknown(watch)
         return watch
 
     def _is_coming_up(self, watch: Watch) -> bool:
@@ -389,6 +396,10 @@ class _Agent:
             told(None, None)
         else:
             watch.link.ask(question, told)
+
+
+def _unknown(watch: Watch) -> OpError:
+    return OpError("not_found", "the attempt {} is not on this node".format(watch.attempt))
 
 
 def _lease_of(state: Json) -> Json:

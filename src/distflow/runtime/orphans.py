@@ -39,15 +39,19 @@ def may_live(directory: str) -> bool:
 def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
     """End what is left of an attempt without a pair and record that. Does nothing where that is not the case.
 
+    Where somebody removed the attempt's directory while it ran, its processes are found by their mark, and nothing is recorded.
     ``stopped``: ``why`` it was asked to stop, and when (``stopped_at``), where that may not be on record yet.
     """
     directory = attempts.directory_of(root, attempt)
     try:
         lock = attempts.lock_task(directory, wait=True)
     except FileNotFoundError:
+        _end_left(attempt, {})
         return {}
     try:
         state = records.read_state(directory)
+        if state is None and not attempts.is_reachable(directory):
+            _end_left(attempt, {})
         if state is None or records.read_end(directory) is not None or is_pair_alive(state):
             return {}
         reason, message = "both_died", "the two processes that watch a task were killed together (out of memory, or by hand?)"
