@@ -67,6 +67,8 @@ def after_report(report: Mapping[str, Any]) -> tuple[str, str]:
             remedy = f"let {owner} or root give it away (`chown -R {user} {at}`)" if at.startswith(root) else ""
             return f"{what} belongs to {owner} (mode {said('mode')})", " or ".join(filter(None, [_OTHER_ROOT, remedy]))
         return f"{what} may not be written to (mode {said('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
+    if number == errno.ENOENT:
+        return f"distflow's directory {root} cannot be made on this node: {said('text')}", _OTHER_ROOT
     if number in _IN_THE_WAY:
         return f"{said('path') or root} is in the way: distflow needs a directory there", f"remove it, or {_OTHER_ROOT}"
     if said("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
@@ -84,10 +86,8 @@ def after_exit(exit_code: int | None, python: str, printed: str) -> tuple[str, s
     if "Unknown option: -I" in printed:
         return f"Python 3.8 or newer is needed; `{python}` is older than 3.4", _OTHER_PYTHON
     ended = "the login ended" if exit_code is None else f"the login ended with exit code {exit_code}"
-    return (
-        f"{ended} before `{python}` answered",
-        "is its shell one that runs no commands (nologin, false), or does a start-up file or a ForceCommand exit?",
-    )
+    shell = "is the login's shell one that runs no commands (nologin, false), or does a start-up file or a ForceCommand exit?"
+    return f"{ended} before `{python}` answered", f"is `{python}` a Python interpreter? If so, {shell}"
 
 
 def _is_too_old(version: str) -> bool:

@@ -73,6 +73,12 @@ def test_a_file_in_the_way() -> None:
     assert words(errno=errno.ENOTDIR)[0].startswith("/home/ada/.distflow/runtime is in the way")
 
 
+def test_a_place_where_no_directory_can_be_made() -> None:
+    what, remedy = words(errno=errno.ENOENT, root="/proc/x", text="FileNotFoundError: /proc/x")
+    assert what == "distflow's directory /proc/x cannot be made on this node: FileNotFoundError: /proc/x"
+    assert remedy.startswith("name another directory with `root:`")
+
+
 def test_a_python_without_its_library() -> None:
     what, remedy = words(text="ModuleNotFoundError: No module named 'zipfile'")
     assert "lacks a part of the standard library" in what
@@ -91,3 +97,7 @@ def test_a_login_that_ended_without_a_word() -> None:
     assert after_exit(126, "/x", "")[0] == "`/x` cannot be executed on this node"
     assert after_exit(1, "python3", "")[0] == "the login ended with exit code 1 before `python3` answered"
     assert after_exit(None, "python3", "")[0] == "the login ended before `python3` answered"
+
+
+def test_a_program_that_is_not_python_is_asked_about_first() -> None:
+    assert after_exit(0, "/bin/true", "")[1].startswith("is `/bin/true` a Python interpreter?")
