@@ -207,7 +207,7 @@ def test_credentials_and_rsync_reach_a_task_in_a_container(cli: Cli, engine: Eng
 
 
 def test_a_pool_without_containers_says_once_that_images_are_ignored(cli: Cli) -> None:
-    tasks = ONE.replace("MOUNTS", "['/data:/elsewhere']").replace("COMMAND", "echo ran; exit 0\n      privileged: true")
+    tasks = ONE.replace("MOUNTS", "['/usr:/elsewhere']").replace("COMMAND", "echo ran; exit 0\n      privileged: true")
     done = cli.run("workflow", "submit", spec(cli, tasks), "--wait")
     assert done.code == 0
     assert "[one] ran" in done.out

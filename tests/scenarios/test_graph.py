@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
@@ -165,25 +167,31 @@ def test_the_dry_run_shows_inputs_and_its_scripts_take_them_by_hand(cli: Cli) ->
 
 
 def test_a_cancel_while_an_output_is_on_its_way_leaves_nothing_here(cli: Cli) -> None:
-    # In place of the archive stands a pipe, and the note that it was packed: nothing comes before something is written to it.
-    spec = cli.spec(CHAIN.format(prepare="while ! test -e ../../../../../go; do sleep 0.05; done"))
-    ident = cli.submit(spec)
-    wait_until(lambda: cli.tasks(ident)["prepare"]["status"] == "RUNNING", 60)
-    digest = "5" * 64
-    (cli.root / "blobs").mkdir(exist_ok=True)
-    os.mkfifo(cli.root / "blobs" / digest)
-    (cli.root / "blobs" / ".unmarked").touch()  # so that it counts as whole
-    packed = {"hash": digest, "size": 1 << 16, "files": 1, "left_out": []}
-    (Path(cli.tasks(ident)["prepare"]["output_dir"]).parent / "packed.json").write_text(json.dumps(packed))
-    (cli.root / "go").touch()
-    with (cli.root / "blobs" / digest).open("wb") as pipe:
-        wait_until(lambda: list((cli.state / "blobs").glob("*.part")), 20)
-        group = next(one for one in cli.query(ident)["groups"] if one["name"] == "prepare-group")
-        assert (group["status"], group["message"]) == (
-            "RUNNING", "all tasks have ended; what prepare wrote is fetched for the groups that wait",
-        )  # fmt: skip
+    # The process that packs and sends the output is suspended: nothing comes before it goes on.
+    ident = cli.submit(cli.spec(CHAIN.format(prepare="head -c 300000000 /dev/zero > {{output}}/big")))
+    wait_until(lambda: _senders(cli), 60)
+    (sender,) = _senders(cli)
+    os.kill(sender, signal.SIGSTOP)
+    fetched = "all tasks have ended; what prepare wrote is fetched for the groups that wait"
+    try:
+        wait_until(lambda: fetched in str(_group(cli, ident)["message"]), 20)
+        assert _group(cli, ident)["status"] == "RUNNING"
         assert cli.run("workflow", "cancel", ident, "--wait", "30").code == 0
         assert cli.query(ident)["status"] == "FAILED_CANCELED"
-        pipe.write(b"x" * 4096)
+    finally:
+        os.kill(sender, signal.SIGCONT)
     wait_until(lambda: cli.supervisor() is None, 30)
     assert not list((cli.state / "blobs").iterdir())
+
+
+def _senders(cli: Cli) -> list[int]:
+    found = []
+    for pid, _ in cli.processes():
+        with suppress(OSError):  # it has just ended
+            found += [pid] if Path(f"/proc/{pid}/comm").read_text().strip() == "df-sender" else []
+    return found
+
+
+def _group(cli: Cli, ident: str) -> dict[str, Any]:
+    """What `query` says of the group of ``prepare``."""
+    return next(one for one in cli.query(ident)["groups"] if one["name"] == "prepare-group")

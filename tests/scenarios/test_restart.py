@@ -92,7 +92,7 @@ def test_what_cannot_be_restarted_is_said(cli: Cli) -> None:
 def test_outputs_that_are_gone_are_named_and_nothing_is_submitted(lab: Lab, cli: Cli) -> None:
     assert cli.run("workflow", "submit", spec(cli), "--wait").code == 1
     node = cli.tasks("stages-1")["prepare"]["node_name"]
-    shutil.rmtree(cli.folder / node / cli.query("stages-1")["uuid"])
+    shutil.rmtree(cli.folder / node / "distflow-node" / cli.query("stages-1")["uuid"])
     done = cli.run("workflow", "restart", "stages-1")
     assert done.code == 3
     assert f"{node}: what prepare of stages-1 wrote cannot be fetched: " in done.err

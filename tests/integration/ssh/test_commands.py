@@ -185,7 +185,7 @@ def test_what_a_start_up_file_prints_does_not_either(make_server: MakeServer, re
         (server.home / name).write_text("echo stale file handle; cat /no/such/motd\n")
     link = connect(reach(server), "~/root", sys.executable, timeout_s=30)
     try:
-        assert link.request("hello", watch=[])["facts"]["root"] == str(server.home / "root")
+        assert link.request("hello", watch=[])["facts"]["root"] == str(server.home / "root" / "distflow-node")
     finally:
         link.close()
 

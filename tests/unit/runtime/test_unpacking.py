@@ -36,10 +36,11 @@ def archive_of(members: list[Member]) -> bytes:
 
 
 def links_outside(top: Path) -> list[str]:
+    found = [os.path.join(folder, name) for folder, folders, files in os.walk(top) for name in [*folders, *files]]
     return [
         os.path.relpath(path, top)
-        for path in top.rglob("*")
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top)
+        for path in found
+        if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(top)
     ]  # fmt: skip
 
 
