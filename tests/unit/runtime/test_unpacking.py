@@ -35,11 +35,15 @@ def archive_of(members: list[Member]) -> bytes:
     return packed.getvalue()
 
 
+def below(top: Path) -> list[str]:
+    """Everything below a directory; ``Path.rglob`` fails at links whose target is too long."""
+    return [os.path.join(folder, name) for folder, folders, files in os.walk(top) for name in [*folders, *files]]
+
+
 def links_outside(top: Path) -> list[str]:
-    found = [os.path.join(folder, name) for folder, folders, files in os.walk(top) for name in [*folders, *files]]
     return [
         os.path.relpath(path, top)
-        for path in found
+        for path in below(top)
         if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(top)
     ]  # fmt: skip
 
@@ -168,6 +172,7 @@ members = st.lists(st.tuples(st.sampled_from(sorted(_TYPES)), paths, paths), max
 @given(members)
 @example(LATE_ESCAPE)
 @example(STALE_PARENT)
+@example([("sym", "a", "x" * 300)])
 def test_no_archive_reaches_outside(tmp_path_factory: pytest.TempPathFactory, given_members: list[Member]) -> None:
     around = tmp_path_factory.mktemp("around").resolve()
     top = around / "in" / "top"
@@ -179,7 +184,7 @@ def test_no_archive_reaches_outside(tmp_path_factory: pytest.TempPathFactory, gi
         pass
     else:
         assert links_outside(top) == []
-    assert sorted(str(path.relative_to(around)) for path in around.rglob("*") if top not in (path, *path.parents)) == [
+    assert sorted(str(path.relative_to(around)) for path in map(Path, below(around)) if top not in (path, *path.parents)) == [
         "in", "victim",
     ]  # fmt: skip
     assert (around / "victim").read_text() == "mine"
@@ -212,4 +217,4 @@ def test_a_damaged_archive_is_refused_or_unpacked(
     except (OpError, OSError):
         return
     assert links_outside(top) == []
-    assert not [path for path in around.rglob("*") if top not in (path, *path.parents) and path not in top.parents]
+    assert not [path for path in map(Path, below(around)) if top not in (path, *path.parents) and path not in top.parents]
