@@ -550,6 +550,6 @@ def test_pages_that_run_side_by_side_share_no_leases(tmp_path: Path) -> None:
     try:
         assert one.run("distflow workflow submit holds.yaml")[0] == 0
         wait_until(lambda: "holds-1/a" in one.run("distflow resource list --live")[1], LOOK_S)
-        assert "nobody holds anything on these nodes" in other.run("distflow resource list --live")[1]
+        assert "Nothing is in use on these nodes" in other.run("distflow resource list --live")[1]
     finally:
         one.end()
