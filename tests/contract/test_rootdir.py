@@ -196,7 +196,7 @@ def test_what_runs_when_the_version_changes_goes_on_in_its_old_place(node: NodeU
     assert [one for one in link.request("reap", dry_run=True)["processes"] if one["attempt"] == attempt] == []
     with pytest.raises(AgentError, match="still running"):
         link.request("clean", workflow=node.workflow, keep_output=False)
-    with pytest.raises(AgentError, match="still at work"):
+    with pytest.raises(AgentError, match="tasks run here"):
         link.request("uninstall")
     assert link.request("stage", blobs=[{"hash": blob, "size": 4}])["missing"] == []
     (node.top / "go").touch()
