@@ -142,7 +142,7 @@ def test_output_never_takes_the_reserve_and_supervision_goes_on(middling: Cli) -
     assert (len(lines), lines[-1]) == (30_001, "[master] ends")
 
 
-RUNAWAY = """
+WITHOUT_END = """
 workflow:
   name: runaway
   max_log: 1Mi
@@ -152,7 +152,7 @@ workflow:
 
 
 def test_a_runaway_print_keeps_its_beginning_and_its_end(cli: Cli) -> None:
-    assert cli.run("workflow", "submit", cli.spec(RUNAWAY), "--wait").code == 0
+    assert cli.run("workflow", "submit", cli.spec(WITHOUT_END), "--wait").code == 0
     lines = cli.run("workflow", "logs", "runaway-1").out.splitlines()
     assert (lines[0], lines[-1]) == ("[a] 0123456789abcdef", "[a] the end")
     assert sum("were not kept here, see `max_log`" in line for line in lines) == 1
