@@ -30,8 +30,8 @@ from distflow.errors import (
 )
 from distflow.storage.base import Entry, Sink, is_part, open_source, part_name
 from distflow.storage.failures import driver_errors, local_errors
-from distflow.transports.destination import SshDestination
 from distflow.transports.loading import load_link
+from distflow.transports.sshconfig import SshDestination
 
 if TYPE_CHECKING:
     from distflow.transports.sshlink import SshLink

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import subprocess
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_identity,
 )
 
-from distflow.transports.sshconfig import SshConfigWrong, matches_list
+from distflow.transports.sshconfig import SshConfigError
 
 __all__ = [
     "KnownKey",
@@ -39,6 +40,7 @@ __all__ = [
     "judge",
     "key_type_of",
     "known_algorithms",
+    "matches_list",
     "parse_known_hosts",
     "read_known_hosts",
     "read_revoked",
@@ -126,14 +128,14 @@ def read_known_hosts(files: Sequence[str]) -> tuple[KnownKey, ...]:
 def read_revoked(files: Sequence[str], blob: bytes, certificate: bytes | None) -> tuple[KnownKey, ...]:
     """Return the keys that ``RevokedHostKeys`` revokes for all hosts; of a binary list (KRL) those that a host has just shown.
 
-    Raises ``SshConfigWrong`` when a file cannot be read: ``ssh`` trusts no host then.
+    Raises ``SshConfigError`` when a file cannot be read: ``ssh`` trusts no host then.
     """
     found: list[KnownKey] = []
     for file in files:
         try:
             content = Path(file).read_bytes()
         except OSError as error:
-            raise SshConfigWrong(f"RevokedHostKeys {file} cannot be read: {error.strerror}") from error
+            raise SshConfigError(f"RevokedHostKeys {file} cannot be read: {error.strerror}") from error
         if content.startswith(_KRL):
             shown = [one for one in (blob, certificate) if one is not None and _is_in_krl(file, one)]
             entries = [KnownKey(names=("*",), key_type=key_type_of(one), blob=one, file=file, line=0) for one in shown]
@@ -152,10 +154,10 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
             ["ssh-keygen", "-Q", "-f", file, "/dev/stdin"], input=line.encode(), capture_output=True, check=False, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SshConfigWrong(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {error}") from error
+        raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {error}") from error
     if done.returncode not in (0, 1):
         said = done.stderr.decode("utf-8", "replace").strip()
-        raise SshConfigWrong(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {said}")
+        raise SshConfigError(f"RevokedHostKeys {file} is a binary list, and ssh-keygen cannot read it: {said}")
     return done.returncode == 1
 
 
@@ -236,6 +238,18 @@ def key_type_of(blob: bytes) -> str:
     """Return the name that stands at the beginning of a public key."""
     length = int.from_bytes(blob[:4], "big")
     return blob[4 : 4 + length].decode("ascii", "replace") if 0 < length <= len(blob) - 4 else ""
+
+
+def matches_list(text: str, patterns: Sequence[str]) -> bool:
+    """Return whether ``text`` matches one of ``patterns`` (``*``, ``?``) and none of those that begin with ``!``."""
+    found = False
+    for pattern in patterns:
+        plain = pattern.removeprefix("!")
+        if re.fullmatch(re.escape(plain).replace(r"\*", ".*").replace(r"\?", "."), text, re.DOTALL):
+            if plain != pattern:
+                return False
+            found = True
+    return found
 
 
 def _bare(name: str) -> str:

@@ -11,9 +11,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from distflow.errors import NodeUnreachable, TransportError
 from distflow.transports.base import Completed
 from distflow.transports.deadline import Deadline
-from distflow.transports.destination import SshDestination
 from distflow.transports.sshchannel import SshChannel, SshStream, run_to_end
 from distflow.transports.sshcommand import remote_command
+from distflow.transports.sshconfig import SshDestination
 from distflow.transports.sshlink import SshLink
 
 __all__ = ["SshDestination", "SshTransport"]

@@ -1,258 +1,412 @@
-"""``~/.ssh/config`` as OpenSSH reads it: which directives hold for a host. Meaning is given to them in ``sshhost``.
+"""What the OpenSSH configuration says about a host, read by OpenSSH itself: ``ssh -G`` prints it.
 
-paramiko's own reader knows no ``Include``, lets a ``Match`` that it does not understand hold for every host, and needs another
-package for ``Match exec``; the tests hold this one against ``ssh -G``.
+``ssh -G`` takes about 5 ms of CPU time per host (OpenSSH 9.2). Every connection runs it again, so that an edited configuration
+applies from the next connection on. Where no ``ssh`` is installed, paramiko's smaller reader takes its place.
 """
 
 from __future__ import annotations
 
-import functools
-import glob
+import contextlib
+import dataclasses
+import hashlib
 import os
 import pwd
 import re
+import shutil
+import signal
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-__all__ = ["Directive", "SshConfigWrong", "Values", "local_user", "matches_list", "read_config", "split_words"]
+__all__ = [
+    "Hop",
+    "HostKeyPolicy",
+    "SshConfigError",
+    "SshDestination",
+    "SshHost",
+    "pick_algorithms",
+    "resolve_destination",
+    "resolve_hop",
+]
 
-_LINE = re.compile(r'\s*"?([A-Za-z0-9]+)"?(?:\s*=\s*|\s+|$)(.*)')
-_MANY = frozenset({"identityfile", "certificatefile"})
-_RAW = frozenset({"proxycommand", "localcommand", "remotecommand", "knownhostscommand"})
-_RIVALS = {"proxyjump": "proxycommand", "proxycommand": "proxyjump"}
-_MATCHES_ALONE = frozenset({"all", "canonical", "final"})
-_MATCHES = frozenset({"host", "originalhost", "user", "localuser", "exec", "tagged"})
-_DEEPEST = 16
-_EXEC_TIMEOUT_S = 10.0
-_SYSTEM_FOLDER = "/etc/ssh"
+CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 15.0
+_READ_TIMEOUT_S = 10.0
+_SYSTEM_CONFIG = "/etc/ssh/ssh_config"
+_KEYS = ("id_rsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk")
+_USER = re.compile(r"""(?!-)[^'`"$;&<>|(){}\s\x00-\x1f\x7f]*[^'`"$;&<>|(){}\s\x00-\x1f\x7f\\]""")
+_HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d+))?/?")
+_LISTS = ("ciphers", "macs", "kexalgorithms", "hostkeyalgorithms")
+_NEEDS_OPENSSH = re.compile(
+    rf"\s*(?:include\b|match\b.*\b(?:exec|tagged|canonical|final|localnetwork)\b|(?:{'|'.join(_LISTS)})\b[\s=]*[-^]|[^#\s].*\s#)",
+    re.IGNORECASE,
+)
+
+HostKeyPolicy = Literal["strict", "accept-new"]
+"""``accept-new`` adds the key of an unknown host to known_hosts. Both policies refuse a changed key."""
+
+Values = Mapping[str, Sequence[str]]
+"""Lower-case keyword → its values; only what differs from OpenSSH's defaults. Lists within one line stay one value."""
 
 
-class SshConfigWrong(ValueError):
-    """The configuration cannot be understood; the text names file and line."""
+class SshConfigError(ValueError):
+    """The configuration is wrong, or cannot be read; the text names file and line where OpenSSH does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Directive:
-    """One line of the configuration that holds for the host."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SshDestination:
+    """A host to reach over SSH. The OpenSSH configuration and its defaults fill in each field that is ``None``.
 
-    words: tuple[str, ...]
-    """Its arguments; one, unsplit, for those that are commands."""
-    where: str
-    """``file:line``, for messages."""
-
-
-Values = dict[str, list[Directive]]
-"""Lower-case keyword → its directives: the first one found, or all of them for those that add up."""
-
-
-def split_words(text: str, where: str = "") -> tuple[str, ...]:
-    """Return the arguments of a line: quotes of both kinds, backslashes before them, and a comment at the end.
-
-    >>> split_words('a "b c" # d')
-    ('a', 'b c')
+    ``host_key_policy``, ``connect_timeout_s``, ``keepalive_s`` and ``known_hosts_files`` apply to jump hosts too; ``port``,
+    ``user`` and ``identity_file`` apply only to the destination, as with ``ssh -p -l -i``.
     """
-    words: list[str] = []
-    position, end = 0, len(text)
-    while position < end:
-        if text[position].isspace():
-            position += 1
-            continue
-        if text[position] == "#":
-            break
-        word, quote = "", ""
-        while position < end and (quote or not text[position].isspace()):
-            char, following = text[position], text[position + 1 : position + 2]
-            if char == "\\" and following and (following in "\"'\\" or (not quote and following == " ")):
-                word += following
-                position += 1
-            elif not quote and char in "\"'":
-                quote = char
-            elif char == quote:
-                quote = ""
-            else:
-                word += char
-            position += 1
-        if quote:
-            raise SshConfigWrong(f"{where}: a quote is not closed")
-        words.append(word)
-    return tuple(words)
+
+    host: str
+    """An alias of the configuration, a name or an address."""
+    port: int | None = None
+    user: str | None = None
+    identity_file: str | None = None
+    """A private key that is tried before those of the configuration; ``~`` is the home directory on this machine."""
+    host_key_policy: HostKeyPolicy | None = None
+    """``None``: the value of ``StrictHostKeyChecking`` (``no`` counts as ``accept-new``), else ``strict``."""
+    connect_timeout_s: float | None = None
+    """From the first packet to the end of authentication, jump hosts included; ``None``: ``ConnectTimeout``, else 10."""
+    keepalive_s: float | None = None
+    """Seconds of silence after which a packet is sent; ``None``: ``ServerAliveInterval``, else 15."""
+    config_file: str | None = None
+    """Read instead of ``~/.ssh/config`` and ``/etc/ssh/ssh_config``, as with ``ssh -F``; ``none`` reads nothing."""
+    known_hosts_files: tuple[str, ...] | None = None
+    """Used instead of the user's and the global known_hosts; new keys go to the first."""
 
 
-def matches_list(text: str, patterns: Sequence[str]) -> bool:
-    """Return whether ``text`` matches one of ``patterns`` (``*``, ``?``) and none of those that begin with ``!``."""
-    found = False
-    for pattern in patterns:
-        plain = pattern.removeprefix("!")
-        if re.fullmatch(re.escape(plain).replace(r"\*", ".*").replace(r"\?", "."), text, re.DOTALL):
-            if plain != pattern:
-                return False
-            found = True
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """A jump host as ``ProxyJump`` names it."""
+
+    host: str
+    port: int | None = None
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SshHost:
+    """A host with all of its settings."""
+
+    alias: str
+    """The name it was looked up by."""
+    hostname: str
+    """The name or address to connect to."""
+    port: int
+    user: str
+    identity_files: tuple[str, ...]
+    has_own_identities: bool
+    """Whether the configuration names the identity files. Default ones need not exist."""
+    certificate_files: tuple[str, ...]
+    identities_only: bool
+    identity_agent: str | None
+    """Path of the agent's socket; ``None``: use no agent."""
+    proxy_jump: tuple[Hop, ...]
+    proxy_command: str | None
+    known_hosts_files: tuple[str, ...]
+    """All known_hosts files; new keys go to the first."""
+    revoked_host_keys: tuple[str, ...]
+    """Files with keys that are refused for every host."""
+    host_key_alias: str | None
+    host_key_algorithms: str
+    """As configured, separated by commas; empty: the default."""
+    ciphers: str
+    macs: str
+    kex_algorithms: str
+    host_key_policy: HostKeyPolicy
+    hash_known_hosts: bool
+    connect_timeout_s: float
+    keepalive_s: float
+    """0: send no keepalives."""
+    keepalive_count: int
+    address_family: str
+    """``any``, ``inet`` or ``inet6``."""
+    bind_address: str | None
+
+    @property
+    def place(self) -> str:
+        """``user@host:port``, for messages."""
+        host = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
+        return f"{self.user}@{host}:{self.port}"
+
+    @property
+    def key_name(self) -> str:
+        """The host's name in known_hosts: its ``HostKeyAlias``, else ``host``, or ``[host]:port`` if the port is not 22."""
+        if self.host_key_alias:
+            return self.host_key_alias
+        return self.hostname if self.port == 22 else f"[{self.hostname}]:{self.port}"
+
+
+def resolve_destination(destination: SshDestination) -> SshHost:
+    """Return the settings for ``destination``. Raises ``SshConfigError``."""
+    host = resolve_hop(Hop(host=destination.host, port=destination.port, user=destination.user), destination)
+    if destination.identity_file is None:
+        return host
+    named = os.path.expanduser(destination.identity_file)
+    others = tuple(file for file in host.identity_files if file != named) if host.has_own_identities else ()
+    return dataclasses.replace(host, identity_files=(named, *others), has_own_identities=True)
+
+
+def resolve_hop(hop: Hop, destination: SshDestination) -> SshHost:
+    """Return the settings for a host on the way to ``destination``. Raises ``SshConfigError``."""
+    # Before anything is read: both may end in the shell command of a ProxyCommand or a `Match exec`.
+    if hop.host.startswith("-") or re.search(r"""['`"$\\;&<>|(){}\s]""", hop.host) or not hop.host:
+        raise SshConfigError(f"{hop.host!r} is not a valid host name")
+    if hop.user is not None and not _USER.fullmatch(hop.user):
+        raise SshConfigError(f"{hop.user!r} is not a valid user name")
+    if destination.config_file != "none" and shutil.which("ssh") is None:
+        values = _read_with_paramiko(hop, destination.config_file)
+    else:
+        values = _read_with_openssh(hop, destination.config_file)
+    found = _Settings(hop, values)
+    known_hosts = destination.known_hosts_files
+    if known_hosts is None:
+        user_files = found.files("UserKnownHostsFile", ("~/.ssh/known_hosts", "~/.ssh/known_hosts2"))
+        global_files = found.files("GlobalKnownHostsFile", ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2"))
+        known_hosts = user_files + global_files
+    timeout_s = destination.connect_timeout_s
+    keepalive_s = destination.keepalive_s
+    return SshHost(
+        alias=hop.host,
+        hostname=found.hostname,
+        port=found.port,
+        user=found.user,
+        identity_files=found.paths("IdentityFile", tuple(f"~/.ssh/{name}" for name in _KEYS)),
+        has_own_identities="identityfile" in values,
+        certificate_files=found.paths("CertificateFile", ()),
+        identities_only=found.flag("IdentitiesOnly"),
+        identity_agent=found.agent(),
+        proxy_jump=found.jumps(),
+        proxy_command=found.command(),
+        known_hosts_files=tuple(os.path.expanduser(file) for file in known_hosts),
+        revoked_host_keys=found.files("RevokedHostKeys", ()),
+        host_key_alias=found.text("HostKeyAlias") or None,
+        host_key_algorithms=found.text("HostKeyAlgorithms"),
+        ciphers=found.text("Ciphers"),
+        macs=found.text("MACs"),
+        kex_algorithms=found.text("KexAlgorithms"),
+        host_key_policy=destination.host_key_policy or found.policy(),
+        hash_known_hosts=found.flag("HashKnownHosts"),
+        connect_timeout_s=found.number("ConnectTimeout", CONNECT_TIMEOUT_S) if timeout_s is None else timeout_s,
+        keepalive_s=found.number("ServerAliveInterval", KEEPALIVE_S) if keepalive_s is None else keepalive_s,
+        keepalive_count=int(found.number("ServerAliveCountMax", 3)),
+        address_family=found.text("AddressFamily").lower() or "any",
+        bind_address=found.text("BindAddress") or None,
+    )
+
+
+def pick_algorithms(configured: str, supported: Sequence[str]) -> tuple[str, ...]:
+    """Return the algorithms to offer, best first: the ``configured`` ones that are supported, or all if there are none.
+
+    >>> pick_algorithms("x,c,a", ["a", "b", "c"]), pick_algorithms("", ["a", "b"])
+    (('c', 'a'), ('a', 'b'))
+    """
+    return tuple(name for name in configured.split(",") if name in supported) or tuple(supported)
+
+
+# Reading.
+
+_defaults: dict[str, list[str]] = {}
+_defaults_lock = threading.Lock()
+
+
+def _read_with_openssh(hop: Hop, config_file: str | None) -> Values:
+    given = [*(["-p", str(hop.port)] if hop.port is not None else []), *(["-l", hop.user] if hop.user is not None else [])]
+    if config_file == "none":
+        return _without_files(hop)
+    with _defaults_lock:
+        if not _defaults:
+            _defaults.update(_run_ssh(["-F", "none", "localhost"]))
+    found = _run_ssh([*_file_arguments(config_file), *given, "--", hop.host])
+    always = ("hostname", "port", "user")
+    return {key: values for key, values in found.items() if key in always or values != _defaults.get(key)}
+
+
+def _without_files(hop: Hop) -> Values:
+    values = {"hostname": hop.host, "port": str(hop.port or 22), "user": hop.user or _local_user()}
+    return {key: [value] for key, value in values.items()}
+
+
+def _file_arguments(config_file: str | None) -> list[str]:
+    if config_file is not None:
+        return ["-F", os.path.expanduser(config_file)]
+    home = Path.home()
+    with contextlib.suppress(KeyError, OSError):
+        if home.samefile(pwd.getpwuid(os.getuid()).pw_dir):
+            return []
+    # OpenSSH ignores HOME. distflow, as everything else it reads there, does not.
+    files = (str(home / ".ssh" / "config"), _SYSTEM_CONFIG)
+    return ["-F", next(filter(os.path.exists, files), "none")]
+
+
+def _run_ssh(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return what ``ssh -G`` prints: each keyword with its values."""
+    try:
+        # In a session of its own, so that a command of `Match exec` can be killed along with it.
+        process = subprocess.Popen(
+            ["ssh", "-G", "-T", *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True, encoding="utf-8", errors="surrogateescape",
+        )  # fmt: skip
+    except OSError as error:
+        raise SshConfigError(f"`ssh` did not start: {error.strerror}") from error
+    with process:
+        try:
+            output, errors = process.communicate(timeout=_READ_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise SshConfigError(
+                f"`ssh -G {arguments[-1]}` did not finish within {_READ_TIMEOUT_S:g} s; does a command of `Match exec` hang?"
+            ) from None
+    if process.returncode != 0:
+        raise SshConfigError(errors.strip() or f"`ssh -G {arguments[-1]}` failed with exit code {process.returncode}")
+    found: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        keyword, _, value = line.partition(" ")
+        found.setdefault(keyword.lower(), []).append(value)
     return found
 
 
-def read_config(host: str, given: Values, config_file: str | None = None, read: Callable[[Path], str] | None = None) -> Values:
-    """Return what the configuration says of ``host``, behind what is ``given`` already; missing files say nothing.
+def _read_with_paramiko(hop: Hop, config_file: str | None) -> Values:
+    """Read one file without OpenSSH. It refuses what paramiko would silently skip or misread."""
+    from paramiko.config import SSHConfig  # noqa: PLC0415  slow to import
+    from paramiko.ssh_exception import ConfigParseError  # noqa: PLC0415
 
-    Raises ``SshConfigWrong``. ``config_file`` is read instead of the user's and the system's; ``none`` means no file at all.
-    """
-    reader = _Reader(host, {key: list(found) for key, found in given.items()}, read or _read_file)
-    for is_final in (False, True):
-        reader.is_final = is_final
-        if is_final:
-            # The second reading, for `Match final`, finds a name that is settled.
-            settled = reader.hostname().replace("%", "%%")
-            reader.values.setdefault("hostname", [Directive((settled,), "")])
-        for path, folder in _files(config_file):
-            reader.file(path, folder, 0, is_active=True)
-        if not reader.wants_final:
-            break
-    return reader.values
+    path = Path(os.path.expanduser(config_file or "~/.ssh/config"))
+    values = dict(_without_files(hop))
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError as error:
+        if config_file is None:
+            return values
+        raise SshConfigError(f"{path}: {error.strerror}") from error
+    except OSError as error:
+        raise SshConfigError(f"{path}: {error.strerror}") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if _NEEDS_OPENSSH.match(line):
+            raise SshConfigError(
+                f"{path} line {number}: only OpenSSH understands `{line.strip()}`; install it (`ssh` is not in PATH)"
+            )
+    try:
+        found: dict[str, Any] = dict(SSHConfig.from_text(text).lookup(hop.host))
+    except (ConfigParseError, ValueError) as error:
+        raise SshConfigError(f"{path}: {error}") from error
+    given = {"port": hop.port, "user": hop.user}
+    for key, value in found.items():
+        # A list that begins with `+` only adds algorithms, which distflow may not support.
+        is_addition = key in _LISTS and value.startswith("+")
+        if value is not None and given.get(key) is None and not is_addition:
+            values[key] = list(value) if isinstance(value, list) else [str(value)]
+    return values
 
 
-def local_user() -> str:
-    """Return our name as the system knows it; ssh does not ask the environment either."""
+def _local_user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return os.environ.get("USER", "")
 
 
-def _files(config_file: str | None) -> list[tuple[Path, str]]:
-    """Return the files in the order in which they are read, each with the folder of what it includes."""
-    user_folder = os.path.expanduser("~/.ssh")
-    if config_file == "none":
-        return []
-    if config_file is not None:
-        return [(Path(os.path.expanduser(config_file)), user_folder)]
-    return [(Path(user_folder, "config"), user_folder), (Path(_SYSTEM_FOLDER, "ssh_config"), _SYSTEM_FOLDER)]
+class _Settings:
+    """The values for one host, read by type. Keywords are written as in ssh_config(5)."""
 
+    def __init__(self, hop: Hop, values: Values) -> None:
+        self._values = values
+        self.hostname = self.text("HostName")
+        self.port = int(self.number("Port", 22))
+        self.user = self.text("User")
+        local, user = os.uname().nodename, _local_user()
+        everything = f"{local}{self.hostname}{self.port}{self.user}"
+        self._tokens = {
+            "d": os.path.expanduser("~"), "h": self.hostname, "i": str(os.getuid()), "k": self.text("HostKeyAlias") or hop.host,
+            "L": local.partition(".")[0], "l": local, "n": hop.host, "p": str(self.port), "r": self.user, "u": user,
+            "C": hashlib.sha1(everything.encode("utf-8", "surrogateescape"), usedforsecurity=False).hexdigest(),
+        }  # fmt: skip
+        if self.flag("ProxyUseFdpass"):
+            raise SshConfigError("distflow does not support `ProxyUseFdpass yes`")
 
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError as error:
-        raise SshConfigWrong(f"{path} cannot be read: {error.strerror}") from error
+    def text(self, keyword: str) -> str:
+        values = self._values.get(keyword.lower())
+        return values[0] if values else ""
 
+    def flag(self, keyword: str) -> bool:
+        return self.text(keyword).lower() in ("yes", "true")
 
-@functools.lru_cache(maxsize=32)
-def _lines(text: str, name: str) -> tuple[tuple[str, tuple[str, ...], str], ...]:
-    """Return keyword, words and place of each line that says something; the hosts of a pool all look into one file."""
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        where = f"{name}:{number}"
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        parsed = _LINE.match(line)
-        if parsed is None:
-            raise SshConfigWrong(f"{where}: this is no `Keyword value`: {line.strip()}")
-        keyword, rest = parsed[1].lower(), parsed[2].strip()
-        words = (rest,) if keyword in _RAW else split_words(rest, where)
-        if not words or not words[0]:
-            raise SshConfigWrong(f"{where}: `{parsed[1]}` has no value")
-        found.append((keyword, words, where))
-    return tuple(found)
+    def number(self, keyword: str, default: float) -> float:
+        text = self.text(keyword)
+        if text.lower() in ("", "none"):
+            return default
+        if not text.isdecimal():
+            raise SshConfigError(f"`{keyword} {text}` is not a number")
+        return float(text)
 
+    def files(self, keyword: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the files of a keyword that takes several in one line; OpenSSH prints them without quotes."""
+        return self._paths(keyword, self.text(keyword).split(), default)
 
-@dataclass
-class _Reader:
-    host: str
-    values: Values
-    read: Callable[[Path], str]
-    is_final: bool = False
-    wants_final: bool = False
-    tries: dict[str, bool] = field(default_factory=dict)
+    def paths(self, keyword: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the files of a keyword that may be repeated."""
+        return self._paths(keyword, self._values.get(keyword.lower(), ()), default)
 
-    def file(self, path: Path, folder: str, depth: int, *, is_active: bool) -> None:
-        """Take what holds for the host from one file; blocks in it can hold only where ``is_active``."""
-        holds = is_active
-        for keyword, words, where in _lines(self.read(path), str(path)):
-            if keyword == "host":
-                holds = is_active and matches_list(self.host, words)
-            elif keyword == "match":
-                # Conditions are looked at even where they cannot hold, so that a wrong one is found on every host.
-                holds = self._does_match(words, where, is_active=is_active) and is_active
-            elif keyword == "include":
-                self._include(words, folder, depth, where, is_active=holds)
-            elif holds:
-                self._add(keyword, Directive(words, where))
+    def _paths(self, keyword: str, named: Sequence[str], default: tuple[str, ...]) -> tuple[str, ...]:
+        files = [file for file in named or default if file.lower() != "none"]
+        return tuple(os.path.expanduser(self._expand(keyword, file)) for file in files)
 
-    def _add(self, keyword: str, directive: Directive) -> None:
-        known = self.values.get(keyword)
-        if known is None:
-            if _RIVALS.get(keyword) not in self.values:
-                self.values[keyword] = [directive]
-        elif keyword in _MANY and directive.words not in [one.words for one in known]:
-            known.append(directive)
+    def agent(self) -> str | None:
+        text = self.text("IdentityAgent")
+        if text.lower() == "none":
+            return None
+        if text in ("", "SSH_AUTH_SOCK"):
+            return os.environ.get("SSH_AUTH_SOCK") or None
+        if re.fullmatch(r"\$\w+", text):
+            return os.environ.get(text[1:]) or None
+        return os.path.expanduser(self._expand("IdentityAgent", text))
 
-    def _include(self, words: Sequence[str], folder: str, depth: int, where: str, *, is_active: bool) -> None:
-        if depth >= _DEEPEST:
-            raise SshConfigWrong(f"{where}: more than {_DEEPEST} files include each other")
-        for word in words:
-            pattern = os.path.join(folder, os.path.expanduser(word))
-            for path in sorted(glob.glob(pattern)):
-                self.file(Path(path), folder, depth + 1, is_active=is_active)
+    def jumps(self) -> tuple[Hop, ...]:
+        text = self.text("ProxyJump")
+        if text.lower() in ("", "none"):
+            return ()
+        hops = []
+        for part in text.split(","):
+            named = self._expand("ProxyJump", part.strip())
+            parsed = _HOP.fullmatch(named)
+            if parsed is None:
+                raise SshConfigError(f"`ProxyJump {named}` is not `[user@]host[:port]`")
+            port = int(parsed["port"]) if parsed["port"] else None
+            hops.append(Hop(host=parsed["v6"] or parsed["host"], port=port, user=parsed["user"]))
+        return tuple(hops)
 
-    def _does_match(self, words: Sequence[str], where: str, *, is_active: bool) -> bool:
-        left = list(words)
-        result = True
-        while left:
-            word, equals, value = left.pop(0).partition("=")
-            kind = word.removeprefix("!").lower()
-            if kind in _MATCHES_ALONE:
-                self.wants_final = self.wants_final or kind == "final"
-                holds = kind == "all" or self.is_final
-            elif kind not in _MATCHES:
-                known = ", ".join(sorted(_MATCHES | _MATCHES_ALONE))
-                raise SshConfigWrong(f"{where}: `Match {kind}` is not supported here (known are: {known})")
-            else:
-                if not equals and not left:
-                    raise SshConfigWrong(f"{where}: `Match {kind}` has no value")
-                argument = value if equals else left.pop(0)
-                # A command runs only where everything before it holds, as with ssh.
-                holds = result and is_active and self._holds(kind, argument)
-            result = result and holds != (word != word.removeprefix("!"))
-        return result
+    def command(self) -> str | None:
+        text = self.text("ProxyCommand")
+        return None if text.lower() in ("", "none") else self._expand("ProxyCommand", text, variables=False)
 
-    def _holds(self, kind: str, argument: str) -> bool:
-        patterns = argument.split(",")
-        if kind == "host":
-            return matches_list(self.hostname().lower(), [pattern.lower() for pattern in patterns])
-        if kind == "originalhost":
-            return matches_list(self.host.lower(), [pattern.lower() for pattern in patterns])
-        if kind == "user":
-            return matches_list(self._first("user") or local_user(), patterns)
-        if kind == "localuser":
-            return matches_list(local_user(), patterns)
-        if kind == "tagged":
-            return matches_list(self._first("tag"), patterns)
-        return self._try(argument)
+    def policy(self) -> HostKeyPolicy:
+        # `no` would accept a changed key, too: distflow never does that.
+        return "accept-new" if self.text("StrictHostKeyChecking").lower() in ("accept-new", "no", "off", "false") else "strict"
 
-    def _first(self, keyword: str) -> str:
-        found = self.values.get(keyword)
-        return found[0].words[0] if found else ""
+    def _expand(self, keyword: str, text: str, *, variables: bool = True) -> str:
+        """Replace ``%x`` and ``${NAME}``: ``ssh -G`` prints most of them as they are."""
 
-    def hostname(self) -> str:
-        """Return where the connection goes, as far as is known now."""
-        return self._first("hostname").replace("%h", self.host).replace("%%", "%") or self.host
+        def token(found: re.Match[str]) -> str:
+            name = found[1]
+            if name == "%":
+                return "%"
+            if name not in self._tokens:
+                raise SshConfigError(f"`{keyword} {text}`: `%{name}` is not a token that can be used there")
+            return self._tokens[name]
 
-    def _try(self, command: str) -> bool:
-        """Return whether a command of ``Match exec`` ends with 0."""
-        user = self._first("user") or local_user()
-        tokens = {"%": "%", "h": self.hostname(), "n": self.host, "p": self._first("port") or "22", "r": user,
-                  "u": local_user(), "d": os.path.expanduser("~"), "i": str(os.getuid()),
-                  "l": os.uname().nodename, "L": os.uname().nodename.partition(".")[0]}  # fmt: skip
-        line = re.sub("%(.)", lambda found: tokens.get(found[1], found[0]), command)
-        if line not in self.tries:
-            shell = os.environ.get("SHELL") or "/bin/sh"
-            try:
-                done = subprocess.run(
-                    [shell, "-c", line], stdin=subprocess.DEVNULL, capture_output=True, timeout=_EXEC_TIMEOUT_S, check=False
-                )
-                self.tries[line] = done.returncode == 0
-            except (OSError, subprocess.TimeoutExpired):
-                self.tries[line] = False
-        return self.tries[line]
+        def variable(found: re.Match[str]) -> str:
+            if found[1] not in os.environ:
+                raise SshConfigError(f"`{keyword} {text}`: the environment variable {found[1]} is not set")
+            return os.environ[found[1]]
+
+        expanded = re.sub("%(.?)", token, text, flags=re.DOTALL)
+        return re.sub(r"\$\{(\w+)\}", variable, expanded) if variables else expanded

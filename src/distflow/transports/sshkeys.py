@@ -26,7 +26,7 @@ from distflow.errors import AuthenticationRefused, NodeUnreachable
 from distflow.shell import quote
 from distflow.transports.deadline import Deadline
 from distflow.transports.hostkeys import fingerprint
-from distflow.transports.sshhost import SshHost
+from distflow.transports.sshconfig import SshHost
 
 __all__ = ["authenticate"]
 

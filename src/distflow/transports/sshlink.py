@@ -13,7 +13,6 @@ import paramiko
 from distflow.errors import HostKeyMismatch, HostKeyUnknown, NodeUnreachable, TransportError
 from distflow.shell import quote
 from distflow.transports.deadline import Deadline
-from distflow.transports.destination import SshDestination
 from distflow.transports.hostkeys import (
     KnownKey,
     Verdict,
@@ -25,9 +24,16 @@ from distflow.transports.hostkeys import (
     read_revoked,
     remember,
 )
-from distflow.transports.sshconfig import SshConfigWrong
+from distflow.transports.sshconfig import (
+    Hop,
+    SshConfigError,
+    SshDestination,
+    SshHost,
+    pick_algorithms,
+    resolve_destination,
+    resolve_hop,
+)
 from distflow.transports.ssherrors import explain, foreign_errors
-from distflow.transports.sshhost import Hop, SshHost, pick_algorithms, resolve_destination, resolve_hop
 from distflow.transports.sshkeys import authenticate
 from distflow.transports.sshsocket import ProxyProcess, addresses_of, connect_tcp
 from distflow.transports.sshwire import HOST_KEY_ALGORITHMS, Tunnel, Wire
@@ -73,13 +79,13 @@ class SshLink:
         """Go all the way."""
         try:
             host = resolve_destination(self._destination)
-        except SshConfigWrong as error:
+        except SshConfigError as error:
             raise TransportError(self.node, f"the SSH configuration is wrong: {error}") from error
         self.place, self.connect_timeout_s = host.place, host.connect_timeout_s
         try:
             with _door(host.proxy_jump):
                 self._wire = self._reach(host, host.proxy_jump, host.place, Deadline(host.connect_timeout_s))
-        except SshConfigWrong as error:
+        except SshConfigError as error:
             raise TransportError(self.node, f"the SSH configuration is wrong: {error}") from error
         finally:
             if self._wire is None:
@@ -190,7 +196,7 @@ class SshLink:
     def _reach(self, host: SshHost, jumps: Sequence[Hop], place: str, deadline: Deadline) -> Wire:
         self._hops += 1
         if self._hops > _MOST_HOPS:
-            raise SshConfigWrong(f"more than {_MOST_HOPS} jump hosts lead to each other, the last is {host.alias}")
+            raise SshConfigError(f"more than {_MOST_HOPS} jump hosts lead to each other, the last is {host.alias}")
         if jumps:
             sock, proxy = self._through(host, jumps, place, deadline), None
         elif host.proxy_command is not None:
@@ -246,7 +252,7 @@ class SshLink:
     def _greet(self, sock: Any, host: SshHost, place: str, proxy: ProxyProcess | None, deadline: Deadline) -> Wire:
         """Agree on keys with the host, and check that it is the one that we mean."""
         known = read_known_hosts(host.known_hosts_files)
-        supported = pick_algorithms(host.host_key_algorithms, HOST_KEY_ALGORITHMS) or HOST_KEY_ALGORITHMS
+        supported = pick_algorithms(host.host_key_algorithms, HOST_KEY_ALGORITHMS)
         try:
             wire = Wire(sock, host, known_algorithms(known, host.key_name, supported))
         except OSError as error:  # a socket that was closed meanwhile, by us

@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from distflow.transports.deadline import Deadline
-from distflow.transports.sshhost import SshHost
+from distflow.transports.sshconfig import SshHost
 
 __all__ = ["ProxyProcess", "addresses_of", "connect_tcp"]
 

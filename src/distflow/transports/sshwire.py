@@ -12,7 +12,7 @@ from typing import Any
 import paramiko
 from paramiko.common import MSG_CHANNEL_REQUEST
 
-from distflow.transports.sshhost import SshHost, pick_algorithms
+from distflow.transports.sshconfig import SshHost, pick_algorithms
 
 __all__ = ["HOST_KEY_ALGORITHMS", "Tunnel", "Wire"]
 
@@ -83,9 +83,9 @@ class Wire(paramiko.Transport):
             log.addHandler(logging.NullHandler())
         super().__init__(sock, default_window_size=_WINDOW)
         options = self.get_security_options()
-        options.ciphers = pick_algorithms(host.ciphers, _CIPHERS) or _CIPHERS
-        options.digests = pick_algorithms(host.macs, _MACS) or _MACS
-        options.kex = pick_algorithms(host.kex_algorithms, tuple(options.kex)) or tuple(options.kex)
+        options.ciphers = pick_algorithms(host.ciphers, _CIPHERS)
+        options.digests = pick_algorithms(host.macs, _MACS)
+        options.kex = pick_algorithms(host.kex_algorithms, tuple(options.kex))
         self._host_key_algorithms = tuple(host_key_algorithms)
         self._speaking = threading.local()
         self._deferred: list[paramiko.Message] = []

@@ -12,6 +12,7 @@ from distflow.transports.hostkeys import (
     judge,
     key_type_of,
     known_algorithms,
+    matches_list,
     parse_known_hosts,
     read_known_hosts,
     remember,
@@ -131,3 +132,13 @@ def test_names_of_keys() -> None:
     assert fingerprint(blob("ecdsa-sha2-nistp256")).startswith("ECDSA SHA256:")
     assert fingerprint(blob("sk-ssh-ed25519@openssh.com")).startswith("ED25519 SHA256:")
     assert not fingerprint(MINE).endswith("=")
+
+
+def test_patterns() -> None:
+    assert matches_list("gpu12", ["gpu*"])
+    assert matches_list("gpu1", ["x", "gpu?"])
+    assert not matches_list("gpu12", ["gpu?"])
+    assert not matches_list("gpu1", ["*", "!gpu1"])
+    assert not matches_list("gpu1", ["!other"])
+    assert not matches_list("gpu1", ["gpu[1]", "g.u1"])
+    assert not matches_list("gpu1", [])

@@ -43,9 +43,9 @@ from distflow.storage.base import Progress
 from distflow.storage.delivery import Delivered, Delivery, NotDirect
 from distflow.storage.identity import Identity
 from distflow.transports.base import Transport
-from distflow.transports.destination import SshDestination
 from distflow.transports.loading import load_ssh
 from distflow.transports.local import LocalTransport
+from distflow.transports.sshconfig import SshDestination
 
 __all__ = ["MachinesBackend", "open_backend", "transport_of"]
 
