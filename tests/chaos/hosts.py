@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.lifecycle.states import Reason, State
-from distflow.runtime.rootdir import PRIVATE
+from distflow.runtime.files.root_directory import PRIVATE
 from distflow.state.record import Cause, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.testing.netns import NetnsHost

@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import cleaned, launch_of, processes_with
-from distflow.backends.machines.bootstrap import connect
-from distflow.backends.machines.bundles import RUNTIME, Bundle
+from distflow.backends.machines.connection.bootstrap import connect
+from distflow.backends.machines.connection.bundles import RUNTIME, Bundle
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
-from distflow.runtime.facts import user_name
+from distflow.runtime.probes.facts import user_name
 from distflow.runtime.processes import name_of
 from distflow.testing.sshd import free_port
 from distflow.testing.waiting import is_alive, wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
-    from distflow.backends.machines.link import AgentLink, Event
+    from distflow.backends.machines.connection.link import AgentLink, Event
 
 PYTHON = sys.executable
 

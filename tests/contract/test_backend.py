@@ -42,17 +42,17 @@ from distflow.backends.base import (
     Unanswered,
 )
 from distflow.backends.machines.backend import MachinesBackend
-from distflow.backends.machines.fetching import Fetched
+from distflow.backends.machines.cleanup.recalling import recall_node
+from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.leasing import GangLease
-from distflow.backends.machines.link import AgentLink
-from distflow.backends.machines.recalling import recall_node
-from distflow.backends.machines.staging import send_blobs
+from distflow.backends.machines.transfer.fetching import Fetched
+from distflow.backends.machines.transfer.staging import send_blobs
 from distflow.errors import NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, PlannedFile
 from distflow.pools.model import Node, Pool
-from distflow.runtime.rootdir import PRIVATE
+from distflow.runtime.files.root_directory import PRIVATE
 from distflow.supervisor.clock import SystemClock
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.skew import write_skewed_python
@@ -371,7 +371,7 @@ def test_an_output_that_waits_in_line_is_not_begun_twice(tmp_path: Path, monkeyp
         fetched.append(attempt)
         return Fetched(digest="0" * 64, size=0, files=0, left_out=())
 
-    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", fetch)
+    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", fetch)
     bench = _machines(tmp_path)
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
@@ -412,7 +412,7 @@ def test_a_backend_that_is_closed_lets_go_of_outputs(tmp_path: Path, monkeypatch
             raise
 
     pause = threading.Event()
-    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", endless)
+    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", endless)
     bench = _machines(tmp_path)
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
@@ -430,7 +430,7 @@ def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypat
             progress(False, 0, 1)
         raise NodeUnreachable("local", "it ended")
 
-    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", slow)
+    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", slow)
     bench = _machines(tmp_path)
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
@@ -445,12 +445,12 @@ def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypat
 
 
 def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.backends.machines.collecting._PAUSE_S", 0.0)
+    monkeypatch.setattr("distflow.backends.machines.transfer.collecting._PAUSE_S", 0.0)
 
     def ends(*_: object, **__: object) -> None:
         raise NodeUnreachable("local", "it ended")
 
-    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", ends)
+    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", ends)
     bench = _machines(tmp_path, node_lost_after_s=0.0)
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
@@ -464,7 +464,7 @@ def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monk
 
 def test_refused_connections_are_not_given_up_before_the_node_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An sshd that is being restarted refuses new connections, while the agent's connection still stands."""
-    monkeypatch.setattr("distflow.backends.machines.collecting._PAUSE_S", 0.0)
+    monkeypatch.setattr("distflow.backends.machines.transfer.collecting._PAUSE_S", 0.0)
     tries: list[int] = []
 
     def fetch(*_: object, **__: object) -> Fetched:
@@ -473,7 +473,7 @@ def test_refused_connections_are_not_given_up_before_the_node_would_be(tmp_path:
             raise NodeUnreachable("local", "connection refused")
         return Fetched(digest="0" * 64, size=0, files=0, left_out=())
 
-    monkeypatch.setattr("distflow.backends.machines.connection.fetch_output", fetch)
+    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.fetch_output", fetch)
     bench = _machines(tmp_path)
     bench.backend.connect([bench.node])
     bench.await_one(NodeUp)
@@ -489,7 +489,7 @@ def test_an_unexpected_error_while_an_output_is_collected_is_reported(tmp_path: 
         raise RuntimeError("bad frame")
 
     with monkeypatch.context() as patched:
-        patched.setattr("distflow.backends.machines.connection.fetch_output", fails)
+        patched.setattr("distflow.backends.machines.connection.node_connection.fetch_output", fails)
         bench = _machines(tmp_path)
         bench.backend.connect([bench.node])
         bench.await_one(NodeUp)
@@ -513,7 +513,7 @@ def test_an_unexpected_error_while_an_attempt_is_prepared_is_reported(tmp_path: 
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("bad launch")
 
-    monkeypatch.setattr("distflow.backends.machines.connection.path_prepend", fails)
+    monkeypatch.setattr("distflow.backends.machines.connection.node_connection.path_prepend", fails)
     bench.backend.prepare(bench.key(), bench.launch("true"), GivenSecrets(), 5.0)
     assert bench.await_one(PrepareFailed, key=bench.key()).message == "unexpected error: RuntimeError('bad launch')"
     bench.backend.release(bench.key())
@@ -571,7 +571,7 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.Mo
         bench.backend.prepare(key, replace(bench.launch("true"), files=(blob,)), GivenSecrets(), 5.0)
 
     def breaks_off(*_: object, **__: object) -> None:
-        monkeypatch.setattr("distflow.backends.machines.connection.send_blobs", send_blobs)
+        monkeypatch.setattr("distflow.backends.machines.connection.node_connection.send_blobs", send_blobs)
         raise NodeUnreachable("local", "it ended")
 
     def take(seen: Observation) -> None:
@@ -581,7 +581,7 @@ def test_a_stop_ends_the_sending_of_files(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(bench.backend, "_sink", take)
     if is_second_try:
-        monkeypatch.setattr("distflow.backends.machines.connection.send_blobs", breaks_off)
+        monkeypatch.setattr("distflow.backends.machines.connection.node_connection.send_blobs", breaks_off)
     prepare()
     with (tmp_path / "blobs" / str(blob.blob)).open("wb") as pipe:
 

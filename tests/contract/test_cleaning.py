@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.machines.cleaning import clean_node
-from distflow.backends.machines.link import AgentLink
+from distflow.backends.machines.cleanup.cleaning import clean_node
+from distflow.backends.machines.connection.link import AgentLink
 from distflow.pools.model import Node, Pool
-from distflow.runtime.rootdir import PRIVATE, mark
+from distflow.runtime.files.root_directory import PRIVATE, mark
 
 OBSTACLES = """\
 import os, time

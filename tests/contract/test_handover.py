@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import launch_of, processes_with
-from distflow.backends.machines.bootstrap import open_service
-from distflow.backends.machines.fetching import Fetched, fetch_output
+from distflow.backends.machines.connection.bootstrap import open_service
+from distflow.backends.machines.transfer.fetching import Fetched, fetch_output
 from distflow.errors import AgentError, NodeUnreachable
-from distflow.runtime import durable
-from distflow.runtime.frames import LARGEST_FRAME
+from distflow.runtime.files import durable
+from distflow.runtime.files.frames import LARGEST_FRAME
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def test_sockets_and_pipes_are_left_out_by_name(node: NodeUnderTest, tmp_path: P
 def test_a_sender_ends_with_its_connection(node: NodeUnderTest) -> None:
     attempt = node.attempt()
     (output_of(node, attempt) / "big").write_bytes(os.urandom(20_000_000))
-    opened = open_service(node.transport, str(node.top), sys.executable, "sender", timeout_s=20)
+    opened = open_service(node.transport, str(node.top), sys.executable, "services.sender", timeout_s=20)
     opened.channel.write(json.dumps({"attempt": attempt}).encode() + b"\n")
     text = bytearray(opened.received)
     while b'"hash"' not in text:
@@ -283,7 +283,7 @@ def test_an_input_is_placed_below_the_attempt(node: NodeUnderTest, tmp_path: Pat
 
 
 def test_a_wrong_expression_is_refused(node: NodeUnderTest) -> None:
-    from distflow.runtime.unpacking import unpack
+    from distflow.runtime.files.unpacking import unpack
     from distflow.runtime.wire import OpError
 
     empty = io.BytesIO()

@@ -22,13 +22,16 @@ import pytest
 from contract.conftest import launch_of
 from contract.test_runtime_faults import kill_together
 from distflow.backends.base import AttemptKey, Ended, Leased, LeaseRefused, LeaseRequest, NodeUp, Prepared, Started
-from distflow.backends.machines.bootstrap import connect
-from distflow.backends.machines.connection import Connection
+from distflow.backends.machines.connection.bootstrap import connect
+from distflow.backends.machines.connection.link import AgentLink
+from distflow.backends.machines.connection.node_connection import Connection
 from distflow.backends.machines.leasing import GangLease
-from distflow.backends.machines.link import AgentLink
 from distflow.pools.model import Node, Pool
-from distflow.runtime import attempts, leases, orphans, reaping, records, runner
-from distflow.runtime.rootdir import PRIVATE
+from distflow.runtime.cleanup import orphans, reaping
+from distflow.runtime.files import attempts, records
+from distflow.runtime.files.root_directory import PRIVATE
+from distflow.runtime.guard import runner
+from distflow.runtime.leases import node_leases
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.local import LocalTransport
 
@@ -362,7 +365,7 @@ def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_the
 
     gang, short = request({"t": "a", "u": "b"}), request({"t": "a of another"})
     other = {"user": "another", "attempt": f"{uuid.uuid4()}/g/t/0", "pid": 1}
-    taken = leases.take(hold["b"], 0, [], None, other, {"cpus": (1, 1)})
+    taken = node_leases.take(hold["b"], 0, [], None, other, {"cpus": (1, 1)})
     connections = {one.name: Connection(pool, one, LocalTransport(one.name), seen.append, Logs()) for one in nodes}
     try:
         for connection in connections.values():

@@ -18,7 +18,7 @@ from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
-    from distflow.backends.machines.link import AgentLink
+    from distflow.backends.machines.connection.link import AgentLink
 
 
 def reached(link: AgentLink, *targets: tuple[str, int, str], limit_s: float = 5.0) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.test_runtime_faults import cgroup_of, is_dead, orphan
-from distflow.runtime import reaping
+from distflow.runtime.cleanup import reaping
 from distflow.runtime.processes import read_process
 from distflow.testing.waiting import wait_until
 

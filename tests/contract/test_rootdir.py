@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from contract.conftest import NodeUnderTest, launch_of
-from distflow.backends.machines.bundles import RUNTIME
-from distflow.backends.machines.fetching import fetch_output
+from distflow.backends.machines.connection.bundles import RUNTIME
+from distflow.backends.machines.transfer.fetching import fetch_output
 from distflow.errors import AgentError, BootstrapFailed
-from distflow.runtime import attempts
-from distflow.runtime.rootdir import MARKER
+from distflow.runtime.files import attempts
+from distflow.runtime.files.root_directory import MARKER
 from distflow.testing.waiting import wait_until
 
 NOBODY = 65534
@@ -124,8 +124,10 @@ def test_nothing_is_imported_from_a_directory_of_another_user(node: NodeUnderTes
     package = home / "distflow" / "runtime"
     package.mkdir(parents=True)
     (home / "distflow" / "__init__.py").write_text(f"open({str(trap)!r}, 'w').close()")
+    (package / "agent").mkdir()
     (package / "__init__.py").touch()
-    (package / "agent.py").write_text("def serve(*_): pass")
+    (package / "agent" / "__init__.py").touch()
+    (package / "agent" / "server.py").write_text("def serve(*_): pass")
     chosen = {"root": node.top, "private": node.root, "runtime": node.root / "runtime", "hash": home}[place]
     os.chown(chosen, NOBODY, NOBODY)
     chosen.chmod(0o777)
@@ -158,19 +160,19 @@ def test_a_damaged_runtime_is_repaired(node: NodeUnderTest, damage: str) -> None
     node.connect().request("ping")
     home = node.root / "runtime" / RUNTIME.digest
     package = home / "distflow" / "runtime"
-    good = {path.name for path in package.glob("*.py")}
+    good = {path.relative_to(package) for path in package.rglob("*.py")}
     if damage == "missing":
         (package / "wire.py").unlink()
     elif damage == "changed":
         (package / "wire.py").write_text("raise SystemExit('changed')")
     elif damage == "truncated":
-        (package / "agent.py").write_bytes(b"")
+        (package / "agent" / "server.py").write_bytes(b"")
     elif damage == "added":
         (package / "json.py").touch()
     else:
         shutil.rmtree(package)
     assert node.run(node.connect(), ["echo", "hi"])[1] == "hi\n"
-    assert {path.name for path in package.glob("*.py")} == good
+    assert {path.relative_to(package) for path in package.rglob("*.py")} == good
     assert [path.name for path in (node.root / "runtime").iterdir()] == [RUNTIME.digest]
 
 

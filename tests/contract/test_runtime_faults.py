@@ -20,7 +20,7 @@ import pytest
 
 from contract.conftest import launch_of, processes_with
 from distflow.errors import AgentError
-from distflow.runtime.hunt import Hunt
+from distflow.runtime.guard.kill_tree import Hunt
 from distflow.runtime.processes import list_processes, read_process
 from distflow.testing.waiting import wait_until
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from contract.conftest import NodeUnderTest
-    from distflow.backends.machines.link import AgentLink, Event
+    from distflow.backends.machines.connection.link import AgentLink, Event
     from distflow.runtime.processes import Process
 
     Suspend: TypeAlias = Callable[[NodeUnderTest, str, str], list[int]]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import launch_of
-from distflow.runtime import attempts
+from distflow.runtime.files import attempts
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from contract.conftest import NodeUnderTest
-from distflow.backends.machines.bootstrap import open_service
-from distflow.backends.machines.stream import ServiceStream
-from distflow.runtime.frames import FRAME
+from distflow.backends.machines.connection.bootstrap import open_service
+from distflow.backends.machines.connection.stream import ServiceStream
+from distflow.runtime.files.frames import FRAME
 from distflow.runtime.processes import list_processes
-from distflow.runtime.session import ERRORS, EXIT, INPUT, OUTPUT, REQUEST, STARTED
+from distflow.runtime.services.session import ERRORS, EXIT, INPUT, OUTPUT, REQUEST, STARTED
 from distflow.testing.waiting import wait_until
 from distflow.transports.local import LocalTransport
 
@@ -61,7 +61,7 @@ class Frames:
     """A session as it is on the wire."""
 
     def __init__(self, node: NodeUnderTest, attempt: str, argv: list[str]) -> None:
-        opened = open_service(node.transport, str(node.top), sys.executable, "session", timeout_s=20)
+        opened = open_service(node.transport, str(node.top), sys.executable, "services.session", timeout_s=20)
         self.channel = opened.channel
         self._stream = ServiceStream("here", opened, "it ended", b"")
         self.send(REQUEST, json.dumps({"attempt": attempt, "argv": argv}).encode())

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from contract.conftest import NodeUnderTest, processes_with
-from distflow.backends.machines import stream
-from distflow.backends.machines.bootstrap import open_service, service_argv
-from distflow.backends.machines.bundles import RUNTIME, STORAGE, Bundle
-from distflow.backends.machines.fetching import fetch_output
-from distflow.backends.machines.staging import Blob, send_blobs
-from distflow.runtime.frames import FRAME
-from distflow.runtime.session import REQUEST
+from distflow.backends.machines.connection import stream
+from distflow.backends.machines.connection.bootstrap import open_service, service_argv
+from distflow.backends.machines.connection.bundles import RUNTIME, STORAGE, Bundle
+from distflow.backends.machines.transfer.fetching import fetch_output
+from distflow.backends.machines.transfer.staging import Blob, send_blobs
+from distflow.runtime.files.frames import FRAME
+from distflow.runtime.services.session import REQUEST
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Channel
 from distflow.transports.local import LocalTransport
@@ -43,18 +43,18 @@ def test_what_serves_a_silent_connection_ends(here: NodeUnderTest) -> None:
     session = json.dumps({"attempt": running, "argv": ["sleep", "300"]}).encode()
     before = set(processes_with(str(here.top)))
     channels = [
-        service("sender", b""),  # before the request
-        service("sender", name + b"\n"),  # before `at`
-        service("sender", name + b'\n{"at": 0}\n'),  # amid frames that nobody reads
-        service("receiver", b""),
-        service("receiver", json.dumps({"hash": "0" * 64, "size": 5}).encode() + b"\n"),  # amid a blob
-        service("session", b""),
-        service("session", FRAME.pack(len(session), REQUEST) + session),
+        service("services.sender", b""),  # before the request
+        service("services.sender", name + b"\n"),  # before `at`
+        service("services.sender", name + b'\n{"at": 0}\n'),  # amid frames that nobody reads
+        service("services.receiver", b""),
+        service("services.receiver", json.dumps({"hash": "0" * 64, "size": 5}).encode() + b"\n"),  # amid a blob
+        service("services.session", b""),
+        service("services.session", FRAME.pack(len(session), REQUEST) + session),
         # A command that takes no input, and more of it than is kept.
-        service("session", (FRAME.pack(len(session), REQUEST) + session) + (FRAME.pack(1 << 20, 2) + bytes(1 << 20))),
+        service("services.session", (FRAME.pack(len(session), REQUEST) + session) + (FRAME.pack(1 << 20, 2) + bytes(1 << 20))),
         service("onnode", b"", STORAGE),
         # Before the runtime has arrived.
-        here.transport.open(service_argv(str(here.top / "other"), sys.executable, "nonce", "agent")),
+        here.transport.open(service_argv(str(here.top / "other"), sys.executable, "nonce", "agent.server")),
     ]
     started = set(processes_with(str(here.top))) - before
     assert len(started) >= len(channels)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import cleaned, launch_of
-from distflow.backends.machines.bootstrap import open_service
-from distflow.backends.machines.staging import Blob, send_blobs
+from distflow.backends.machines.connection.bootstrap import open_service
+from distflow.backends.machines.transfer.staging import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
-from distflow.runtime.frames import FRAME, LARGEST_FRAME, RAW, ZLIB
+from distflow.runtime.files.frames import FRAME, LARGEST_FRAME, RAW, ZLIB
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from contract.conftest import NodeUnderTest
-    from distflow.backends.machines.bootstrap import Opened
+    from distflow.backends.machines.connection.bootstrap import Opened
 
 
 def blob_of(path: Path, data: bytes) -> Blob:
@@ -43,7 +43,7 @@ def missing(node: NodeUnderTest, *blobs: Blob) -> Any:
 
 
 def receiver(node: NodeUnderTest) -> Opened:
-    return open_service(node.transport, str(node.top), sys.executable, "receiver", timeout_s=20)
+    return open_service(node.transport, str(node.top), sys.executable, "services.receiver", timeout_s=20)
 
 
 def header(blob: Blob) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime.rootdir import PRIVATE
+from distflow.runtime.files.root_directory import PRIVATE
 from distflow.testing.netns import NetnsHost, Network, missing_netns
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.sshd import Sshd, make_key, missing_sshd

@@ -132,7 +132,7 @@ def _mount(folder: Path, size: str) -> bool:
 
 def test_a_full_disk_on_the_node_is_named_and_loses_nothing(cli: Cli) -> None:
     # The runtime finds room, and the workflow none.
-    sources = Path(distflow.runtime.__file__).parent.glob("*.py")
+    sources = Path(distflow.runtime.__file__).parent.rglob("*.py")
     pages = sum(-(-path.stat().st_size // 4096) for path in sources)
     if os.getuid() != 0 or not _mount(cli.top, f"{4 * pages + 80}k"):
         pytest.skip("needs to mount a small disk, which root alone may")

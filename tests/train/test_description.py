@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 
-from distflow.layout.strategy import parse_strategy
+from distflow.layout.strategy.model import parse_strategy
 from distflow.train.strategies.description import Strategy, current_strategy, data_shard, make_strategy
 from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from distflow.layout.strategy import parse_strategy
+from distflow.layout.strategy.model import parse_strategy
 from distflow.testing.waiting import wait_until
 from distflow.train import world
 from distflow.train.world import WorldError, _gather, _meet, _place

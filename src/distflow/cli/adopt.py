@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.recalling import Recalled, recall_node
+from distflow.backends.machines.cleanup.recalling import Recalled, recall_node
 from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, HostfileOption, command_app
 from distflow.cli.places import PoolOption, chosen_places, each_place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distflow.backends.machines.sessions import Session, Size, open_session
+from distflow.backends.machines.inspection.session import Session, Size, open_session
 from distflow.errors import AgentError, InputError
 from distflow.lifecycle.states import State
 from distflow.plan.credentials import given_secrets

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.backends.machines.backend import transport_of
-from distflow.backends.machines.fetching import Fetched, fetch_output
-from distflow.backends.machines.pace import Pace
+from distflow.backends.machines.transfer.fetching import Fetched, fetch_output
+from distflow.backends.machines.transfer.pace import Pace
 from distflow.cli.bottom import Bottom
 from distflow.documents.quantities import bytes_text
 from distflow.errors import NodeError, NodeUnreachable

@@ -11,7 +11,7 @@ from distflow.cli.tables import Paint, plain
 from distflow.documents.words import few
 
 if TYPE_CHECKING:
-    from distflow.backends.machines.stacks import TaskStacks
+    from distflow.backends.machines.inspection.stacks import TaskStacks
 
 __all__ = ["collective_lines"]
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.sessions import Exit, Session, Size
+from distflow.backends.machines.inspection.session import Exit, Session, Size
 from distflow.cli.beside import Place, find_place
 from distflow.cli.command import command_app
 from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow, pause

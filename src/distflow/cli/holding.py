@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from distflow.backends.machines.holders import Holder, Holders
+from distflow.backends.machines.inspection.holders import Holder, Holders
 from distflow.cli.tables import plain, table
 from distflow.cli.usage import Usage
 from distflow.documents.quantities import bytes_text
-from distflow.runtime.holdernames import folded
+from distflow.runtime.leases.holder_names import folded
 
 __all__ = ["holders_json", "holders_text"]
 

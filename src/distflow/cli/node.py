@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.cleaning import Cleaned, clean_node
+from distflow.backends.machines.cleanup.cleaning import Cleaned, clean_node
 from distflow.cli import wiring
 from distflow.cli.attemptnames import named
 from distflow.cli.command import Format, FormatOption, HostfileOption

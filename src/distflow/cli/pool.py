@@ -85,8 +85,8 @@ def check(
     chosen = choose_pool(wiring.configuration(), given=pool, hosts=wiring.hosts(hostfile))
     nodes = _only(chosen, node or [])
     # paramiko comes with the nodes.
-    from distflow.backends.machines.checking import check_pool
-    from distflow.backends.machines.reachability import verdict
+    from distflow.backends.machines.checks.checking import check_pool
+    from distflow.backends.machines.checks.reachability import verdict
     from distflow.cli.bottom import Bottom
     from distflow.cli.checks import check_json, check_text
 

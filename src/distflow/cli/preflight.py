@@ -20,8 +20,8 @@ def check_nodes(pool: Pool, names: Collection[str]) -> None:
     Raises ``typer.Exit`` with the code of a node that refuses when a gang cannot run on them.
     """
     # paramiko comes with the nodes.
-    from distflow.backends.machines.checking import check_pool
-    from distflow.backends.machines.reachability import verdict
+    from distflow.backends.machines.checks.checking import check_pool
+    from distflow.backends.machines.checks.reachability import verdict
     from distflow.cli.bottom import Bottom
     from distflow.cli.checks import findings_text
 

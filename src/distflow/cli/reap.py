@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.reaping import Leftover, Reaped, reap_node
+from distflow.backends.machines.cleanup.reaping import Leftover, Reaped, reap_node
 from distflow.cli.attemptnames import named, workflow_ids
 from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.places import NodesOption, PoolOption, chosen_places, each_place

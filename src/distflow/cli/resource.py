@@ -21,7 +21,7 @@ from distflow.pools.choose import choose_pool, with_hosts
 from distflow.pools.model import Configuration, Node, Pool
 
 if TYPE_CHECKING:
-    from distflow.backends.machines.holders import Holders
+    from distflow.backends.machines.inspection.holders import Holders
 
 __all__ = ["app"]
 
@@ -90,7 +90,7 @@ def list_resources(
 
 def _ask_holders(pool: Pool, node: Node) -> Holders:
     # paramiko comes with the nodes.
-    from distflow.backends.machines.holders import ask_holders
+    from distflow.backends.machines.inspection.holders import ask_holders
 
     return ask_holders(pool, node)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from distflow.backends.machines.sessions import Exit
+from distflow.backends.machines.inspection.session import Exit
 from distflow.cli.beside import Place
 from distflow.errors import InputError, NodeError
 from distflow.plan.tokens import KNOWN_PLACES

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from distflow.backends.machines.sessions import Exit, Session
+from distflow.backends.machines.inspection.session import Exit, Session
 from distflow.cli.beside import find_place
 from distflow.cli.reading import choose_tasks, open_workflow
 from distflow.cli.tables import plain, plain_lines

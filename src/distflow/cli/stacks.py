@@ -43,7 +43,7 @@ def stacks(
             )
         pool = store.pool(record.uuid)
         # paramiko comes with the nodes.
-        from distflow.backends.machines.stacks import Asked, collect_stacks
+        from distflow.backends.machines.inspection.stacks import Asked, collect_stacks
         from distflow.cli.bottom import Bottom
 
         nodes = {node.name: node for node in pool.nodes}

@@ -12,7 +12,7 @@ from distflow.cli.times import duration
 from distflow.documents.words import few
 
 if TYPE_CHECKING:
-    from distflow.backends.machines.stacks import TaskStacks
+    from distflow.backends.machines.inspection.stacks import TaskStacks
 
 __all__ = ["stacks_json", "stacks_text"]
 

@@ -15,11 +15,11 @@ from distflow.cli.secrets import credential_problems
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
-from distflow.layout.checks import check_layout
+from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
-from distflow.layout.placement import Free, Placement, Unplaced
+from distflow.layout.placement.node_placement import Free, Placement, Unplaced
+from distflow.layout.placement.topology import place_near
 from distflow.layout.ranks import World
-from distflow.layout.topology import place_near
 from distflow.plan.compile import compile_plan, demands
 from distflow.plan.containers import container_notices
 from distflow.plan.model import Plan

@@ -15,7 +15,7 @@ from distflow.cli.command import Format, FormatOption
 from distflow.cli.tables import table
 from distflow.documents.quantities import parse_bytes
 from distflow.errors import InputError
-from distflow.layout.sizing import Advice, Choice, advise, guess_model, parse_count
+from distflow.layout.strategy.memory import Advice, Choice, advise, guess_model, parse_count
 
 __all__ = ["Measurement", "Optimizer", "Precision", "app"]
 

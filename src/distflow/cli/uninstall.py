@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.uninstalling import Uninstalled, uninstall_node
+from distflow.backends.machines.cleanup.uninstalling import Uninstalled, uninstall_node
 from distflow.cli.attemptnames import named, workflow_ids
 from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.places import NodesOption, Place, PoolOption, chosen_places, each_place

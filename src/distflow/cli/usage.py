@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from distflow.errors import RecordUnreadable
-from distflow.layout.placement import Demand
+from distflow.layout.placement.node_placement import Demand
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
 from distflow.pools.model import Node, Pool

@@ -7,11 +7,11 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from posixpath import normpath
 
-from distflow.layout.elastic import staying
-from distflow.layout.placement import Demand
+from distflow.layout.checks.elastic import staying
+from distflow.layout.placement.node_placement import Demand
 from distflow.layout.ranks import TaskRanks, World
-from distflow.layout.strategies import group_strategy
-from distflow.layout.strategy import Strategy
+from distflow.layout.strategy.groups import group_strategy
+from distflow.layout.strategy.model import Strategy
 from distflow.plan.credentials import planned_credentials
 from distflow.plan.distributed import distributed_environment, member_ids
 from distflow.plan.environment import task_environment
@@ -38,8 +38,8 @@ def compile_plan(
 ) -> Plan:
     """Return the plan of a spec.
 
-    ``worlds`` comes from ``layout.checks``, ``bundles`` from ``spec.bundles`` (each file that the spec sends, by its
-    path on this machine), ``secret_names`` are the variables of ``--set-env``,
+    ``worlds`` comes from ``layout.checks``, ``bundles`` from ``spec.bundles`` (each file that the spec sends, by its path
+    on this machine), ``secret_names`` are the variables of ``--set-env``,
     ``datasets`` is the URL below which datasets lie.
     """
     groups = tuple(_group(spec, group, worlds.get(group.name), bundles, tuple(secret_names)) for group in spec.groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from distflow.runtime.rootdir import MARKER
+from distflow.runtime.files.root_directory import MARKER
 
 __all__ = ["file_system_now", "now"]
 

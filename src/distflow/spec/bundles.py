@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 
 from distflow.documents.problems import Problem
 from distflow.errors import StateError
-from distflow.runtime.durable import publish
+from distflow.runtime.files.durable import publish
 from distflow.spec.library import LIBRARY, library_archive, sends_library
 from distflow.spec.model import FileSpec, WorkflowSpec
 

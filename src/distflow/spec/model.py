@@ -126,7 +126,7 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyBlock:
-    """How the ranks of a group train together, as written; ``layout.strategy`` knows what it means."""
+    """How the ranks of a group train together, as written; ``layout.strategy.model`` knows what it means."""
 
     value: Mapping[str, Any]
     path: Path

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distflow.runtime import logfiles
-from distflow.runtime.logfiles import Segment
+from distflow.runtime.files import log_files
+from distflow.runtime.files.log_files import Segment
 
 __all__ = ["POLL_S", "Keep", "LogLine", "LogSource", "end_lines", "follow_lines", "mirrored_bytes", "read_lines", "tells_ranks"]
 
@@ -72,12 +72,12 @@ Keep = Callable[[LogLine], bool]
 
 def mirrored_bytes(source: LogSource) -> int:
     """Return how many bytes of an attempt's output came here, those that were not kept included."""
-    return logfiles.end_of(str(source.folder))
+    return log_files.end_of(str(source.folder))
 
 
 def tells_ranks(source: LogSource) -> bool:
     """Return whether something that is here was printed by a rank with an output of its own."""
-    for file in logfiles.segments(str(source.folder), "idx"):
+    for file in log_files.segments(str(source.folder), "idx"):
         at = 0
         while data := _read(source.folder / file.name, at, _BLOCK):
             whole = data[: len(data) // _STAMP.size * _STAMP.size]
@@ -179,7 +179,7 @@ class _Reader:
     def _read(self, *, final: bool, at_once: bool) -> Iterator[tuple[LogLine, bool]]:
         if not final and self._is_unchanged():
             return
-        changed_at, files = _changed_at(self._source.folder), logfiles.segments(str(self._source.folder), "log")
+        changed_at, files = _changed_at(self._source.folder), log_files.segments(str(self._source.folder), "log")
         ends = [file.start + _size(self._source.folder / file.name) for file in files]
         self._index.look_again()
         end = ends[-1] if ends else 0
@@ -242,7 +242,7 @@ class _Reader:
 
     def _lines_before(self) -> int | None:
         """Return how many lines end before the place that was reached; ``None`` when that cannot be known any more."""
-        files = logfiles.segments(str(self._source.folder), "log")
+        files = log_files.segments(str(self._source.folder), "log")
         own = next((file for file in reversed(files) if file.start <= self._start), None)
         if own is None:
             return None
@@ -310,13 +310,13 @@ class _Index:
     def has_news(self) -> bool:
         """Return whether there are records that were not read."""
         if self._file is None:
-            return any(_size(self._folder / one.name) for one in logfiles.segments(str(self._folder), "idx"))
+            return any(_size(self._folder / one.name) for one in log_files.segments(str(self._folder), "idx"))
         grown = _size(self._folder / self._file.name) // _STAMP.size > self._next
-        return grown or logfiles.next_of(str(self._folder), self._file) is not None
+        return grown or log_files.next_of(str(self._folder), self._file) is not None
 
     def newest(self) -> tuple[int, bool]:
         """Return where the text of the newest record begins, and whether ranks are told apart, as far as recent records say."""
-        for file in reversed(logfiles.segments(str(self._folder), "idx")):
+        for file in reversed(log_files.segments(str(self._folder), "idx")):
             end = _size(self._folder / file.name) // _STAMP.size * _STAMP.size
             begin = max(0, end - _BLOCK // _STAMP.size * _STAMP.size)
             places = [place for _, place in _STAMP.iter_unpack(_read(self._folder / file.name, begin, end - begin))]
@@ -347,7 +347,7 @@ class _Index:
     def _load(self, begin: int) -> None:
         """Read the next records."""
         if self._file is None:
-            files = logfiles.segments(str(self._folder), "idx")
+            files = log_files.segments(str(self._folder), "idx")
             self._file = next((one for one in reversed(files) if one.start <= begin), files[0] if files else None)
             if self._file is None:
                 self._exhausted = True
@@ -361,7 +361,7 @@ class _Index:
         self._next += len(records)
         self._records.extend(records)
         if not records:
-            following = logfiles.next_of(str(self._folder), self._file)
+            following = log_files.next_of(str(self._folder), self._file)
             if following is None:
                 self._exhausted = True
             else:

@@ -1,6 +1,6 @@
 """The mirrored logs: a copy of each attempt's output on this machine, file by file and byte by byte.
 
-``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds the files of ``distflow.runtime.logfiles`` as the node wrote them
+``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds the files of ``runtime.files.log_files`` as the node wrote them
 (``docs/agent-protocol.md``): ``output.log`` (raw bytes), later segments of it, and for each an index of little-endian records
 ``<dQ``: seconds since the epoch, and the source above 48 bits of the offset of the first byte. It also holds ``heartbeat``,
 empty, whose time is that of the attempt's last one, by our clock.
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from distflow.runtime import logfiles
-from distflow.runtime.durable import reserve_bytes
+from distflow.runtime.files import log_files
+from distflow.runtime.files.durable import reserve_bytes
 from distflow.state.ends import RankText
 from distflow.state.logs import LogSource, end_lines
 
@@ -48,7 +48,7 @@ class Mirror:
     def reached(self, attempt: str, kind: str) -> tuple[str, int]:
         """Return the newest file of a kind (``log``, ``idx``) of an attempt, and how many bytes of it are here."""
         folder = self.root / attempt
-        newest = (logfiles.segments(str(folder), kind) or [logfiles.Segment(0, 0, kind)])[-1].name
+        newest = (log_files.segments(str(folder), kind) or [log_files.Segment(0, 0, kind)])[-1].name
         try:
             return newest, (folder / newest).stat().st_size
         except FileNotFoundError:
@@ -64,7 +64,7 @@ class Mirror:
         Raises ``OSError`` when this disk does not take it, ``ValueError`` for a name that is not one of the output's files, and
         for data behind a gap: the sparse file would take readers of the output days.
         """
-        segment = logfiles.parse(file)
+        segment = log_files.parse(file)
         if segment is None:
             raise ValueError(f"{file!r} is not a file of an attempt's output")
         path = self.root / attempt / file
@@ -89,7 +89,7 @@ class Mirror:
         finally:
             os.close(handle)
         if is_new and segment.start:
-            for old in logfiles.surplus(logfiles.segments(str(path.parent), segment.kind)):
+            for old in log_files.surplus(log_files.segments(str(path.parent), segment.kind)):
                 (path.parent / old.name).unlink(missing_ok=True)
 
     def beat(self, attempt: str, at: float) -> None:

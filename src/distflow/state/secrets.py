@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from distflow.errors import StateError
-from distflow.runtime.durable import publish
+from distflow.runtime.files.durable import publish
 from distflow.shell import Secret
 from distflow.state.store import Store
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from distflow.errors import StorageError
-from distflow.runtime.durable import publish
-from distflow.runtime.unpacking import unpack
+from distflow.runtime.files.durable import publish
+from distflow.runtime.files.unpacking import unpack
 from distflow.runtime.wire import OpError
 from distflow.storage.downloading import Moved
 from distflow.storage.failures import local_errors

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from distflow.documents.urls import StorageUrl
 from distflow.errors import StorageError, StorageUnreachable
-from distflow.runtime.inside import inside
-from distflow.runtime.unpacking import file_time
+from distflow.runtime.files.safe_paths import inside
+from distflow.runtime.files.unpacking import file_time
 from distflow.runtime.wire import OpError
 from distflow.storage.base import Entry, Progress, Store, nothing_told, part_name
 from distflow.storage.failures import Halted, local_errors

@@ -1,6 +1,6 @@
 """The node's end of data: what a task wrote goes to its store from where it lies, what it takes comes to where it runs.
 
-A service as those of ``runtime`` are, out of an archive of its own (``backends.machines.bundles``), run by the node's python.
+A service as those of ``runtime`` are, out of an archive of its own (``machines.connection.bundles``), run by the node's python.
 That may be too old for anything but what this module imports at first, or lack the driver: then it says so, and the submitter
 relays. Standard input: a line with the request; what it is told is kept in memory only. Standard output: lines ``{"done": n,
 "total": m}`` every second, at last ``{"files", "size", "words"}``, ``{"relay": why}`` or ``{"error": {"kind", "message"}}``.
@@ -17,10 +17,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.runtime import attempts, processes
-from distflow.runtime.inside import inside
-from distflow.runtime.packing import check_output
-from distflow.runtime.peer import Peer
+from distflow.runtime import processes
+from distflow.runtime.files import attempts
+from distflow.runtime.files.packing import check_output
+from distflow.runtime.files.safe_paths import inside
+from distflow.runtime.services.peer import Peer
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
 

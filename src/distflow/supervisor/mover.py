@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.backends.base import AttemptKey, Backend, Observation
-from distflow.backends.machines.pace import Pace
+from distflow.backends.machines.transfer.pace import Pace
 from distflow.errors import DistflowError
 from distflow.state.record import Carried
 from distflow.storage.credentials import CredentialsFor, ambient

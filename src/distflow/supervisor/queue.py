@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from distflow.backends.base import LeaseRequest
 from distflow.documents.words import few
-from distflow.layout.placement import Demand, Free, Placement, Unplaced
-from distflow.layout.topology import place_near
+from distflow.layout.placement.node_placement import Demand, Free, Placement, Unplaced
+from distflow.layout.placement.topology import place_near
 from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from distflow.layout.placement import Free
+from distflow.layout.placement.node_placement import Free
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.machines.bootstrap import connect
+from distflow.backends.machines.connection.bootstrap import connect
 from distflow.errors import AuthenticationRefused, BootstrapFailed, NodeUnreachable
-from distflow.runtime.rootdir import PRIVATE
+from distflow.runtime.files.root_directory import PRIVATE
 from distflow.testing.sshd import Sshd
 from integration.ssh.conftest import MakeServer, Reach
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.machines.bootstrap import connect
+from distflow.backends.machines.connection.bootstrap import connect
 from distflow.errors import DistflowError, NodeUnreachable
 from distflow.shell import quote
 from distflow.testing.sshd import Sshd

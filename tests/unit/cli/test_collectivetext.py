@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.stacks import Asked, TaskStacks
+from distflow.backends.machines.inspection.stacks import Asked, TaskStacks
 from distflow.cli.collectivetext import collective_lines
 from distflow.cli.stacktext import stacks_json
 from distflow.cli.tables import Paint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.backends.machines.holders import Holder, Holders
+from distflow.backends.machines.inspection.holders import Holder, Holders
 from distflow.cli.holding import holders_json, holders_text
 from distflow.cli.usage import Usage
 from distflow.pools.model import Node, Pool

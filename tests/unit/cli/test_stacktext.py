@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from distflow.backends.machines.stacks import Asked, TaskStacks
+from distflow.backends.machines.inspection.stacks import Asked, TaskStacks
 from distflow.cli.stacktext import stacks_json, stacks_text
 from distflow.cli.tables import Paint
 from distflow.pools.model import Node

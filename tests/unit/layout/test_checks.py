@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distflow.documents.problems import Problem, errors_of
-from distflow.layout.checks import check_layout
+from distflow.layout.checks.group_checks import check_layout
 from distflow.spec.model import Ranks, TaskSpec
 from unit.layout.layout_specs import flags, spec, task
 

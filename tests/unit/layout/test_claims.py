@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.layout.claims import Known, read_claims
+from distflow.layout.claims.task_claims import Known, read_claims
 from distflow.spec.model import TaskSpec
 from unit.layout.layout_specs import task
 

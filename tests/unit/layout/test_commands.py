@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.layout.commands import read_commands
+from distflow.layout.claims.shell_commands import read_commands
 
 PIECES = [
     "'",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distflow.documents.problems import errors_of, in_document_order
-from distflow.layout.checks import check_layout
+from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
 from distflow.spec.parse import load_spec_text
 

@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.layout.placement import Demand, Free, Placement, place
+from distflow.layout.placement.node_placement import Demand, Free, Placement, place
 
 GPUS = st.integers(0, 4)
 

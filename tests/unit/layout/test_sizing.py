@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.layout.sizing import OPTIMIZERS, PRECISIONS, Model, advise, guess_model, parse_count
-from distflow.layout.strategy import parse_strategy
+from distflow.layout.strategy.memory import OPTIMIZERS, PRECISIONS, Model, advise, guess_model, parse_count
+from distflow.layout.strategy.model import parse_strategy
 
 GIB = 2**30
 SEVEN = Model(parameters=7_000_000_000, layers=32, hidden=4096)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.documents.problems import Mark, Severity
-from distflow.layout.strategy import Strategy, parse_strategy
+from distflow.layout.strategy.model import Strategy, parse_strategy
 from distflow.train.strategies.options import KINDS, OPTIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "strategies.md"

@@ -7,8 +7,8 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.layout.placement import Demand, Free, Placement, place
-from distflow.layout.topology import place_near
+from distflow.layout.placement.node_placement import Demand, Free, Placement, place
+from distflow.layout.placement.topology import place_near
 from distflow.spec.model import Near
 
 RACK, ZONE = Near(key="rack"), Near(key="zone")

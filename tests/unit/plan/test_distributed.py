@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from distflow import distributed as calls
-from distflow.layout.checks import check_layout
+from distflow.layout.checks.group_checks import check_layout
 from distflow.plan.bind import bind
 from distflow.plan.compile import compile_plan
 from distflow.plan.model import Binding, BoundLaunch, GroupPlan, TaskBinding

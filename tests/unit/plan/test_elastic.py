@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.cli.submission import propose
 from distflow.documents.problems import Severity
-from distflow.layout.checks import check_layout
+from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
 from distflow.plan.bind import bind
 from distflow.plan.compile import compile_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.documents.problems import errors_of
-from distflow.layout.checks import check_layout
+from distflow.layout.checks.group_checks import check_layout
 from distflow.plan.compile import compile_plan
 from distflow.plan.distributed import distributed_environment
 from distflow.plan.frameworks.table import FRAMEWORKS, LAUNCHERS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.runtime import cgroups
+from distflow.runtime.guard import cgroups
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime import attempts, cleaning
-from distflow.runtime.rootdir import MARKER, mark
+from distflow.runtime.cleanup import cleaning
+from distflow.runtime.files import attempts
+from distflow.runtime.files.root_directory import MARKER, mark
 from distflow.runtime.wire import OpError
 
 NOBODY = 65534

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime import collectives
+from distflow.runtime.probes import collectives
 
 GROUP = {"name": "0 default_pg", "ranks": [0, 1], "number": 5, "operation": "all_reduce", "is_over": False, "entered": 5}
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime import command, containers, nc
+from distflow.runtime.guard import command, containers, netcat
 from distflow.runtime.wire import OpError
 
 
 @pytest.fixture(autouse=True)
 def _no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the stand-in for `nc` out of the sources, beside which it would be made here."""
-    monkeypatch.setattr(nc, "directory", lambda: "")
+    monkeypatch.setattr(netcat, "directory", lambda: "")
 
 
 @pytest.fixture

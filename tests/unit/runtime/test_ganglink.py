@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from distflow.runtime.ganglink import GangLink
-from distflow.runtime.listening import listen_on
+from distflow.runtime.guard.gang_link import GangLink
+from distflow.runtime.probes.listening import listen_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.runtime.gpubuses import address_of, is_of_another, others
+from distflow.runtime.leases.gpu_buses import address_of, is_of_another, others
 
 SAID = {"0": "0000:17:00", "1": "0000:3b:00", "2": "0001:3b:00"}
 OTHERS = others(SAID, [1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.runtime.kernellog import Kill, Line, ask, judge, kills, named_pids, parse
+from distflow.runtime.guard.kernel_log import Kill, Line, ask, judge, kills, named_pids, parse
 
 LINUX_6 = """\
 <4>[24532.387442] python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0

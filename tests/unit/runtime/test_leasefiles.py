@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from distflow.backends.machines.shapes import check_answer
-from distflow.runtime import claims, holders, leasefiles, leases
-from distflow.runtime.grip import Grip
+from distflow.backends.machines.connection.shapes import check_answer
+from distflow.runtime.guard.handles import Grip
+from distflow.runtime.leases import holders, lease_files, node_leases, shares
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
 
@@ -27,26 +27,26 @@ PORT = "port-29500.lock"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[int]:
-    fd = leasefiles.open_directory(str(tmp_path / "leases"))
+    fd = lease_files.open_directory(str(tmp_path / "leases"))
     yield fd
     os.close(fd)
 
 
 def test_who_only_looks_at_a_lock_takes_it_from_nobody(directory: int) -> None:
     """A port that is refused ends the gang that names it, and `pool list` looks at all of them."""
-    os.close(leasefiles.lock(directory, PORT, {})[0])
+    os.close(lease_files.lock(directory, PORT, {})[0])
     is_over = threading.Event()
 
     def look() -> None:
         while not is_over.is_set():
-            leasefiles.said_of(directory, PORT)
+            lease_files.said_of(directory, PORT)
 
     lookers = [threading.Thread(target=look) for _ in range(2)]
     for looker in lookers:
         looker.start()
     try:
         for _ in range(300):
-            fd, who = leasefiles.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
+            fd, who = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
             assert fd >= 0, who
             os.close(fd)
     finally:
@@ -57,11 +57,11 @@ def test_who_only_looks_at_a_lock_takes_it_from_nobody(directory: int) -> None:
 
 def test_who_holds_a_lock_is_named(directory: int) -> None:
     said = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": "spin-1/w1", "pid": 1}
-    fd, _ = leasefiles.lock(directory, PORT, said)
-    assert leasefiles.lock(directory, PORT, {}) == (-1, "spin-1/w1 (me)")
-    assert leasefiles.said_of(directory, PORT) == said
+    fd, _ = lease_files.lock(directory, PORT, said)
+    assert lease_files.lock(directory, PORT, {}) == (-1, "spin-1/w1 (me)")
+    assert lease_files.said_of(directory, PORT) == said
     os.close(fd)
-    assert leasefiles.said_of(directory, PORT) is None
+    assert lease_files.said_of(directory, PORT) is None
 
 
 HOSTILE = {
@@ -114,17 +114,17 @@ def survives(content: bytes) -> None:
     held = []
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "leases")
-        directory = leasefiles.open_directory(path)
+        directory = lease_files.open_directory(path)
         for name in ("gpu-0.lock", PORT, "claim-1000-0.lock", "claim-1000-1.lock", f"gpu-{'9' * 200}.lock"):
             held.append(os.open(os.path.join(path, name), os.O_RDWR | os.O_CREAT, 0o666))
             os.write(held[-1], content)
             fcntl.flock(held[-1], fcntl.LOCK_EX)
         try:
-            fd, words = leasefiles.lock(directory, "gpu-0.lock", {})
+            fd, words = lease_files.lock(directory, "gpu-0.lock", {})
             assert (fd, words.isprintable(), len(words) < 600) == (-1, True, True)
             for gpus, port, wanted in ((1, None, {}), (0, 29500, {}), (0, None, {"cpus": (1, 2), "memory": (1, 2)})):
                 with contextlib.suppress(OpError):
-                    leases.take(path, gpus, [0], port, {"user": "me"}, wanted).close()
+                    node_leases.take(path, gpus, [0], port, {"user": "me"}, wanted).close()
             said = holders.look(path)
             check_answer("holders", decode_object(encode(said)))
         finally:
@@ -137,7 +137,7 @@ def survives(content: bytes) -> None:
 )
 def test_a_node_reports_the_task_that_holds_its_gpus(directory: int, tmp_path: Path, label: object, shown: str) -> None:
     holder = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": label, "pid": 1}
-    locks = [leasefiles.lock(directory, f"gpu-{gpu}.lock", holder)[0] for gpu in range(3)]
+    locks = [lease_files.lock(directory, f"gpu-{gpu}.lock", holder)[0] for gpu in range(3)]
     try:
         (found,) = holders.look(str(tmp_path / "leases"))["holders"]
         assert (found["label"], found["gpus"]) == (shown, [0, 1, 2])
@@ -149,12 +149,12 @@ def test_a_node_reports_the_task_that_holds_its_gpus(directory: int, tmp_path: P
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_another_user_who_writes_to_our_lock_file_ends_nothing(directory: int, tmp_path: Path, content: bytes) -> None:
     """The file is open to all; the keeper signs it once more when it comes up."""
-    fd, _ = leasefiles.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
+    fd, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     (tmp_path / "leases" / PORT).write_bytes(content)
     holder = {"user": "me", "attempt": "a"}
     fields: dict[str, Any] = dict.fromkeys(Grip._fields)
     Grip(**{**fields, "locks": [fd], "holder": holder}).sign_locks(7)
-    said = leasefiles.said_of(directory, PORT) or {}
+    said = lease_files.said_of(directory, PORT) or {}
     assert (said["user"], said["attempt"], said["pid"]) == ("me", "a", 7)
     os.close(fd)
 
@@ -163,17 +163,17 @@ def test_a_hard_link_to_a_file_is_locked_and_not_written_to(directory: int, tmp_
     mine = tmp_path / "thesis.tex"
     mine.write_text("years of work")
     os.link(mine, tmp_path / "leases" / PORT)
-    fd, _ = leasefiles.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
+    fd, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     assert fd >= 0
-    leasefiles.sign(fd, {"user": "me"})
-    assert leasefiles.lock(directory, PORT, {}) == (-1, "an unknown user")
+    lease_files.sign(fd, {"user": "me"})
+    assert lease_files.lock(directory, PORT, {}) == (-1, "an unknown user")
     assert mine.read_text() == "years of work"
     os.close(fd)
 
 
 def test_a_shorter_record_leaves_nothing_of_a_longer_one(directory: int, tmp_path: Path) -> None:
     for name in ("somebody with a long name", "me"):
-        fd, _ = leasefiles.lock(directory, PORT, {"user": name})
+        fd, _ = lease_files.lock(directory, PORT, {"user": name})
         assert json.loads((tmp_path / "leases" / PORT).read_text()) == {"user": name}
         os.close(fd)
 
@@ -182,47 +182,47 @@ def test_a_directory_where_anybody_may_remove_leases_is_refused_or_mended(tmp_pa
     path = tmp_path / "own"
     path.mkdir()
     path.chmod(0o777)
-    os.close(leasefiles.open_directory(str(path)))
+    os.close(lease_files.open_directory(str(path)))
     assert path.stat().st_mode & 0o7777 == 0o1777
     if os.getuid() == 0:
         path.chmod(0o777)
         os.chown(path, 65534, 65534)
         with pytest.raises(OpError, match="lacks the sticky bit") as caught:
-            leases.take(str(path), 1, [0], None, {"user": "me"})
+            node_leases.take(str(path), 1, [0], None, {"user": "me"})
         assert f"chmod +t {path}" in caught.value.message
         path.chmod(0o1777)
-        leases.take(str(path), 1, [0], None, {"user": "me"}).close()
-        assert leasefiles.foreign_owner(str(path)) in ("nobody", "65534")
-    assert leasefiles.foreign_owner(str(tmp_path)) == ""
-    assert leasefiles.foreign_owner(str(tmp_path / "none")) == ""
+        node_leases.take(str(path), 1, [0], None, {"user": "me"}).close()
+        assert lease_files.foreign_owner(str(path)) in ("nobody", "65534")
+    assert lease_files.foreign_owner(str(tmp_path)) == ""
+    assert lease_files.foreign_owner(str(tmp_path / "none")) == ""
 
 
 def test_a_flood_of_files_in_the_lease_directory_ends_in_a_refusal_and_keeps_no_agent_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_MOST_FILES", 50)
+    monkeypatch.setattr(shares, "_MOST_FILES", 50)
     for number in range(60):
         (tmp_path / f"junk-{number}").touch()
     with pytest.raises(OpError, match="holds more than 50 files") as caught:
-        leases.take(str(tmp_path), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
+        node_leases.take(str(tmp_path), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
     assert caught.value.kind == "busy"
     monkeypatch.undo()
-    leases.take(str(tmp_path), 0, [], None, {"user": "me"}, {"cpus": (1, 4)}).close()
+    node_leases.take(str(tmp_path), 0, [], None, {"user": "me"}, {"cpus": (1, 4)}).close()
 
 
 def test_another_user_who_holds_our_files_as_shared_keeps_no_agent_busy(
     directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_OWN_S", 0.05)
+    monkeypatch.setattr(shares, "_OWN_S", 0.05)
     with contextlib.ExitStack() as held:
         for number in range(5):
             name = tmp_path / "leases" / f"claim-{os.getuid()}-{number}.lock"
             file = held.enter_context(name.open("w"))
             fcntl.flock(file, fcntl.LOCK_SH)
         with pytest.raises(OpError, match="other processes keep 1 files") as caught:
-            leases.take(str(tmp_path / "leases"), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
+            node_leases.take(str(tmp_path / "leases"), 0, [], None, {"user": "me"}, {"cpus": (1, 4)})
         assert caught.value.kind == "busy"
 
 
 def test_a_truth_value_is_no_amount() -> None:
-    assert [claims.number_of(one) for one in (3, True, -1, "3", None, 2.5)] == [3, 0, 0, 0, 0, 0]
+    assert [shares.number_of(one) for one in (3, True, -1, "3", None, 2.5)] == [3, 0, 0, 0, 0, 0]

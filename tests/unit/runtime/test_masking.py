@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.runtime.masking import Mask, Stream, clean_error, memory, read_shared, share
+from distflow.runtime.files.masking import Mask, Stream, clean_error, memory, read_shared, share
 
 KEY = "-----BEGIN KEY-----\nbase64line1234567890\nshort\nbase64line0987654321\n-----END KEY-----\n"
 

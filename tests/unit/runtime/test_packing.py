@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime import packing
-from distflow.runtime.blobs import path_of
+from distflow.runtime.files import packing
+from distflow.runtime.files.blobs import path_of
 
 
 def test_what_goes_while_a_directory_is_looked_at_takes_nothing_else_with_it(

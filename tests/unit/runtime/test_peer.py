@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distflow.runtime import peer
-from distflow.runtime.peer import Gone, Peer
+from distflow.runtime.services import peer
+from distflow.runtime.services.peer import Gone, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

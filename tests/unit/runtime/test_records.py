@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.runtime import records
+from distflow.runtime.files import records
 
 
 @pytest.fixture

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib.resources
 import sys
+from pathlib import Path
 
 import pytest
 
-SOURCES = {
-    file.name: file.read_text() for file in importlib.resources.files("distflow.runtime").iterdir() if file.name.endswith(".py")
-}
+import distflow.runtime
+
+TOP = Path(distflow.runtime.__file__).parent
+SOURCES = {str(file.relative_to(TOP)): file.read_text() for file in TOP.rglob("*.py")}
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))

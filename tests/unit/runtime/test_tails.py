@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distflow.runtime.tails import Tails
+from distflow.runtime.agent.log_streams import Tails
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime import leases, tickets
+from distflow.runtime.leases import node_leases, tickets
 from distflow.runtime.wire import OpError
 
 GPUS = [0, 1]
@@ -28,21 +28,21 @@ class Line:
     def holder(self, gang: str, task: str = "t") -> dict[str, Any]:
         return {"user": gang, "attempt": f"{uuid.uuid5(uuid.NAMESPACE_DNS, gang)}/g/{task}/0", "pid": 1}
 
-    def ask(self, gang: str, gpus: int = 2, **wanted: tuple[int, int]) -> leases.Held | str:
+    def ask(self, gang: str, gpus: int = 2, **wanted: tuple[int, int]) -> node_leases.Held | str:
         """Ask for GPUs: the lease, or why it was refused."""
         try:
-            return leases.take(str(self.folder), gpus, GPUS, None, self.holder(gang), wanted)
+            return node_leases.take(str(self.folder), gpus, GPUS, None, self.holder(gang), wanted)
         except OpError as error:
             return f"{error.kind}: {error.message}"
 
-    def got(self, gang: str, gpus: int = 2, **wanted: tuple[int, int]) -> leases.Held:
+    def got(self, gang: str, gpus: int = 2, **wanted: tuple[int, int]) -> node_leases.Held:
         held = self.ask(gang, gpus, **wanted)
-        assert isinstance(held, leases.Held), held
+        assert isinstance(held, node_leases.Held), held
         return held
 
-    def give_back(self, held: leases.Held, gang: str, gpus: int = 2) -> None:
+    def give_back(self, held: node_leases.Held, gang: str, gpus: int = 2) -> None:
         """Give a lease back, because another node of the gang refused."""
-        leases.keep_place(str(self.folder), self.holder(gang), {"gpus": gpus, "cpus": 0, "memory": 0})
+        node_leases.keep_place(str(self.folder), self.holder(gang), {"gpus": gpus, "cpus": 0, "memory": 0})
         held.close()
 
 
@@ -113,7 +113,7 @@ def test_tasks_of_one_gang_do_not_wait_for_each_other(line: Line) -> None:
     line.ask("gang")
     first.close()
     line.at += 1
-    held = leases.take(str(line.folder), 1, GPUS, None, line.holder("gang", "another"))
+    held = node_leases.take(str(line.folder), 1, GPUS, None, line.holder("gang", "another"))
     held.close()
 
 
@@ -146,7 +146,7 @@ def test_a_hostile_ticket_that_is_renewed_for_ever_holds_nobody_back_for_more_th
         ticket.write_text(said if isinstance(said, str) else json.dumps(said))
         os.utime(ticket, (line.at, line.at))
         held = line.ask("honest", 1, cpus=(1, 4))
-        if isinstance(held, leases.Held):
+        if isinstance(held, node_leases.Held):
             break
         line.at += 10
         assert line.at - began <= 60

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from distflow.runtime.unpacking import EARLIEST_S, unpack
+from distflow.runtime.files.unpacking import EARLIEST_S, unpack
 from distflow.runtime.wire import OpError
 
 Member = tuple[str, str, str]

@@ -27,12 +27,12 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
-from distflow.backends.machines.collecting import Collector
-from distflow.backends.machines.connection import Connection, now
-from distflow.backends.machines.delivering import Deliverer
+from distflow.backends.machines.connection.node_connection import Connection, now
 from distflow.backends.machines.leasing import GangLease
-from distflow.backends.machines.pace import Pace
-from distflow.backends.machines.staging import Blob
+from distflow.backends.machines.transfer.collecting import Collector
+from distflow.backends.machines.transfer.delivering import Deliverer
+from distflow.backends.machines.transfer.pace import Pace
+from distflow.backends.machines.transfer.staging import Blob
 from distflow.errors import AgentError, DistflowError, NodeUnreachable, StorageError
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, Container, PlannedFile

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from distflow.backends.base import Leased, LeaseRefused, LeaseRequest, Sink
-from distflow.backends.machines.connection import Connection, now
+from distflow.backends.machines.connection.node_connection import Connection, now
 from distflow.errors import AgentError, DistflowError
 from distflow.plan.model import Binding, TaskBinding
 

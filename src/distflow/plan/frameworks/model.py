@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from distflow.layout.launchers import PythonCommand, python_command
+from distflow.layout.claims.launchers import PythonCommand, python_command
 from distflow.layout.ranks import TaskRanks, World
 from distflow.plan.model import PlannedFile, address_of
 from distflow.spec.model import Launcher, ResourceSpec
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def python(self) -> PythonCommand:
-        """The command in parts; ``layout.launchers`` has refused those that are not Python's."""
+        """The command in parts; ``layout.claims.launchers`` has refused those that are not Python's."""
         found = python_command(self.argv)
         if isinstance(found, PythonCommand):
             return found

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.addressing import choose_address
+from distflow.backends.machines.connection.training_address import choose_address
 
 LO = {"interface": "lo", "address": "127.0.0.1", "family": "inet"}
 ETH0 = {"interface": "eth0", "address": "10.0.0.2", "family": "inet"}

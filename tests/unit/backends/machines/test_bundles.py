@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.machines.bundles import RUNTIME, STORAGE, Bundle
+from distflow.backends.machines.connection.bundles import RUNTIME, STORAGE, Bundle
 
 INSTALLED = Path("~/.pyenv/versions").expanduser()
 """Where a version manager has them; tests have a home of their own."""

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import pytest
 
-from distflow.backends.machines.allreduce import AllReduce
-from distflow.backends.machines.finding import Finding, Grade
-from distflow.backends.machines.findings import folded, judge_node, judge_nodes
-from distflow.backends.machines.measured import (
+from distflow.backends.machines.checks.allreduce import AllReduce
+from distflow.backends.machines.checks.finding import Finding, Grade
+from distflow.backends.machines.checks.findings import folded, judge_node, judge_nodes
+from distflow.backends.machines.checks.measured import (
     PYTHON_PROBE,
     Measured,
     Pair,
@@ -21,8 +21,8 @@ from distflow.backends.machines.measured import (
     parse_python,
     python_trouble,
 )
-from distflow.backends.machines.nvidia import Gpu, GpuApp
-from distflow.backends.machines.reachability import judge_pairs, verdict
+from distflow.backends.machines.checks.nvidia import Gpu, GpuApp
+from distflow.backends.machines.checks.reachability import judge_pairs, verdict
 from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node
@@ -416,7 +416,7 @@ def test_a_python_that_says_nothing_is_an_error_in_words(code: int | None, stdou
 
 
 def test_everything_that_is_measured_is_json() -> None:
-    from distflow.backends.machines.checking import Checked
+    from distflow.backends.machines.checks.checking import Checked
     from distflow.cli.checks import check_json, check_text
     from distflow.cli.tables import Paint
     from distflow.pools.model import Pool

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.backends.base import AttemptKey, Ended, Observation
-from distflow.backends.machines.bootstrap import Opened, open_service
-from distflow.backends.machines.connection import Connection
-from distflow.backends.machines.link import AgentLink
-from distflow.backends.machines.measured import parse_python
-from distflow.backends.machines.sessions import Session
-from distflow.backends.machines.stream import ServiceStream
+from distflow.backends.machines.checks.measured import parse_python
+from distflow.backends.machines.connection.bootstrap import Opened, open_service
+from distflow.backends.machines.connection.link import AgentLink
+from distflow.backends.machines.connection.node_connection import Connection
+from distflow.backends.machines.connection.stream import ServiceStream
+from distflow.backends.machines.inspection.session import Session
 from distflow.errors import NodeError, NodeUnreachable
 from distflow.pools.model import Node, Pool
-from distflow.runtime.frames import FRAME
-from distflow.runtime.session import EXIT, REFUSED
+from distflow.runtime.files.frames import FRAME
+from distflow.runtime.services.session import EXIT, REFUSED
 from distflow.supervisor.verdict import end_from
 from distflow.testing.waiting import wait_until
 
@@ -300,7 +300,7 @@ def test_what_a_stub_reports_is_an_error(content: bytes) -> None:
 
     transport.open = open_it
     with pytest.raises(NodeError):
-        open_service(transport, "~/distflow", "python3", "agent", timeout_s=20)
+        open_service(transport, "~/distflow", "python3", "agent.server", timeout_s=20)
 
 
 @given(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from distflow.backends.machines.reconnecting import Reconnecting
+from distflow.backends.machines.connection.reconnecting import Reconnecting
 
 
 class _Clock:

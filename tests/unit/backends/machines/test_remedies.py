@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.remedies import after_exit, after_report
+from distflow.backends.machines.connection.remedies import after_exit, after_report
 
 REPORT = {
     "text": "OSError: x", "root": "/home/ada/.distflow", "path": "/home/ada/.distflow/runtime", "at": "/home/ada/.distflow",

@@ -1,0 +1,160 @@
+"""A small all-reduce between the nodes of a pool: whether torch gets through on the training network, and how fast.
+
+One process on each node, over gloo and the interface that gangs would use; it measures the network and holds no GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.backends.machines.checks.finding import Finding, error, few, warning
+from distflow.backends.machines.checks.measured import Measured
+from distflow.backends.machines.connection.link import AgentLink
+from distflow.backends.machines.connection.training_address import path_prepend
+from distflow.errors import NodeError
+from distflow.runtime.untrusted import decode_json
+
+__all__ = ["AllReduce", "all_reduce", "judge_all_reduce"]
+
+_MARK = "@@distflow-all-reduce "
+_LIMIT_S = 180.0
+_SLOW = 100e6
+"""Bytes per second that gigabit Ethernet gives."""
+_TAIL = 300
+_SHORTEST_S = 1e-9
+"""No sum takes less: a node says how long it took, and it is divided by."""
+
+_PORT = "import socket, sys; s = socket.socket(); s.bind((sys.argv[1], 0)); print(s.getsockname()[1])"
+_PROBE = f"""
+import datetime, json, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+found = []
+for size in (1 << 10, 1 << 20, 1 << 24):
+    data = torch.zeros(size // 4)
+    dist.all_reduce(data)
+    times = []
+    for _ in range(5):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(data)
+        times.append(time.perf_counter() - begin)
+    found.append([size, min(times)])
+dist.barrier()
+dist.destroy_process_group()
+print("\\n{_MARK}" + json.dumps(found), flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce:
+    """What came of it."""
+
+    nodes: tuple[str, ...]
+    times: tuple[tuple[int, float], ...] = ()
+    """Bytes that were summed, and the seconds that it took at best."""
+    skipped: str = ""
+    """Why it was not tried."""
+    failed: tuple[str, str] | None = None
+    """The node on which it failed first, and why."""
+
+    def bus_bandwidth(self, size: int, seconds: float) -> float:
+        """Return the bytes per second that crossed each node's link: 2(n-1)/n × size / time.
+
+        As NCCL's tests define it (nccl-tests, doc/PERFORMANCE.md), so that it compares with what the link can do.
+        """
+        count = len(self.nodes)
+        return 2 * (count - 1) / count * size / seconds
+
+    @property
+    def best(self) -> float:
+        """The largest bus bandwidth of all sizes, in bytes per second."""
+        return max((self.bus_bandwidth(size, seconds) for size, seconds in self.times), default=0.0)
+
+
+def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
+    """Run it on all of these nodes at once; never raises for what a node does or does not.
+
+    When it fails on one, the connections to all of them are closed.
+    """
+    names = tuple(measured.node.name for measured, _ in nodes)
+    if len(nodes) < 2:
+        return AllReduce(nodes=names, skipped="it takes two nodes that answer")
+    without = [measured.node.name for measured, _ in nodes if measured.torch is None or not measured.torch.version]
+    if without:
+        return AllReduce(nodes=names, skipped=f"{few(without)} {'has' if len(without) == 1 else 'have'} no torch")
+    master, link = nodes[0]
+    try:
+        said = _run(master, link, [_PORT, master.address], {})
+        port = int(str(said["stdout"]).strip())
+    except (NodeError, ValueError) as why:
+        return AllReduce(nodes=names, failed=(names[0], f"no port of {master.address} can be had: {why}"))
+    return _world(nodes, names, port)
+
+
+def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], port: int) -> AllReduce:
+    lock, failures, answers = threading.Lock(), list[tuple[str, str]](), dict[int, str]()
+
+    def run(rank: int) -> None:
+        measured, link = nodes[rank]
+        world = {
+            "MASTER_ADDR": nodes[0][0].address, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(len(nodes)),
+        }  # fmt: skip
+        if measured.interface:
+            world["GLOO_SOCKET_IFNAME"] = measured.interface
+        try:
+            said = _run(measured, link, [_PROBE], world)
+            why = _why(said)
+        except NodeError as gone:
+            said, why = {"stdout": ""}, gone.detail
+        with lock:
+            if why:
+                failures.append((measured.node.name, why))
+            answers[rank] = str(said["stdout"])
+        if why and len(failures) == 1:
+            for _, other in nodes:
+                other.close()  # what runs there would wait for this one in vain, and ends with its connection
+
+    with ThreadPoolExecutor(max_workers=len(nodes)) as workers:
+        list(workers.map(run, range(len(nodes))))
+    if failures:
+        return AllReduce(nodes=names, failed=failures[0])
+    try:
+        line = next(line for line in reversed(answers[0].splitlines()) if line.startswith(_MARK))
+        times = tuple((int(size), max(float(seconds), _SHORTEST_S)) for size, seconds in decode_json(line.removeprefix(_MARK)))
+    except (StopIteration, ValueError, TypeError):
+        return AllReduce(nodes=names, failed=(names[0], "what it printed is no measurement"))
+    return AllReduce(nodes=names, times=times)
+
+
+def _run(measured: Measured, link: AgentLink, script: Sequence[str], world: Mapping[str, str]) -> Mapping[str, Any]:
+    return link.request(
+        "run", argv=[measured.node.python, "-c", *script], env={**measured.node.environment, **world},
+        path_prepend=path_prepend(measured.node, measured.facts), shell_prelude=measured.node.setup, limit_s=_LIMIT_S,
+        timeout_s=_LIMIT_S + 10.0,
+    )  # fmt: skip
+
+
+def _why(said: Mapping[str, Any]) -> str:
+    """Return why a process failed; empty when it did not."""
+    if said["exit_code"] == 0:
+        return ""
+    if said["exit_code"] is None:
+        return f"it did not end within {_LIMIT_S:g} s"
+    words = str(said["stderr"]).strip().splitlines()
+    return words[-1][:_TAIL] if words else f"exit code {said['exit_code']}"
+
+
+def judge_all_reduce(found: AllReduce) -> Iterator[Finding]:
+    """Yield what it means for a gang."""
+    if found.failed is not None:
+        name, why = found.failed
+        hint = "training would fail so, too: see that all ports are open between the nodes, and that their torch is the same"
+        yield error("all-reduce", [name], f"an all-reduce between the nodes failed: {why}", hint)
+    elif found.times and found.best < _SLOW:
+        hint = "less than gigabit Ethernet gives: is `address` on the fast network, and its link up at full speed (`ethtool`)?"
+        yield warning("all-reduce", found.nodes, f"an all-reduce moves {found.best / 1e6:.1f} MB/s only", hint)

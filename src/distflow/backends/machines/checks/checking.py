@@ -1,0 +1,248 @@
+"""Measuring the nodes of a pool before a gang runs on them: each by itself, then who reaches whom.
+
+All nodes at once, some at a time; one that cannot be asked is a value beside the others. What the measurements mean is said by
+``findings`` and ``reachability``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distflow.backends.machines.backend import transport_of
+from distflow.backends.machines.checks.allreduce import AllReduce, all_reduce
+from distflow.backends.machines.checks.finding import few
+from distflow.backends.machines.checks.measured import PYTHON_PROBE, Measured, Pair, parse_python, python_trouble
+from distflow.backends.machines.checks.nvidia import parse_apps, parse_gpus
+from distflow.backends.machines.connection.bootstrap import connect
+from distflow.backends.machines.connection.clocks import ClockWatch
+from distflow.backends.machines.connection.link import AgentLink
+from distflow.backends.machines.connection.training_address import path_prepend, training_address
+from distflow.errors import AgentError, BootstrapFailed, DistflowError
+from distflow.pools.model import Node, Pool
+from distflow.transports.base import Transport
+from distflow.transports.fanout import fan_out
+
+__all__ = ["Checked", "check_pool"]
+
+_AT_ONCE = 32
+_PINGS = 5
+_PROBE_S = 90.0
+_PATH_S = 45.0
+_PYTHON_S = 120.0
+_LISTEN_S = 300.0
+_REACH_S = 5.0
+_DIAGNOSE_S = 10.0
+
+_VERSION = "import sys; sys.stdout.write(sys.version.split()[0])"
+
+Progress = Callable[[str], None]
+"""Told in a few words what is being done; called from several threads, one at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Everything that was measured."""
+
+    nodes: tuple[Measured, ...]
+    """In the order of the pool."""
+    pairs: tuple[Pair, ...]
+    """Every node to every other one, of those that answered."""
+    all_reduce: AllReduce | None = None
+    """``None`` when it was not asked for."""
+
+
+class _Session:
+    """A node while it is being checked."""
+
+    def __init__(self, pool: Pool, node: Node) -> None:
+        self.node = node
+        self.transport = transport_of(pool, node)
+        self.link: AgentLink | None = None
+        self.measured = Measured(node=node)
+        self.word = secrets.token_hex(16)
+        self.port: int | None = None
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.transport.close()
+
+
+def check_pool(
+    pool: Pool,
+    nodes: Sequence[Node],
+    progress: Progress = lambda _: None,
+    *,
+    with_all_reduce: bool = False,
+    paths: Sequence[str] = (),
+) -> Checked:
+    """Measure these nodes of a pool. Never raises for what a node does or does not.
+
+    ``paths`` are looked at on every node: data that is to be the same everywhere.
+    """
+    sessions = {node.name: _Session(pool, node) for node in nodes}
+    waiting = _Waiting(sessions, progress)
+    try:
+        _each(list(sessions.values()), lambda one: _ask(pool, one, paths), lambda one: waiting.done(one.node.name))
+        asked = [session for session in sessions.values() if session.link is not None]
+        pairs: list[Pair] = []
+        found: AllReduce | None = None
+        if asked:
+            progress("finding out who reaches whom")
+            _each(asked, _listen)
+            listening = [session for session in asked if session.port is not None]
+            results: dict[str, list[Pair]] = {}
+            _each(asked, lambda one: results.update({one.node.name: _reach(one, listening)}))
+            pairs = [pair for session in asked for pair in results.get(session.node.name, [])]
+        if with_all_reduce:
+            progress("summing over all nodes")
+            found = _all_reduce(asked, pairs)
+    finally:
+        for session in sessions.values():
+            session.close()
+    measured = tuple(session.measured for session in sessions.values())
+    return Checked(nodes=measured, pairs=tuple(pairs), all_reduce=found)
+
+
+def _all_reduce(sessions: Sequence[_Session], pairs: Sequence[Pair]) -> AllReduce:
+    if any(pair.kind != "ok" for pair in pairs):
+        names = tuple(one.node.name for one in sessions)
+        return AllReduce(nodes=names, skipped="the nodes do not all reach each other")
+    return all_reduce([(one.measured, one.link) for one in sessions if one.link is not None])
+
+
+class _Waiting:
+    """Says which nodes are still waited for."""
+
+    def __init__(self, nodes: Iterable[str], progress: Progress) -> None:
+        self._lock = threading.Lock()
+        self._left = dict.fromkeys(nodes)
+        self._total = len(self._left)
+        self._progress = progress
+        self._tell()
+
+    def done(self, node: str) -> None:
+        with self._lock:
+            self._left.pop(node, None)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._progress(f"{self._total - len(self._left)} of {self._total} nodes; waiting for {few(list(self._left)) or 'none'}")
+
+
+def _each(
+    sessions: Sequence[_Session], action: Callable[[_Session], None], done: Callable[[_Session], None] = lambda _: None
+) -> None:
+    """Do something with every session; an error is what is measured then."""
+    by_name = {session.node.name: session for session in sessions}
+
+    def act(transport: Transport) -> None:
+        session = by_name[transport.name]
+        try:
+            action(session)
+        except DistflowError as error:
+            # A node that fell silent in the middle counts as one that was never reached.
+            session.measured = Measured(node=session.node, error=error)
+            if session.link is not None:
+                session.link.close()
+            session.link = None
+        done(session)
+
+    fan_out([session.transport for session in sessions], act, limit=_AT_ONCE)
+
+
+def _ask(pool: Pool, session: _Session, paths: Sequence[str]) -> None:
+    node, transport = session.node, session.transport
+    try:
+        link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s, ping_s=pool.ping_s)
+    except BootstrapFailed as error:
+        raise (_explained(node, transport, error) if error.about == "python" else error) from error
+    session.link = link
+    facts = link.request("hello", watch=[], lease_dir=node.lease_dir)["facts"]
+    watch = ClockWatch()
+    for _ in range(_PINGS):
+        answered = watch.ping()
+        answered(link.request("ping"))
+    address, interface = training_address(node, transport, facts)
+    session.measured = replace(session.measured, facts=facts, address=address, interface=interface, clock=watch.clock)
+    session.measured = replace(session.measured, **_probed(link, node, paths))
+    session.measured = replace(session.measured, torch=parse_python(_python_of(link, node, facts)))
+
+
+def _probed(link: AgentLink, node: Node, paths: Sequence[str]) -> Mapping[str, Any]:
+    """Return what the agent measured, as fields of ``Measured``."""
+    probe = link.request("probe", lease_dir=node.lease_dir, paths=list(paths), timeout_s=_PROBE_S + _PATH_S * len(paths))
+    gpus, apps = probe.get("gpus"), probe.get("gpu_apps")
+    if gpus is None:
+        return {"probe": probe}
+    if gpus["exit_code"] != 0:
+        words = (gpus["stderr"].strip() or gpus["stdout"].strip()).splitlines()
+        late = "it does not answer" if gpus["exit_code"] is None else f"exit code {gpus['exit_code']}"
+        return {"probe": probe, "gpu_error": words[-1] if words else late}
+    return {"probe": probe, "gpus": parse_gpus(gpus["stdout"]), "apps": parse_apps((apps or {}).get("stdout", ""))}
+
+
+def _python_of(link: AgentLink, node: Node, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Ask the node's python as tasks would see it: with its setup, its environment and its PATH."""
+    return link.request(
+        "run",
+        argv=[node.python, "-c", PYTHON_PROBE],
+        env=dict(node.environment),
+        path_prepend=path_prepend(node, facts),
+        shell_prelude=node.setup,
+        limit_s=_PYTHON_S,
+        timeout_s=_PYTHON_S + 10.0,
+    )
+
+
+def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> BootstrapFailed:
+    """Return the error in better words when it is the python itself that is not there, or too old."""
+    try:
+        done = transport.run([node.python, "-c", _VERSION], timeout_s=_DIAGNOSE_S)
+        found = (
+            transport.run(["sh", "-c", "command -v python3"], timeout_s=_DIAGNOSE_S).stdout.decode("utf-8", "replace").strip()
+        )
+    except DistflowError:
+        return error
+    why = python_trouble(done.exit_code, done.stdout.decode("utf-8", "replace"))
+    if not why:
+        return error
+    there = f"; {found} is there" if found and found != node.python else ""
+    return BootstrapFailed(node.name, f"its python {node.python} {why}", hint=f"set `python` of the node{there}")
+
+
+def _listen(session: _Session) -> None:
+    if session.link is None:
+        return
+    try:
+        said = session.link.request("listen", address=session.measured.address, word=session.word, limit_s=_LISTEN_S)
+    except AgentError as error:
+        session.measured = replace(session.measured, listen_error=error.detail)
+        return
+    session.port = said["port"]
+    session.measured = replace(session.measured, is_address_own=said["is_own"] is not False)
+
+
+def _reach(session: _Session, listening: Sequence[_Session]) -> list[Pair]:
+    others = [one for one in listening if one is not session]
+    if session.link is None or not others:
+        return []
+    targets = [{"address": one.measured.address, "port": one.port, "word": one.word} for one in others]
+    results = session.link.request("reach", targets=targets, limit_s=_REACH_S, timeout_s=30.0 + _REACH_S * len(others))[
+        "results"
+    ]
+    return [
+        Pair(
+            source=session.node.name,
+            target=one.node.name,
+            address=one.measured.address,
+            kind=result["kind"],
+            message=result.get("message", ""),
+            ms=result.get("ms"),
+        )
+        for one, result in zip(others, results, strict=True)
+    ]

@@ -1,0 +1,349 @@
+"""What measurements of nodes mean for a gang: findings in words, each with what to do. Pure.
+
+An error is what keeps a gang from running, a warning what will surprise whoever runs one, a note what is good to know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from distflow.backends.machines.checks import conditions
+from distflow.backends.machines.checks.finding import Finding, Grade, amount, count, error, few, note, warning
+from distflow.backends.machines.checks.measured import Measured
+from distflow.errors import BootstrapFailed, NodeError
+
+__all__ = ["folded", "judge_node", "judge_nodes"]
+
+_CLOCK_S = 1.0
+_LEAST_FREE = 1 << 30
+_LEAST_FREE_PART = 0.05
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "afs")
+
+
+def judge_node(measured: Measured) -> Iterator[Finding]:
+    """Yield the findings about one node by itself."""
+    if measured.error is not None:
+        yield _out_of_reach(measured)
+        return
+    for rule in _RULES:
+        yield from rule(measured)
+
+
+def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    """Yield the findings about nodes beside each other: what should be alike and is not, and clocks."""
+    yield from _clocks(nodes)
+    yield from _same_machine(nodes)
+    pythons = {one.node.name: ".".join(one.torch.python.split(".")[:2]) for one in nodes if one.torch and one.torch.python}
+    yield from _unlike("python", "Python", pythons)
+    yield from _unlike("torch", "torch", {one.node.name: one.torch.version for one in nodes if one.torch and one.torch.version})
+    cudas = {one.node.name: one.torch.cuda for one in nodes if one.torch and one.torch.cuda}
+    yield from _unlike("torch", "the CUDA of torch", cudas)
+    yield from _unlike("torch", "NCCL", {one.node.name: one.torch.nccl for one in nodes if one.torch and one.torch.nccl})
+    yield from _missing_torch(nodes)
+    yield from _unlike("gpus", "the GPU model", {one.node.name: one.gpus[0].name for one in nodes if one.gpus})
+    drivers = {one.node.name: one.gpus[0].driver for one in nodes if one.gpus}
+    yield from _unlike("gpus", "the NVIDIA driver", drivers, Grade.NOTE)
+    yield from _unlike_paths(nodes)
+
+
+def folded(findings: Iterator[Finding] | Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings with those that say the same of several nodes as one, errors first."""
+    same: dict[tuple[Grade, str, str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.grade, finding.about, finding.message, finding.hint)
+        known = same.get(key)
+        same[key] = finding if known is None else replace(known, nodes=tuple(dict.fromkeys((*known.nodes, *finding.nodes))))
+    order = list(Grade)
+    return tuple(sorted(same.values(), key=lambda finding: order.index(finding.grade)))
+
+
+# -- one node
+
+
+def _out_of_reach(measured: Measured) -> Finding:
+    error = measured.error
+    message = error.detail if isinstance(error, NodeError) else str(error)
+    hint = error.hint if error is not None else ""
+    about = error.about if isinstance(error, BootstrapFailed) else "ssh"
+    return Finding(grade=Grade.ERROR, about=about, nodes=(measured.node.name,), message=message, hint=hint)
+
+
+def _root(measured: Measured) -> Iterator[Finding]:
+    root, names = measured.probe.get("root"), [measured.node.name]
+    if not root:
+        return
+    if root["error"]:
+        hint = "make it writable, or set another `root`"
+        yield error("root", names, f"nothing can be written to its root {root['path']}: {root['error']}", hint)
+    if root["is_noexec"]:
+        yield warning(
+            "root",
+            names,
+            f"its root {root['path']} lies on a file system without execution (noexec)",
+            "scripts that a spec sends must be started with their interpreter (`[bash, /tmp/entry.sh]`); or set another `root`",
+        )
+    if _is_network(root["file_system"]):
+        message = f"its root {root['path']} lies on a network file system ({root['file_system']})"
+        yield note("root", names, message, "starting and logging are quicker on a local disk: set `root`")
+    free, total = root["free_bytes"], root["total_bytes"]
+    if free < _LEAST_FREE or free < total * _LEAST_FREE_PART:
+        message = f"only {amount(free)} of {amount(total)} are free at its root {root['path']}"
+        hint = "free space there (`distflow node clean --older-than 1d` removes what distflow left), or set another `root`"
+        yield warning("disk", names, message, hint)
+
+
+def _paths(measured: Measured) -> Iterator[Finding]:
+    for path, found in (measured.probe.get("paths") or {}).items():
+        if found["error"]:
+            hint = "have the data there, or mount what it lies on; a gang's tasks run wherever there is room"
+            yield error("path", [measured.node.name], f"{path} cannot be read: {found['error']}", hint)
+        elif not found["is_complete"]:
+            message = f"{path} has too many files to look at: {count(found['files'], 'file')} were seen"
+            yield note("path", [measured.node.name], message, "")
+
+
+def _leases(measured: Measured) -> Iterator[Finding]:
+    leases, names = measured.probe.get("leases"), [measured.node.name]
+    if not leases:
+        return
+    if leases["error"]:
+        hint = "remove what is in its way, or set another `lease_dir`, the same one for all users of the machine"
+        yield error("leases", names, leases["error"], hint)
+    elif _is_network(leases["file_system"]):
+        yield warning(
+            "leases",
+            names,
+            f"its lease directory {leases['path']} lies on a network file system ({leases['file_system']}), "
+            "where GPUs of different machines are taken for the same",
+            "set `lease_dir` to a directory of the machine itself",
+        )
+    elif leases.get("owner"):
+        yield warning(
+            "leases",
+            names,
+            f"its lease directory {leases['path']} belongs to {leases['owner']}, who can remove the leases of other users",
+            f"let root make it (`mkdir -m 1777`, or `chown root {leases['path']}`), or set another `lease_dir` for all users",
+        )
+
+
+def _gpus(measured: Measured) -> Iterator[Finding]:
+    names, wanted = [measured.node.name], measured.node.gpus if measured.node.check_capacity else None
+    if measured.gpu_error:
+        hint = "until `nvidia-smi` works there, its GPUs cannot be used: a reboot or the driver's log (`dmesg`) may tell"
+        yield warning("gpus", names, f"nvidia-smi fails: {measured.gpu_error}", hint)
+    elif measured.gpus is None:
+        reported = int(measured.facts.get("gpus") or 0)
+        if wanted and wanted > reported:
+            message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {reported}: it has no nvidia-smi"
+            hint = (
+                "correct `gpus` (or the slots of the hostfile), or install the NVIDIA driver; `check_capacity: false` is for\n"
+            )
+            yield error("gpus", names, message, f"{hint}accelerators that distflow cannot count")
+    elif wanted is not None and wanted > len(measured.gpus):
+        message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {len(measured.gpus)}"
+        yield error(
+            "gpus", names, message, "correct `gpus` (or the slots of the hostfile); a GPU that is lost shows in `dmesg`"
+        )
+    elif wanted is not None and wanted < len(measured.gpus):
+        yield note("gpus", names, f"{count(wanted, 'GPU')} of its {len(measured.gpus)} may be used", "")
+    yield from _gpu_users(measured)
+
+
+def _capacity(measured: Measured) -> Iterator[Finding]:
+    """Yield a finding for CPUs and memory that are configured and not there."""
+    node, cpus, memory = measured.node, measured.facts.get("cpus"), measured.facts.get("memory")
+    hint = "correct `{}`; `check_capacity: false` is for nodes on which tasks may share what there is"
+    if node.cpus is not None and (node.usable_cpus(cpus) or 0) < node.cpus:
+        message = f"the configuration says {count(node.cpus, 'CPU')}, and the node reports {cpus}"
+        yield error("cpus", [node.name], message, hint.format("cpus"))
+    if node.memory is not None and (node.usable_memory(memory) or 0) < node.memory:
+        message = f"the configuration says {amount(node.memory)} of memory, and the node reports {amount(int(memory or 0))}"
+        yield error("memory", [node.name], message, hint.format("memory"))
+
+
+def _gpu_users(measured: Measured) -> Iterator[Finding]:
+    owners: Mapping[str, Mapping[str, str | None]] = measured.probe.get("gpu_owners") or {}
+    index = {gpu.uuid: gpu.index for gpu in measured.gpus or ()}
+    ours = 0
+    others = []
+    for app in measured.apps:
+        owner = owners.get(str(app.pid), {})
+        if owner.get("attempt"):
+            ours += 1
+            continue
+        used = f", {app.used_mib} MiB" if app.used_mib is not None else ""
+        who = f" of {owner['user']}" if owner.get("user") else ""
+        others.append(f"GPU {index.get(app.gpu_uuid, '?')}: pid {app.pid}{who} ({app.name}{used})")
+    if others:
+        message = "processes that distflow did not start are on its GPUs"
+        hint = "\n".join([*others, "they are not leased meanwhile: end them, or set `share_gpus: true`"])
+        yield warning("gpus", [measured.node.name], message, hint)
+    if ours:
+        yield note("gpus", [measured.node.name], f"{count(ours, 'process', 'processes')} of distflow workflows on its GPUs", "")
+
+
+def _torch(measured: Measured) -> Iterator[Finding]:
+    names, torch = [measured.node.name], measured.torch
+    if torch is None:
+        return
+    if not torch.python:
+        message = f"its python {measured.node.python} does not start as tasks would start it: {torch.error}"
+        yield warning("python", names, message, "look at `python`, `setup` and `environment` of the node")
+    elif torch.error:
+        yield warning(
+            "torch", names, f"torch cannot be imported: {torch.error}", f"try it there: {torch.executable} -c 'import torch'"
+        )
+    elif torch.version is None:
+        return  # whether that matters is for judge_nodes: it does where others have it
+    elif measured.gpus and not torch.is_available:
+        built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
+        hint = "install a torch that fits the driver" + (f" ({measured.gpus[0].driver})" if measured.gpus[0].driver else "")
+        yield warning("torch", names, f"torch {torch.version} ({built}) sees none of its GPUs", hint)
+    elif measured.gpus and torch.devices < len(measured.gpus):
+        message = f"torch sees {torch.devices} of its {len(measured.gpus)} GPUs"
+        yield warning("torch", names, message, "is CUDA_VISIBLE_DEVICES set in `environment`, in `setup` or in a login script?")
+
+
+def _address(measured: Measured) -> Iterator[Finding]:
+    names = [measured.node.name]
+    if measured.listen_error:
+        yield error("address", names, measured.listen_error, "set `address` to one of its own addresses")
+    elif not measured.is_address_own:
+        others = [
+            f"{item['address']} ({item['interface']})"
+            for item in measured.facts.get("addresses") or ()
+            if not str(item["address"]).startswith(("127.", "fe80:")) and item["address"] != "::1"
+        ]
+        hint = f"set `address` to the one that the other nodes reach: {', '.join(others) or 'it has none but loopback'}"
+        yield warning("address", names, f"its training address {measured.address} is not on any of its interfaces", hint)
+
+
+def _name(measured: Measured) -> Iterator[Finding]:
+    said = measured.probe.get("names") or {}
+    addresses = said.get("addresses") or []
+    if addresses and all(re.match(r"127\.|::1$", address) for address in addresses) and measured.node.host != "localhost":
+        yield note(
+            "name",
+            [measured.node.name],
+            f"its own name {said['hostname']} means {', '.join(addresses)} there",
+            "no harm to gangs: distflow names addresses and interfaces itself; other launchers need a line in its /etc/hosts",
+        )
+
+
+def _login(measured: Measured) -> Iterator[Finding]:
+    said = measured.probe.get("logind") or {}
+    properties = [*said.get("properties", ()), "", "", ""]
+    excluded, only = (re.findall(r'"([^"]*)"', text) for text in properties[1:3])
+    user = str(measured.facts.get("user", ""))
+    if said.get("in_session") and properties[0] == "b true" and user not in excluded and (not only or user in only):
+        yield warning(
+            "login",
+            [measured.node.name],
+            "systemd ends every process of a login with it (KillUserProcesses=yes): tasks die when the connection does",
+            f"in its /etc/systemd/logind.conf, set KillUserProcesses=no, or add {user} to KillExcludeUsers; then "
+            "`systemctl restart systemd-logind`\n(`loginctl enable-linger` does not spare what SSH started)",
+        )
+
+
+_RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
+    _root, _leases, _paths, *conditions.RULES, _capacity, _gpus, _torch, _address, _name, _login,
+)  # fmt: skip
+
+
+# -- nodes beside each other
+
+
+def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    offsets = {one.node.name: one.clock for one in nodes if one.clock is not None}
+    wrong = {name: clock for name, clock in offsets.items() if abs(clock.offset_s) - clock.uncertainty_s > _CLOCK_S}
+    values = [clock.offset_s for clock in wrong.values()]
+    if len(wrong) > 1 and len(wrong) == len(offsets) and max(values) - min(values) <= _CLOCK_S:
+        message = f"their clocks agree, and are {_off(values[0])} this machine's"
+        yield warning("clock", list(wrong), message, "set this machine's clock by NTP: `timedatectl set-ntp true`")
+        return
+    for name, clock in wrong.items():
+        message = f"its clock is {_off(clock.offset_s)} this machine's"
+        hint = "times of logs and events will be out of order; set it by NTP: `timedatectl set-ntp true`"
+        yield warning("clock", [name], message, hint)
+
+
+def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    """Yield a finding for nodes whose leases are the same files, and for those that run on one kernel."""
+    leases, boots = _by_fact(nodes, "machine"), _by_fact(nodes, "boot_id")
+    for same in leases:
+        names = [one.node.name for one in same]
+        directory = same[0].node.lease_dir
+        has_gpus = any(one.node.usable_gpus(one.facts.get("gpus")) for one in same)
+        if all(one.facts.get("boot_id") == same[0].facts.get("boot_id") for one in same):
+            message = f"they are one machine, with one lease directory ({directory}): its GPUs, CPUs and memory count once"
+            hint = "give each machine once; containers that have GPUs of their own need a `lease_dir` of their own"
+        else:
+            message = f"they share the lease directory {directory}, so that GPU 0 of one is taken for GPU 0 of the other"
+            hint = "set `lease_dir` to a directory on a local disk of each machine"
+        yield (error if has_gpus else warning)("leases", names, message, hint)
+    for same in boots:
+        if same not in leases:
+            names = [one.node.name for one in same]
+            hint = "give each machine once; containers of one are well as long as each has GPUs of its own"
+            yield note("name", names, "they are one and the same machine, or containers of it", hint)
+
+
+def _by_fact(nodes: Sequence[Measured], fact: str) -> list[list[Measured]]:
+    """Return the nodes that report the same, of those that are not alone with it."""
+    groups: dict[str, list[Measured]] = {}
+    for one in nodes:
+        if one.facts.get(fact):
+            groups.setdefault(str(one.facts[fact]), []).append(one)
+    return [same for same in groups.values() if len(same) > 1]
+
+
+def _missing_torch(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    having = [one.node.name for one in nodes if one.torch and one.torch.version]
+    without = [one for one in nodes if one.torch and one.torch.python and not one.torch.version and not one.torch.error]
+    for one in without:
+        message = f"torch is not installed for {one.torch.executable}" if one.torch else ""
+        if having:
+            hint = "install the same torch on all, or set `python` to the one that has it"
+            yield warning("torch", [one.node.name], f"{message}, and is on {few(having)}", hint)
+        else:
+            yield note("torch", [one.node.name], message, "")
+
+
+def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grade = Grade.WARNING) -> Iterator[Finding]:
+    """Yield a finding when nodes differ in a version."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(value or "", []).append(name)
+    if len(groups) > 1:
+        said = "; ".join(f"{value} on {few(names)}" for value, names in groups.items())
+        hint = "the processes of a world should run the same one" if grade is Grade.WARNING else ""
+        yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} is not the same: {said}", hint=hint)
+
+
+def _unlike_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
+    """Yield a finding for each path that does not hold the same on all nodes where it can be read."""
+    by_path: dict[str, dict[tuple[str | None, int, int], list[str]]] = {}
+    for one in nodes:
+        for path, found in (one.probe.get("paths") or {}).items():
+            if not found["error"]:
+                same = (found["digest"], found["files"], found["bytes"])
+                by_path.setdefault(path, {}).setdefault(same, []).append(one.node.name)
+    for path, groups in by_path.items():
+        if len(groups) > 1:
+            said = (f"{count(files, 'file')}, {amount(size)} on {few(names)}" for (_, files, size), names in groups.items())
+            message = f"{path} does not hold the same: {'; '.join(said)}"
+            everyone = [name for names in groups.values() for name in names]
+            yield warning("path", everyone, message, "compare it with `rsync -anc`, and copy what differs")
+
+
+# -- words
+
+
+def _off(seconds: float) -> str:
+    return f"{abs(seconds):.1f} s {'before' if seconds > 0 else 'behind'}"
+
+
+def _is_network(file_system: str) -> bool:
+    return file_system.startswith(_NETWORK_FILE_SYSTEMS)

@@ -1,0 +1,141 @@
+"""What a check of a pool found out: values, as they were measured. What they mean is for ``findings`` to say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from distflow.backends.machines.checks.nvidia import Gpu, GpuApp
+from distflow.errors import DistflowError
+from distflow.lifecycle.clocks import Clock
+from distflow.pools.model import Node
+from distflow.runtime.untrusted import decode_object
+
+__all__ = ["PYTHON_PROBE", "Measured", "Pair", "Torch", "parse_python", "python_trouble"]
+
+_MARK = "@@distflow-python "
+
+PYTHON_PROBE = f"""
+import json, sys
+said = {{"version": sys.version.split()[0], "executable": sys.executable}}
+try:
+    import torch
+    said["torch"] = torch.__version__
+    said["cuda"] = torch.version.cuda or getattr(torch.version, "hip", None)
+    said["is_available"] = torch.cuda.is_available()
+    said["devices"] = torch.cuda.device_count()
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        said["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        said["error"] = repr(error)
+except BaseException as error:
+    said["error"] = repr(error)
+print("\\n{_MARK}" + json.dumps(said))
+"""
+"""What the node's configured python is asked; ``parse_python`` reads its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """The configured python of a node, as tasks would see it, and its torch."""
+
+    python: str = ""
+    """Version; empty when it did not say."""
+    executable: str = ""
+    version: str | None = None
+    """Of torch; ``None`` when it is not installed, or cannot be imported (then ``error`` says why)."""
+    cuda: str | None = None
+    """The version that torch was built for; ``None`` for a build without GPUs."""
+    is_available: bool = False
+    """Whether torch can use a GPU there."""
+    devices: int = 0
+    nccl: str | None = None
+    """The version of NCCL; ``None`` where torch has none that it can use."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One node."""
+
+    node: Node
+    error: DistflowError | None = None
+    """Why it could not be asked; then nothing else is known."""
+    address: str = ""
+    """On the training network."""
+    interface: str = ""
+    """That owns the address; empty when none does."""
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Of ``hello``."""
+    probe: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Of ``probe``."""
+    gpus: tuple[Gpu, ...] | None = None
+    """``None`` where there is no ``nvidia-smi``."""
+    gpu_error: str = ""
+    """What ``nvidia-smi`` said when it failed."""
+    apps: tuple[GpuApp, ...] = ()
+    torch: Torch | None = None
+    clock: Clock | None = None
+    listen_error: str = ""
+    is_address_own: bool = True
+    """Whether the training address is one of the node's, as far as binding to it tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One node's try to connect to another one."""
+
+    source: str
+    target: str
+    address: str
+    kind: str
+    """A word of the agent protocol's ``reach``; ``ok`` when it worked."""
+    message: str = ""
+    ms: float | None = None
+
+
+def parse_python(said: Mapping[str, Any]) -> Torch:
+    """Return what ``PYTHON_PROBE`` printed, from the agent's answer to ``run``."""
+    line = next((one for one in reversed(str(said["stdout"]).splitlines()) if one.startswith(_MARK)), None)
+    if line is None:
+        if said["exit_code"] is None:
+            return Torch(error=f"it did not end within {said['seconds']:.0f} s")
+        words = str(said["stderr"]).strip().splitlines()[-1:] or [f"exit code {said['exit_code']}"]
+        return Torch(error=words[0])
+    try:
+        found = decode_object(line.removeprefix(_MARK))
+        devices = int(found.get("devices") or 0)
+    except (ValueError, TypeError):
+        return Torch(error=f"its answer is damaged: {line[:200]}")
+
+    def text(name: str) -> str | None:
+        return str(found[name]) if found.get(name) is not None else None
+
+    return Torch(
+        python=text("version") or "",
+        executable=text("executable") or "",
+        version=text("torch"),
+        cuda=text("cuda"),
+        is_available=bool(found.get("is_available")),
+        devices=devices,
+        nccl=text("nccl"),
+        error=text("error") or "",
+    )
+
+
+def python_trouble(exit_code: int, version: str) -> str:
+    """Return why a python that was asked for its version cannot run an agent; empty when it is not to blame.
+
+    >>> python_trouble(0, "2.7.18"), python_trouble(0, "3.12.1"), python_trouble(127, "")
+    ('is Python 2.7.18; 3.8 or newer is needed', '', 'is not there')
+    """
+    if exit_code in (126, 127):
+        return "is not there" if exit_code == 127 else "cannot be executed"
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < (3, 8):
+        return f"is Python {version}; 3.8 or newer is needed"
+    return ""

@@ -1,0 +1,310 @@
+"""Getting a service of ours to answer on a node: one exec of ``python3``; its stub asks for the runtime if it is missing."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from distflow.backends.machines.connection.bundles import RUNTIME, Bundle
+from distflow.backends.machines.connection.link import AgentLink, Event
+from distflow.backends.machines.connection.remedies import after_exit, after_report
+from distflow.errors import BootstrapFailed, NodeUnreachable
+from distflow.runtime.files.root_directory import MARKER, MARKER_TEXT, PRIVATE
+from distflow.runtime.untrusted import decode_object
+from distflow.transports.base import Channel, Transport
+
+__all__ = ["STUB", "Opened", "connect", "open_service", "service_argv"]
+
+# Everything before `import` must parse on any Python there ever was, so that an old one can say that it is old.
+# Nothing is imported from a directory that another user could replace, or whose files are not those that were sent.
+STUB: Final = (
+    r"""
+import gc,os,signal,sys
+gc.disable()
+want,root,nonce,service=sys.argv[1:5]
+umask=os.umask(0o77)
+refused=new=None
+def say(text): os.write(1,(nonce+" "+text+"\n").encode())
+def refuse(why,path):
+ global refused
+ refused=why
+ raise PermissionError(1,why,path)
+def content(path):
+ with open(path,"rb") as file: return file.read()
+def digest(top):
+ try: from _sha2 import sha256
+ except ImportError:
+  try: from _sha256 import sha256
+  except ImportError: from hashlib import sha256
+ names=[]
+ for folder,folders,files in os.walk(top):
+  if "__pycache__" in folders: folders.remove("__pycache__")
+  names+=[os.path.relpath(os.path.join(folder,name),top) for name in files]
+ total=sha256()
+ for name in sorted(names):
+  data=content(os.path.join(top,name))
+  total.update((name+" "+str(len(data))+"\n").encode()+data)
+ return total.hexdigest()
+def make(path):
+ try:
+  os.mkdir(path)
+  os.chmod(path,0o700) # an inherited ACL may have given more
+ except FileExistsError:
+  if not os.path.isdir(path) or os.path.islink(path): raise NotADirectoryError(20,"Not a directory",path)
+def own(path):
+ seen=os.lstat(path)
+ if seen.st_uid!=os.getuid(): refuse("owner",path)
+ if seen.st_mode&0o22: refuse("writable",path)
+try:
+ if sys.version_info<(3,8): raise RuntimeError("Python 3.8 or newer is needed; this is "+sys.version.split()[0])
+ root=os.path.realpath(os.path.expanduser(root))
+ os.makedirs(root,exist_ok=True)
+ seen=os.stat(root)
+ if seen.st_uid not in (0,os.getuid()): refuse("owner",root)
+ at=root
+ while 1: # who may rename a directory above may put another one in its place
+  if os.stat(at).st_mode&0o1002==2: refuse("writable",at)
+  if at==os.path.dirname(at): break
+  at=os.path.dirname(at)
+ root=os.path.join(root,"@PRIVATE@")
+ make(root)
+ own(root)
+ mark=os.path.join(root,"@MARKER@")
+ try: known=content(mark).split(b"\n")[0]
+ except FileNotFoundError: known=b""
+ if known!=b"@SIGNATURE@":
+  if [name for name in os.listdir(root) if not name.startswith("@MARKER@")]: refuse("unmarked",root)
+  part=mark+"."+nonce
+  with open(part,"wb") as file:
+   file.write(b"@TEXT@")
+   file.flush()
+   os.fsync(file.fileno())
+  os.rename(part,mark)
+ top=os.path.join(root,"runtime")
+ home=os.path.join(top,want)
+ make(top)
+ own(top)
+ if os.path.isdir(home) and digest(home)==want:
+  own(home)
+  say("have")
+ else:
+  say("need")
+  import fcntl,io,shutil,tempfile,zipfile
+  line=b""
+  signal.alarm(30)
+  while line[-1:]!=b"\n":
+   line+=os.read(0,1) or sys.exit(1)
+  data=bytearray()
+  while len(data)<int(line):
+   signal.alarm(30)
+   data+=os.read(0,min(1<<20,int(line)-len(data))) or sys.exit(1)
+  signal.alarm(0)
+  new=tempfile.mkdtemp(dir=top)
+  zipfile.ZipFile(io.BytesIO(bytes(data))).extractall(new)
+  if digest(new)!=want: raise RuntimeError("the runtime arrived damaged")
+  lock=os.open(top,os.O_RDONLY)
+  fcntl.flock(lock,fcntl.LOCK_EX)
+  if not os.path.lexists(home): os.rename(new,home)
+  elif not os.path.isdir(home): raise NotADirectoryError(20,"Not a directory",home)
+  elif digest(home)!=want:
+   old=tempfile.mkdtemp(dir=top)
+   os.rename(home,os.path.join(old,want))
+   os.rename(new,home)
+   shutil.rmtree(old,True)
+  else: shutil.rmtree(new)
+  os.close(lock)
+  new=None
+  own(home)
+ sys.path.insert(0,home)
+ serve=__import__(service,fromlist=["serve"]).serve
+ say("ready")
+except Exception as error:
+ import json
+ if new:
+  import shutil
+  shutil.rmtree(new,True)
+ told={"text":type(error).__name__+": "+str(error),"errno":getattr(error,"errno",None),"root":root,"refused":refused,
+ "path":str(getattr(error,"filename",None) or root),"python":sys.executable,"version":sys.version.split()[0]}
+ at=told["path"]
+ while not os.path.lexists(at) and at!=os.path.dirname(at): at=os.path.dirname(at)
+ def name(uid):
+  try:
+   import pwd
+   return pwd.getpwuid(uid)[0]
+  except Exception: return str(uid)
+ home=os.path.expanduser("~")
+ told.update(at=at,user=name(os.getuid()),home=home,has_home=os.path.isdir(home))
+ try:
+  seen=os.stat(at)
+  told.update(owner=name(seen.st_uid),mode="%o"%(seen.st_mode&0o7777))
+ except OSError: pass
+ say("error "+json.dumps(told))
+ sys.exit(1)
+gc.freeze()
+gc.enable()
+serve(root,umask)
+""".replace("@PRIVATE@", PRIVATE)
+    .replace("@MARKER@", MARKER)
+    .replace("@SIGNATURE@", MARKER_TEXT.split("\n", 1)[0])
+    .replace("@TEXT@", MARKER_TEXT.replace("\n", "\\n"))
+)
+
+_LONGEST_WORDS: Final = 4096
+_NOISE: Final = 16 * 1024
+_MOST_NOISE: Final = 4 * 1024 * 1024
+
+
+def service_argv(root: str, python: str, nonce: str, service: str, bundle: Bundle = RUNTIME) -> list[str]:
+    """The command that is executed on a node. ``service``: a module of the bundle's package with a ``serve(root, umask)``."""
+    return [python, "-I", "-S", "-c", STUB, bundle.digest, root, nonce, f"{bundle.package}.{service}"]
+
+
+def connect(
+    transport: Transport,
+    root: str,
+    python: str = "python3",
+    *,
+    timeout_s: float = 20.0,
+    ping_s: float = 5.0,
+    on_event: Callable[[Event], None] | None = None,
+    on_close: Callable[[NodeUnreachable], None] | None = None,
+) -> AgentLink:
+    """Start an agent on the node; ``open_service`` says how, and what it raises."""
+    opened = open_service(transport, root, python, "agent.server", timeout_s=timeout_s)
+    return AgentLink(
+        opened.channel,
+        transport.name,
+        noise=opened.noise,
+        received=opened.received,
+        ping_s=ping_s,
+        on_event=on_event,
+        on_close=on_close,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A service that answers."""
+
+    channel: Channel
+    noise: str
+    """What a login script printed before it spoke."""
+    received: bytes
+    """What it has said already."""
+
+
+def open_service(
+    transport: Transport, root: str, python: str, service: str, *, timeout_s: float, bundle: Bundle = RUNTIME
+) -> Opened:
+    """Start a service on the node, or raise ``NodeUnreachable`` or ``BootstrapFailed`` with what the node said.
+
+    ``~`` in ``root`` is the node's user's home. ``python`` is found in the node's PATH or is a path there.
+    """
+    nonce = f"distflow-{secrets.token_hex(12)}"
+    channel = transport.open(service_argv(root, python, nonce, service, bundle))
+    try:
+        greeting = _Greeting(transport.name, channel, nonce, timeout_s, python)
+        with greeting:
+            word, detail = greeting.next_word()
+            if word == "need":
+                greeting.write(b"%d\n" % len(bundle.archive) + bundle.archive)
+            if word != "error":
+                word, detail = greeting.next_word()
+        if word == "error":
+            report = _report(transport.name, detail)
+            what, remedy = after_report(report)
+            # What the system refuses there is about the directory; the rest is about the interpreter.
+            about: Literal["python", "root"] = "python" if report.get("errno") is None else "root"
+            raise BootstrapFailed(transport.name, what, hint=remedy or greeting.heard(), about=about)
+    except BaseException:
+        channel.close()
+        raise
+    return Opened(channel=channel, noise=greeting.noise, received=greeting.rest)
+
+
+def _report(node: str, text: str) -> dict[str, Any]:
+    """Return what the stub says of its failure, with every field in its form; the node is not trusted."""
+    try:
+        said: dict[str, Any] = decode_object(text)
+    except ValueError as error:
+        raise BootstrapFailed(node, f"the node's report of a failure is malformed: {error}") from None
+    return {
+        key: value if isinstance(value, bool | int | None) else str(value)[:_LONGEST_WORDS]
+        for key, value in said.items()
+        if key != "errno" or isinstance(value, int)
+    }
+
+
+class _Greeting:
+    """What comes before the messages: noise, and the stub's words behind the nonce. Bounded by one deadline."""
+
+    def __init__(self, node: str, channel: Channel, nonce: str, timeout_s: float, python: str) -> None:
+        self._node = node
+        self._python = python
+        self._channel = channel
+        self._nonce = nonce.encode()
+        self._timeout_s = timeout_s
+        self._is_late = False
+        self._timer = threading.Timer(timeout_s, self._expire)
+        self._timer.daemon = True
+        self._started = time.monotonic()
+        self.noise = ""
+        self.rest = b""
+
+    def __enter__(self) -> _Greeting:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self._channel.close()
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._channel.write(data)
+        except NodeUnreachable as error:
+            raise self._failure() from error
+
+    def next_word(self) -> tuple[str, str]:
+        """The stub's next word, and what follows it on its line."""
+        while True:
+            line, newline, rest = self.rest.partition(b"\n")
+            if newline:
+                self.rest = rest
+                before, mark, said = line.rpartition(self._nonce + b" ")
+                word, _, detail = said.strip().decode("utf-8", "replace").partition(" ")
+                # A shell that traces its commands prints the nonce as well, but not with one of these words behind it.
+                if mark and word in ("have", "need", "ready", "error"):
+                    self._add_noise(before)
+                    return word, detail
+                self._add_noise(line + newline)
+                continue
+            data = self._channel.read()
+            if not data or len(self.rest) > _MOST_NOISE:
+                self._add_noise(self.rest)
+                raise self._failure()
+            self.rest += data
+
+    def heard(self) -> str:
+        """What the node printed besides, for a message."""
+        said = "\n".join(part.strip() for part in (self.noise, self._channel.stderr_tail()) if part.strip())
+        return f"It printed:\n{said[-2000:]}" if said else ""
+
+    def _add_noise(self, text: bytes) -> None:
+        self.noise = (self.noise + text.decode("utf-8", "replace"))[-_NOISE:]
+
+    def _failure(self) -> NodeUnreachable | BootstrapFailed:
+        if self._is_late:
+            return NodeUnreachable(self._node, f"the agent did not answer within {self._timeout_s:g} s", hint=self.heard())
+        code, printed = self._channel.exit_code, self.heard()
+        if code is None and "[ssh] " in printed:
+            return NodeUnreachable(self._node, "the connection broke before the agent answered", hint=printed)
+        what, remedy = after_exit(code, self._python, printed)
+        return BootstrapFailed(self._node, what, hint="\n".join(filter(None, [remedy, printed])))

@@ -1,0 +1,77 @@
+"""What is shipped to nodes: archives of distflow's own sources, named by the SHA-256 of their files.
+
+Each is unpacked to a directory of its own and holds all that its services import: ``RUNTIME`` the node runtime, which is enough
+for a gang; ``STORAGE`` also what reaches stores, for nodes that write their outputs themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import io
+import zipfile
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+__all__ = ["RUNTIME", "STORAGE", "Bundle"]
+
+_STORAGE: Final = (
+    "documents/__init__", "documents/names", "documents/urls", "documents/words", "errors", "shell", "storage/__init__",
+    "storage/arrival", "storage/base", "storage/credentials", "storage/datasets", "storage/delivery",
+    "storage/downloading", "storage/failures", "storage/identity", "storage/objects", "storage/onnode",
+    "storage/options", "storage/selecting", "storage/sums", "storage/tending", "storage/trying", "storage/uploading",
+)  # fmt: skip
+"""What ``storage.onnode`` imports, and that imports; a test runs it from nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """One archive."""
+
+    package: str
+    """Where its services are."""
+    modules: tuple[str, ...] = ()
+    """What it has beside the node runtime."""
+
+    @cached_property
+    def _sources(self) -> dict[str, bytes]:
+        """The files of the archive, by their names and in the order of these."""
+        sources = {"distflow/__init__.py": b""}
+        top = importlib.resources.files("distflow")
+        for room in (top.joinpath("runtime"), *top.joinpath("runtime").iterdir()):
+            for file in room.iterdir() if room.is_dir() else ():
+                if file.name.endswith(".py"):
+                    name = file.name if room.name == "runtime" else f"{room.name}/{file.name}"
+                    sources[f"distflow/runtime/{name}"] = file.read_bytes()
+        for name in self.modules:
+            sources[f"distflow/{name}.py"] = top.joinpath(f"{name}.py").read_bytes()
+        return dict(sorted(sources.items()))
+
+    @cached_property
+    def archive(self) -> bytes:
+        """A zip archive: the same bytes for the same sources, wherever and whenever it is made."""
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for name, data in self._sources.items():
+                entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+                entry.create_system = 3
+                entry.external_attr = 0o600 << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, data)
+        return buffer.getvalue()
+
+    @cached_property
+    def digest(self) -> str:
+        """The name of its directory on a node: SHA-256 of all files, each as a line with its name and size, then its content.
+
+        The stub computes the same from the unpacked directory before it imports anything from there.
+        """
+        digest = hashlib.sha256()
+        for name, data in self._sources.items():
+            digest.update(b"%s %d\n" % (name.encode(), len(data)) + data)
+        return digest.hexdigest()
+
+
+RUNTIME: Final = Bundle(package="distflow.runtime")
+STORAGE: Final = Bundle(package="distflow.storage", modules=_STORAGE)

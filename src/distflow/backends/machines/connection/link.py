@@ -1,0 +1,258 @@
+"""Our end of the agent protocol: requests, answers and events over one channel (docs/agent-protocol.md)."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from distflow.backends.machines.connection.clocks import ClockWatch
+from distflow.backends.machines.connection.shapes import check_answer, check_event
+from distflow.errors import AgentError, NodeError, NodeUnreachable
+from distflow.lifecycle.clocks import Clock
+from distflow.runtime.wire import LineReader, encode
+from distflow.transports.base import Channel
+
+__all__ = ["AgentLink", "Event", "Result"]
+
+Result: TypeAlias = dict[str, Any]
+"""The fields of an answer."""
+Event: TypeAlias = dict[str, Any]
+"""A pushed event, as the protocol has it (the ``data`` of a ``data`` event is base64)."""
+
+_SILENT_PINGS = 3
+_WORDS = 500
+"""Characters of a message about what a node sent."""
+
+
+class AgentLink:
+    """A connection to a node's agent.
+
+    1. ``request`` and ``send`` may be called from any thread. A slow or stalled node never blocks ``send``.
+    2. Callbacks (of ``send``, ``on_event``, ``on_close``) run one at a time in the link's reader thread, in the order in which
+       answers and events came (a ``send`` after the end calls back at once, in its own thread). They must not block, and may
+       not call ``request``.
+    3. When the connection ends, also by ``close``, every open request fails with ``NodeUnreachable``; after that ``on_close``
+       is called once, with that error. Nothing that the node sends ends the reader thread otherwise. A malformed message,
+       or an event that ``on_event`` cannot take, ends the connection, because what it said is lost. A malformed answer
+       counts as a refusal of the kind ``malformed``.
+    4. A ping goes out at once and every ``ping_s``; a node that says nothing for three of them is unreachable. What their
+       answers tell of the node's clock is ``clock``, known before anything that was asked later is answered.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        node: str,
+        *,
+        noise: str = "",
+        received: bytes = b"",
+        ping_s: float = 5.0,
+        on_event: Callable[[Event], None] | None = None,
+        on_close: Callable[[NodeUnreachable], None] | None = None,
+    ) -> None:
+        """Speak over ``channel``, of which ``received`` has been read already."""
+        self.node = node
+        self.noise = noise
+        """What a login script printed before the agent spoke."""
+        self._channel = channel
+        self._on_event = on_event
+        self._on_close = on_close
+        self.ping_s = ping_s
+        self._numbers = itertools.count(1)
+        self._state = threading.Lock()
+        self._waiting: dict[int, tuple[str, Callable[[Result | NodeError], None]]] = {}
+        self._error: NodeUnreachable | None = None
+        self._is_closing = False
+        self._has_ended = threading.Event()
+        self._heard_at = time.monotonic()
+        self._clock = ClockWatch()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._send_ping()
+        self._reader = threading.Thread(target=self._read, args=(received,), name=f"reader of {node}", daemon=True)
+        for thread in (
+            self._reader,
+            threading.Thread(target=self._write, name=f"writer of {node}", daemon=True),
+            threading.Thread(target=self._ping, name=f"pings of {node}", daemon=True),
+        ):
+            thread.start()
+
+    def request(
+        self, op: str, *, timeout_s: float = 30.0, then: Callable[[Result], None] | None = None, **fields: object
+    ) -> Result:
+        """Ask and wait for the answer. Raises ``AgentError`` when refused, ``NodeUnreachable`` without an answer in time.
+
+        ``then`` takes the answer as a callback does, before anything that the node says after it.
+        """
+        if threading.current_thread() is self._reader:
+            raise RuntimeError("request() in a callback would wait for itself; use send()")
+        answered: queue.SimpleQueue[Result | NodeError] = queue.SimpleQueue()
+
+        def take(answer: Result | NodeError) -> None:
+            taken: Result | NodeError = NodeUnreachable(self.node, f"the answer to `{op}` could not be handled")
+            try:
+                if then is not None and not isinstance(answer, NodeError):
+                    then(answer)
+                taken = answer
+            finally:
+                answered.put(taken)
+
+        number = self._ask(op, take, fields)
+        try:
+            answer = answered.get(timeout=timeout_s)
+        except queue.Empty:
+            with self._state:
+                self._waiting.pop(number, None)
+            raise NodeUnreachable(self.node, f"`{op}` was not answered within {timeout_s:g} s") from None
+        if isinstance(answer, NodeError):
+            raise answer
+        return answer
+
+    def send(self, op: str, callback: Callable[[Result | NodeError], None], **fields: object) -> None:
+        """Ask; ``callback`` gets the answer or the error, exactly once."""
+        self._ask(op, callback, fields)
+
+    def credit(self, stream: int, size: int) -> None:
+        """Say that ``size`` bytes of a tail are dealt with, so that as many more may come."""
+        self._put(encode({"op": "credit", "stream": stream, "bytes": size}))
+
+    def close(self) -> None:
+        """Hang up: the agent ends, tasks do not. May be called twice, from any thread, and never raises."""
+        self._is_closing = True
+        self._hang_up()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(5.0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection still stands, as far as is known."""
+        return not self._has_ended.is_set() and not self._is_closing
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the node has said nothing, as far as we listened.
+
+        At most as long as noticing a silence takes: this process may have been asleep, and then the silence was its own.
+        """
+        return min(time.monotonic() - self._heard_at, (_SILENT_PINGS + 1) * self.ping_s)
+
+    @property
+    def clock(self) -> Clock | None:
+        """How far the node's clock is from ours, as the pings of this connection tell; ``None`` before the first answer."""
+        return self._clock.clock
+
+    def _ask(self, op: str, callback: Callable[[Result | NodeError], None], fields: dict[str, object]) -> int:
+        number = next(self._numbers)
+        with self._state:
+            has_ended = self._has_ended.is_set()
+            if not has_ended:
+                self._waiting[number] = (op, callback)
+        if has_ended:
+            callback(self._ended_error())
+        else:
+            self._put(encode({"id": number, "op": op, **fields}))
+        return number
+
+    def _put(self, line: bytes) -> None:
+        self._outgoing.put(line)
+
+    def _hang_up(self) -> None:
+        self._outgoing.put(None)
+        self._channel.close()
+
+    # -- the three threads
+
+    def _write(self) -> None:
+        while (line := self._outgoing.get()) is not None:
+            try:
+                self._channel.write(line)
+            except NodeUnreachable as error:
+                self._fail(error)
+                return
+
+    def _ping(self) -> None:
+        # It only queues: a writer that is blocked by a stalled node must not keep this thread from noticing.
+        while not self._has_ended.wait(self.ping_s):
+            silent_s = time.monotonic() - self._heard_at
+            if silent_s > _SILENT_PINGS * self.ping_s:
+                self._fail(NodeUnreachable(self.node, f"no heartbeat for {silent_s:.0f} s"))
+                return
+            self._send_ping()
+
+    def _send_ping(self) -> None:
+        self._ask("ping", self._clock.ping(), {})
+
+    def _read(self, received: bytes) -> None:
+        reader = LineReader()
+        data = received
+        try:
+            while True:
+                for message in reader.feed(data):
+                    self._take(message)
+                data = self._channel.read()
+                if not data:
+                    break
+                self._heard_at = time.monotonic()
+        except Exception as error:  # noqa: BLE001 - the connection ends, whatever the node sent
+            self._fail(NodeUnreachable(self.node, f"the agent sent a malformed message: {str(error)[:_WORDS]}"))
+        finally:
+            self._end()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "event" in message:
+            check_event(message)
+            if self._on_event is not None and not self._call(self._on_event, message):
+                raise ValueError(f"the event `{str(message['event'])[:_WORDS]}` could not be handled")
+            return
+        with self._state:
+            op, callback = self._waiting.pop(message["id"], ("", None))
+        if callback is None:
+            return  # it came too late
+        self._call(callback, self._answer(op, message))
+
+    def _answer(self, op: str, message: dict[str, Any]) -> Result | AgentError:
+        if message.get("ok") is not True:
+            error = message.get("error")
+            told = error if isinstance(error, dict) else {}
+            return AgentError(self.node, str(told.get("kind")), str(told.get("message")))
+        answer = {key: value for key, value in message.items() if key not in ("id", "ok")}
+        try:
+            check_answer(op, answer)
+        except ValueError as error:
+            return AgentError(self.node, "malformed", str(error)[:_WORDS])
+        return answer
+
+    def _call(self, callback: Callable[[Any], None], argument: object) -> bool:
+        """Call back; show what a bug in the callback raises, and return false then."""
+        try:
+            callback(argument)
+        except Exception:  # noqa: BLE001 - a bug in a callback must not silence the node
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            return False
+        return True
+
+    def _fail(self, error: NodeUnreachable) -> None:
+        with self._state:
+            self._error = self._error or error
+        self._hang_up()
+
+    def _ended_error(self) -> NodeUnreachable:
+        return self._error or NodeUnreachable(self.node, "the connection to the agent is closed")
+
+    def _end(self) -> None:
+        self._hang_up()
+        if self._error is None and not self._is_closing:
+            said = self._channel.stderr_tail().strip()
+            self._error = NodeUnreachable(self.node, "the connection to the agent ended", hint=said)
+        error = self._ended_error()
+        with self._state:
+            self._has_ended.set()
+            waiting, self._waiting = self._waiting, {}
+        for _, callback in waiting.values():
+            self._call(callback, error)
+        if self._on_close is not None:
+            self._call(self._on_close, error)

@@ -1,0 +1,461 @@
+"""One node's connection: made, kept, made again; statuses become observations, output goes to the mirror.
+
+One thread per node connects and waits; what the agent pushes arrives in the link's reader thread. Attempts that are watched are
+named again at every ``hello``, so that a broken connection loses nothing: the node says how each of them stands.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from distflow.backends.base import (
+    Absent,
+    AttemptKey,
+    Ended,
+    LogComplete,
+    LogSink,
+    NodeDown,
+    NodeUp,
+    OutputLost,
+    OutputWaits,
+    Prepared,
+    Sink,
+    Started,
+    StopAccepted,
+)
+from distflow.backends.machines.connection.bootstrap import connect
+from distflow.backends.machines.connection.clocks import now
+from distflow.backends.machines.connection.link import AgentLink
+from distflow.backends.machines.connection.reconnecting import Reconnecting, heartbeat_s
+from distflow.backends.machines.connection.training_address import path_prepend, training_address
+from distflow.backends.machines.transfer.direct import bring_there, deliver_there
+from distflow.backends.machines.transfer.fetching import Fetched, fetch_output
+from distflow.backends.machines.transfer.staging import Blob, send_blobs
+from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
+from distflow.lifecycle.clocks import Clock
+from distflow.pools.model import Node, Pool
+from distflow.storage.arrival import Arrival
+from distflow.storage.base import Progress
+from distflow.storage.delivery import Delivered, Delivery
+from distflow.storage.identity import Identity
+from distflow.transports.base import Transport
+
+__all__ = ["Answered", "Connection", "now"]
+
+Answered = Callable[[Mapping[str, Any] | DistflowError], None]
+
+_LOG_KINDS = ("idx", "log")
+"""Of the files that are mirrored. The index comes first: it says whose the text is."""
+_ROOM_S = 5.0
+"""Between two tries to mirror output that found no room here."""
+_END = "exit.json"
+
+
+class Connection:
+    """Everything that passes between us and one node."""
+
+    def __init__(self, pool: Pool, node: Node, transport: Transport, sink: Sink, logs: LogSink) -> None:
+        """Connect to nothing yet."""
+        self.node = node
+        self._pool = pool
+        self._transport = transport
+        self._sink = sink
+        self._logs = logs
+        self._lock = threading.Lock()
+        self._staging = threading.Lock()
+        self._fetching = threading.Lock()
+        self._link: AgentLink | None = None
+        self._facts: Mapping[str, Any] = {}
+        self._watched: dict[str, AttemptKey] = {}
+        self._streams: dict[int, tuple[AttemptKey, str]] = {}
+        self._tailed: set[str] = set()
+        self._drained: dict[str, set[str]] = {}
+        self._waiting: set[tuple[AttemptKey, str]] = set()
+        """Output, by its kind, that found no room here: it waits on its node."""
+        self._losing: set[str] = set()
+        """Attempts of which it was reported that their output is being lost."""
+        self._unwanted: set[AttemptKey] = set()
+        """Leases that are to be given back as soon as the node answers."""
+        self._next_stream = 0
+        self._closing = threading.Event()
+        self._broken = threading.Event()
+        self._error = ""
+
+    # What the backend uses.
+
+    def begin(self) -> None:
+        """Connect, and stay connected, from a thread of its own."""
+        threading.Thread(target=self._keep_connected, name=f"node {self.node.name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Let go; what runs on the node goes on."""
+        self._closing.set()
+        self._broken.set()
+        if self._link is not None:
+            self._link.close()
+        self._transport.close()
+
+    def watch(self, key: AttemptKey) -> None:
+        """Observe an attempt from now on; one that is not known to this connection yet is asked for."""
+        with self._lock:
+            known = key.name in self._watched
+            self._watched[key.name] = key
+            link = self._link
+        if not known and link is not None:
+            self.send("hello", lambda answer: self._greeted(answer, [key]), watch=[key.name])
+
+    def forget(self, key: AttemptKey) -> None:
+        """Observe an attempt no longer."""
+        with self._lock:
+            self._watched.pop(key.name, None)
+            self._tailed.discard(key.name)
+
+    def give_back(self, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
+        """Release the lease of an attempt that nobody will take up; of a node that does not answer, when it is back.
+
+        Unless it is watched by then: it was asked for again. ``waits``: what its gang goes on waiting for there.
+        """
+        with self._lock:
+            if (link := self._link) is None:
+                self._unwanted.add(key)
+        if link is not None:
+            self._give_back(link, key, waits)
+
+    def _give_back(self, link: AgentLink, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
+        def answered(answer: Mapping[str, Any] | DistflowError) -> None:
+            if isinstance(answer, NodeUnreachable):
+                with self._lock:
+                    self._unwanted.add(key)
+
+        link.send("release", answered, attempt=key.name, **({"waits": waits} if waits else {}))
+
+    def _give_back_all(self, link: AgentLink) -> None:
+        with self._lock:
+            unwanted, self._unwanted = {key for key in self._unwanted if key.name not in self._watched}, set()
+        for key in unwanted:
+            self._give_back(link, key)
+
+    def send(self, op: str, answered: Answered, **fields: Any) -> None:
+        """Ask the agent; ``answered`` is called once, from another thread or at once when there is no connection."""
+        link = self._link
+        if link is None:
+            answered(NodeUnreachable(self.node.name, self._error or "not connected"))
+            return
+        link.send(op, answered, **fields)
+
+    def request(self, op: str, **fields: Any) -> Mapping[str, Any]:
+        """Ask the agent and wait. Raises ``AgentError`` or ``NodeUnreachable``."""
+        link = self._link
+        if link is None:
+            raise NodeUnreachable(self.node.name, self._error or "not connected")
+        return link.request(op, **fields)
+
+    def stage(self, blobs: Sequence[Blob], progress: Callable[[int, int], None]) -> None:
+        """Bring blobs to the node that are not there yet; ``progress`` is told the bytes that are there, and of how many.
+
+        One at a time, so that tasks of one node send nothing twice. Raises as ``send_blobs`` does.
+        """
+        with self._staging:
+            asked = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
+            missing = self.request("stage", blobs=asked)["missing"]
+            lacking = [blob for blob in blobs if blob.digest in missing]
+            if gone := [blob.digest for blob in lacking if not blob.path.exists()]:
+                raise NodeError(self.node.name, f"it has no blob {gone[0]} any more, and it never was on the submitter")
+            if lacking:
+                total = sum(blob.size for blob in lacking)
+                send_blobs(
+                    self._transport,
+                    self.node.root,
+                    self.node.python,
+                    lacking,
+                    timeout_s=self._pool.connect_timeout_s,
+                    progress=lambda sent: progress(sent, total),
+                )
+
+    def has(self, digest: str, size: int) -> bool:
+        """Whether the node has a blob, as far as it answers."""
+        try:
+            return not self.request("stage", blobs=[{"hash": digest, "size": size}])["missing"]
+        except NodeError:
+            return False
+
+    def fetch(
+        self, key: AttemptKey, blobs: Path, progress: Callable[[bool, int, int], None], place: str | None = None,
+        stays: Callable[[str, int], bool] | None = None,
+    ) -> Fetched:  # fmt: skip
+        """Bring the output of an attempt to the blob store ``blobs``, one at a time. Raises as ``fetch_output`` does."""
+        with self._fetching:
+            return fetch_output(
+                self._transport,
+                self.node.root,
+                self.node.python,
+                key.name,
+                blobs,
+                place=place,
+                timeout_s=self._pool.connect_timeout_s,
+                progress=progress,
+                stays=stays,
+            )
+
+    def deliver(self, key: AttemptKey, delivery: Delivery, identity: Identity, progress: Progress) -> Delivered:
+        """Have the node bring the output of an attempt to its store. Raises as ``deliver_there`` does."""
+        return deliver_there(
+            self._transport, self.node.root, self.node.python, key.name, delivery, identity,
+            environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
+        )  # fmt: skip
+
+    def bring(self, key: AttemptKey, arrival: Arrival, place: str, identity: Identity, progress: Progress) -> None:
+        """Have the node fetch an input into a directory of the attempt. Raises as ``bring_there`` does."""
+        bring_there(
+            self._transport, self.node.root, self.node.python, key.name, arrival, place, identity,
+            environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
+        )  # fmt: skip
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the agent answers, as far as is known."""
+        return self._link is not None
+
+    @property
+    def gpu_ids(self) -> list[int]:
+        """The GPUs that may be leased there."""
+        return list(range(self.node.usable_gpus(self._facts.get("gpus")) or 0))
+
+    @property
+    def amounts(self) -> dict[str, int]:
+        """How many CPUs and how much memory may be leased there; what the configuration does not name is not counted."""
+        node, facts = self.node, self._facts
+        usable = {
+            "cpus": (node.cpus, node.usable_cpus(facts.get("cpus"))),
+            "memory": (node.memory, node.usable_memory(facts.get("memory"))),
+        }
+        return {name: amount for name, (configured, amount) in usable.items() if configured is not None and amount is not None}
+
+    def address(self) -> tuple[str, str]:
+        """Return the node's address on the training network, and the interface that owns it (empty when not found)."""
+        return training_address(self.node, self._transport, self._facts)
+
+    def path_prepend(self) -> list[str]:
+        """Return what leads the tasks' PATH: the directory of the configured python, where a venv has its tools."""
+        return path_prepend(self.node, self._facts)
+
+    @property
+    def clock(self) -> Clock | None:
+        """How far the node's clock is from ours; ``None`` where no ping was answered yet."""
+        return self._link.clock if self._link is not None else None
+
+    def report(self, key: AttemptKey, status: Mapping[str, Any]) -> None:
+        """Turn an attempt's status on its node into observations."""
+        phase, at, clock = status.get("phase"), now(), self.clock
+        if phase == "absent":
+            self.forget(key)
+            self._sink(Absent(at=at, key=key))
+        elif phase == "prepared":
+            self._sink(Prepared(at=at, key=key))
+        elif phase in ("running", "stopping", "ended"):
+            self._tail(key)
+            started, pid = status.get("started_at"), status.get("pid")
+            if started is not None:  # of a short one nobody may have heard while it ran
+                directory = str(status.get("directory") or "")
+                self._sink(Started(at=at, key=key, pid=pid, started_at=float(started), clock=clock, directory=directory))
+            if status.get("loses_output") and key.name not in self._losing:
+                self._losing.add(key.name)
+                self._sink(OutputLost(at=at, key=key))
+            if phase == "stopping":
+                self._sink(StopAccepted(at=at, key=key))
+            elif phase == "ended":
+                self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {}), clock=clock))
+                self._has_told(key, _END)
+
+    # The connection itself.
+
+    def _keep_connected(self) -> None:
+        tries = Reconnecting(self._pool.node_lost_after_s)
+        while True:
+            self._broken.clear()  # first, as who closes sets it last
+            if self._closing.is_set():
+                return
+            is_refused, heard_at = False, None
+            try:
+                with self._connect(tries) as link:
+                    began = time.monotonic()
+                    self._greet(link)
+                    while not self._broken.wait(_ROOM_S):
+                        self._take_up_waiting()
+                silent_s = link.silent_s
+                tries.was_connected(silent_s, time.monotonic() - began)
+                heard_at = now() - silent_s
+                if silent_s >= link.ping_s:
+                    self._transport.hang_up()  # a dead connection would keep the next try waiting
+            except DistflowError as error:
+                self._error, is_refused = _words(error), isinstance(error, AuthenticationRefused)
+                if isinstance(error, NodeUnreachable):
+                    self._transport.hang_up()
+            except Exception as error:  # noqa: BLE001  without this thread, nobody would try again
+                self._error = f"unexpected error: {error!r}"
+                sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
+            with self._lock:
+                self._link = None
+                self._streams.clear()
+                self._tailed.clear()
+                self._drained.clear()
+                self._waiting.clear()
+            if self._closing.is_set():
+                return
+            self._sink(NodeDown(at=now(), pool=self._pool.name, node=self.node.name, error=self._error, since=heard_at))
+            self._closing.wait(tries.pause_s(is_refused=is_refused))
+
+    def _connect(self, tries: Reconnecting) -> closing[AgentLink]:
+        """Start an agent; the block's end ends it, as it would stay there, kept alive by our pings.
+
+        A try that is still under way when the last one before the end of the wait is due gives way to that one.
+        """
+        gives_way = None
+        if (last_try_in_s := tries.last_try_in_s) is not None:
+            gives_way = threading.Timer(last_try_in_s, self._transport.hang_up)
+            gives_way.daemon = True
+            gives_way.start()
+        try:
+            link = connect(
+                self._transport, self.node.root, self.node.python, timeout_s=self._pool.connect_timeout_s,
+                ping_s=heartbeat_s(self._pool.ping_s, self._pool.node_lost_after_s), on_event=self._pushed,
+                on_close=self._closed,
+            )  # fmt: skip
+        finally:
+            if gives_way is not None:
+                gives_way.cancel()
+        return closing(link)
+
+    def _greet(self, link: AgentLink) -> None:
+        with self._lock:
+            keys = list(self._watched.values())
+        self._give_back_all(link)  # before anybody knows that it is up, and asks for the same again
+        watched = [key.name for key in keys]
+        link.request(
+            "hello", then=lambda answer: self._welcomed(link, answer, keys), watch=watched, lease_dir=self.node.lease_dir
+        )
+
+    def _welcomed(self, link: AgentLink, answer: Mapping[str, Any], keys: list[AttemptKey]) -> None:
+        facts = self._facts = answer["facts"]
+        self._link = link
+        self._give_back_all(link)  # what was refused elsewhere while it said hello
+        self._sink(
+            NodeUp(
+                at=now(), pool=self._pool.name, node=self.node.name, gpus=facts.get("gpus"), cpus=facts.get("cpus"),
+                memory=facts.get("memory"), platform=self.node.platform, machine=str(facts.get("machine") or ""),
+            )
+        )  # fmt: skip
+        self._greeted(answer, keys)
+        with self._lock:
+            late = [key for key in self._watched.values() if key not in keys]
+        if late:
+            self.send("hello", lambda answer: self._greeted(answer, late), watch=[key.name for key in late])
+
+    def _greeted(self, answer: Mapping[str, Any] | DistflowError, keys: list[AttemptKey]) -> None:
+        if isinstance(answer, DistflowError):
+            return
+        for key in keys:
+            self.report(key, answer["attempts"].get(key.name) or {"phase": "absent"})
+
+    def _closed(self, error: DistflowError | None) -> None:
+        self._error = _words(error) if error is not None else "closed"
+        with self._lock:
+            self._link = None
+        self._broken.set()
+
+    # What the agent pushes.
+
+    def _pushed(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("event")
+        if kind in ("status", "beat"):
+            with self._lock:
+                key = self._watched.get(event["attempt"])
+            if key is not None and kind == "status":
+                self.report(key, event["status"])
+            elif key is not None:
+                self._logs.beat(key, now() - event["age_s"])
+        elif kind == "data":
+            self._take_output(event)
+        elif kind == "eof":
+            self._stream_ended(event)
+
+    def _tail(self, key: AttemptKey) -> None:
+        with self._lock:
+            if key.name in self._tailed or self._link is None:
+                return
+            self._tailed.add(key.name)
+        for kind in _LOG_KINDS:
+            self._begin_stream(key, kind)
+
+    def _begin_stream(self, key: AttemptKey, kind: str) -> None:
+        with self._lock:
+            self._next_stream += 1
+            stream = self._next_stream
+            self._streams[stream] = (key, kind)
+        file, offset = self._logs.reached(key, kind)
+        self.send("tail", lambda _: None, stream=stream, attempt=key.name, file=file, offset=offset)
+
+    def _take_output(self, event: Mapping[str, Any]) -> None:
+        with self._lock:
+            place = self._streams.get(event["stream"])
+        if place is None:
+            return
+        data = base64.b64decode(event["data"])
+        try:
+            self._logs.write(place[0], event["file"], event["offset"], data)
+        except OSError:  # no room, or a disk with an error
+            self._wait_for_room(event["stream"], place)
+            return
+        link = self._link
+        if link is not None:
+            link.credit(event["stream"], len(data))
+
+    def _wait_for_room(self, stream: int, place: tuple[AttemptKey, str]) -> None:
+        """Leave the rest of some output on its node for a while; everything else goes on."""
+        with self._lock:
+            is_news = not self._waiting
+            self._waiting.add(place)
+            self._streams.pop(stream, None)
+        self.send("untail", lambda _: None, stream=stream)
+        if is_news:
+            self._sink(OutputWaits(at=now(), key=place[0]))
+
+    def _take_up_waiting(self) -> None:
+        with self._lock:
+            waiting = list(self._waiting) if self._logs.has_room() else []
+            self._waiting.difference_update(waiting)
+        for key, kind in waiting:
+            self._begin_stream(key, kind)
+
+    def _stream_ended(self, event: Mapping[str, Any]) -> None:
+        with self._lock:
+            place = self._streams.pop(event["stream"], None)
+        if place is not None and self._has_told(*place) >= set(_LOG_KINDS):
+            self._sink(LogComplete(at=now(), key=place[0]))
+
+    def _has_told(self, key: AttemptKey, what: str) -> set[str]:
+        """Return what an attempt has told to its end on this connection; one that has nothing left to tell is forgotten.
+
+        Nobody else would do it, and every ``hello`` names all that are watched.
+        """
+        with self._lock:
+            told = self._drained.setdefault(key.name, set())
+            told.add(what)
+            if told >= {_END, *_LOG_KINDS}:
+                del self._drained[key.name]
+                self._watched.pop(key.name, None)
+                self._tailed.discard(key.name)
+            return told
+
+
+def _words(error: DistflowError) -> str:
+    """Return what happened and what to do, on one line, without the node: that is named beside it."""
+    what = error.detail if isinstance(error, NodeError) else error.message
+    return f"{what} ({error.hint})" if error.hint else what

@@ -1,0 +1,79 @@
+"""What a node's facts mean for its tasks: the address and interface that they use, and what leads their PATH."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from distflow.pools.model import Node
+from distflow.transports.base import Transport
+
+__all__ = ["choose_address", "path_prepend", "training_address"]
+
+
+def training_address(node: Node, transport: Transport, facts: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the node's address on the training network, and the interface that owns it (empty when not found).
+
+    ``facts`` is what its agent said at ``hello``.
+    """
+    return choose_address(
+        configured=node.address, reached=transport.reached_address, named=transport.named_addresses, host=node.host, facts=facts
+    )
+
+
+def path_prepend(node: Node, facts: Mapping[str, Any]) -> list[str]:
+    """Return what leads the tasks' PATH: the directory of the configured python, where a venv has its tools."""
+    python = node.python if node.python.startswith("/") else str(facts.get("python", "/usr/bin/python3"))
+    return [str(PurePosixPath(python).parent)]
+
+
+def choose_address(
+    *, configured: str | None, reached: str | None, named: Sequence[str], host: str, facts: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Return the node's address on the training network, and the interface that owns it (empty when not found).
+
+    The first of these: the ``configured`` one; the one that the transport ``reached``; one of those that the host's name has
+    (``named``), if the node owns it; the one at which sshd accepted us (``facts.ssh_server``); the node's only IPv4 address.
+    Loopback addresses come after all others, because no other node can use them; without any address it is ``host``.
+
+    The address becomes part of commands and scripts of other nodes. So texts in ``facts`` that are not addresses are ignored.
+    """
+    stated = [item for item in facts.get("addresses") or [] if _is_address(str(item.get("address")))]
+    owners = {str(item["address"]): str(item.get("interface", "")) for item in stated}
+    accepted = str(facts.get("ssh_server") or "").partition("%")[0]
+    accepted = accepted if _is_address(accepted) else ""
+    # A port that is forwarded to the node is reached at an address of another machine, most often our own 127.0.0.1.
+    is_tunnel = reached is not None and _is_loopback(reached) and accepted not in ("", reached)
+    own = [str(item["address"]) for item in stated if item.get("family") == "inet"]
+    outward = [address for address in own if not _is_loopback(address)]
+    found = [
+        *(address for address in named if address in owners),
+        accepted,
+        *(outward if len(outward) == 1 else ()),
+    ]
+    found = sorted(filter(None, found), key=_is_loopback)
+    address = configured or (None if is_tunnel else reached) or next(iter(found), host)
+    if address in owners:
+        return address, owners[address]
+    if _is_loopback(address):
+        return address, "lo"
+    # Addresses that are translated on the way (a cloud's public ones) are on no interface: sshd's own tells which one it is.
+    return address, owners.get(accepted, "")
+
+
+def _is_address(text: str) -> bool:
+    """Return whether a text is an IP address. One with a scope is not: any text may follow its ``%``."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

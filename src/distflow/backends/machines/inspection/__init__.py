@@ -1,0 +1,1 @@
+"""Questions to nodes about running tasks: their stacks, their leases, a command inside them."""

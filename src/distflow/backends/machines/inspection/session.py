@@ -1,0 +1,192 @@
+"""A command in the surroundings of a running task, from our side: frames to the node's service and back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.backends.machines.backend import transport_of
+from distflow.backends.machines.connection.bootstrap import Opened, open_service
+from distflow.backends.machines.connection.stream import ServiceStream
+from distflow.errors import AgentError, NodeUnreachable
+from distflow.pools.model import Node, Pool
+from distflow.runtime.files.frames import FRAME, LARGEST_FRAME
+from distflow.runtime.services.session import (
+    END_OF_INPUT,
+    ERRORS,
+    EXIT,
+    INPUT,
+    OUTPUT,
+    PING,
+    REFUSED,
+    REQUEST,
+    RESIZE,
+)
+from distflow.runtime.untrusted import decode_object
+from distflow.shell import Secret, revealed
+from distflow.transports.base import Transport
+
+__all__ = ["Exit", "Session", "Size", "open_session"]
+
+_PIECE = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Of a terminal."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How the command ended."""
+
+    code: int
+    """As a shell puts it."""
+    why: str = ""
+    """Why it was ended, when it did not end by itself."""
+
+
+class Session:
+    """A command that runs on a node.
+
+    1. ``events`` yields pieces of standard output (``False``) and standard error (``True``), at last an ``Exit``. It raises
+       ``NodeUnreachable`` when the connection ends first.
+    2. ``write``, ``end_input`` and ``resize`` may be called from other threads; ``resize`` also from a signal handler. None
+       raises: that the command is gone is told by ``events``.
+    3. ``close`` ends the command if it still runs.
+    """
+
+    def __init__(self, transport: Transport, opened: Opened) -> None:
+        """Take over a service that answers."""
+        self._transport = transport
+        self._channel = opened.channel
+        self._stream = ServiceStream(
+            transport.name, opened, "the connection ended, and the command with it", FRAME.pack(0, PING)
+        )
+        self._sizes: queue.SimpleQueue[Size | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send_sizes, name=f"session on {transport.name}", daemon=True).start()
+
+    def events(self) -> Iterator[tuple[bool, bytes] | Exit]:
+        """Yield what the command writes, and how it ends."""
+        while True:
+            kind, data = self.next_frame()
+            if kind in (OUTPUT, ERRORS):
+                yield kind == ERRORS, data
+            elif kind == EXIT:
+                told = self._decoded(data)
+                try:
+                    code = int(told["code"])
+                except (KeyError, TypeError, ValueError):
+                    raise self._malformed("the end of the command has no exit code") from None
+                yield Exit(code=code, why=str(told.get("why") or ""))
+                return
+
+    def next_frame(self) -> tuple[int, bytes]:
+        """Wait for a frame. Raises ``NodeUnreachable``."""
+        head = self._stream.read(FRAME.size)
+        if len(head) < FRAME.size:
+            raise self._stream.broke_off()
+        size, kind = FRAME.unpack(head)
+        if size > LARGEST_FRAME:
+            raise self._malformed(f"a frame of {size} bytes")
+        data = self._stream.read(size)
+        if len(data) < size:
+            raise self._stream.broke_off()
+        return kind, data
+
+    def write(self, data: bytes) -> None:
+        """Give the command input."""
+        for at in range(0, len(data), _PIECE):
+            self._send(INPUT, data[at : at + _PIECE])
+
+    def end_input(self) -> None:
+        """Tell the command that there is no more input."""
+        self._send(END_OF_INPUT, b"")
+
+    def resize(self, size: Size) -> None:
+        """Tell the node that the terminal has another size."""
+        self._sizes.put(size)
+
+    def close(self) -> None:
+        """Let go."""
+        self._sizes.put(None)
+        self._stream.close()
+        self._transport.close()
+
+    def request(self, message: Mapping[str, Any]) -> None:
+        """Say what is to be started, and wait until it is. Raises ``AgentError`` and ``NodeUnreachable``."""
+        self._send(REQUEST, json.dumps(message).encode())
+        kind, data = self.next_frame()
+        if kind == REFUSED:
+            error = self._decoded(data)
+            raise AgentError(self._transport.name, str(error.get("kind")), str(error.get("message")))
+
+    def _decoded(self, data: bytes) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = decode_object(data)
+        except ValueError as error:
+            raise self._malformed(str(error)) from None
+        return found
+
+    def _malformed(self, why: str) -> NodeUnreachable:
+        return NodeUnreachable(self._transport.name, f"the session sent a malformed message: {why}")
+
+    def _send(self, kind: int, data: bytes) -> None:
+        with contextlib.suppress(NodeUnreachable):
+            self._channel.write(FRAME.pack(len(data), kind) + data)
+
+    def _send_sizes(self) -> None:
+        while (size := self._sizes.get()) is not None:
+            self._send(RESIZE, json.dumps({"rows": size.rows, "columns": size.columns}).encode())
+
+
+def open_session(
+    pool: Pool,
+    node: Node,
+    attempt: str,
+    argv: Sequence[str],
+    *,
+    secrets: Mapping[str, Secret],
+    terminal: tuple[Size, str] | None,
+    timeout_s: float,
+    is_plain: bool = False,
+) -> Session:
+    """Start a command beside the attempt of this name; with a ``terminal``: its size and its kind (``TERM``).
+
+    ``is_plain``: on the node itself, not in the task's container, and without ``setup``, which may print something of its own.
+
+    Raises ``NodeUnreachable`` and ``BootstrapFailed``, and ``AgentError`` when the attempt does not run.
+    """
+    transport = transport_of(pool, node)
+    try:
+        session = Session(transport, open_service(transport, node.root, node.python, "services.session", timeout_s=timeout_s))
+    except BaseException:
+        transport.close()
+        raise
+    shape = None
+    if terminal is not None:
+        size, kind = terminal
+        shape = {"rows": size.rows, "columns": size.columns, "term": kind}
+    try:
+        session.request(
+            {
+                "attempt": attempt,
+                "argv": list(argv),
+                # Neither in an argv nor on a disk there.
+                "secret_env": revealed(secrets),
+                "terminal": shape,
+                "plain": is_plain,
+            }
+        )
+    except BaseException:
+        session.close()
+        raise
+    return session

@@ -1,0 +1,79 @@
+"""Asking the nodes of a workflow where its processes are: every node at once; one that does not answer is a value, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.backends.machines.backend import transport_of
+from distflow.backends.machines.connection.bootstrap import connect
+from distflow.backends.machines.connection.training_address import path_prepend
+from distflow.errors import DistflowError
+from distflow.pools.model import Node, Pool
+from distflow.transports.base import Transport
+from distflow.transports.fanout import fan_out
+
+__all__ = ["Asked", "TaskStacks", "collect_stacks"]
+
+_LOOK_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A running task whose processes are looked at."""
+
+    task: str
+    group: str
+    """The workflow's, whose tasks have one world."""
+    attempt: str
+    """As its node calls it."""
+    node: Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStacks:
+    """What was seen of one task: as its node told it (``docs/agent-protocol.md``, ``stacks``), or why nothing was."""
+
+    asked: Asked
+    seen: Mapping[str, Any] | None = None
+    error: str = ""
+
+
+def collect_stacks(pool: Pool, asked: Sequence[Asked]) -> tuple[TaskStacks, ...]:
+    """Return what is seen of each task, in their order. Never raises for what a node does or does not."""
+    by_node: dict[str, list[Asked]] = {}
+    for one in asked:
+        by_node.setdefault(one.node.name, []).append(one)
+    nodes = {one.node.name: one.node for one in asked}
+    transports = [transport_of(pool, node) for node in nodes.values()]
+    try:
+        outcomes = fan_out(transports, lambda transport: _of_node(pool, transport, by_node[transport.name]))
+    finally:
+        for transport in transports:
+            transport.close()
+    found: dict[str, TaskStacks] = {}
+    for outcome in outcomes:
+        for one in by_node[outcome.node]:
+            found[one.task] = TaskStacks(asked=one, error=str(outcome.error or ""))
+        found |= {one.asked.task: one for one in outcome.value or ()}
+    return tuple(found[one.task] for one in asked)
+
+
+def _of_node(pool: Pool, transport: Transport, asked: Sequence[Asked]) -> list[TaskStacks]:
+    node = asked[0].node
+    link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s, ping_s=pool.ping_s)
+    found = []
+    try:
+        path = path_prepend(node, link.request("hello", watch=[])["facts"])
+        for one in asked:
+            try:
+                seen = link.request(
+                    "stacks", attempt=one.attempt, env=dict(node.environment), path_prepend=path, timeout_s=_LOOK_S
+                )
+                found.append(TaskStacks(asked=one, seen=seen))
+            except DistflowError as error:
+                found.append(TaskStacks(asked=one, error=str(error)))
+    finally:
+        link.close()
+    return found

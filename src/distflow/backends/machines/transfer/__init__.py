@@ -1,0 +1,1 @@
+"""Files to nodes and from nodes."""

@@ -1,0 +1,282 @@
+"""The rank layout of every group of a spec: one ``World`` for each group that shares one, or the problems that forbid it.
+
+One mistake gives one problem, at the line to change; its consequences are not reported. The order of the checks is the order
+of the roots: what a task says by itself, then which tasks take part, then the ranks, then the lead, address and port.
+
+Rules, with OSMO's tutorial and torch's launcher as sources: every rank of 0 … world_size-1 is claimed once; all name the same
+world_size; a task has no more ranks than GPUs (when it asks for any); the lead holds rank 0; all name the master's address and
+one port; torchrun's node ranks are 0 … nnodes-1, and so are the ranks of programs that are told their rank and the world size.
+A task without claims is a helper: it starts and stops with the group, but has no ranks; the lead cannot be one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+from distflow.documents.problems import Problem, Severity, errors_of
+from distflow.layout.checks.elastic import smaller_worlds
+from distflow.layout.checks.members import Member, and_list, change, place, ranks_field
+from distflow.layout.checks.rendezvous import address_problems, check_port
+from distflow.layout.checks.restarts import restart_problems
+from distflow.layout.checks.spans import spans_world
+from distflow.layout.checks.torchrun import is_shared, torchrun_world
+from distflow.layout.claims.launchers import launcher_problems, uneven_problems
+from distflow.layout.claims.task_claims import RANK_KEYS, Claim, Invocation, TaskClaims, read_claims
+from distflow.layout.ranks import World
+from distflow.layout.strategy.groups import group_strategy, unread_strategy
+from distflow.spec.model import GroupSpec, WorkflowSpec
+
+__all__ = ["check_layout"]
+
+_ABSENT_MODULES = MappingProxyType(
+    {
+        "jax.distributed.launch": "say `framework: jax` in the group and `command: [python3, train.py]` in its tasks, which "
+        "join each other by jax.distributed.initialize()"
+    }
+)
+"""Modules that guides start with ``python -m``, which do not exist."""
+
+
+def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem, ...]]:
+    """Return the world of each group that shares one, by the group's name, and all findings about ranks.
+
+    A group without any claims has no world; one with errors has none either. Warnings may stand beside a world.
+    """
+    worlds: dict[str, World] = {}
+    problems: list[Problem] = []
+    scattered = False
+    for group in spec.groups:
+        alone = _alone(spec, group)
+        world, found = _check_with_strategy(spec, group, alone=alone)
+        found += [] if errors_of(found) else [*unread_strategy(group), *restart_problems(group, world)]
+        if group.elastic is not None and not errors_of(found):
+            smaller, wrong = smaller_worlds(spec, group, world, partial(_check_with_strategy, spec, alone=alone))
+            world = replace(world, smaller=smaller) if world is not None else None
+            found += wrong
+        if alone and any(problem.hint == alone for problem in found):
+            if scattered:
+                continue  # one mistake: its fellows are named with the first
+            scattered = True
+        problems += found
+        if world is not None and not errors_of(found):
+            worlds[group.name] = world
+    return MappingProxyType(worlds), tuple(problems)
+
+
+def _check_with_strategy(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[World | None, list[Problem]]:
+    world, found = _check_group(spec, group, alone=alone)
+    return world, found if errors_of(found) else [*found, *group_strategy(group, world)[1]]
+
+
+def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[World | None, list[Problem]]:
+    claims = [read_claims(task, spec.resources.get(task.resource)) for task in group.tasks]
+    started = launcher_problems(group, claims)
+    problems = list(errors_of(started)) or [problem for item in claims for problem in _inside_one_task(item)]
+    if problems:
+        return None, problems
+    members = _members(claims)
+    problems = _mixed(members)
+    if problems:
+        return None, problems
+    ordered = sorted(members, key=lambda member: not member.claims.task.lead)
+    is_numbered = any(member.invocation and member.invocation.launcher in ("torchrun", "rank") for member in members)
+    if is_numbered and len(group.tasks) > 1 and not is_shared(ordered):
+        return None, [*_worlds_of_their_own(ordered), *_tokens(claims, None)]
+    if not ordered:
+        return None, _tokens(claims, None)
+    if is_numbered:
+        world, problems = torchrun_world(ordered, alone=alone)
+    else:
+        style = "ranks" if any(member.claims.field is not None for member in ordered) else "flags"
+        world, problems = spans_world(ordered, style=style, alone=alone)
+    problems += _gpus(spec, ordered, problems)
+    lead = next((task.name for task in group.tasks if task.lead), ordered[0].name)
+    wrong_lead = _lead(world, ordered, lead) if world is not None else []
+    problems += wrong_lead
+    if not wrong_lead and any(member.name == lead for member in ordered):
+        problems += address_problems(ordered, lead)
+    port, port_problems = check_port(ordered)
+    problems += port_problems
+    if world is not None and not errors_of(problems):
+        problems += [*_tokens(claims, world), *uneven_problems(group, world)]
+        world = replace(world, port=port)
+    return world, [*started, *problems]
+
+
+# -- who takes part ---------------------------------------------------------------------------------------------------
+
+
+def _members(claims: Sequence[TaskClaims]) -> list[Member]:
+    """Return the tasks that share the world: those with claims, and those that run the same program without them."""
+    alone = len(claims) == 1
+    counted = {item.name: next(iter(_commands(item, alone=alone)), None) for item in claims}
+    numbered = [item for item in claims if item.numbered is not None]
+    if len(numbered) > 1 or any(item.field is not None for item in numbered):
+        counted |= {item.name: item.numbered for item in numbered}
+    programs = {command.program for command in counted.values() if command and command.launcher == "flags"}
+    half = Counter(
+        program
+        for item in claims
+        for program in {other.program for other in item.others if {"offset", "size"} <= other.claims.keys()}
+    )
+    programs |= {program for program, times in half.items() if times > 1}
+    members = []
+    for item in claims:
+        command = counted[item.name] or next((other for other in item.others if other.program in programs), None)
+        if command is not None or item.field is not None:
+            members.append(Member(claims=item, invocation=command))
+    return members
+
+
+def _commands(item: TaskClaims, *, alone: bool = False) -> list[Invocation]:
+    """Return the commands that take part: not those of torchrun with a world of their own, beside other tasks."""
+    return [command for command in item.invocations if alone or not command.standalone]
+
+
+def _inside_one_task(item: TaskClaims) -> list[Problem]:
+    """Return a problem when two commands of one task, or two settings, say different things."""
+    problems = [
+        Problem(where=item.modules[module], message=f"{item.name}: there is no module {module} in JAX", hint=hint)
+        for module, hint in _ABSENT_MODULES.items()
+        if module in item.modules
+    ]
+    commands = _commands(item)
+    first = commands[0] if commands else None
+    for other in commands[1:]:
+        if first is not None and (difference := _difference(first, other)):
+            before, after = difference
+            problems.append(
+                Problem(
+                    where=after.where,
+                    message=f"{item.name}: two commands with different ranks: {before.text} at {place(before.where)}, "
+                    f"{after.text} at {place(after.where)}",
+                    hint="a task holds its ranks for its whole life: make both the same, or write two tasks",
+                )
+            )
+            break
+    for key, name in (("master_addr", "MASTER_ADDR"), ("master_port", "MASTER_PORT")):
+        settings = [claim for claim in item.settings if claim.key == key]
+        differing = [claim for claim in settings if claim.value != settings[0].value]
+        if differing:
+            before, after = settings[0], differing[0]
+            message = f"{item.name}: {name} is set twice: {before.text} at {place(before.where)}, "
+            message += f"{after.text} at {place(after.where)}"
+            problems.append(Problem(where=after.where, message=message, hint="keep one of the two lines"))
+    return problems
+
+
+def _difference(first: Invocation, other: Invocation) -> tuple[Claim, Claim] | None:
+    for key in (*RANK_KEYS, "nnodes", "node_rank", "nproc_per_node"):
+        one, two = first.claims.get(key), other.claims.get(key)
+        if one is not None and two is not None and one.value != two.value:
+            return one, two
+    return None
+
+
+def _mixed(members: Sequence[Member]) -> list[Problem]:
+    """Return a problem when some tasks start their ranks by flags and others by torchrun."""
+    launchers: dict[str, Member] = {}
+    places: dict[str, Invocation] = {}
+    for member in members:
+        numbered = member.invocation if member.invocation and member.invocation.launcher == "rank" else None
+        for command in [numbered] if numbered else _commands(member.claims):
+            launchers.setdefault(command.launcher, member)
+            places.setdefault(command.launcher, command)
+    if len(launchers) < 2:
+        return []
+    first, second = sorted(launchers)[:2]
+    words = {"flags": "has --offset, --size and --world_size", "torchrun": "runs torchrun", "rank": "says its rank"}
+    both = [f"{launchers[one].name} {words[one]} at {place(places[one].where)}" for one in (first, second)]
+    later = max(places[first], places[second], key=lambda command: command.where)
+    message = f"two ways to start the ranks of one world: {both[0]}, {both[1]}"
+    return [Problem(where=later.where, message=message, hint="start all tasks of a group in one way")]
+
+
+def _worlds_of_their_own(members: Sequence[Member]) -> list[Problem]:
+    """Return a warning when several tasks run torchrun and nothing says that they belong together."""
+    if len(members) < 2:
+        return []
+    size = next((number for member in members if (number := member.number("nproc_per_node"))), "N")
+    return [
+        Problem(
+            where=members[0].where,
+            severity=Severity.WARNING,
+            message=f"{and_list(member.name for member in members)} each run torchrun for a world of their own",
+            hint=f"for one world give each task {ranks_field(size)}; else say --standalone",
+        )
+    ]
+
+
+def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
+    """Return the hint for a group of one task that claims a part of a world: its fellows stand in other groups."""
+    if len(group.tasks) > 1 or len(spec.groups) < 2:
+        return ""
+    others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)
+    return f"tasks share a world only inside one group: put {group.tasks[0].name} and {others} under one `groups:` entry"
+
+
+# -- rules over a whole world -----------------------------------------------------------------------------------------
+
+
+def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Problem]) -> list[Problem]:
+    """Return a problem for each resource whose tasks have more ranks than GPUs, unless a size is found wrong already."""
+    over: dict[tuple[str, int], list[tuple[Member, Claim]]] = {}
+    for member in members:
+        claim = member.literal("size") or member.literal("nproc_per_node")
+        gpus = member.claims.gpus
+        if claim is None or claim.number is None or not gpus or claim.number <= gpus:
+            continue
+        if not any(problem.where == claim.where and claim.text in problem.hint for problem in before):
+            over.setdefault((member.claims.task.resource, claim.number), []).append((member, claim))
+    problems: list[Problem] = []
+    for (name, size), found in over.items():
+        claim, gpus = found[0][1], found[0][0].claims.gpus or 0
+        mark = spec.resources[name].mark
+        where = f" at {place(mark)}" if mark.line else ""
+        lines = list(dict.fromkeys(place(other.where) for _, other in found))
+        in_lines = f" in {and_list(lines, 8)}" if len(lines) > 1 else ""
+        each = " each" if len(found) > 1 else ""
+        message = f"{and_list(member.name for member, _ in found)}: {claim.text}: {size} ranks{each}, but the resource "
+        message += f"`{name}` asks for {gpus} GPU{'s' if gpus > 1 else ''}; every rank needs one"
+        hint = f"ask for gpu: {size}{where}\nor {change(claim, gpus)}{in_lines}, and mend the offsets and world sizes"
+        problems.append(Problem(where=claim.where, message=message, hint=hint))
+    return problems
+
+
+def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
+    """Return a problem when another task than the lead holds rank 0."""
+    if world.master == lead:
+        return []
+    master = next(member for member in members if member.name == world.master)
+    claim = master.literal("offset") or master.literal("node_rank")
+    holder = f"{world.master} holds rank 0, but {lead} is the lead"
+    hint = f"move `lead: true` to {world.master}"
+    if any(item.task == lead for item in world.tasks):
+        hint += f", or give {lead} rank 0 and {world.master} the ranks {world.of(lead).text}"
+    else:
+        holder += " and holds no ranks"
+    return [Problem(where=claim.where if claim else master.where, message=holder, hint=hint)]
+
+
+def _tokens(claims: Sequence[TaskClaims], world: World | None) -> list[Problem]:
+    """Return a problem for each task that uses a token of the layout and has nothing that could fill it."""
+    problems = []
+    inside = {item.task for item in world.tasks} if world is not None else set()
+    own = {"rank_offset", "rank_size", "node_rank"}
+    for item in claims:
+        used = [name for name in item.tokens if world is None or (name in own and item.name not in inside)]
+        if used and item.name not in inside:
+            what = "its group shares no world" if world is None else "it holds no ranks"
+            size = item.gpus or "N"
+            problems.append(
+                Problem(
+                    where=item.tokens[used[0]],
+                    message=f"{item.name}: {{{{{used[0]}}}}} cannot be filled in: {what}",
+                    hint=f"give the task {ranks_field(size)}",
+                )
+            )
+    return problems

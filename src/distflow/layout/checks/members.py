@@ -1,0 +1,137 @@
+"""A task that takes part in a world: the claims that count for it, and how to speak of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from distflow.documents.problems import Mark, Problem, Severity
+from distflow.layout.claims.task_claims import Claim, Invocation, Known, TaskClaims
+from distflow.layout.drawing import Bar
+
+__all__ = [
+    "Member",
+    "and_list",
+    "bar",
+    "change",
+    "literal_problems",
+    "place",
+    "ranks_field",
+    "token_for",
+    "unknown_warning",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A task of a world."""
+
+    claims: TaskClaims
+    invocation: Invocation | None
+    """The command that starts its processes; ``None``: only the ``ranks`` field speaks."""
+
+    @property
+    def name(self) -> str:
+        """Of the task."""
+        return self.claims.task.name
+
+    @property
+    def where(self) -> Mark:
+        """The command's line, or that of the ``ranks`` field."""
+        if self.invocation is not None:
+            return self.invocation.where
+        return self.claims.task.ranks.mark if self.claims.task.ranks else self.claims.task.mark
+
+    @property
+    def flags(self) -> Mapping[str, Claim]:
+        """What its command says."""
+        return self.invocation.claims if self.invocation is not None else {}
+
+    def said(self, key: str) -> Claim | None:
+        """Return what counts for ``key``: the ``ranks`` field, else the command."""
+        field = self.claims.field or {}
+        return field.get(key) or self.flags.get(key)
+
+    def literal(self, key: str) -> Claim | None:
+        """Return the claim for ``key`` when it is a number that a person wrote."""
+        claim = self.said(key)
+        return claim if claim is not None and claim.number is not None else None
+
+    def number(self, key: str) -> int | None:
+        """Return the number claimed for ``key``."""
+        claim = self.literal(key)
+        return claim.number if claim else None
+
+
+def and_list(names: Iterable[str], most: int = 4) -> str:
+    """Return ``a, b and c``, shortened when there are many."""
+    items = list(dict.fromkeys(names))
+    if len(items) > most:
+        items = [*items[: most - 1], f"{len(items) - most + 1} more"]
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else ""
+
+
+def place(mark: Mark) -> str:
+    """Return ``file:line`` with the file's last component, for drawings and lists."""
+    return str(Mark(mark.file.rpartition("/")[2], mark.line))
+
+
+def change(claim: Claim, value: object) -> str:
+    """Return the remedy: ``write --offset 16 instead of --offset 8``."""
+    return f"write {claim.written(value)} instead of {claim.text}"
+
+
+def bar(member: Member, offset: int, size: int, *, marked: bool = False, note: str = "") -> Bar:
+    """Return the member's line of the drawing."""
+    claim = member.said("offset") or member.said("node_rank") or member.said("size")
+    where = claim.where if claim is not None else member.where
+    return Bar(name=member.name, offset=offset, size=size, note=note, place=place(where), marked=marked)
+
+
+def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> list[Problem]:
+    """Return a problem for each claim that is no whole number, or below what ``least`` says for its key."""
+    problems = []
+    for member in members:
+        both = [*(member.claims.field or {}).values(), *member.flags.values()]
+        for claim in both:
+            bound = least.get(claim.key)
+            if bound is None or claim.known is not Known.LITERAL:
+                continue
+            if claim.number is None:
+                problems.append(_no_number(member, claim))
+            elif claim.number < bound:
+                message = f"{member.name}: {claim.text}: {claim.key} is {bound} or more"
+                usual = member.claims.gpus or bound if claim.key in {"size", "nproc_per_node"} else bound
+                hint = f"write {bound} or more, such as {claim.written(usual)}"
+                problems.append(Problem(where=claim.where, message=message, hint=hint))
+    return problems
+
+
+def _no_number(member: Member, claim: Claim) -> Problem:
+    hint = f"write a number, such as {claim.written(8 if claim.key != 'offset' else 0)}"
+    if "$" in claim.value:
+        hint += "; no shell reads this word, so that the variable is not filled in (use command: [bash, -c, ...])"
+    message = f"{member.name}: {claim.text}: {claim.key} is not a whole number"
+    return Problem(where=claim.where, message=message, hint=hint)
+
+
+def unknown_warning(member: Member, claim: Claim, assumed: int | None) -> Problem:
+    """Return the warning for a value that only the running task knows."""
+    taken = f"; distflow takes it to be {assumed}" if assumed is not None else ""
+    return Problem(
+        where=claim.where,
+        severity=Severity.WARNING,
+        message=f"{member.name}: {claim.text} cannot be checked before it runs{taken}",
+        hint=f"write the number, or a token that follows the layout: {claim.written(token_for(claim.key))}",
+    )
+
+
+def token_for(key: str) -> str:
+    """Return the token that stands for a key's value."""
+    names = {"offset": "rank_offset", "size": "rank_size", "nproc_per_node": "rank_size", "nnodes": "num_nodes"}
+    return "{{" + names.get(key, key) + "}}"
+
+
+def ranks_field(size: int | str) -> str:
+    """Return the ``ranks`` field to add."""
+    return f"ranks: {{size: {size}}}"

@@ -1,0 +1,310 @@
+"""Worlds whose tasks run ``torchrun``: nnodes, node ranks and processes per node.
+
+Programs that are told their rank and the world size (``--rank 1 --world-size 2``) are numbered in the same way.
+
+torchrun's static rendezvous numbers the ranks by node rank, and nodes may hold different numbers of processes; so a task's
+offset is the sum of the sizes of the nodes before it. A flag that is left out is filled in by distflow (``PET_NNODES``,
+``PET_NODE_RANK`` …); only ``--nproc_per_node`` keeps torchrun's default of 1, unless a ``ranks`` field says the size.
+
+Source: https://docs.pytorch.org/docs/stable/elastic/run.html and ``torch/distributed/run.py`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
+
+from distflow.documents.problems import Problem, Severity
+from distflow.layout.checks.members import (
+    Member,
+    and_list,
+    bar,
+    change,
+    literal_problems,
+    place,
+    ranks_field,
+    token_for,
+    unknown_warning,
+)
+from distflow.layout.checks.spans import contradictions, spans_world
+from distflow.layout.claims.task_claims import Claim, Known
+from distflow.layout.drawing import draw
+from distflow.layout.ranks import TaskRanks, World
+
+__all__ = ["is_shared", "torchrun_world"]
+
+_MANY = 3
+"""Node ranks that are named; of more it is said how many."""
+
+
+def is_shared(members: Sequence[Member]) -> bool:
+    """Return whether the torchrun commands of a group mean one world: any of them speaks of other nodes."""
+    if any(member.claims.field is not None for member in members):
+        return True
+    for member in members:
+        nnodes = member.flags.get("nnodes")
+        if nnodes is not None and _upper(nnodes) != 1:
+            return True
+        if any(key in member.flags for key in ("node_rank", "master_addr", "rdzv_endpoint")):
+            return True
+    return False
+
+
+def torchrun_world(members: Sequence[Member], *, alone: str = "") -> tuple[World | None, list[Problem]]:
+    """Return the world of ``members`` (the lead first), or its problems; both when there are only warnings.
+
+    ``alone`` is a hint for a group of one task that claims only a part of a world.
+    """
+    problems = literal_problems([_plain(member) for member in members], {"nnodes": 1, "node_rank": 0, "nproc_per_node": 1})
+    problems = problems or _same_for_replicas(members)
+    if problems:
+        return None, problems
+    if all(member.claims.field is not None for member in members):
+        fields = [Member(claims=member.claims, invocation=None) for member in members]
+        world, problems = spans_world(fields, style="ranks")
+        return world, [*problems, *(contradictions(members, world) if world else [])]
+    sizes, problems = _sizes(members)
+    known = [size for size in sizes if size is not None]
+    chosen = _chosen_by_rendezvous(members)
+    node_ranks = _filled(members, {} if chosen else _claimed(members))
+    layout = _Nodes(members, [size or 1 for size in sizes], node_ranks)
+    if not chosen and not (alone and len(members) == 1):
+        problems += layout.node_rank_problems()
+    problems += layout.nnodes_problems(alone, drawn=any(problem.drawing for problem in problems))
+    if any(problem.severity is Severity.ERROR for problem in problems) or len(known) < len(members):
+        return None, problems
+    world = layout.world()
+    return world, [*problems, *contradictions(members, world), *chosen, *_unknown(members, world)]
+
+
+def _upper(claim: Claim) -> int | None:
+    """Return the largest number of nodes of ``--nnodes``, which may be ``min:max``."""
+    ranged = re.fullmatch(r"\d+:(\d+)", claim.value) if claim.known is Known.LITERAL else None
+    return int(ranged.group(1)) if ranged else claim.number
+
+
+def _plain(member: Member) -> Member:
+    """Return the member without the claims that are right though they are no numbers: ``1:4`` nodes, ``gpu`` processes."""
+    if member.invocation is None:
+        return member
+    words = {"nproc_per_node": r"gpu|auto|cpu|xpu", "nnodes": r"\d+:\d+"}
+    claims = {key: claim for key, claim in member.flags.items() if not (key in words and re.fullmatch(words[key], claim.value))}
+    invocation = member.invocation
+    kept = type(invocation)(launcher=invocation.launcher, program=invocation.program, where=invocation.where, claims=claims)
+    return Member(claims=member.claims, invocation=kept)
+
+
+def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
+    lines: dict[tuple[object, str], list[str]] = {}
+    claims: dict[tuple[object, str], Claim] = {}
+    for member in members:
+        claim = member.literal("node_rank")
+        if claim is not None and member.claims.task.replica is not None:
+            lines.setdefault((claim.where, claim.text), []).append(member.name)
+            claims[claim.where, claim.text] = claim
+    return [
+        Problem(
+            where=claims[key].where,
+            message=f"{claims[key].text} gives the same node rank to all replicas: {and_list(names)}",
+            hint=f"write {claims[key].written(token_for('node_rank'))}, or leave it out: distflow sets PET_NODE_RANK",
+        )
+        for key, names in lines.items()
+        if len(names) > 1
+    ]
+
+
+def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
+    """Return the processes of each task, and what has to be said of those that are not known."""
+    sizes: list[int | None] = []
+    problems: list[Problem] = []
+    for member in members:
+        claim = member.flags.get("nproc_per_node")
+        field = (member.claims.field or {}).get("size")
+        size = field.number if field else None
+        if size is None and member.claims.field is not None:
+            size = member.claims.gpus or 1
+        if size is None and claim is None:
+            size = 1
+        elif size is None and claim is not None:
+            size = claim.number
+            if size is None and claim.known is Known.COMPUTED:
+                message = f"{member.name}: {claim.text} follows the task's ranks, but nothing says how many it has"
+                hint = f"give the task {ranks_field(member.claims.gpus or 'N')}"
+                problems.append(Problem(where=claim.where, message=message, hint=hint))
+            elif size is None:
+                size = member.claims.gpus or None if claim.value in {"gpu", "auto"} else None
+                if size is None:
+                    problems.append(unknown_warning(member, claim, None))
+        sizes.append(size)
+    return sizes, problems
+
+
+def _claimed(members: Sequence[Member]) -> dict[int, int]:
+    """Return the node ranks that are said, by the member's index."""
+    return {index: number for index, m in enumerate(members) if (number := m.number("node_rank")) is not None}
+
+
+def _filled(members: Sequence[Member], claimed: Mapping[int, int]) -> list[int]:
+    """Return every member's node rank: those that say nothing take the lowest free ones, the lead first."""
+    free = (rank for rank in range(2 * len(members) + 1) if rank not in set(claimed.values()))
+    return [claimed[index] if index in claimed else next(free) for index in range(len(members))]
+
+
+def _chosen_by_rendezvous(members: Sequence[Member]) -> list[Problem]:
+    """Return a warning when torchrun's dynamic rendezvous numbers the nodes; none for the static one."""
+    for member in members:
+        backend = member.flags.get("rdzv_backend")
+        if backend is not None and backend.value != "static" and len(members) > 1:
+            return [
+                Problem(
+                    where=backend.where,
+                    severity=Severity.WARNING,
+                    message=f"{member.name}: {backend.text} numbers the nodes when it runs, so that the ranks of each "
+                    "task are not known before",
+                    hint="leave out the --rdzv flags and write --node_rank and --master_addr for ranks as they stand here",
+                )
+            ]
+    return []
+
+
+def _unknown(members: Sequence[Member], world: World) -> list[Problem]:
+    problems = []
+    for member in members:
+        right = {"nnodes": len(world.tasks), "node_rank": world.of(member.name).node_rank}
+        right["nproc_per_node"] = world.of(member.name).size
+        problems += [
+            unknown_warning(member, claim, right[claim.key])
+            for claim in member.flags.values()
+            if claim.known is Known.RUNTIME and claim.key in right
+        ]
+    return problems
+
+
+class _Nodes:
+    """The nodes of a torchrun world, as claimed."""
+
+    def __init__(self, members: Sequence[Member], sizes: Sequence[int], node_ranks: Sequence[int]) -> None:
+        self.members, self.sizes, self.node_ranks = members, sizes, node_ranks
+        uppers = [_upper(claim) if (claim := member.flags.get("nnodes")) else None for member in members]
+        self.nnodes = uppers
+        said = set(uppers) - {None}
+        self.agreed = said.pop() if len(said) == 1 else None
+        self.count = len(members)
+        self.is_torchruns = any(one.invocation is not None and one.invocation.launcher == "torchrun" for one in members)
+        self.ranks = "node ranks" if self.is_torchruns else "ranks"
+        """How messages call the numbers."""
+
+    def world(self) -> World:
+        """Return the layout, when every node rank is held once."""
+        order = sorted(range(self.count), key=lambda index: self.node_ranks[index])
+        tasks, offset = [], 0
+        for position, index in enumerate(order):
+            size = self.sizes[index]
+            tasks.append(TaskRanks(task=self.members[index].name, offset=offset, size=size, node_rank=position))
+            offset += size
+        has_field = any(member.claims.field is not None for member in self.members)
+        style = "ranks" if has_field else "torchrun" if self.is_torchruns else "flags"
+        return World(world_size=offset, tasks=tuple(tasks), style=style)
+
+    @property
+    def absent(self) -> list[int]:
+        """The first node ranks that no task holds, when that is all that is wrong: every line agrees on more nodes."""
+        held = set(self.node_ranks)
+        if self.agreed is None or self.agreed <= self.count or len(held) < self.count or max(held) >= self.agreed:
+            return []
+        # Not all of them: what is written may be a port, or anything.
+        return list(islice((rank for rank in range(self.agreed) if rank not in held), _MANY))
+
+    def node_rank_problems(self) -> list[Problem]:
+        """Return a problem for each node rank that is held already, or too high."""
+        if self.absent or sorted(self.node_ranks) == list(range(self.count)):
+            return []
+        held: dict[int, int] = {}
+        wrong: list[int] = []
+        for index, rank in enumerate(self.node_ranks):
+            if rank in held or rank >= self.count:
+                wrong.append(index)
+            else:
+                held[rank] = index
+        free = [rank for rank in range(self.count) if rank not in held]
+        problems: list[Problem] = []
+        for index, right in zip(wrong, free, strict=True):
+            member, rank = self.members[index], self.node_ranks[index]
+            claim = member.literal("node_rank")
+            message = f"{member.name}: {claim.text if claim else f'node rank {rank}'} is "
+            message += f"{self.members[held[rank]].name}'s already" if rank in held else "too high"
+            message += f"; {self.count} tasks have the {self.ranks} 0-{self.count - 1}, and no task has {right}"
+            problems.append(
+                Problem(
+                    where=claim.where if claim else member.where,
+                    message=message,
+                    hint=change(claim, right) if claim else f"write --node_rank {right}",
+                    drawing="" if problems else self._drawing(wrong),
+                )
+            )
+        return problems
+
+    def nnodes_problems(self, alone: str, *, drawn: bool) -> list[Problem]:
+        """Return a problem for each line whose number of nodes is not that of the tasks."""
+        claims = [(i, claim) for i, member in enumerate(self.members) if (claim := member.flags.get("nnodes"))]
+        wrong = [(i, claim) for i, claim in claims if self.nnodes[i] not in (None, self.count)]
+        if not wrong:
+            return []
+        lines = list(dict.fromkeys(place(claim.where) for _, claim in wrong))
+        names = and_list(member.name for member in self.members)
+        if alone and self.count == 1:
+            claim = wrong[0][1]
+            message = f"{names} says {claim.text}, but is alone in its group"
+            return [Problem(where=claim.where, message=message, hint=alone, drawing=self._drawing([]))]
+        if self.absent:
+            index, claim = wrong[-1]
+            rank = self.absent[0]
+            more = (self.agreed or 0) - self.count - len(self.absent)
+            missing = and_list([*map(str, self.absent), *([f"{more} more"] if more else [])])
+            message = f"{self.members[index].name} says {claim.text}, but no task has {self.ranks[:-1]} {missing}"
+            said = next((said for member in self.members if (said := member.flags.get("node_rank"))), None)
+            written = said.written(rank) if said is not None else f"--node_rank {rank}"
+            hint = f"add a task with {written} {claim.written(self.agreed)}"
+            if sorted(self.node_ranks) == list(range(self.count)):
+                hint += f"\nor write {claim.written(self.count)} in every line that names it: {and_list(lines, 8)}"
+            return [Problem(where=claim.where, message=message, hint=hint, drawing="" if drawn else self._drawing([]))]
+        problems: list[Problem] = []
+        for index, claim in wrong:
+            if any(problem.where == claim.where for problem in problems):
+                continue  # replicas share a line
+            others = [line for line in lines if line != place(claim.where)]
+            problems.append(
+                Problem(
+                    where=claim.where,
+                    message=f"{self.members[index].name} says {claim.text}, but {self.count} tasks of this group share the "
+                    f"world ({names})",
+                    hint=change(claim, self.count) + (f" (also in {and_list(others, 8)})" if others else ""),
+                    drawing="" if problems or drawn else self._drawing([at for at, _ in wrong]),
+                )
+            )
+        return problems
+
+    def _drawing(self, marked: Sequence[int]) -> str:
+        sizes = dict(zip(reversed(self.node_ranks), reversed(self.sizes), strict=True))
+        usual = max(self.sizes)
+        nodes = max([*self.node_ranks, (self.agreed or self.count) - 1]) + 1
+        held = sorted(sizes)
+        unusual = [0, *accumulate(sizes[rank] - usual for rank in held)]
+
+        def offset(rank: int) -> int:
+            return rank * usual + unusual[bisect_left(held, rank)]
+
+        bars = [
+            bar(
+                member,
+                offset(rank),
+                self.sizes[index],
+                marked=index in marked,
+                note=f"node {rank} of {self.nnodes[index] or self.count}",
+            )
+            for index, (member, rank) in enumerate(zip(self.members, self.node_ranks, strict=True))
+        ]
+        # A node rank that is too high is shown where it stands, within the picture.
+        return draw(bars, offset(nodes))

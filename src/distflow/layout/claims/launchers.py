@@ -1,0 +1,130 @@
+"""Commands that a launcher starts once for each rank: they must be Python's, and must not start ranks themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distflow.documents.problems import Mark, Problem, Severity
+from distflow.layout.claims.task_claims import TaskClaims
+from distflow.layout.ranks import World
+from distflow.spec.model import GroupSpec, TaskSpec
+
+__all__ = ["NEEDS_PYTHON", "PythonCommand", "launcher_problems", "python_command", "uneven_problems"]
+
+NEEDS_PYTHON = ("deepspeed", "accelerate")
+"""Frameworks whose own launcher starts a Python script; pytorch is one through ``launcher``."""
+
+_EVEN = ("accelerate",)
+_INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy)[0-9.]*")
+_WITHOUT_EFFECT = ("-u", "-s")
+"""Options that change nothing for a rank: its output is never kept back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonCommand:
+    """``python3 -m package.module --lr 0.1`` in its parts."""
+
+    interpreter: str = "python3"
+    target: str
+    """Path of the script, or name of the module."""
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+
+
+def python_command(words: Sequence[str]) -> PythonCommand | str:
+    """Return the parts of a command that runs Python, or why a launcher cannot start it, as the end of a sentence."""
+    program = words[0] if words else ""
+    if program.endswith(".py"):
+        return PythonCommand(target=program, arguments=tuple(words[1:]))
+    if not _INTERPRETER.fullmatch(program):
+        return f"`{program}` is no Python"
+    rest = list(words[1:])
+    while rest and rest[0] in _WITHOUT_EFFECT:
+        rest.pop(0)
+    if not rest:
+        return "it names no script"
+    if rest[0] == "-c":
+        return "the ranks need a file, and `-c` gives a text"
+    if rest[0] == "-m" and len(rest) > 1:
+        return PythonCommand(interpreter=program, target=rest[1], is_module=True, arguments=tuple(rest[2:]))
+    if rest[0].startswith("-"):
+        return f"the option {rest[0]} of the interpreter would not reach the ranks"
+    return PythonCommand(interpreter=program, target=rest[0], arguments=tuple(rest[1:]))
+
+
+def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Problem]:
+    """Return a problem for each task whose command cannot be what its launcher or its framework starts."""
+    problems = _both(group)
+    for item in claims:
+        starter = _starter(group, item.task)
+        if not problems and starter is not None:
+            problems += _started_twice(item, starter) or _no_python(item.task, starter)
+    return problems or _restarts(group)
+
+
+def uneven_problems(group: GroupSpec, world: World) -> list[Problem]:
+    """Return a problem when a framework that divides the ranks evenly is given tasks of different sizes."""
+    if group.framework is None or group.framework.value not in _EVEN or len({item.size for item in world.tasks}) == 1:
+        return []
+    sizes = ", ".join(f"{item.task} has {item.size}" for item in world.tasks)
+    message = f"{group.framework.value} gives every task the same number of ranks, but {sizes}"
+    return [
+        Problem(where=group.framework.mark, message=message, hint="give all tasks the same size, or use `launcher: torchrun`")
+    ]
+
+
+def _both(group: GroupSpec) -> list[Problem]:
+    framework = group.framework
+    if framework is None or framework.value == "pytorch":
+        return []
+    for task in group.tasks:
+        if task.launcher.starts_ranks:
+            message = f"`launcher: {task.launcher.kind}` beside `framework: {framework.value}`: both start the ranks"
+            return [Problem(where=task.launcher.mark, message=message, hint="remove one of the two")]
+    return []
+
+
+def _starter(group: GroupSpec, task: TaskSpec) -> str | None:
+    """Return what starts the task's command for each rank, as it is written; ``None``: nothing does."""
+    if task.launcher.starts_ranks:
+        return f"launcher: {task.launcher.kind}"
+    name = group.framework.value if group.framework is not None else ""
+    return f"framework: {name}" if name in NEEDS_PYTHON else None
+
+
+def _started_twice(item: TaskClaims, starter: str) -> list[Problem]:
+    command = next((one for one in item.invocations if one.launcher == "torchrun"), None)
+    words = item.task.command
+    program = words[0].value.rpartition("/")[2] if words else ""
+    if command is None and program not in NEEDS_PYTHON:
+        return []
+    what = "torchrun" if command is not None else program
+    message = f"{item.name}: its command runs {what}, and `{starter}` starts the ranks, too"
+    hint = "write the script alone, such as `command: [python3, train.py]`, or remove that key"
+    return [Problem(where=command.where if command else words[0].mark, message=message, hint=hint)]
+
+
+def _no_python(task: TaskSpec, starter: str) -> list[Problem]:
+    words = (*task.command, *task.args)
+    found = python_command([word.value for word in words])
+    if isinstance(found, PythonCommand):
+        return []
+    message = f"{task.name}: `{starter}` starts a Python script for each rank: {found}"
+    hint = "write `command: [python3, train.py, …]`, or a module: `[python3, -m, package.train]`"
+    return [Problem(where=words[0].mark if words else Mark(""), message=message, hint=hint)]
+
+
+def _restarts(group: GroupSpec) -> list[Problem]:
+    """Return what is to be said of a launcher that restarts the ranks of a gang of several tasks."""
+    for task in group.tasks if len(group.tasks) > 1 else ():
+        if task.launcher.kind == "spawn" and task.launcher.max_restarts:
+            message = "`launcher: spawn` restarts the ranks of one task only, and this group has several"
+            hint = "leave out `max_restarts`, and use `exitActions` and `retry`: they start the whole gang anew"
+            return [Problem(where=task.launcher.mark, message=message, hint=hint)]
+        if task.launcher.kind == "torchrun" and task.launcher.max_restarts:
+            message = "torchrun numbers the nodes itself when it restarts ranks: which task holds rank 0 is not known before"
+            hint = "for ranks as they stand here leave out `max_restarts`, and use `exitActions` and `retry`"
+            return [Problem(where=task.launcher.mark, severity=Severity.WARNING, message=message, hint=hint)]
+    return []

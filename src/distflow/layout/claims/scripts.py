@@ -1,0 +1,158 @@
+"""Where a task's commands stand: its argv, scripts after ``sh -c``, and the injected shell scripts that these mention.
+
+Also what is known beforehand of the variables in them. Nothing is run, and only inline ``contents`` are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from distflow.documents.problems import Mark
+from distflow.layout.claims.shell_commands import SHELLS, Command, Word, read_commands
+from distflow.spec.model import TaskSpec, Text
+
+__all__ = ["COMPUTED", "Line", "base_name", "lines_of", "nested", "variables_of"]
+
+COMPUTED = MappingProxyType(
+    {
+        "MASTER_ADDR": "{{master_addr}}",
+        "MASTER_PORT": "{{master_port}}",
+        "NODE_RANK": "{{node_rank}}",
+        "NNODES": "{{num_nodes}}",
+        "DISTFLOW_RANK_OFFSET": "{{rank_offset}}",
+        "DISTFLOW_RANK_SIZE": "{{rank_size}}",
+        "DISTFLOW_WORLD_SIZE": "{{world_size}}",
+    }
+)
+"""Variables that distflow sets for the tasks of a world, and the token that says the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A command, its text, and whether a shell reads it."""
+
+    command: Command
+    text: Text
+    """In which it stands."""
+    base: int
+    """Where the script that holds it begins in ``text``."""
+    expands: bool
+    """Whether a shell reads it, so that variables are filled in; a task's argv is handed over as it is."""
+
+    def place(self, word: Word) -> Mark:
+        """Return the line of the spec on which the word stands."""
+        return self.text.mark_at(min(self.base + word.offset, len(self.text.value)))
+
+
+def lines_of(task: TaskSpec) -> Iterator[Line]:
+    """Yield the commands of a task: of its argv, then of the shell scripts that it mentions."""
+    argv = (*task.command, *task.args)
+    words = tuple(
+        Word(raw=item.value, offset=offset, parts=(item.value,)) for item, offset in zip(argv, _offsets(argv), strict=True)
+    )
+    shell_at = next((index for index, item in enumerate(argv) if base_name(item.value) in SHELLS), len(argv))
+    started = {base_name(item.value) for item in argv[shell_at + 1 :]}
+    mentions = "\n".join(item.value for item in argv)
+    if words:
+        # Each word of argv has a place of its own: one line of the spec for each.
+        line = Line(Command(words=words), Text(mentions, argv[0].mark, tuple(_marks(argv))), 0, expands=False)
+        yield line
+        yield from nested(line)
+    waiting = [file for file in task.files if _is_shell(file.path.value, file.contents, started)]
+    reached = True
+    while reached:
+        reached = False
+        for file in list(waiting):
+            contents = file.contents
+            if contents is not None and base_name(file.path.value) in mentions:
+                waiting.remove(file)
+                reached = True
+                mentions += "\n" + contents.value
+                for command in read_commands(contents.value):
+                    line = Line(command, contents, 0, expands=True)
+                    yield line
+                    yield from nested(line)
+
+
+def nested(line: Line) -> Iterator[Line]:
+    """Yield the commands of the script in ``sh -c SCRIPT``."""
+    word = _script_in(line.command.words)
+    if word is None:
+        return
+    text = "".join(part for part in word.parts if isinstance(part, str)) if word.has_variables else word.literal
+    source = word.raw[1:-1] if line.expands and word.has_variables and word.raw[:1] == '"' else text
+    base = line.base + word.offset + (1 if line.expands and word.raw[:1] in "\"'" else 0)
+    for command in read_commands(source):
+        inner = Line(command, line.text, base, expands=True)
+        yield inner
+        yield from nested(inner)
+
+
+def _script_in(words: Sequence[Word]) -> Word | None:
+    """Return the SCRIPT of the first ``sh -c SCRIPT``; behind the name of a script file, ``-c`` is an argument of that."""
+    for index, shell in enumerate(words):
+        if base_name(shell.literal) not in SHELLS:
+            continue
+        reads, rest = False, iter(words[index + 1 :])
+        for word in rest:
+            if not word.beginning.startswith(("-", "+")):
+                if reads:
+                    return word
+                if word.beginning:
+                    break
+            reads = reads or re.fullmatch("-[A-Za-z]*c[A-Za-z]*", word.literal) is not None
+            if re.fullmatch("[-+][A-Za-z]*[oO]|--rcfile|--init-file", word.literal):
+                next(rest, None)
+    return None
+
+
+def _marks(items: Iterable[Text]) -> Iterator[Mark]:
+    for item in items:
+        for offset in [0, *(match.end() for match in re.finditer("\n", item.value))]:
+            yield item.mark_at(offset)
+
+
+def _offsets(items: Iterable[Text]) -> list[int]:
+    offsets, at = [], 0
+    for item in items:
+        offsets.append(at)
+        at += len(item.value) + 1
+    return offsets
+
+
+def base_name(path: str) -> str:
+    """Return the last component of a path."""
+    return path.rpartition("/")[2]
+
+
+def _is_shell(path: str, contents: Text | None, started: set[str]) -> bool:
+    if contents is None:
+        return False
+    name = base_name(path)
+    first = contents.value.partition("\n")[0]
+    if first.startswith("#!"):
+        return bool(SHELLS & set(re.split(r"[\s/]+", first[2:])))
+    return name in started or name.rpartition(".")[2] in SHELLS
+
+
+def variables_of(task: TaskSpec, lines: Iterable[Line]) -> dict[str, str | None]:
+    """Return what is known of the variables: distflow's own, the environment, what scripts set to one value."""
+    known: dict[str, str | None] = dict(COMPUTED)
+    known.update({name: text.value for name, text in task.environment.items()})
+    own = {name for name in COMPUTED if name not in task.environment}
+    for line in lines:
+        for name, word in line.command.assignments if line.expands else ():
+            name, value = word.value_of(name, known)  # noqa: PLW2901  arrays have a name of their own
+            if value is None and name == "MASTER_ADDR":
+                value = word.raw  # such as $(getent hosts {{host:master}}): whom it names can still be read
+            before = known.get(name)
+            is_more = name.endswith("[@]") and value is not None and before is not None and value.startswith(before)
+            if is_more or name in own or name not in known or known[name] == value:
+                known[name] = value
+                own.discard(name)
+            else:
+                known[name] = None
+    return known

@@ -1,0 +1,360 @@
+"""What a task says of its ranks: in its ``ranks`` field, its command, its environment and its injected shell scripts.
+
+``scripts`` finds the commands: the words of ``command`` and ``args``, a script after ``sh -c``, and inline shell scripts that
+one of these mentions. Other files are data: an ``add_argument("--offset")`` in Python claims nothing.
+
+Which command counts:
+
+* ``torchrun``, ``python -m torch.distributed.run`` or ``.launch``, when a training script follows. Only the options in
+  front of that script are torchrun's; what the script does with its own is not ours to judge.
+* any other command with ``--world_size`` and at least one of ``--offset`` and ``--size``. Programs that only talk about text
+  (``echo``, ``grep``, …) never count. A command with fewer of the three counts when another task of the group runs the same
+  program with more, or when several tasks run it with ``--offset`` and ``--size`` (``checks`` decides that): one
+  ``crop.py --offset 3 --size 128`` is no world.
+* a command with ``--rank`` and ``--world-size``, as in torch's ImageNet example, or a task that sets ``RANK`` and
+  ``WORLD_SIZE``, when several tasks of the group do so. They are read as torchrun's node rank and number of nodes.
+
+A value may be a token (``{{rank_offset}}``) or one of distflow's variables (``$NODE_RANK``): it then follows the computed
+layout. A variable with one literal value in the environment and the scripts is that value; any other cannot be known
+before it runs.
+
+Flags: https://docs.pytorch.org/docs/stable/elastic/run.html and OSMO's ``pytorch_dist_training`` sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from types import MappingProxyType
+
+from distflow.documents.problems import Mark
+from distflow.layout.claims.scripts import COMPUTED, Line, base_name, lines_of, nested, variables_of
+from distflow.layout.claims.shell_commands import TOKEN, Command, Word
+from distflow.spec.model import ResourceSpec, TaskSpec
+from distflow.spec.tokens import RANK_TOKENS, find_tokens
+
+__all__ = ["RANK_KEYS", "TORCHRUN_KEYS", "Claim", "Invocation", "Known", "TaskClaims", "read_claims"]
+
+RANK_KEYS = ("offset", "size", "world_size")
+TORCHRUN_KEYS = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
+_SCRIPT_KEYS = (*RANK_KEYS, "master_addr", "master_port")
+_ONE_RANK_PER_GPU = "--multiprocessing-distributed"
+"""The option of torch's ImageNet example that starts a process for each GPU; its ``--rank`` is then that of the node."""
+_TORCHRUN_SWITCHES = frozenset({"-m", "module", "no_python", "run_path", "virtual_local_rank", "use_env"})
+_TORCHRUN_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
+_TALKERS = frozenset(
+    {
+        *("echo", "printf", ":", "cat", "tee", "grep", "egrep", "sed", "awk", "test", "[", "[[", "logger", "which", "type"),
+        *("truncate", "fallocate", "losetup", "dd", "tail", "head", "split", "find", "man", "pip", "apt", "apt-get"),
+    }
+)
+"""Programs whose arguments are text, sizes of files or names, never ranks."""
+
+
+class Known(str, Enum):
+    """What is known of a claimed value before anything runs."""
+
+    LITERAL = "literal"
+    """A number or a text, as written."""
+    COMPUTED = "computed"
+    """It follows the layout that distflow computes (a token or one of its variables)."""
+    RUNTIME = "runtime"
+    """Only the running task knows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One value that a task claims, and how it is written."""
+
+    key: str
+    """One of ``RANK_KEYS`` or ``TORCHRUN_KEYS``."""
+    value: str
+    """As a shell would hand it over; for ``RUNTIME`` as it is written."""
+    where: Mark
+    """The line to change."""
+    form: str
+    """How it is written, with ``{}`` for the value: ``--offset {}``, ``--size={}``, ``offset: {}``."""
+    known: Known = Known.LITERAL
+
+    @property
+    def number(self) -> int | None:
+        """The value as an integer; ``None`` when it is no number or not known."""
+        plain = self.known is Known.LITERAL and re.fullmatch(r"[+-]?\d{1,18}", self.value)
+        return int(self.value) if plain else None
+
+    @property
+    def text(self) -> str:
+        """The claim as it is written."""
+        return self.form.format(self.value)
+
+    def written(self, value: object) -> str:
+        """Return the claim as it would be written with another value."""
+        return self.form.format(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """A command that starts processes of a world, or may."""
+
+    launcher: str
+    """``flags`` (a program with ``--offset --size --world_size``), ``torchrun``, or ``rank`` (its rank and the world size)."""
+    program: str
+    """Name of the script or module that it runs, without its directory."""
+    where: Mark
+    claims: Mapping[str, Claim]
+    """By key; the last one wins, as in ``argparse``."""
+    standalone: bool = False
+    """``torchrun --standalone``: a world of its own."""
+
+    @property
+    def rank_flags(self) -> int:
+        """How many of offset, size and world_size it names."""
+        return sum(key in self.claims for key in RANK_KEYS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskClaims:
+    """Everything that one task says of its ranks."""
+
+    task: TaskSpec
+    gpus: int | None
+    """GPUs that its resource asks for; ``None``: it does not say."""
+    field: Mapping[str, Claim] | None
+    """Of the ``ranks`` field; ``None`` without one."""
+    invocations: tuple[Invocation, ...] = ()
+    """Commands that count by themselves."""
+    others: tuple[Invocation, ...] = ()
+    """Commands with fewer rank flags than count, or none; ``checks`` compares their programs."""
+    numbered: Invocation | None = None
+    """What says the task's rank and the world size, by flags or variables; it counts when another task has one too."""
+    modules: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    """Modules that it runs by ``python -m``, each with its first place."""
+    settings: tuple[Claim, ...] = ()
+    """MASTER_ADDR and MASTER_PORT where the task sets them: in scripts, else in its environment."""
+    tokens: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    """Tokens of the layout that it uses, each with its first place."""
+
+    @property
+    def name(self) -> str:
+        """Of the task."""
+        return self.task.name
+
+
+def read_claims(task: TaskSpec, resource: ResourceSpec | None = None) -> TaskClaims:
+    """Return what ``task`` claims; ``resource`` is what it asks of its node."""
+    lines = tuple(lines_of(task))
+    variables = variables_of(task, lines)
+    found = [item for line in lines for item in _invocations(line, variables)]
+    counted = [item for item in found if _counts(item)]
+    gpus = resource.gpu if resource else None
+    return TaskClaims(
+        task=task,
+        gpus=gpus,
+        field=_field(task),
+        invocations=tuple(counted),
+        others=tuple(item for item in found if item not in counted and item.launcher == "flags"),
+        settings=tuple(_settings(task, lines, variables)),
+        numbered=None if counted else _numbered(task, lines, variables, gpus),
+        modules=MappingProxyType(dict(reversed(list(_modules(lines))))),
+        tokens=MappingProxyType(_tokens(task)),
+    )
+
+
+def _counts(item: Invocation) -> bool:
+    return item.launcher == "torchrun" or ("world_size" in item.claims and item.rank_flags > 1)
+
+
+def _field(task: TaskSpec) -> Mapping[str, Claim] | None:
+    if task.ranks is None:
+        return None
+    ranks = task.ranks
+    return {
+        key: Claim(key=key, value=str(value), where=ranks.marks.get(key, ranks.mark), form=f"{key}: {{}}")
+        for key in RANK_KEYS
+        if (value := getattr(ranks, key)) is not None
+    }
+
+
+# -- claims of one command --------------------------------------------------------------------------------------------
+
+
+def _invocations(line: Line, variables: Mapping[str, str | None]) -> Iterator[Invocation]:
+    words = line.command.words
+    if line.expands:
+        words = tuple(one for word in words for one in word.divided(variables))
+    if not words or line.command.program in _TALKERS:
+        return
+    start = _torchrun_at(words)
+    if start is None:
+        if _nested_script(line):
+            return
+        claims = dict(_flags(line, words, variables, _SCRIPT_KEYS))
+        yield Invocation(launcher="flags", program=_script(words), where=line.place(words[0]), claims=claims)
+        return
+    end = _torchrun_end(words, start)
+    if end < len(words):
+        claims = dict(_flags(line, words[start:end], variables, TORCHRUN_KEYS))
+        standalone = any(_key(word.literal) == "standalone" for word in words[start:end])
+        where = line.place(words[max(0, start - 1)])
+        program = base_name(words[end].literal)
+        yield Invocation(launcher="torchrun", program=program, where=where, claims=claims, standalone=standalone)
+
+
+def _nested_script(line: Line) -> bool:
+    return next(nested(line), None) is not None
+
+
+def _torchrun_at(words: tuple[Word, ...]) -> int | None:
+    """Return the index after ``torchrun`` (or ``-m torch.distributed.run``); ``None`` when it is not there."""
+    for index, word in enumerate(words):
+        if base_name(word.literal) == "torchrun":
+            return index + 1
+        if word.literal in _TORCHRUN_MODULES and index and words[index - 1].literal == "-m":
+            return index + 1
+    return None
+
+
+def _torchrun_end(words: tuple[Word, ...], start: int) -> int:
+    """Return the index of the training script: the first word that is neither an option of torchrun nor its value."""
+    index = start
+    while index < len(words):
+        # An option whose value a shell fills in (`--nnodes=$N`) is one all the same.
+        text = words[index].beginning
+        if not text.startswith("-"):
+            return index
+        takes_none = "=" in text or text in _TORCHRUN_SWITCHES or _key(text) in {*_TORCHRUN_SWITCHES, "standalone"}
+        index += 1 if takes_none else 2
+    return index
+
+
+def _key(option: str) -> str:
+    return option[2:].partition("=")[0].replace("-", "_") if option.startswith("--") else ""
+
+
+def _script(words: tuple[Word, ...]) -> str:
+    """Return the name of what a command runs: its Python script or module, else its program."""
+    for before, word in pairwise(words):
+        if word.literal.endswith(".py") or before.literal == "-m":
+            return base_name(word.literal)
+    return base_name(words[0].literal)
+
+
+def _flags(
+    line: Line, words: tuple[Word, ...], variables: Mapping[str, str | None], keys: tuple[str, ...]
+) -> Iterator[tuple[str, Claim]]:
+    for index, word in enumerate(words):
+        option, equals, _ = word.beginning.partition("=")
+        key = _key(option)
+        key = {"nproc": "nproc_per_node"}.get(key, key)
+        if key not in keys:
+            continue
+        if equals:
+            yield key, _claim(line, word.without(len(option) + 1), key, option + "={}", variables)
+        elif index + 1 < len(words):
+            value = words[index + 1]
+            yield key, _claim(line, value, key, option + " {}", variables)
+
+
+def _claim(line: Line, word: Word, key: str, form: str, variables: Mapping[str, str | None]) -> Claim:
+    where = line.place(word)
+    value = word.expanded(variables) if line.expands else "".join(str(part) for part in word.parts)
+    if value is None:
+        return Claim(key=key, value=word.raw, where=where, form=form, known=Known.RUNTIME)
+    token = TOKEN.search(value)
+    computed = token is not None and token.group(1) in RANK_TOKENS
+    return Claim(key=key, value=value, where=where, form=form, known=Known.COMPUTED if computed else Known.LITERAL)
+
+
+# -- a rank and the world size --------------------------------------------------------------------------------------------
+
+
+def _numbered(
+    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
+) -> Invocation | None:
+    """Return the rank and the world size that a task says by flags of its program, else by variables; both or nothing.
+
+    A world of one rank is a task on its own, unless a ``ranks`` field stands next to it.
+    """
+    found = _said_number(task, lines, variables, gpus)
+    is_alone = found is not None and "nnodes" in found.claims and found.claims["nnodes"].number == 1
+    return None if is_alone else found
+
+
+def _said_number(
+    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
+) -> Invocation | None:
+    if task.launcher.starts_ranks or (task.ranks is not None and (task.ranks.size or gpus or 1) != 1):
+        return None  # the launcher, or the program, gives them to its processes
+    # Next to a `ranks` field they repeat its numbers; else a task is one of so many.
+    rank, world_size = ("offset", "world_size") if task.ranks is not None else ("node_rank", "nnodes")
+    for line in lines:
+        words = line.command.words
+        if not words or line.command.program in _TALKERS or _nested_script(line):
+            continue
+        said = dict(_flags(line, words, variables, ("rank", "world_size", "dist_url")))
+        url = said.pop("dist_url", None)
+        claims = {{"rank": rank, "world_size": world_size}[key]: claim for key, claim in said.items()}
+        if len(claims) > 1 and not any((claim.number or 0) < 0 for claim in claims.values()):
+            if url is not None and url.value.startswith("tcp://"):
+                form = url.form.replace("{}", "tcp://{}")
+                value = url.value.removeprefix("tcp://")
+                claims["rdzv_endpoint"] = dataclasses.replace(url, key="rdzv_endpoint", value=value, form=form)
+            if gpus and any(word.literal == _ONE_RANK_PER_GPU for word in words):
+                where = line.place(words[0])
+                claims["nproc_per_node"] = Claim(key="nproc_per_node", value="gpu", where=where, form=_ONE_RANK_PER_GPU)
+            return _numbering(_script(words), claims)
+    names = {"RANK": rank, "WORLD_SIZE": world_size}
+    set_to = {claim.key: claim for claim in _settings(task, lines, variables, names)}
+    return _numbering(task.name, set_to) if len(set_to) == len(names) else None
+
+
+def _numbering(program: str, claims: Mapping[str, Claim]) -> Invocation:
+    own = {key: dataclasses.replace(claim, key=key) for key, claim in claims.items()}
+    return Invocation(launcher="rank", program=program, where=min(claim.where for claim in own.values()), claims=own)
+
+
+def _modules(lines: Iterable[Line]) -> Iterator[tuple[str, Mark]]:
+    for line in lines:
+        for before, word in pairwise(line.command.words):
+            if before.literal == "-m" and word.literal:
+                yield word.literal, line.place(word)
+
+
+# -- settings and tokens --------------------------------------------------------------------------------------------------
+
+_MASTER = MappingProxyType({"MASTER_ADDR": "master_addr", "MASTER_PORT": "master_port"})
+
+
+def _settings(
+    task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], names: Mapping[str, str] = _MASTER
+) -> Iterator[Claim]:
+    """Yield where these variables are set, under their keys: scripts come after the environment, so theirs counts."""
+    found: set[str] = set()
+    for line in lines:
+        for name, word in line.command.assignments:
+            if name in names and line.expands:
+                found.add(name)
+                # Its own name on the right side means what was there before: $MASTER_ADDR is distflow's.
+                own = task.environment[name].value if name in task.environment else COMPUTED.get(name)
+                yield _claim(line, word, names[name], name + "={}", {**variables, name: own})
+    for name, key in names.items():
+        if name in task.environment and name not in found:
+            text = task.environment[name]
+            word = Word(raw=text.value, offset=0, parts=(text.value,))
+            line = Line(Command(words=(word,)), text, 0, expands=False)
+            yield _claim(line, word, key, name + ": {}", variables)
+
+
+def _tokens(task: TaskSpec) -> dict[str, Mark]:
+    texts = [*task.command, *task.args, *task.environment.values()]
+    texts += [file.contents for file in task.files if file.contents is not None]
+    found: dict[str, Mark] = {}
+    for text in texts:
+        for token in find_tokens(text.value):
+            if token.name in RANK_TOKENS:
+                found.setdefault(token.name, text.mark_at(token.offset))
+    return found

@@ -1,0 +1,1 @@
+"""The placement of tasks on nodes."""

@@ -1,0 +1,274 @@
+"""Which node takes which task: pure, the same answer for the same question.
+
+Used for the placement that a submission proposes, and by the queue. Tasks are placed in their order (that of node ranks), each
+on the first node that fits. When that leaves one over, tasks of one world on nodes of their own are matched exactly (augmenting
+paths), and anything else is searched within bounds, so that a gang which fits is not refused for the order of its nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from distflow.pools.model import Node
+from distflow.spec.model import Near
+
+__all__ = ["Demand", "Free", "Placement", "Unplaced", "place"]
+
+_STEPS = 20_000
+"""How many tries a search may take before a gang is refused."""
+_Ask = tuple[object, ...]
+"""What a task asks for, without its name: equal for tasks that go on the same nodes."""
+_UNITS = ((1024**4, "Ti"), (1024**3, "Gi"), (1024**2, "Mi"), (1024, "Ki"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one task asks of its node."""
+
+    task: str
+    gpus: int = 0
+    cpus: int = 0
+    """Cores."""
+    memory: int = 0
+    """Bytes."""
+    platform: str | None = None
+    """``None``: any."""
+    nodes_excluded: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """What the node's labels must say."""
+    near: tuple[Near, ...] = ()
+    """Which tasks it stands near to (``layout.placement.topology``); not looked at here."""
+    spread: str | None = None
+    """Tasks with the same key stand on nodes of their own (those of one world); ``None``: beside anything that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """What a node has left; ``None`` is not known, so not counted."""
+
+    node: str
+    gpus: int | None = None
+    cpus: int | None = None
+    memory: int | None = None
+    """Bytes."""
+    platform: str | None = None
+    labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    all_gpus: int | None = None
+    """What the node has when nothing runs there; ``None``: as much as is free."""
+    all_cpus: int | None = None
+    all_memory: int | None = None
+    closed: str = ""
+    """Why nothing may be placed there for now, in words."""
+    note: str = ""
+    """Why it has less than one would expect, in words."""
+
+    @classmethod
+    def whole(cls, node: Node) -> Free:
+        """Return a node of a pool with nothing running on it."""
+        return cls(
+            node=node.name, gpus=node.gpus, cpus=node.cpus, memory=node.memory, platform=node.platform, labels=node.labels
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A node for every task."""
+
+    nodes: Mapping[str, str]
+    """Task → node, in the order of the tasks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplaced:
+    """A task that no node can take, beside the others of its gang."""
+
+    task: str
+    reasons: tuple[str, ...]
+    """For each node, in words: ``gpu1: 4 of 8 GPUs free, 8 asked``."""
+
+
+def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
+    """Return a node for every task, all or none: then why, for each task that was left over.
+
+    ``shared`` lets tasks of one world stand on one node (pool ``local``: this machine is all there is).
+    """
+    if shared:
+        demands = [replace(demand, spread=None) for demand in demands]
+    asks = [_what(demand) for demand in demands]
+    chosen, left = _greedy(demands, asks, nodes)
+    # Of tasks that all ask the same, those are placed that can be.
+    if left and len(set(asks)) > 1:
+        chosen = _matched(demands, nodes) or _searched(demands, nodes) or chosen
+    if len(chosen) == len(demands):
+        names = {demands[task].task: nodes[at].node for task, at in sorted(chosen.items())}
+        return Placement(nodes=MappingProxyType(names))
+    beside: dict[int, list[int]] = {}
+    for task, at in chosen.items():
+        beside.setdefault(at, []).append(task)
+    unplaced = [task for task in range(len(demands)) if task not in chosen]
+    one_of_each = {asks[task]: demands[task] for task in unplaced}
+    reasons = {ask: _reasons(demand, demands, nodes, beside) for ask, demand in one_of_each.items()}
+    return tuple(Unplaced(task=demands[task].task, reasons=reasons[asks[task]]) for task in unplaced)
+
+
+def _greedy(demands: Sequence[Demand], asks: Sequence[_Ask], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
+    """Place each task on the first node that fits; return task → node by index, and the tasks left over."""
+    chosen: dict[int, int] = {}
+    left: list[int] = []
+    state = list(nodes)
+    held: set[tuple[int, str]] = set()
+    start = 0
+    for task, demand in enumerate(demands):
+        # Nodes that were too full for the task before are too full for its like.
+        if task and asks[task] != asks[task - 1]:
+            start = 0
+        for at in range(start, len(state)):
+            if (at, demand.spread) not in held and not _lacks(demand, state[at]):
+                chosen[task] = start = at
+                state[at] = _less(state[at], demand)
+                if demand.spread is not None:
+                    held.add((at, demand.spread))
+                break
+        else:
+            start = len(state)
+            left.append(task)
+    return chosen, left
+
+
+def _matched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]:
+    """Return the largest matching when all tasks stand on nodes of their own; empty when they need not.
+
+    Augmenting paths (Kuhn), written as a loop: a path may be as long as there are tasks.
+    """
+    if len({demand.spread for demand in demands}) != 1 or demands[0].spread is None:
+        return {}
+    fitting = [[at for at, node in enumerate(nodes) if not _lacks(demand, node)] for demand in demands]
+    taken: dict[int, int] = {}
+    for start in range(len(demands)):
+        came: dict[int, int] = {}
+        queue = [start]
+        end = None
+        while queue and end is None:
+            task = queue.pop(0)
+            for at in fitting[task]:
+                if at in came:
+                    continue
+                came[at] = task
+                if at not in taken:
+                    end = at
+                    break
+                queue.append(taken[at])
+        while end is not None:
+            task = came[end]
+            before = next((at for at, holder in taken.items() if holder == task), None)
+            taken[end] = task
+            end = before
+            if task == start:
+                break
+    return {task: at for at, task in taken.items()}
+
+
+def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]:
+    """Return a complete placement found by trying, the tasks with the fewest nodes first; empty when none was found."""
+    if len({demand.spread for demand in demands}) == 1 and demands[0].spread is not None:
+        return {}  # the matching was exact
+    fitting = [[at for at, node in enumerate(nodes) if not _lacks(demand, node)] for demand in demands]
+    order = sorted(range(len(demands)), key=lambda task: (len(fitting[task]), -demands[task].gpus, task))
+    state = list(nodes)
+    held: set[tuple[int, str]] = set()
+    path: list[tuple[int, int, Free]] = []
+    tries = [iter(fitting[order[0]])]
+    for _ in range(_STEPS):
+        task = order[len(path)]
+        demand = demands[task]
+        for at in tries[-1]:
+            if (at, demand.spread) not in held and not _lacks(demand, state[at]):
+                path.append((task, at, state[at]))
+                state[at] = _less(state[at], demand)
+                if demand.spread is not None:
+                    held.add((at, demand.spread))
+                break
+        else:
+            tries.pop()
+            if not path:
+                return {}
+            back, at, before = path.pop()
+            state[at] = before
+            held.discard((at, demands[back].spread or ""))
+            continue
+        if len(path) == len(order):
+            return {task: at for task, at, _ in path}
+        tries.append(iter(fitting[order[len(path)]]))
+    return {}
+
+
+def _what(demand: Demand) -> _Ask:
+    """Return what is asked, whoever asks."""
+    labels = tuple(sorted(demand.labels.items()))
+    return (demand.gpus, demand.cpus, demand.memory, demand.platform, demand.nodes_excluded, labels, demand.spread)
+
+
+def _less(node: Free, demand: Demand) -> Free:
+    return replace(
+        node,
+        gpus=None if node.gpus is None else node.gpus - demand.gpus,
+        cpus=None if node.cpus is None else node.cpus - demand.cpus,
+        memory=None if node.memory is None else node.memory - demand.memory,
+    )
+
+
+def _lacks(demand: Demand, node: Free) -> str:
+    """Return what the node lacks for the task, in words; empty when it fits."""
+    if node.closed:
+        return node.closed
+    if node.node in demand.nodes_excluded:
+        return "excluded by nodesExcluded"
+    if demand.platform is not None and node.platform is not None and demand.platform != node.platform:
+        return f"platform {node.platform}, {demand.platform} asked"
+    for key, value in demand.labels.items():
+        if node.labels.get(key) != value:
+            return f"{key} {node.labels[key]}, {value} asked" if key in node.labels else f"no label {key}, {value} asked"
+    note = f" ({node.note})" if node.note else ""
+    if node.gpus is not None and demand.gpus > node.gpus:
+        return f"{_of(node.gpus, node.all_gpus)} GPUs free, {demand.gpus} asked{note}"
+    if node.cpus is not None and demand.cpus > node.cpus:
+        return f"{_of(node.cpus, node.all_cpus)} CPUs free, {demand.cpus} asked{note}"
+    if node.memory is not None and demand.memory > node.memory:
+        free = _bytes(node.memory)
+        free += f" of {_bytes(node.all_memory)}" if node.all_memory is not None else ""
+        return f"{free} memory free, {_bytes(demand.memory)} asked{note}"
+    return ""
+
+
+def _of(free: int, everything: int | None) -> str:
+    return f"{free} of {everything}" if everything is not None else str(free)
+
+
+def _bytes(count: int) -> str:
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f}{name}".replace(".0", "")
+    return f"{count}B"
+
+
+def _reasons(
+    demand: Demand, demands: Sequence[Demand], nodes: Sequence[Free], beside: Mapping[int, Sequence[int]]
+) -> tuple[str, ...]:
+    """Return for each node why it does not take what is asked; ``beside``: the tasks that each takes."""
+    reasons = []
+    for at, node in enumerate(nodes):
+        others = beside.get(at, ())
+        left = node
+        for other in others:
+            left = _less(left, demands[other])
+        lacks = _lacks(demand, node)
+        world = [demands[other].task for other in others if demand.spread and demands[other].spread == demand.spread]
+        if not lacks and world:
+            lacks = f"taken by {world[0]} of the same world"
+        elif not lacks and (less := _lacks(demand, left)):
+            names = ", ".join(demands[other].task for other in others)
+            lacks = f"{less} beside {names}"
+        reasons.append(f"{node.node}: {lacks or 'fits alone, but not with the rest of its gang'}")
+    return tuple(reasons) or ("the pool has no nodes",)

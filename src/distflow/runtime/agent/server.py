@@ -1,0 +1,410 @@
+"""The agent: speaks for the node over one connection (docs/agent-protocol.md), and ends with it.
+
+It keeps nothing that matters: what it knows of attempts it reads from their files, and what must outlive it is in their pairs.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
+
+from distflow.runtime import processes
+from distflow.runtime.agent.log_streams import Tails
+from distflow.runtime.agent.loop import Loop
+from distflow.runtime.agent.watches import Watch, Watches
+from distflow.runtime.cleanup import orphans
+from distflow.runtime.clock import now
+from distflow.runtime.files import attempt_files, attempts, blobs, log_files, records
+from distflow.runtime.guard import command
+from distflow.runtime.leases.machine_ids import machine_of
+from distflow.runtime.probes import facts
+from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
+
+if TYPE_CHECKING:
+    from distflow.runtime.agent.maintenance import Upkeep
+
+__all__ = ["serve"]
+
+_IDLE_S = 30.0
+_BULK = 128 * 1024
+_WORDS = 500
+_LOCK_S = 0.05
+_LOCK_TRIES = 1200
+
+
+def serve(root: str, umask: int) -> None:
+    """Serve the connection on standard input and output until it ends. ``umask``: the node's usual one, for commands."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    os.set_inheritable(incoming, False)
+    os.set_inheritable(outgoing, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # whatever prints by mistake must not land between messages
+    os.close(null)
+    for fd in (incoming, outgoing):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    processes.rename_self("df-agent")
+    processes.hide_memory()  # of the pairs that it forks, too: they know secrets for longer than we do
+    processes.adopt_orphans()
+    processes.open_many()
+    _Agent(root, incoming, outgoing, umask).run()
+    os._exit(0)  # nothing is left to tidy up, and an interpreter takes its time
+
+
+class _Answer:
+    """The answer to one request; it may be given later."""
+
+    def __init__(self, agent: _Agent, number: object) -> None:
+        self._agent = agent
+        self._number = number
+
+    def __call__(self, result: Json) -> None:
+        self._agent.send(dict(result, id=self._number, ok=True))
+
+    def refuse(self, error: OpError) -> None:
+        self._agent.send({"id": self._number, "ok": False, "error": error.as_json()})
+
+    def either(self, result: Union[Json, OpError]) -> None:
+        """Answer with what a job gave."""
+        if isinstance(result, OpError):
+            self.refuse(result)
+        else:
+            self(result)
+
+
+class _Agent:
+    def __init__(self, root: str, incoming: int, outgoing: int, umask: int) -> None:
+        self._root = root
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._umask = umask
+        self._loop = Loop()
+        self._reader = LineReader()
+        self._queue = OutQueue()
+        self._idle_s = _IDLE_S
+        self._heard_at = time.monotonic()
+        self._tails = Tails(lambda event: self.send(event, bulk=True), lambda: self._queue.bulk_bytes < _BULK)
+        self._watches = Watches(self._loop, root, self.send, self._tails.grown)
+        self._preparing: Dict[str, List[_Answer]] = {}
+        self._releasing: Dict[str, List[_Answer]] = {}
+        self._loop.watch(incoming, selectors.EVENT_READ, self._read)
+        self._loop.later(self._idle_s, self._check_idle)
+        self._upkeep: Optional[Upkeep] = None
+        self._ops: Dict[str, Callable[[Json, _Answer], None]] = {
+            "hello": self._hello,
+            "ping": self._ping,
+            "lease": self._lease,
+            "stage": lambda request, answer: answer({"missing": blobs.missing(root, request["blobs"])}),
+            "prepare": self._prepare,
+            "start": self._start,
+            "stop": self._stop,
+            "release": self._release,
+            "tail": self._tail,
+            "untail": self._untail,
+            "credit": self._credit,
+        }
+
+    def run(self) -> None:
+        """Serve until the other side is gone or silent."""
+        self._loop.run()
+
+    # -- the connection
+
+    def send(self, message: Json, bulk: bool = False) -> None:
+        """Queue a message."""
+        self._queue.put(encode(message), bulk=bulk)
+        self._loop.watch(self._outgoing, selectors.EVENT_WRITE, self._write)
+
+    def _write(self, _events: int) -> None:
+        try:
+            self._queue.write_to(self._outgoing)
+        except OSError:
+            self._loop.is_over = True
+            return
+        self._tails.pump()
+        if not self._queue:
+            self._loop.watch(self._outgoing, 0, self._write)
+
+    def _read(self, _events: int) -> None:
+        try:
+            data = os.read(self._incoming, 262144)
+            requests = self._reader.feed(data)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data, requests = b"", []
+        for request in requests:
+            self._heard_at = time.monotonic()
+            self._dispatch(request)
+        if not data:
+            self._loop.is_over = True
+
+    def _check_idle(self) -> None:
+        left = self._heard_at + self._idle_s - time.monotonic()
+        if left <= 0:
+            self._loop.is_over = True
+        else:
+            self._loop.later(left, self._check_idle)
+
+    def _dispatch(self, request: Json) -> None:
+        answer = _Answer(self, request.get("id"))
+        op = self._ops.get(str(request.get("op")), self._look_after)
+        try:
+            op(request, answer)
+        except attempts.TaskIsLocked as error:  # by the agent of a connection that broke, perhaps: it does not know that yet
+            tries = int(request.get("tries") or 0)
+            if tries < _LOCK_TRIES:
+                self._loop.later(_LOCK_S, lambda: self._dispatch(dict(request, tries=tries + 1)))
+            else:
+                answer.refuse(error)
+        except OpError as error:
+            answer.refuse(error)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            answer.refuse(OpError("bad_request", "a field is missing or wrong: {!r}".format(error)))
+        except OSError as error:
+            answer.refuse(OpError.from_os(error, "{} failed".format(request.get("op"))))
+        except Exception as error:  # one request must not end the agent, which speaks for every attempt on the node
+            sys.excepthook(type(error), error, error.__traceback__)
+            answer.refuse(OpError("internal", "{} failed: {!r}".format(request.get("op"), error)[:_WORDS]))
+
+    # -- operations
+
+    def _hello(self, request: Json, answer: _Answer) -> None:
+        watches = [self._watches.get(attempt) for attempt in request.get("watch") or []]
+        if request.get("idle_timeout_s"):
+            self._idle_s = float(request["idle_timeout_s"])
+            self._check_idle()
+
+        def known(result: Union[Json, OpError]) -> None:
+            statuses = {}
+            for watch in watches:
+                watch.told = statuses[watch.attempt] = self._watches.status(watch)
+            if isinstance(result, OpError):
+                answer.refuse(result)
+            else:
+                answer({"facts": dict(result, agent_pid=os.getpid()), "attempts": statuses})
+
+        lease_dir = str(request.get("lease_dir") or "")
+        absent = [watch.attempt for watch in watches if watch.link is None and self._watches.status(watch)["phase"] == "absent"]
+
+        def look() -> Json:
+            for attempt in absent:  # whoever asks counts on it that nothing of them runs
+                orphans.settle(self._root, attempt)
+            return dict(facts.gather(self._root), machine=machine_of(lease_dir))
+
+        self._loop.job(look, known, is_quick=facts.is_quick() and not absent)
+
+    def _lease(self, request: Json, answer: _Answer) -> None:
+        if request.get("gpus") and "users" not in request:
+            from distflow.runtime.leases import gpu_users
+
+            def found(seen: Union[Json, OpError]) -> None:
+                known = {"users": []} if isinstance(seen, OpError) else seen
+                self._dispatch(dict(request, **known))
+
+            with_users = not request.get("share_gpus")
+            self._loop.job(lambda: gpu_users.look(with_users), found, is_quick=facts.is_quick())
+            return
+        attempt = request["attempt"]
+        # Given back and asked for again in one breath: what is there is on its way out.
+        if attempt in self._releasing:
+            raise attempts.TaskIsLocked("what was leased before is not given back yet")
+        directory = attempts.directory_of(self._root, attempt)
+        phase = attempts.read_status(directory)["phase"]
+        if phase == "ended":
+            raise OpError("conflict", "this attempt has ended; a new one needs a new number")
+        if phase != "absent":
+            self._watches.get(attempt)
+            state = records.read_state(directory) or {}
+            answer(_lease_of(state))
+            return
+
+        def up() -> None:
+            state = records.read_state(directory)
+            if state is None:
+                why = records.read_text(directory, "pair.log").split("\n")[-1] or "they were killed"
+                answer.refuse(OpError("internal", "the attempt's two processes did not come up: {}".format(why)))
+            else:
+                answer(_lease_of(state))
+
+        # Reachable and yet unknown: its pair is just coming up, forked by us or by an agent that was killed meanwhile.
+        if not attempts.is_reachable(directory):
+            self._loop.children.add(attempts.create(self._root, request, self._umask))
+        self._watches.expect(attempt, up)
+
+    def _prepare(self, request: Json, answer: _Answer) -> None:
+        watch = self._known(request)
+        launch = command.fill(attempt_files.checked(request["launch"]), watch.directory)
+        if watch.attempt in self._preparing:
+            self._preparing[watch.attempt].append(answer)
+            return
+        phase = self._watches.status(watch)["phase"]
+        if phase != "leased":
+            if phase == "ended":
+                raise OpError("conflict", "this attempt has ended")
+            answer({"prepared": True})
+            return
+        lock = attempts.lock_files(watch.directory)
+        waiting = self._preparing[watch.attempt] = [answer]
+
+        def finish(result: Union[Json, OpError]) -> None:
+            os.close(lock)
+            self._preparing.pop(watch.attempt, None)
+            for one in waiting:
+                one.either(result)
+
+        def placed(result: Union[Json, OpError]) -> None:
+            if isinstance(result, OpError):
+                finish(result)
+                return
+            private = {key: value for key, value in launch.items() if key != "files"}
+            self._ask(watch, {"op": "prepare", "launch": private}, told)
+
+        def told(result: Optional[Json], error: Optional[OpError]) -> None:
+            if result is None and error is None:
+                error = OpError("conflict", "this attempt has ended")
+            finish(error or {"prepared": True})
+
+        def work() -> Json:
+            attempt_files.place(self._root, watch.directory, launch)
+            if request.get("memo"):
+                attempt_files.write_memo(watch.directory, str(request["memo"]))
+            return {}
+
+        self._loop.job(work, placed, is_quick=attempt_files.is_quick(launch))
+
+    def _start(self, request: Json, answer: _Answer) -> None:
+        watch = self._known(request)
+        if watch.is_leaving and self._watches.status(watch)["started_at"] is None:
+            raise attempts.TaskIsLocked("the attempt's two processes cannot be reached")  # for a moment, or they are gone
+
+        def told(result: Optional[Json], error: Optional[OpError]) -> None:
+            if error is not None:
+                answer.refuse(error)
+                return
+            status = result or self._watches.status(watch)
+            if status.get("started_at") is None:
+                answer.refuse(OpError("conflict", "this attempt has ended without having run"))
+            else:
+                answer({"started_at": status["started_at"], "pid": status["pid"]})
+
+        self._ask(watch, {"op": "start"}, told)
+
+    def _stop(self, request: Json, answer: _Answer) -> None:
+        watch = self._watches.get(request["attempt"])
+        grace_s, why = float(request.get("grace_s") or 0), str(request.get("why") or "")
+        if watch.link is None and self._watches.status(watch)["phase"] == "absent":
+            unknown = _unknown(watch)
+            self._loop.job(lambda: orphans.settle(self._root, watch.attempt), lambda _result: answer.refuse(unknown))
+            return
+
+        def told(_result: Optional[Json], error: Optional[OpError]) -> None:
+            answer.either(error or {})
+
+        self._watches.note_stop(watch, why)
+        if watch.link is None:
+            self._watches.stop_unheard(watch)
+        self._ask(watch, {"op": "stop", "grace_s": grace_s, "why": why}, told)
+        self._watches.stop_the_suspended(watch, grace_s)
+
+    def _release(self, request: Json, answer: _Answer) -> None:
+        watch = self._watches.get(request["attempt"])
+        if watch.attempt in self._releasing:
+            self._releasing[watch.attempt].append(answer)
+            return
+        if not os.path.isdir(watch.directory):
+            answer({})
+            return
+        if watch.link is None and self._is_coming_up(watch):
+            self._watches.expect(watch.attempt, lambda: self._release(request, answer))
+            return
+        attempts.keep_place(watch.attempt, request.get("waits") or {})
+        self._watches.end_unreached(watch)
+        self._releasing[watch.attempt] = [answer]
+
+        def finish(result: Union[Json, OpError]) -> None:
+            for one in self._releasing.pop(watch.attempt):
+                one.either(result)
+
+        def work() -> Json:
+            attempts.remove(watch.directory)
+            return {}
+
+        def remove() -> None:
+            if self._watches.status(watch)["started_at"] is not None:
+                finish(OpError("conflict", "it has run: `clean` removes it"))
+                return
+            self._watches.forget(watch.attempt)
+            self._loop.job(work, finish)
+
+        def told(_result: Optional[Json], error: Optional[OpError]) -> None:
+            if error is not None:
+                finish(error)
+            elif watch.link is None and not attempts.is_reachable(watch.directory):
+                remove()
+            else:
+                watch.when_gone.append(remove)
+
+        self._ask(watch, {"op": "release"}, told)
+        self._watches.stop_the_suspended(watch, 0.0)
+
+    def _tail(self, request: Json, answer: _Answer) -> None:
+        watch = self._known(request)
+        name, offset = str(request["file"]), int(request.get("offset") or 0)
+        if not log_files.is_output(name):
+            raise OpError("bad_request", "`file` is `output.log`, `output.idx` or a later part of them, not {!r}".format(name))
+        has_ended = self._watches.status(watch)["phase"] == "ended"
+        answer({})
+        self._tails.add(int(request["stream"]), watch.attempt, watch.directory, name, offset, has_ended)
+
+    def _untail(self, request: Json, answer: _Answer) -> None:
+        self._tails.remove(int(request["stream"]))
+        answer({})
+
+    def _ping(self, _request: Json, answer: _Answer) -> None:
+        answer({"now": now()})
+        self._watches.tell_beats()
+
+    def _credit(self, request: Json, answer: _Answer) -> None:
+        self._tails.credit(int(request["stream"]), int(request["bytes"]))
+        if request.get("id") is not None:
+            answer({})
+
+    def _look_after(self, request: Json, answer: _Answer) -> None:
+        if self._upkeep is None:
+            # Gangs do not need it, and every import delays every start.
+            from distflow.runtime.agent.maintenance import Upkeep
+
+            self._upkeep = Upkeep(self._loop, self._root, self._umask, self._watches)
+        self._upkeep.do(request, answer.either)
+
+    # -- small things
+
+    def _known(self, request: Json) -> Watch:
+        watch = self._watches.get(request["attempt"])
+        if self._watches.status(watch)["phase"] == "absent":
+            raise _unknown(watch)
+        return watch
+
+    def _is_coming_up(self, watch: Watch) -> bool:
+        """Whether the attempt has a pair that has not said a word yet."""
+        return self._watches.status(watch)["phase"] == "absent" and attempts.is_reachable(watch.directory)
+
+    def _ask(self, watch: Watch, question: Json, told: Callable[[Optional[Json], Optional[OpError]], None]) -> None:
+        if watch.link is None:
+            told(None, None)
+        else:
+            watch.link.ask(question, told)
+
+
+def _unknown(watch: Watch) -> OpError:
+    return OpError("not_found", "the attempt {} is not on this node".format(watch.attempt))
+
+
+def _lease_of(state: Json) -> Json:
+    return {name: state.get(name) for name in ("gpu_ids", "port", "link_port")}

@@ -1,0 +1,1 @@
+"""Removing what ended workflows left on the node."""

@@ -1,0 +1,275 @@
+"""Finding what earlier attempts left on the node, whoever started them and however they ended, and ending it.
+
+A process is a leftover when it carries an attempt's mark in its environment, or belongs to the session of an attempt's command,
+while nobody of that attempt's pair lives. Only those of attempts in this root are ended: another root is another's to reap.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from distflow.runtime import processes
+from distflow.runtime.cleanup import orphans
+from distflow.runtime.clock import now
+from distflow.runtime.files import attempts, records, root_directory
+from distflow.runtime.guard import cgroups, containers
+from distflow.runtime.guard.kill_tree import Hunt
+from distflow.runtime.leases import gpu_users
+from distflow.runtime.probes.facts import user_name
+from distflow.runtime.processes import Process
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["reap"]
+
+_LIMIT_S = 30.0
+_GUARDS = ("df-runner", "df-keeper")
+_SLACK_S = 2.0
+"""How far the times of a process and of a record may be apart for want of precision."""
+
+
+class _Claim(NamedTuple):
+    """What makes a process a leftover."""
+
+    attempt: str
+    why: str
+    is_ours: bool
+
+
+def reap(root: str, request: Json) -> Json:
+    """End every leftover, record the ends of attempts that nobody watches, and say what was found; ``dry_run`` only says."""
+    scene = _Scene(root)
+    found = scene.leftovers()
+    boxes = scene.containers()
+    answer: Json = {
+        "processes": _describe(found),
+        "containers": [box for box, _ in boxes],
+        "settled": [],
+        "left": [],
+        "message": "",
+    }
+    if request.get("dry_run"):
+        answer["settled"] = scene.unsettled()
+        return answer
+    for box, handle in boxes:
+        box["error"] = containers.remove(handle) if box["is_ours"] else None
+    hunt = Hunt(scene.prey, scene.is_ours)
+    until = time.monotonic() + _LIMIT_S
+    while hunt.step() and not hunt.is_over and time.monotonic() < until:
+        select.select([], [], [], hunt.pause_s)
+    _prove(scene, [box for box, _ in boxes if box["is_ours"]], until)
+    answer["left"] = _describe([(process, claim) for process, claim in scene.leftovers() if claim.is_ours])
+    if answer["left"]:
+        answer["message"] = hunt.message or "it does not end: it hangs in a driver or in a file system that does not answer"
+    busy = {one["attempt"] for one in answer["left"]}
+    for name in scene.unsettled():
+        if name not in busy:
+            orphans.settle(root, name)
+            answer["settled"].append(name)
+    cgroups.sweep()
+    return answer
+
+
+def _prove(scene: _Scene, boxes: List[Json], until: float) -> None:
+    """Look until the containers are gone: an engine that is still at it refuses a second time, and that is no error."""
+    left = boxes
+    while left:
+        there = {box["name"] for box, _ in scene.containers()}
+        left = [box for box in left if box["name"] in there]
+        if not left or time.monotonic() >= until:
+            break
+        select.select([], [], [], 0.2)
+    for box in boxes:
+        box["error"] = (box["error"] or "its engine does not remove it") if box in left else None
+
+
+class _Scene:
+    """The attempts of one root, and what of the processes there are belongs to one that is over."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._boot = processes.boot_id()
+        self._sessions: Dict[int, List[Tuple[str, Json]]] = {}
+        self._cgroups: Dict[str, str] = {}
+        self._engines: List[Tuple[str, Dict[str, str]]] = containers.engines()
+        for workflow in attempts.workflows(root):
+            for name, directory in attempts.each(root, workflow):
+                self._add(name, records.read_state(directory) or {})
+        line, parent = [os.getpid()], processes.read_process(os.getpid())
+        while parent is not None and parent.ppid > 1:
+            line.append(parent.ppid)
+            parent = processes.read_process(parent.ppid)
+        self._line = frozenset(line)
+        """We ourselves, and whatever started us."""
+
+    def _add(self, name: str, state: Json) -> None:
+        session = int((state.get("command") or {}).get("pid") or 0)
+        if session > 1 and state.get("boot_id") == self._boot:
+            self._sessions.setdefault(session, []).append((name, state))
+        group = cgroups.name_of(state.get("command") or {})
+        if group and state.get("boot_id") == self._boot:
+            self._cgroups[group] = name
+        known = state.get("container")
+        if known and (known["program"], known["env"]) not in self._engines:
+            self._engines.append((known["program"], known["env"]))
+
+    def unsettled(self) -> List[str]:
+        """Attempts of this machine without a pair and without a recorded end; several machines may share a root over NFS."""
+        found = []
+        for workflow in attempts.workflows(self._root):
+            for name, directory in attempts.each(self._root, workflow):
+                state = records.read_state(directory)
+                if state is None or (state.get("boot_id") != self._boot and state.get("host") != os.uname().nodename):
+                    continue
+                # In this order: who watches it leaves after the end is on record.
+                if not orphans.is_watched(directory) and records.read_end(directory) is None:
+                    found.append(name)
+        return found
+
+    def leftovers(self, everything: Optional[List[Process]] = None) -> List[Tuple[Process, _Claim]]:
+        """Every leftover of ``everything`` that is alive (by default, that is there), also those that are not ours to end."""
+        everything = list(processes.list_processes()) if everything is None else everything
+        found = {}
+        for process in everything:
+            if not process.is_alive:
+                continue
+            claim = self.claim(process)
+            if claim is not None:
+                found[process.pid] = (process, claim)
+        for process, claim in list(found.values()):
+            if claim.is_ours:
+                for below in processes.only_descendants(everything, process.pid, self._line):
+                    if below.pid not in found and not _is_guarded(below):
+                        found[below.pid] = (below, claim)
+        return [found[pid] for pid in sorted(found)]
+
+    def prey(self, everything: List[Process]) -> List[Process]:
+        """What of ``everything`` is to be ended: our leftovers, and all below them."""
+        return [process for process, claim in self.leftovers(everything) if claim.is_ours]
+
+    def is_ours(self, process: Process) -> bool:
+        """Whether this very process is a leftover that is to be ended."""
+        claim = self.claim(process)
+        return claim is not None and claim.is_ours
+
+    def claim(self, process: Process) -> Optional[_Claim]:
+        """What makes a process a leftover; None when it is none."""
+        if process.pid in self._line or process.pid <= 1:
+            return None
+        claim = self._by_mark(process) or self._by_session(process) or self._by_cgroup(process)
+        return None if claim is None or _is_guarded(process) else claim
+
+    def _by_mark(self, process: Process) -> Optional[_Claim]:
+        name = processes.mark_of(process.pid)
+        if name is None:
+            return None
+        try:
+            here = attempts.directory_of(self._root, name)
+        except OpError:
+            return None  # a mark that nobody of us has made
+        directory = processes.variable_of(process.pid, "DISTFLOW_ATTEMPT_DIR") or here
+        if not directory.endswith("/" + name):
+            directory = here
+        if orphans.is_watched(directory):
+            return None
+        root = directory[: -len(name) - 1]
+        if os.path.realpath(root) not in root_directory.roots(self._root):
+            return _Claim(name, "of another root, {}".format(root), False)
+        why = _why(directory)
+        try:
+            return _Claim(name, why, os.stat(directory).st_uid == os.getuid())
+        except OSError:
+            return _Claim(name, why, _owner(process.pid) == os.getuid())  # it is gone
+
+    def _by_session(self, process: Process) -> Optional[_Claim]:
+        for name, state in self._sessions.get(process.sid, ()):
+            start = int(state["command"].get("start") or 0)
+            leader = processes.read_process(process.sid)
+            if process.start < start or (leader is not None and leader.start != start):
+                continue  # the command's id was given away again, and its session with it
+            directory = attempts.directory_of(self._root, name)
+            if not os.path.isdir(directory) or orphans.is_watched(directory):
+                continue
+            end = records.read_end(directory)
+            # An id that is free can be given away; it was not while the command, and what it had started by then, lived.
+            if end is not None and processes.started_at(process) > float(end["ended_at"]) + _SLACK_S:
+                continue
+            return _Claim(name, _why(directory), _owner(process.pid) == os.getuid())
+        return None
+
+    def _by_cgroup(self, process: Process) -> Optional[_Claim]:
+        name = self._cgroups.get(cgroups.of(process.pid)) if self._cgroups else None
+        if name is None:
+            return None
+        directory = attempts.directory_of(self._root, name)
+        if not os.path.isdir(directory) or orphans.is_watched(directory):
+            return None
+        return _Claim(name, _why(directory), _owner(process.pid) == os.getuid())
+
+    def containers(self) -> List[Tuple[Json, Json]]:
+        """Every container of an attempt that is over, and what ``remove`` wants to know of it."""
+        found: Dict[str, Tuple[Json, Json]] = {}
+        for program, env in self._engines:
+            for box in containers.labelled(program, env):
+                try:
+                    here = attempts.directory_of(self._root, box["attempt"])
+                except OpError:
+                    continue
+                if orphans.is_watched(here):
+                    continue
+                is_ours = os.path.realpath(box["cwd"]) == os.path.join(here, "work")
+                where = os.path.dirname(box["cwd"])
+                if not is_ours and orphans.is_watched(where):
+                    continue
+                why = _why(here) if is_ours else "of another root, {}".format(where)
+                shown = {
+                    "name": box["name"], "program": os.path.basename(program), "attempt": box["attempt"], "state": box["state"],
+                    "why": why, "is_ours": is_ours, "error": None,
+                }  # fmt: skip
+                found[box["id"]] = (shown, {"program": program, "name": box["name"], "env": env})
+        return [found[one] for one in sorted(found)]
+
+
+def _is_guarded(process: Process) -> bool:
+    """Whether it is one of a living pair, or stands below one."""
+    current: Optional[Process] = process
+    for _ in range(64):
+        if current is None:
+            return False
+        if processes.name_of(current.pid) in _GUARDS and _owner(current.pid) == os.getuid():
+            return True
+        current = processes.read_process(current.ppid) if current.ppid > 1 else None
+    return False
+
+
+def _why(directory: str) -> str:
+    if not os.path.isdir(directory):
+        return "the attempt's directory is gone"
+    end = records.read_end(directory)
+    if end is None:
+        return "those who watched the attempt are gone"
+    return "the attempt has ended ({})".format(end.get("reason"))
+
+
+def _owner(pid: int) -> Optional[int]:
+    try:
+        return os.stat("/proc/{}".format(pid)).st_uid
+    except OSError:
+        return None
+
+
+def _describe(found: List[Tuple[Process, _Claim]]) -> List[Json]:
+    gpus: Dict[int, List[int]] = {}
+    for one in gpu_users.find() if found else []:
+        gpus.setdefault(int(str(one["pid"])), []).append(int(str(one["gpu"])))
+    rows = []
+    for process, claim in found:
+        owner = _owner(process.pid)
+        rows.append({
+            "pid": process.pid, "name": processes.name_of(process.pid), "user": "" if owner is None else user_name(owner),
+            "attempt": claim.attempt, "age_s": max(0.0, round(now() - processes.started_at(process), 1)),
+            "gpus": gpus.get(process.pid, []), "why": claim.why, "is_ours": claim.is_ours,
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,185 @@
+"""Placing an attempt's files: text, blobs and archives, never outside its directory."""
+
+from __future__ import annotations
+
+import binascii
+import errno
+import io
+import json
+import os
+from typing import BinaryIO
+
+from distflow.runtime.files import log_files, masking, secret_files
+from distflow.runtime.files.blobs import is_whole, path_of, take
+from distflow.runtime.files.safe_paths import check_mounts, inside
+from distflow.runtime.guard import rank_pipes
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import MAX_LINE, Json, OpError
+
+__all__ = ["LAUNCH", "MEMO", "checked", "has_secrets", "is_quick", "place", "write_launch", "write_memo"]
+
+LAUNCH = "launch.json"
+MEMO = "workflow.json"
+"""What the submitter wants to find again with the attempt; its own business."""
+_RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
+_OURS = _RECORDS | {"control", "pair.log", "packed.json", "container.id", secret_files.ON_DISK}
+_OURS |= {rank_pipes.FOLDER, rank_pipes.PYTHON}
+_AT_ONCE = 1 << 30
+_NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
+"""Answers of file systems and kernels that cannot copy by themselves."""
+
+
+def is_quick(launch: Json) -> bool:
+    """Whether everything that is to be placed came with the launch itself, so that no child is needed for it.
+
+    A directory to mount may be on a file system that does not answer, which must not stop the agent.
+    """
+    return not launch.get("mounts") and all(
+        file.get("blob") is None and not file.get("is_tar") for file in launch.get("files") or []
+    )
+
+
+def checked(launch: Json) -> Json:
+    """Return the launch when its shape is right. Raises ``bad_request``."""
+    argv = launch["argv"]
+    if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
+        raise OpError("bad_request", "`argv` is a list of strings with the program first")
+    for name in ("env", "secret_env"):
+        for key, value in (launch.get(name) or {}).items():
+            if not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
+                raise OpError("bad_request", "`{}`: {!r} is no environment variable".format(name, key))
+    for entry in launch.get("secret_files") or []:
+        for name, content in entry["files"].items():
+            if not isinstance(content, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
+                raise OpError("bad_request", "`secret_files`: {!r} is no file".format(name))
+    if len(masking.encoded(launch)) > masking.SECRET_BYTES:
+        raise OpError("bad_request", "the task's secrets have more than {} MiB".format(masking.SECRET_BYTES >> 20))
+    if any("\0" in one for one in argv):
+        raise OpError("bad_request", "an argument holds a NUL byte, which no program can be given")
+    return launch
+
+
+def place(root: str, directory: str, launch: Json) -> None:
+    """Place every file of ``launch`` (placeholders filled) and write ``launch.json``. May be done again after a break."""
+    check_mounts(launch.get("mounts") or [])
+    for file in launch.get("files") or []:
+        _place(root, directory, file)
+    secret_files.place(directory, launch.get("secret_files") or [])
+    for folder in (launch.get("cwd") or "work", *(launch.get("folders") or [])):
+        os.makedirs(inside(directory, folder), exist_ok=True)
+    write_launch(directory, launch)
+
+
+def write_launch(directory: str, launch: Json) -> None:
+    """Write ``launch.json`` without the secrets."""
+    path = os.path.join(directory, LAUNCH)
+    public = {key: value for key, value in launch.items() if key not in ("secret_env", "secret_files", "gang")}
+    public["secret_env_names"] = sorted(launch.get("secret_env") or {})
+    public["secret_file_names"] = {entry["path"]: sorted(entry["files"]) for entry in launch.get("secret_files") or []}
+    _rewrite(path, json.dumps(public, indent=1))
+
+
+def write_memo(directory: str, memo: str) -> None:
+    """Keep a note of the submitter's with the attempt."""
+    _rewrite(os.path.join(directory, MEMO), memo)
+
+
+def _rewrite(path: str, text: str) -> None:
+    fd = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.rename(path + ".new", path)
+
+
+def has_secrets(directory: str) -> bool:
+    """Whether the attempt in ``directory`` was given secrets; also when that cannot be known."""
+    try:
+        with open(os.path.join(directory, LAUNCH), "rb") as file:
+            launch = decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE)
+        return bool(launch.get("secret_env_names") or launch.get("secret_file_names"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+
+
+def _place(root: str, directory: str, file: Json) -> None:
+    relative = str(file["path"])
+    first = os.path.normpath(relative).split("/")[0]
+    if first in _OURS or log_files.is_output(first):
+        raise OpError("bad_request", "{!r} is a file of distflow's own".format(relative))
+    path = inside(directory, relative)
+    try:
+        if not file.get("is_tar") and _is_taken(root, file, path):
+            return
+        with _content(root, file) as source:
+            if file.get("is_tar"):
+                from distflow.runtime.files.unpacking import unpack
+
+                os.makedirs(path, exist_ok=True)
+                unpack(source, path, str(file.get("only") or ""), within=str(file.get("within") or ""))
+            else:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                _write(source, path, _mode_of(file))
+                if file.get("blob") is not None and not is_whole(path_of(root, file["blob"])):
+                    raise _not_staged(file)  # who has the blob itself wrote to it while it was copied
+    except OSError as error:
+        raise OpError.from_os(error, "the file {} cannot be placed".format(relative)) from error
+
+
+def _content(root: str, file: Json) -> BinaryIO:
+    if file.get("text") is not None:
+        return io.BytesIO(str(file["text"]).encode("utf-8", "surrogateescape"))
+    if file.get("data") is not None:
+        return io.BytesIO(binascii.a2b_base64(file["data"]))
+    path = path_of(root, file.get("blob"))
+    if not is_whole(path):
+        raise _not_staged(file)
+    return open(path, "rb")
+
+
+def _not_staged(file: Json) -> OpError:
+    return OpError("not_found", "the blob {} of {} was not staged".format(file.get("blob"), file["path"]))
+
+
+def _is_taken(root: str, file: Json, path: str) -> bool:
+    """Whether the blob itself could become the file."""
+    if file.get("blob") is None or not is_whole(path_of(root, file["blob"])):
+        return False
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    new = path + ".new"
+    if os.path.lexists(new):
+        os.unlink(new)
+    if not take(path_of(root, file["blob"]), new):
+        return False
+    os.chmod(new, _mode_of(file))
+    os.rename(new, path)
+    return True
+
+
+def _mode_of(file: Json) -> int:
+    return int(file.get("mode") or 0o600) & 0o777
+
+
+def _write(source: BinaryIO, path: str, mode: int) -> None:
+    new = path + ".new"
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as target:
+        if isinstance(source, io.BytesIO):
+            target.write(source.getbuffer())
+        else:
+            _copy(source, target)
+        os.fchmod(target.fileno(), mode)
+    os.rename(new, path)
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> None:
+    """Copy a file; where the file system shares extents, nothing is copied at all."""
+    try:
+        while os.copy_file_range(source.fileno(), target.fileno(), _AT_ONCE):
+            pass
+    except OSError as error:
+        if error.errno not in _NOT_SO:
+            raise
+        while data := source.read(1 << 20):
+            target.write(data)

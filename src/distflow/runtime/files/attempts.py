@@ -1,0 +1,334 @@
+"""Attempts as directories: their names, their making at ``lease``, and what their files say of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from typing import Callable, Iterator, List, Tuple
+
+from distflow.runtime.clock import now
+from distflow.runtime.files import log_files, records, root_directory, secret_files
+from distflow.runtime.files.durable import is_named
+from distflow.runtime.guard import control, runner
+from distflow.runtime.guard.handles import Grip
+from distflow.runtime.leases import gpu_buses, node_leases
+from distflow.runtime.probes.facts import user_name
+from distflow.runtime.wire import Json, OpError
+
+__all__ = [
+    "TaskIsLocked",
+    "create",
+    "directories",
+    "directory_of",
+    "each",
+    "holder_of",
+    "is_reachable",
+    "keep_place",
+    "lock_files",
+    "lock_task",
+    "read_status",
+    "remove",
+    "workflows",
+]
+
+_TRIES = 100
+_COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class TaskIsLocked(OpError):
+    """Somebody is at work on the task: try again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("busy", message)
+
+
+def directory_of(root: str, attempt: object) -> str:
+    """The attempt's directory. Raises ``bad_request`` for a name that is not one."""
+    parts = attempt.split("/") if isinstance(attempt, str) else []
+    if len(parts) != 4 or not all(_COMPONENT.fullmatch(part) for part in parts) or not root_directory.is_uuid(parts[0]):
+        raise OpError("bad_request", "{!r} is not an attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
+    here = os.path.join(root, *parts)
+    earlier = root_directory.earlier_root(root)
+    if earlier is not None and not os.path.isdir(here):
+        there = os.path.join(earlier, *parts)
+        if os.path.join(earlier, parts[0]) in directories(root, parts[0]) and _is_recorded("/".join(parts), there):
+            return there
+    return here
+
+
+def workflows(root: str) -> List[str]:
+    """The uuids of all workflows that have a directory which provably comes from distflow."""
+    found = (
+        name
+        for one in root_directory.roots(root)
+        if os.path.isdir(one)
+        for name in os.listdir(one)
+        if root_directory.is_uuid(name)
+    )
+    return sorted(name for name in set(found) if directories(root, name))
+
+
+def directories(root: str, workflow: str) -> List[str]:
+    """The directories of a workflow: in the private directory, and where an earlier version made it.
+
+    Each provably comes from distflow. No other directory may be removed.
+    """
+    if not root_directory.is_uuid(workflow):
+        raise OpError("bad_request", "{!r} is not the uuid of a workflow".format(workflow))
+    here, earlier = os.path.join(root, workflow), root_directory.earlier_root(root)
+    found = []
+    if root_directory.is_own_directory(here) and (root_directory.is_marked(here) or _has_record(here)):
+        found.append(here)
+    there = os.path.join(earlier or root, workflow)
+    # Earlier versions set no marks: a directory with one is a copy that the user made.
+    if (
+        earlier is not None
+        and root_directory.is_own_directory(there)
+        and not root_directory.is_marked(there)
+        and _has_record(there)
+    ):
+        found.append(there)
+    return found
+
+
+def _has_record(path: str) -> bool:
+    return any(_is_recorded(name, directory) for name, directory in _below(path))
+
+
+def _is_recorded(attempt: str, directory: str) -> bool:
+    """Whether the records in ``directory`` are those of an attempt of this name."""
+    state = records.read_state(directory)
+    if state is not None:
+        return state.get("attempt") == attempt
+    # `clean` of an earlier version could leave the end alone.
+    end = records.read_end(directory) or {}
+    return {"reason", "ended_at", "output_bytes", "lost_output_bytes"} <= set(end)
+
+
+def each(root: str, workflow: str) -> Iterator[Tuple[str, str]]:
+    """Every attempt of a workflow that has a directory: its name and that directory."""
+    for top in directories(root, workflow):
+        yield from _below(top)
+
+
+def _below(top: str) -> Iterator[Tuple[str, str]]:
+    def names(path: str) -> List[str]:
+        try:
+            return sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
+        except OSError:
+            return []
+
+    workflow = os.path.basename(top)
+    for group in names(top):
+        for task in names(os.path.join(top, group)):
+            for number in names(os.path.join(top, group, task)):
+                yield "{}/{}/{}/{}".format(workflow, group, task, number), os.path.join(top, group, task, number)
+
+
+def read_status(directory: str) -> Json:
+    """The status that the attempt's files tell."""
+    end = records.read_end(directory)
+    state = records.read_state(directory) or {}
+    phase = "ended" if end is not None else state.get("phase", "absent")
+    command = state.get("command") or {}
+    status = {
+        "phase": phase, "pid": command.get("pid"), "started_at": (end or state).get("started_at"), "end": end,
+        "directory": directory,
+    }  # fmt: skip
+    if end is None and state.get("lost_output_bytes"):
+        status["loses_output"] = True
+    return status
+
+
+def is_reachable(directory: str) -> bool:
+    """Whether a process of the attempt's pair is there."""
+    try:
+        control.reach(directory).close()
+    except BlockingIOError:
+        return True  # too many wait to be heard: somebody listens
+    except OSError:
+        return False
+    return True
+
+
+def lock_task(directory: str, *, wait: bool) -> int:
+    """Keep other agents from making or settling attempts of the same task. Close the descriptor to let them."""
+    return _lock(os.path.dirname(directory), 0 if wait else fcntl.LOCK_NB)
+
+
+def lock_files(directory: str) -> int:
+    """Keep other agents from placing files of the same attempt. Close the descriptor to let them."""
+    return _lock(directory, fcntl.LOCK_NB)
+
+
+def _lock(path: str, flags: int) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | flags)
+    except BlockingIOError:
+        os.close(fd)
+        raise TaskIsLocked("another connection is at work on an attempt of this task") from None
+    return fd
+
+
+def remove(directory: str) -> None:
+    """Remove the attempt's directory, and those above it that this leaves empty."""
+    import shutil
+
+    secret_files.remove(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    if os.path.isdir(directory):
+        shutil.rmtree(directory)  # once more, now saying what is in the way
+    task = os.path.dirname(directory)
+    group = os.path.dirname(task)
+    workflow = os.path.dirname(group)
+    try:
+        lock = lock_task(directory, wait=False)
+    except (TaskIsLocked, OSError):
+        return  # another agent makes another attempt in it, or it is gone
+    try:
+        os.rmdir(task)
+        os.rmdir(group)
+        _remove_workflow(workflow)
+    except OSError:
+        return
+    finally:
+        os.close(lock)
+
+
+def _remove_workflow(directory: str) -> None:
+    """Remove a workflow's directory when only its marker is left in it."""
+    if os.listdir(directory) not in ([], [root_directory.MARKER]):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(directory, root_directory.MARKER))
+    try:
+        os.rmdir(directory)
+    except FileNotFoundError:
+        return
+    except OSError:
+        root_directory.mark(directory)  # another attempt has just been leased
+
+
+def _make_task(directory: str) -> int:
+    """Make the task's directory and lock it (``lock_task``): whoever gives a lease back removes directories that are empty."""
+    parent = os.path.dirname(directory)
+    for number in range(_TRIES):
+        try:
+            os.makedirs(parent, mode=0o700, exist_ok=True)
+            root_directory.mark(os.path.dirname(os.path.dirname(parent)))
+            lock = lock_task(directory, wait=False)
+        except (FileNotFoundError, FileExistsError):
+            if number + 1 == _TRIES:
+                raise
+            continue
+        if is_named(lock, parent):
+            return lock
+        os.close(lock)
+    raise TaskIsLocked("the directory of this task is removed again and again")
+
+
+def create(root: str, request: Json, umask: int) -> int:
+    """Make the attempt that ``lease`` asks for and fork its pair. Returns the runner's id. All or nothing."""
+    attempt = request["attempt"]
+    directory = directory_of(root, attempt)
+    task = _make_task(directory)
+    try:
+        if os.path.isdir(directory):
+            if is_reachable(directory):
+                raise TaskIsLocked("another connection has just leased this attempt")
+            remove(directory)  # an agent was killed before the pair came up
+        return _create(directory, attempt, request, umask)
+    except OSError as error:
+        raise OpError.from_os(
+            error, "{} cannot be made; free space there, or give the node another `root`".format(directory)
+        ) from error
+    finally:
+        os.close(task)
+
+
+def holder_of(attempt: str, request: Json) -> Json:
+    """What lock files and tickets say of this attempt; ``label`` of the request is its name for people."""
+    label = str(request.get("label") or "")[:200]
+    workflow = attempt.split("/", 1)[0]
+    return {
+        "workflow": workflow, "attempt": attempt, "user": user_name(), "pid": os.getpid(), "since": now(), "label": label,
+    }  # fmt: skip
+
+
+def keep_place(attempt: str, waits: Json) -> None:
+    """Leave a ticket for a lease that is given back because its gang ``waits`` for another node, if it does."""
+    asks = {name: int(waits.get(name) or 0) for name in ("gpus", "cpus", "memory")}
+    if any(asks.values()):
+        with contextlib.suppress(OpError):  # the next lease says what is wrong with the directory
+            node_leases.keep_place(str(waits["lease_dir"]), holder_of(attempt, waits), asks)
+
+
+def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
+    holder = holder_of(attempt, request)
+    gpu_ids = [int(gpu) for gpu in request.get("gpu_ids") or []]
+    wanted = {name: (int(pair[0]), int(pair[1])) for name, pair in (request.get("wanted") or {}).items()}
+    held = node_leases.take(
+        str(request.get("lease_dir") or ""), int(request.get("gpus") or 0), gpu_ids, request.get("port"), holder, wanted,
+        request.get("users") or [],
+    )  # fmt: skip
+    opened: List[int] = []
+
+    def keep(fd: int) -> int:
+        opened.append(fd)
+        return fd
+
+    try:
+        os.mkdir(directory, 0o700)
+        for name in ("work", "output", "files"):
+            os.mkdir(os.path.join(directory, name), 0o700)
+        dir_fd = keep(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        link, link_port = _link(str(request["link"])) if request.get("link") else (-1, None)
+        if link >= 0:
+            keep(link)
+        append: Callable[[str], int] = lambda name: keep(_append_to(dir_fd, name))  # noqa: E731
+        grip = Grip(
+            attempt=attempt,
+            directory=directory,
+            dir_fd=dir_fd,
+            log=append(log_files.LOG),
+            stamps=append(log_files.INDEX),
+            errors=append("pair.log"),
+            record=keep(records.allocate(dir_fd, records.SPARE_END, records.END_BYTES)),
+            state=keep(records.allocate(dir_fd, records.STATE, records.STATE_BYTES)),
+            listener=keep(control.listen(dir_fd)),
+            locks=held.locks,
+            port_sockets=held.port_sockets,
+            umask=umask,
+            gpu_ids=held.gpu_ids,
+            other_gpus=gpu_buses.others(request.get("gpu_addresses") or {}, held.gpu_ids),
+            port=held.port,
+            link=link,
+            link_port=link_port,
+            start_timeout_s=float(request.get("start_timeout_s") or 300.0),
+            holder=holder,
+        )
+        return runner.fork_pair(grip)
+    except BaseException:
+        import shutil
+
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    finally:
+        held.close()
+        for fd in opened:
+            os.close(fd)
+
+
+def _link(address: str) -> Tuple[int, int]:
+    from distflow.runtime.probes.listening import listen_on
+
+    listener, _ = listen_on(address)
+    port = int(listener.getsockname()[1])
+    return listener.detach(), port
+
+
+def _append_to(dir_fd: int, name: str) -> int:
+    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)

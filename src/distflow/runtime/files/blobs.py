@@ -1,0 +1,199 @@
+"""Files that were sent once and are used by many attempts: ``<root>/blobs/<sha256>``.
+
+The agent says which are missing; ``receiver`` brings them. What is half there is kept under a ``.part`` name, so that a
+transfer that broke off goes on where it stopped.
+
+The first attempt that needs a blob gets the file itself, by a hard link, and every other one a copy. A task may do with its
+files what it likes: a whole blob has a certain fraction of a second in its time of modification, which any writing changes,
+and then the blob is missing. Where a file system keeps no such fractions, nothing is linked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+from typing import List, Optional
+
+from distflow.runtime.clock import now
+from distflow.runtime.files import root_directory
+from distflow.runtime.files.durable import is_named
+from distflow.runtime.guard.memory_limit import size_text
+from distflow.runtime.probes.facts import free_bytes
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["BLOBS", "Part", "earlier_blobs", "is_whole", "missing", "path_of", "take"]
+
+BLOBS = "blobs"
+_NAME = re.compile(r"[0-9a-f]{64}")
+_PART = ".part"
+_STALE_S = 86400.0
+_MARK = 271_828_182
+_UNMARKED = ".unmarked"
+
+
+def path_of(root: str, name: object) -> str:
+    """Where the blob lies, whether it is there or not. Raises ``bad_request`` for what is no SHA-256."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise OpError("bad_request", "`hash` is a SHA-256 in hexadecimal")
+    path = os.path.join(root, BLOBS, name)
+    if not os.path.lexists(path):
+        _take_over(root, name)
+    return path
+
+
+def earlier_blobs(root: str) -> List[str]:
+    """The whole blobs that an earlier version left next to the private directory, and that provably come from distflow."""
+    earlier = root_directory.earlier_root(root)
+    directory = os.path.join(earlier or root, BLOBS)
+    if earlier is None or not root_directory.is_own_directory(directory):
+        return []
+    return [path for path in (os.path.join(directory, name) for name in sorted(os.listdir(directory))) if _is_ours(path)]
+
+
+def _is_ours(path: str) -> bool:
+    """Whether an earlier version received this file: its name is a SHA-256, it is this user's, and it carries our mark."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return False
+    is_own = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
+    return is_own and _NAME.fullmatch(os.path.basename(path)) is not None and is_whole(path)
+
+
+def _take_over(root: str, name: str) -> None:
+    """Move a blob that an earlier version left: it may be nowhere else."""
+    earlier = root_directory.earlier_root(root)
+    there = os.path.join(earlier or root, BLOBS, name)
+    if earlier is None or not root_directory.is_own_directory(os.path.dirname(there)) or not _is_ours(there):
+        return
+    directory = os.path.join(root, BLOBS)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    if not _keeps_marks(os.path.dirname(there)):
+        _note_unmarked(directory)
+    with contextlib.suppress(FileNotFoundError):  # another process does the same
+        os.rename(there, os.path.join(directory, name))
+
+
+def missing(root: str, blobs: List[Json]) -> List[str]:
+    """The hashes of those that are not here. Raises ``no_space`` when they would not fit."""
+    directory = os.path.join(root, BLOBS)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    _sweep(directory)
+    lacking, needed = [], 0
+    for blob in blobs:
+        path, size = path_of(root, blob["hash"]), int(blob["size"])
+        if not is_whole(path, size):
+            lacking.append(blob["hash"])
+            needed += size - _size_of(path + _PART)
+    free = free_bytes(directory)
+    if free < needed:
+        raise OpError("no_space", "{} are needed in {}, {} are free".format(size_text(needed), directory, size_text(free)))
+    return lacking
+
+
+def is_whole(path: str, size: Optional[int] = None) -> bool:
+    """Whether the blob is there, as it was received; of a known ``size``, for a power cut may leave a mark without content."""
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        return False
+    if size is not None and info.st_size != size:
+        return False
+    return info.st_mtime_ns % 10**9 == _MARK or not _keeps_marks(os.path.dirname(path))
+
+
+def take(path: str, new: str) -> bool:
+    """Link a whole blob to ``new`` when no other attempt has it. False: it is to be copied."""
+    if not _keeps_marks(os.path.dirname(path)) or os.stat(path).st_nlink > 1:
+        return False
+    try:
+        os.link(path, new)
+    except OSError:
+        return False  # there are file systems without
+    if os.stat(path).st_nlink > 2:
+        os.unlink(new)  # another one took it at the same moment
+        return False
+    return True
+
+
+class Part:
+    """A blob that is on its way, locked by the process that receives it."""
+
+    def __init__(self, path: str) -> None:
+        """Open what is there of it already, or begin it; ``fd`` stands at its start."""
+        self._final = path
+        self.path = path + _PART
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        fd, beside = _open_locked(self.path), 0
+        while fd is None:
+            # A connection that is dead, or not yet, holds it: receive beside it, whoever ends first has brought it.
+            self.path = "{}.{}-{}{}".format(path, os.getpid(), beside, _PART)
+            fd, beside = _open_locked(self.path), beside + 1
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+
+    def finish(self, path: Optional[str] = None) -> None:
+        """It is whole: bring it to the disk, mark it, and give it its name (``path``: which was not known before)."""
+        os.fsync(self.fd)  # a name that survives a power cut without the content would be taken for a whole blob
+        os.utime(self.fd, ns=(int(now() * 1e9), int(now()) * 10**9 + _MARK))
+        final = path or self._final
+        if os.fstat(self.fd).st_mtime_ns % 10**9 != _MARK:
+            _note_unmarked(os.path.dirname(final))
+        os.rename(self.path, final)
+        os.close(self.fd)
+
+    def drop(self) -> None:
+        """It is damaged: remove it."""
+        os.unlink(self.path)
+        os.close(self.fd)
+
+
+def _open_locked(path: str) -> Optional[int]:
+    """Open a part and lock it; None when another process has it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if is_named(fd, path):
+            return fd
+        os.close(fd)  # it was finished or swept while we opened it
+
+
+def _note_unmarked(directory: str) -> None:
+    os.close(os.open(os.path.join(directory, _UNMARKED), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+
+
+def _keeps_marks(directory: str) -> bool:
+    return not os.path.exists(os.path.join(directory, _UNMARKED))
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _sweep(directory: str) -> None:
+    """Remove what was begun long ago and nobody receives any more."""
+    for entry in os.listdir(directory):
+        path = os.path.join(directory, entry)
+        if not entry.endswith(_PART) or _age(path) < _STALE_S:
+            continue
+        fd = _open_locked(path)
+        if fd is not None:
+            os.unlink(path)
+            os.close(fd)
+
+
+def _age(path: str) -> float:
+    try:
+        return now() - os.stat(path).st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,267 @@
+"""Packing what a task wrote into a blob: a tar that depends on names, contents and times only, named by its SHA-256.
+
+The blob lies where all blobs lie, so the node that packed it never needs to be sent it. What was packed of an ended attempt's
+output is noted in its ``packed.json`` and not packed again. A checkpoint is packed while its task runs: files that change
+meanwhile are left out, so that none is torn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import stat
+import tarfile
+import tempfile
+from typing import Callable, Iterator, List, Optional, Set, Tuple
+
+from distflow.runtime.clock import file_system_now
+from distflow.runtime.files import attempts
+from distflow.runtime.files.blobs import BLOBS, Part, is_whole, path_of
+from distflow.runtime.files.safe_paths import inside
+from distflow.runtime.untrusted import MAX_BYTES, decode_object
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["PACKED", "check_output", "pack_output", "pack_place"]
+
+PACKED = "packed.json"
+_AT_ONCE = 1 << 20
+_NAMED = 3
+"""Files left out that are named; of more it is said how many."""
+_SETTLED_S = 0.05
+"""For how long a file must not have been written: times are kept no finer than a clock's tick."""
+_PAUSE_S = 2 * _SETTLED_S
+"""Between two looks: what came to rest during the first one has certainly settled before the second."""
+_PASSES = 6
+"""How often a directory that changes is packed, before it is given up."""
+
+Told = Callable[[int, int], None]
+
+
+def pack_output(root: str, attempt: str, told: Told) -> Json:
+    """Pack an attempt's output. Returns ``hash``, ``size``, ``files`` and ``left_out``; ``told`` hears how far it is.
+
+    Raises ``not_found`` when it is not there any more, and names the file that cannot be read or leads outside.
+    """
+    directory = attempts.directory_of(root, attempt)
+    known = _packed_before(root, directory)
+    if known is not None:
+        return known
+    output = _output_of(directory)
+    entries = list(_walk(output, ""))
+    left_out = sorted(name for name, info in entries if not _is_packed(info))
+    packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, told)
+    _note(directory, packed)
+    return packed
+
+
+def check_output(root: str, attempt: str) -> str:
+    """The directory of an attempt's output, where it can be handed on as it lies there. Raises what ``pack_output`` does."""
+    output = _output_of(attempts.directory_of(root, attempt))
+    for name, info in _walk(output, ""):
+        if stat.S_ISLNK(info.st_mode):
+            _target(output, name)
+    return output
+
+
+def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
+    """Pack a directory of an attempt that may still run, under its own name. Returns what ``pack_output`` does.
+
+    No ``files`` (and no blob) when there is nothing. Raises ``busy`` when nothing of it stands still.
+    """
+    directory = attempts.directory_of(root, attempt)
+    path = inside(directory, place)
+    top, base = os.path.split(path)
+    if not os.path.isdir(directory):
+        raise OpError("not_found", "{} is not there any more".format(directory))
+    unstable: Set[str] = set()
+    for number in range(_PASSES):
+        if number:
+            select.select([], [], [], _PAUSE_S)  # nothing tells when a file has come to rest
+        began = file_system_now(root)
+        entries = _below(top, base)
+        strange = {name for name, info in entries if not _is_packed(info) or _leads_out(top, name, info)}
+        members = [(name, info) for name, info in entries if name not in strange and name not in unstable]
+        if not any(stat.S_ISREG(info.st_mode) for _, info in members):
+            if number == 0 or not unstable:
+                return {"hash": "", "size": 0, "files": 0, "left_out": []}
+            break
+        left_out = sorted(unstable | strange)
+        packed, failure = None, None
+        try:
+            packed = _pack(root, attempt + "/" + place, top, members, left_out, told)
+        except OpError as error:
+            failure = error  # it may have gone, or shrunk, while it was read
+        after = {name: _print_of(info) for name, info in _below(top, base)}
+        files = [(name, info) for name, info in members if not stat.S_ISDIR(info.st_mode)]
+        fresh = (began - _SETTLED_S, file_system_now(root) + _SETTLED_S)
+        changed = {name for name, info in files if after.get(name) != _print_of(info) or fresh[0] < info.st_mtime < fresh[1]}
+        if not changed:
+            if packed is None:
+                raise failure or OpError("internal", "nothing was packed")
+            return packed
+        if packed is not None:
+            os.unlink(path_of(root, packed["hash"]))
+        if number:  # what changed once may have been complete just after
+            unstable |= changed
+    raise OpError("busy", "the files of {} change all the time, so that none can be taken whole".format(path))
+
+
+def _output_of(directory: str) -> str:
+    output = os.path.join(directory, "output")
+    if not os.path.isdir(output) or os.path.islink(output):
+        raise OpError("not_found", "{} is not there any more".format(output))
+    return output
+
+
+def _target(output: str, name: str) -> Tuple[str, bool]:
+    """Where a link of an output leads, and whether that is in the output. Raises ``bad_request`` for a directory outside."""
+    path = os.path.join(output, name)
+    top, target = os.path.realpath(output), os.path.realpath(path)
+    if target == top or target.startswith(top + os.sep):
+        return target, True
+    if not os.path.isfile(target):
+        said = "the link {} in its output leads to {}, outside of it; copy what it points to, or remove the link"
+        raise OpError("bad_request", said.format(name, os.readlink(path)))
+    return target, False
+
+
+def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
+    """Whether it is a link to a directory elsewhere, such as a dataset or a credential: no part of a checkpoint."""
+    if not stat.S_ISLNK(info.st_mode):
+        return False
+    try:
+        _target(top, name)
+    except OpError:
+        return True
+    return False
+
+
+def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
+    """What ``_walk`` finds in one directory of ``top``, and that itself; nothing when it is not there, or just going."""
+    try:
+        info = os.lstat(os.path.join(top, base))
+    except FileNotFoundError:
+        return []
+    return [(base, info), *_walk(top, base)] if stat.S_ISDIR(info.st_mode) else []
+
+
+def _print_of(info: os.stat_result) -> Tuple[int, int, int]:
+    return info.st_size, info.st_mtime_ns, info.st_ino
+
+
+def _pack(root: str, named: str, top: str, members: List[Tuple[str, os.stat_result]], left_out: List[str], told: Told) -> Json:
+    part = Part(os.path.join(root, BLOBS, "pack-" + hashlib.sha256(named.encode()).hexdigest()[:16]))
+    try:
+        os.ftruncate(part.fd, 0)
+        sink = _Sink(part.fd, sum(info.st_size for _, info in members if stat.S_ISREG(info.st_mode)), told)
+        with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_AT_ONCE) as tar:  # type: ignore[call-overload]
+            for name, info in members:
+                _add(tar, top, name, info)
+    except BaseException:
+        part.drop()
+        raise
+    digest = sink.digest.hexdigest()
+    part.finish(path_of(root, digest))
+    return {"hash": digest, "size": sink.size, "files": len(members), "left_out": _few(left_out)}
+
+
+def _packed_before(root: str, directory: str) -> Optional[Json]:
+    try:
+        with open(os.path.join(directory, PACKED), "rb") as file:
+            packed = decode_object(file.read(MAX_BYTES + 1))
+        path = path_of(root, packed["hash"])
+        if not is_whole(path) or packed["size"] != os.stat(path).st_size:
+            return None  # tasks can write this file
+        left_out = [str(name) for name in packed["left_out"]]
+        return {"hash": packed["hash"], "size": packed["size"], "files": int(packed["files"]), "left_out": left_out}
+    except (OSError, OpError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _note(directory: str, packed: Json) -> None:
+    # Of our own: the sender of a connection that broke may be at the same.
+    fd, new = tempfile.mkstemp(prefix=PACKED + ".", dir=directory)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump(packed, file)
+    os.rename(new, os.path.join(directory, PACKED))
+
+
+def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
+    """Everything below ``top`` by its relative name, directories before what they hold, in the order of the names' bytes.
+
+    What goes while this looks, as a file does that is written and then renamed, is not there; all the rest is.
+    """
+    try:
+        entries = sorted(os.scandir(os.path.join(top, below)), key=lambda entry: os.fsencode(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise OpError.from_os(error, "its output cannot be read") from error
+    for entry in entries:
+        name = os.path.join(below, entry.name)
+        try:
+            info = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        yield name, info
+        if stat.S_ISDIR(info.st_mode):
+            yield from _walk(top, name)
+
+
+def _is_packed(info: os.stat_result) -> bool:
+    """Sockets, pipes and devices hold nothing that could be handed on."""
+    return stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
+
+
+def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> None:
+    path = os.path.join(output, name)
+    member = tarfile.TarInfo(name)
+    member.mode = 0o700 if stat.S_ISDIR(info.st_mode) or info.st_mode & 0o100 else 0o600
+    if stat.S_ISDIR(info.st_mode):
+        member.type = tarfile.DIRTYPE
+        tar.addfile(member)
+        return
+    if stat.S_ISLNK(info.st_mode):
+        target, is_inside = _target(output, name)
+        if is_inside:
+            member.type = tarfile.SYMTYPE
+            member.linkname = os.path.relpath(target, os.path.realpath(os.path.dirname(path)))
+            tar.addfile(member)
+            return
+        path = target
+    try:
+        with open(path, "rb") as source:
+            found = os.fstat(source.fileno())
+            member.size, member.mtime = found.st_size, int(found.st_mtime)
+            member.mode = 0o700 if found.st_mode & 0o100 else 0o600
+            tar.addfile(member, source)
+    except OSError as error:
+        raise OpError.from_os(error, "{} in its output cannot be packed".format(name)) from error
+
+
+class _Sink:
+    """A file that hashes what is written to it, and says how far it is."""
+
+    def __init__(self, fd: int, total: int, told: Told) -> None:
+        self._fd = fd
+        self._total = total
+        self._told = told
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> int:
+        """Take it all."""
+        self.digest.update(data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self.size += len(data)
+        self._told(min(self.size, self._total), self._total)
+        return len(data)
+
+
+def _few(names: List[str]) -> List[str]:
+    more = ["and {} more".format(len(names) - _NAMED)] if len(names) > _NAMED else []
+    return names[:_NAMED] + more

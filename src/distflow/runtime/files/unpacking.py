@@ -1,0 +1,154 @@
+"""Unpacking an archive below a directory, never outside it; owners, devices and special bits are not taken over."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tarfile
+from typing import BinaryIO, Optional, Pattern, Set
+
+from distflow.runtime.files.safe_paths import inside
+from distflow.runtime.wire import OpError
+
+__all__ = ["EARLIEST_S", "file_time", "unpack"]
+
+EARLIEST_S = 315619200
+"""The second of January 1980: ``zip`` refuses files from before 1980, by the clock of its own time zone."""
+_LATEST_S = 2**32
+_SMALL = 1 << 20
+_HEADER_BYTES = 1 << 20
+"""tarfile reads extended headers into memory, however long they claim to be."""
+_EXTENDED = (
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+)  # fmt: skip
+
+
+def unpack(archive: BinaryIO, top: str, only: str = "", *, within: str = "", compressed: bool = True) -> None:
+    """Unpack files, directories and links that stay inside ``top``. May be done again over what is there.
+
+    ``only`` is a regular expression: of the files and links those whose relative path it matches from its start, in the
+    directories that they need. ``within`` is the name of one directory in ``top``: nothing but what lies in it is unpacked, and
+    only there, also through links. ``compressed``: whether the archive may be compressed. Raises ``OpError`` and ``OSError``
+    only.
+    """
+    wanted = _matcher(only)
+    try:
+        with tarfile.open(fileobj=archive, mode="r:*" if compressed else "r:", tarinfo=_Member) as tar:
+            has_links = _unpack_members(tar, top, wanted, within)
+    except (OpError, OSError):
+        raise
+    except Exception as error:  # tarfile raises many kinds for a damaged archive, RecursionError among them
+        raise OpError("bad_request", "the archive is damaged: {}".format(str(error) or type(error).__name__)) from error
+    if has_links:
+        _refuse_links_outside(top)
+
+
+def file_time(said: float) -> float:
+    """The time for a file whose archive or store says that it was modified at ``said``: no earlier than ``EARLIEST_S``."""
+    # Not ``max`` alone: an extended header can say NaN.
+    return min(said, _LATEST_S) if said >= EARLIEST_S else EARLIEST_S
+
+
+class _Member(tarfile.TarInfo):
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _EXTENDED and self.size > _HEADER_BYTES:
+            raise OpError("bad_request", "the archive has a header of {} bytes".format(self.size))
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return member
+
+
+def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str]], within: str) -> bool:
+    """Unpack all members and return whether links were made or replaced."""
+    known: Set[str] = set()
+    has_links = False
+    for member in tar:
+        name = os.path.normpath(member.name)
+        if name == "." or (wanted is not None and (member.isdir() or not wanted.match(name))):
+            continue
+        if within:
+            first, _, rest = name.partition("/")
+            if first != within or not rest:
+                continue
+            path = _place_of(os.path.join(top, within), rest, known)
+        else:
+            path = _place_of(top, name, known)
+        if member.issym() or member.islnk() or os.path.islink(path):
+            # Every path through a link may lead elsewhere from now on.
+            known.clear()
+            has_links = True
+        if member.isdir():
+            if os.path.islink(path):
+                os.unlink(path)
+            os.makedirs(path, exist_ok=True)
+            os.chmod(path, (member.mode & 0o777) | 0o700)
+        elif member.isfile() and not member.issparse():
+            _unpack_file(tar, member, path)
+        elif member.issym():
+            _clear(path)
+            os.symlink(member.linkname, path)
+            _refuse_outside(top, path)
+        elif member.islnk():
+            source = inside(top, os.path.normpath(member.linkname))
+            _clear(path)
+            os.link(source, path, follow_symlinks=False)
+            _refuse_outside(top, path)
+        else:
+            raise OpError("bad_request", "the archive holds {!r}, which is no file, directory or link".format(member.name))
+    return has_links
+
+
+def _matcher(only: str) -> Optional[Pattern[str]]:
+    try:
+        return re.compile(only) if only else None
+    except re.error as error:
+        raise OpError("bad_request", "{!r} is no regular expression here: {}".format(only, error)) from error
+
+
+def _place_of(top: str, name: str, known: Set[str]) -> str:
+    """Where a member goes, its directory made."""
+    seen = len(known)
+    path = inside(top, name, known)
+    if len(known) > seen:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    return path
+
+
+def _clear(path: str) -> None:
+    if os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+
+
+def _unpack_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, 0o600)
+    except FileExistsError:
+        _clear(path)
+        fd = os.open(path, flags, 0o600)
+    source = tar.extractfile(member)
+    with os.fdopen(fd, "wb") as target:
+        if source is not None and member.size <= _SMALL:
+            target.write(source.read())
+        elif source is not None:
+            shutil.copyfileobj(source, target, _SMALL)
+        target.flush()
+        os.fchmod(fd, (member.mode & 0o777) | 0o600)
+        os.utime(fd, (file_time(member.mtime),) * 2)
+
+
+def _refuse_links_outside(top: str) -> None:
+    """Check the finished tree: a link that led to a place inside when it was made may lead outside at the end."""
+    for folder, folders, names in os.walk(top):
+        for name in folders + names:
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                _refuse_outside(top, path)
+
+
+def _refuse_outside(top: str, path: str) -> None:
+    real, real_top = os.path.realpath(path), os.path.realpath(top)
+    if real != real_top and not real.startswith(real_top + os.sep):
+        target = os.readlink(path) if os.path.islink(path) else real
+        os.unlink(path)
+        raise OpError("bad_request", "the archive's link {!r} leads outside ({!r})".format(os.path.relpath(path, top), target))

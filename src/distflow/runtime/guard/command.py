@@ -1,0 +1,217 @@
+"""Starting an attempt's command: its environment, and the few steps between fork and exec.
+
+The child waits for a word before it becomes the command, so that its id and start time are on record before it can do anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from distflow.runtime import processes
+from distflow.runtime.guard import cgroups, netcat, rank_pipes
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import Json
+
+__all__ = ["HEARTBEAT", "PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn", "with_prelude"]
+
+HEARTBEAT = "heartbeat"
+"""Beside the attempt's other files: programs touch it as a sign of life (``DISTFLOW_HEARTBEAT``)."""
+
+PLACEHOLDER = "@@ATTEMPT_DIR@@"
+_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_NOT_FOR_TASKS = ("PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "__PYVENV_LAUNCHER__")
+"""Set for the interpreter that started us; a task's Python may be another one."""
+
+
+class Spawned(NamedTuple):
+    """A child that is ready to become the command."""
+
+    pid: int
+    start: int
+    go: int
+    """Write a byte here and it execs; close it and it ends."""
+    failure: int
+    """Reads end of file when the exec worked, else why it did not (``read_failure``)."""
+    cgroup: Optional[str]
+    """Where everything that it starts stays; None where this user may make none."""
+
+    @property
+    def record(self) -> Json:
+        """What ``runner.json`` says of it."""
+        return {"pid": self.pid, "start": self.start, "cgroup": self.cgroup}
+
+
+def fill(launch: Json, directory: str) -> Json:
+    """The launch with every placeholder replaced by the attempt's directory."""
+
+    def text(value: str) -> str:
+        return value.replace(PLACEHOLDER, directory)
+
+    filled = dict(launch)
+    filled["argv"] = [text(a) for a in launch["argv"]]
+    filled["path_prepend"] = [text(p) for p in launch.get("path_prepend") or []]
+    filled["mounts"] = [text(p) for p in launch.get("mounts") or []]
+    filled["path"] = [text(p) for p in launch.get("path") or []]
+    filled["python_path"] = [text(p) for p in launch.get("python_path") or []]
+    for name in ("env", "secret_env"):
+        filled[name] = {key: text(value) for key, value in (launch.get(name) or {}).items()}
+    if launch.get("shell_prelude"):
+        filled["shell_prelude"] = text(launch["shell_prelude"])
+    filled["files"] = [dict(f, text=text(f["text"])) if f.get("text") is not None else f for f in launch.get("files") or []]
+    return filled
+
+
+def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
+    """What the command sees: the node's environment, the launch's over it, and the attempt's marks over all.
+
+    With a container, PATH is the node's all the same: docker or podman is found by it, and the launch's own is for inside.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith("DISTFLOW_") and k not in _NOT_FOR_TASKS}
+    path = env.get("PATH") or _DEFAULT_PATH
+    env.update(launch["env"])
+    env.update(launch.get("secret_env") or {})
+    if not launch.get("container"):
+        path = env.get("PATH") or path
+    env["PATH"] = ":".join(
+        [*(launch.get("path") or []), *(launch.get("path_prepend") or []), path, *filter(None, [netcat.directory()])]
+    )
+    if launch.get("python_path"):
+        env["PYTHONPATH"] = ":".join([*filter(None, [env.get("PYTHONPATH")]), *launch["python_path"]])
+    env.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, "error.json"))
+    env["DISTFLOW_ATTEMPT"] = attempt
+    env["DISTFLOW_ATTEMPT_DIR"] = directory
+    env["DISTFLOW_HEARTBEAT"] = os.path.join(directory, HEARTBEAT)
+    return env
+
+
+def with_prelude(argv: List[str], prelude: Optional[str], env: Dict[str, str]) -> List[str]:
+    """What runs ``argv`` after the prelude: bash, or sh where there is none, which then becomes the command."""
+    if not prelude:
+        return list(argv)
+    shell = processes.find_program("bash", env["PATH"]) or "/bin/sh"
+    return [shell, "-c", prelude + '\nexec "$@"', "sh", *argv]
+
+
+def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -> Spawned:
+    """Fork the child and wait until it stands in a session of its own. Raises ``OSError`` when no process can be made."""
+    env = environment(launch, attempt, directory)
+    argv = list(launch["argv"])
+    if not launch.get("container"):
+        env.update(rank_pipes.environment(directory, output, env))
+    else:
+        from distflow.runtime.guard import containers
+
+        argv = containers.wrap(launch, attempt, directory, env)
+    argv = with_prelude(argv, launch.get("shell_prelude"), env)
+    cwd = os.path.join(directory, launch.get("cwd") or "work")
+    go_read, go_write = os.pipe()
+    failure_read, failure_write = os.pipe()
+    keeper = os.getpid()
+    # A signal between fork and the child's own reset would run the keeper's handlers in the child.
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become(argv, env, cwd, output, umask, keeper, go_read, failure_write)
+    except OSError:
+        for fd in (go_read, go_write, failure_read, failure_write):
+            os.close(fd)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+    os.close(go_read)
+    os.close(failure_write)
+    os.read(failure_read, 1)  # its word that it is ready; end of file when it was killed before
+    os.set_blocking(failure_read, False)
+    process = processes.read_process(pid)
+    return Spawned(pid, process.start if process else 0, go_write, failure_read, cgroups.enclose(pid, directory))
+
+
+def _become(
+    argv: List[str], env: Dict[str, str], cwd: str, output: int, umask: int, keeper: int, go: int, failure: int
+) -> None:
+    code, message = 126, "the child failed before its program was started"
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        # Should keeper and runner die together, the command itself still goes with them.
+        if not processes.die_with_parent(signal.SIGKILL, keeper):
+            os._exit(126)
+        processes.rename_self("df-command")
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        processes.close_all_but({go, failure})
+        processes.reset_limits()
+        os.umask(umask)
+        processes.reset_signals()
+        os.write(failure, b"r")
+        if not os.read(go, 1):
+            os._exit(126)  # the keeper died before it gave the word
+        try:
+            os.chdir(cwd)
+        except OSError as error:
+            message = "the working directory {} cannot be entered: {}".format(cwd, error.strerror)
+        else:
+            code, message = _exec(argv, env)
+    except BaseException as error:  # nothing may unwind into the keeper's code in this process
+        message = "{}: {!r}".format(message, error)
+    finally:
+        os.write(failure, json.dumps({"exit_code": code, "message": message[:2000]}).encode()[:4000])
+        os._exit(code)
+
+
+def _exec(argv: List[str], env: Dict[str, str]) -> Tuple[int, str]:
+    """Only returns when the program cannot be executed: exit code and message, as a shell would put them."""
+    name = argv[0]
+    candidates = [name] if "/" in name else [os.path.join(p or ".", name) for p in env["PATH"].split(":")]
+    refused: Optional[str] = None
+    for candidate in candidates:
+        try:
+            os.execve(candidate, argv, env)
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.isfile(candidate):
+                return 127, "`{}`: the interpreter that its first line (#!) names is not on this node".format(candidate)
+        except PermissionError:
+            refused = candidate
+        except OSError as error:
+            if error.errno == errno.ENOEXEC:
+                hint = (
+                    "it is not a program for this machine and has no #! line; start it with its interpreter, such as `bash {}`"
+                )
+                return 126, "`{}`: {}".format(candidate, hint.format(name))
+            return 126, "{}: {}".format(candidate, error.strerror)
+    if refused is not None:
+        return 126, "`{}` is not executable; `chmod +x` it, or start it with its interpreter".format(refused)
+    if "/" in name:
+        return 127, "`{}`: there is no such file on this node; a relative path starts in the task's working directory".format(
+            name
+        )
+    own = netcat.directory()
+    searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if path != own)
+    hint = "install it there, or let the node's `python` or `setup` lead PATH to it"
+    return 127, "program `{}` not found on this node in PATH={}; {}".format(name, searched, hint)
+
+
+def read_failure(fd: int) -> Optional[Json]:
+    """Why the exec failed, once ``failure`` is readable; None when it worked."""
+    text = b""
+    while True:
+        try:
+            data = os.read(fd, 4096)
+        except BlockingIOError:
+            break
+        if not data:
+            break
+        text += data
+    if not text:
+        return None
+    try:
+        return dict(decode_object(text))
+    except ValueError:
+        return {"exit_code": 126, "message": text.decode("utf-8", "replace")}

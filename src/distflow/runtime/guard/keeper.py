@@ -1,0 +1,402 @@
+"""The keeper: the inner process of the pair, parent of the command.
+
+One loop: requests on the ``control`` socket, the command's output, signals, deadlines. It ends when the attempt has ended and
+nothing of it is left, after it wrote the record. Everything that it may not be asked twice is answered by what it already is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import selectors
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
+
+from distflow.runtime import processes
+from distflow.runtime.clock import now
+from distflow.runtime.files import masking, records, secret_files
+from distflow.runtime.guard import cgroups, command, memory_limit
+from distflow.runtime.guard.control import Visitors
+from distflow.runtime.guard.exit_words import as_exit, how
+from distflow.runtime.guard.handles import Grip
+from distflow.runtime.guard.kill_tree import Hunt
+from distflow.runtime.guard.output import Output, Source
+from distflow.runtime.wire import Json, OpError
+
+if TYPE_CHECKING:
+    from distflow.runtime.guard import gang_link
+
+__all__ = ["run"]
+
+_STRAGGLERS_S = 2.0
+_NEWS_S = 0.01
+_LONGEST_S = 3600.0
+_FOR_EVER = float("inf")
+_KILLED_CODE = 128 + signal.SIGKILL
+"""How a shell tells that its child was killed."""
+
+
+def run(grip: Grip, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> NoReturn:
+    """The keeper's whole life, in the process that the runner just forked."""
+    code = 70
+    try:
+        keeper = _Keeper(grip, runner, output_read, output_write, shared)
+        keeper.serve()
+        code = 0
+    except BaseException as error:  # nothing may unwind into the runner's code in this process
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        os._exit(code)
+
+
+class _Keeper:
+    def __init__(self, grip: Grip, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> None:
+        self._grip = grip
+        self._shared = shared
+        self._mask: Optional[masking.Mask] = None
+        self._runner = runner
+        self._output_write = output_write
+        self._selector = selectors.DefaultSelector()
+        self._orphaned = False
+        self._terminated = False
+        self._listen_to_signals()
+        processes.rename_self("df-keeper")
+        processes.adopt_orphans()
+        self._orphaned = not processes.die_with_parent(signal.SIGUSR1, runner)
+
+        self._output = Output(grip.dir_fd, grip.log, grip.stamps)
+        self._launch: Optional[Json] = None
+        self._command: Optional[command.Spawned] = None
+        self._exit: Optional[Json] = None
+        self._reason: Optional[str] = None
+        self._message: Optional[str] = None
+        self._release: Optional[Callable[[Json], None]] = None
+        self._deadline = time.monotonic() + grip.start_timeout_s  # of the start, then of the ladder's next rung
+        self._killing = False
+        self._killed: Set[int] = set()
+        self._container: Optional[Json] = None
+        self._memory: Optional[memory_limit.MemoryLimit] = None
+        self._gang: Optional[gang_link.GangLink] = None
+        self._news_at = _FOR_EVER
+        self._told_at = 0.0
+        self._attended_at = time.monotonic()
+        me = os.getpid()
+        self._hunt = Hunt(
+            lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
+        )
+        self._state: Json = records.first_state(grip, runner)
+        records.write_state(grip.state, self._state)
+        grip.sign_locks(runner)
+        self._visitors = Visitors(grip.listener, self._selector, self._requested)
+        self._read_from(self._output.add(output_read))
+
+    def _listen_to_signals(self) -> None:
+        read, write = os.pipe()
+        for fd in (read, write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGTERM:
+            self._terminated = True
+
+    def serve(self) -> None:
+        """Go on until nothing is left to do, then write the record."""
+        while not self._is_over():
+            was_attended = self._visitors.are_there  # until now: a quiet task's keeper may have slept for an hour
+            for key, _ in self._selector.select(self._pause()):
+                key.data()
+            if time.monotonic() >= min(self._news_at, self._output.due_at):
+                self._output.flush()
+                self._tell_of_output()
+            if self._memory is not None and time.monotonic() >= self._memory.due_at:
+                self._evict(self._memory.check())
+            if self._gang is not None and time.monotonic() >= self._gang.due_at:
+                self._gang.tick()
+            if was_attended or self._visitors.are_there:
+                self._attended_at = time.monotonic()
+            elif time.monotonic() >= self._alone_until() and self._reason is None:
+                self._stop(float((self._launch or {}).get("stop_grace_s") or 0), "NODE_LOST", "unattended")
+        self._finish()
+
+    def _pause(self) -> Optional[float]:
+        timers = [one.due_at for one in (self._output, self._memory, self._gang) if one is not None]
+        until = min(self._deadline, self._news_at, *timers)
+        if self._reason is None and not self._visitors.are_there:
+            until = min(until, self._alone_until())
+        if self._killing:
+            until = min(until, time.monotonic() + self._hunt.pause_s)
+        # Bounded: what epoll takes is, and a deadline may be any number of seconds.
+        return None if until == _FOR_EVER else min(max(0.0, until - time.monotonic()), _LONGEST_S)
+
+    def _alone_until(self) -> float:
+        """When a task that must not run unattended is stopped: for so long, no agent has listened."""
+        limit = (self._launch or {}).get("self_stop_after_s")
+        return _FOR_EVER if limit is None or self._command is None else self._attended_at + float(limit)
+
+    # -- one round: what happened, what follows
+
+    def _is_over(self) -> bool:
+        self._orphaned = self._orphaned or os.getppid() != self._runner
+        if self._orphaned and not self._killing:
+            self._reason = self._reason or ("runner_died" if self._exit is None else None)
+            self._kill()
+        if self._terminated:
+            self._terminated = False
+            grace_s = float((self._launch or {}).get("stop_grace_s") or 0)
+            self._stop(grace_s, "its keeper got SIGTERM: the node goes down, or somebody ended it by hand")
+        if self._command is None:
+            if time.monotonic() >= self._deadline:
+                self._start_is_late()
+            return self._reason is not None
+        return self._has_ended(self._command)
+
+    def _start_is_late(self) -> None:
+        """Give the lease back when nobody attends any more; while an agent listens, its files may still be on their way."""
+        if self._visitors.are_there and self._reason is None:
+            self._deadline = time.monotonic() + self._grip.start_timeout_s
+        else:
+            self._reason = self._reason or "start_timeout"
+
+    def _has_ended(self, spawned: command.Spawned) -> bool:
+        ended, are_left = processes.reap()
+        for pid, status in ended:
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                self._killed.add(pid)
+            if pid == spawned.pid:
+                self._exit = dict(as_exit(status), ended_at=now())
+                self._take_failure()
+                self._change(exit=self._exit)  # what follows may take its time, and nobody else can ask how it ended
+                self._take_container_end(self._exit)
+                self._tell_gang(self._exit)
+                self._remove_container()
+                # What outlives it gets TERM too, and what is left of the grace.
+                self._deadline = min(self._deadline, time.monotonic() + _STRAGGLERS_S)
+                if are_left and not self._killing:
+                    self._hunt.signal(self._hunt.find(), signal.SIGTERM)
+                    self._hunt.signal(self._hunt.find(), signal.SIGCONT)
+        if not are_left:
+            return True
+        if time.monotonic() >= self._deadline:
+            self._kill()
+            self._deadline = _FOR_EVER
+        if self._killing:
+            self._hunt.step()
+        return self._killing and self._hunt.is_over
+
+    def _evict(self, why: Optional[str]) -> None:
+        """End a task that uses more than it asked for, at once: the memory is that of others."""
+        if why is not None and self._reason is None and self._exit is None:
+            self._reason, self._message = "evicted", why
+            self._memory = None
+            self._kill()
+
+    def _take_container_end(self, end: Json) -> None:
+        if self._container is not None and self._reason is None:
+            from distflow.runtime.guard import containers
+
+            self._reason, why = containers.why_ended(self._container, self._grip.directory, end["exit_code"])
+            self._message = why or self._message
+
+    def _tell_gang(self, end: Json) -> None:
+        if self._gang is not None:
+            from distflow.runtime.guard import gang_link
+
+            if gang_link.counts_as_failure(self._launch["gang"] if self._launch else {}, self._reason or "exited", end):
+                self._gang.fail(self._message or how(end))
+
+    def _gang_failed(self, task: str, why: str) -> None:
+        """Stop, because another task of the gang failed; its own node said so."""
+        # Its own end may have come first, and only not have been looked at.
+        has_ended = self._command is not None and not processes.is_same(self._command.pid, self._command.start)
+        if self._exit is None and self._reason is None and not has_ended:
+            grace_s = float((self._launch or {}).get("gang", {}).get("grace_s") or 0)
+            self._stop(grace_s, "PEER_FAILED", "peer_failed")
+            self._message = "{} failed ({}), as its own node told".format(task, why)
+
+    def _kill(self) -> None:
+        self._killing = True
+        if self._exit is None:
+            self._remove_container()
+
+    def _remove_container(self) -> None:
+        """End what runs in the container: its processes are children of a daemon, and not below us."""
+        if self._container is not None:
+            from distflow.runtime.guard import containers
+
+            self._message = containers.remove(self._container) or self._message
+
+    def _take_failure(self) -> None:
+        """Find out, once, whether the exec failed; only the child's end or the closed pipe tells."""
+        spawned, failure = self._command, None
+        if spawned is not None:
+            failure = command.read_failure(spawned.failure)
+        if failure is not None and self._exit is not None and self._reason is None:
+            self._reason = "start_error"
+            self._message = str(failure.get("message"))
+            self._exit.update(exit_code=failure.get("exit_code"), signal=None)
+
+    def _finish(self) -> None:
+        self._output.drain()
+        self._state["lost_output_bytes"] = self._output.lost
+        known = dict(self._exit or {})
+        secret_files.remove(self._grip.directory)
+        known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory, self._mask))
+        cgroups.remove(self._state["command"] or {})
+        known["kernel"] = self._ask_kernel(known)
+        known["message"] = self._hunt.message or (self._mask.text(self._message or "") if self._mask else self._message)
+        self._see_gpus_empty(known)
+        if self._reason == "runner_died":
+            known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
+        end = records.make_end(self._state, self._reason or "exited", **known)
+        # Given back before the end is told: who hears of it may want them at once, and the runner lives some instants longer.
+        self._grip.unlock()
+        record = records.write_end(self._grip.dir_fd, self._grip.record, end)
+        if self._release is not None:
+            self._release({})
+        self._visitors.tell("status")
+        os.fsync(record)
+        if self._gang is not None:
+            self._gang.farewell()
+
+    def _see_gpus_empty(self, known: Json) -> None:
+        """Give GPUs back only when nothing is left on them, or that is told."""
+        if self._grip.gpu_ids and self._command is not None:
+            from distflow.runtime.leases import gpu_users
+
+            left = gpu_users.await_empty(self._grip.gpu_ids, self._grip.attempt)
+            if left:
+                known["message"] = "; ".join(filter(None, [known["message"], "left on its GPUs: " + left]))
+
+    def _ask_kernel(self, known: Json) -> Optional[Json]:
+        """Whether it was the kernel, where the command failed by itself."""
+        code, number = known.get("exit_code"), known.get("signal")
+        if self._reason is not None or self._command is None or code == 0:
+            return None
+        from distflow.runtime.guard import kernel_log
+
+        pids = {self._command.pid} | self._killed | kernel_log.named_pids(self._grip.directory, known["error"])
+        is_killed = number == signal.SIGKILL or code == _KILLED_CODE
+        box = records.read_text(self._grip.directory, "container.id") if self._container is not None else ""
+        return kernel_log.ask(
+            self._state["started_at"], known.get("ended_at") or now(), pids, is_killed, box, self._grip.other_gpus
+        )
+
+    # -- requests
+
+    def _requested(self, request: Json, answer: Callable[[Json], None]) -> None:
+        op = request.get("op")
+        if op == "prepare":
+            if self._command is None:
+                self._launch = request["launch"]
+                self._mask = masking.share(self._shared, self._launch)
+                self._state["max_log"] = self._launch.get("max_log")
+                for source in self._output.prepare(self._mask, self._launch, self._grip.directory):
+                    self._read_from(source)
+                if self._launch.get("gang"):
+                    from distflow.runtime.guard import gang_link
+
+                    self._gang = gang_link.GangLink(self._launch["gang"], self._grip.link, self._selector, self._gang_failed)
+                self._change(phase="prepared")
+            answer({})
+        elif op == "start":
+            self._start()
+            answer({"started_at": self._state["started_at"], "pid": self._state["command"]["pid"]})
+        elif op == "stop":
+            self._stop(float(request["grace_s"]), str(request["why"]))
+            answer({})
+        elif op == "release":
+            if self._command is not None:
+                raise OpError("conflict", "it has started: `stop` it")
+            self._reason = self._reason or "released"
+            self._release = answer
+        else:
+            raise OpError("bad_request", "unknown op {!r}".format(op))
+
+    def _start(self) -> None:
+        if self._command is not None:
+            return
+        if self._reason is not None:
+            raise OpError("conflict", "it has ended without having run ({})".format(self._reason))
+        if self._launch is None:
+            raise OpError("not_prepared", "`prepare` comes before `start`")
+        grip = self._grip
+        if self._launch.get("container"):
+            from distflow.runtime.guard import containers
+
+            env = command.environment(self._launch, grip.attempt, grip.directory)
+            # On record before there is a container, so that the runner can end it, too.
+            self._container = containers.identify(self._launch, grip.attempt, env)
+            self._state.update(container=self._container)
+        try:
+            spawned = command.spawn(self._launch, grip.attempt, grip.directory, self._output_write, grip.umask)
+        except OSError as error:
+            self._reason = "start_error"
+            self._message = "no process could be made: {}".format(error.strerror)
+            raise OpError("internal", self._message) from error
+        self._command = spawned
+        self._deadline = _FOR_EVER
+        if self._launch.get("memory") and self._container is None:
+            self._memory = memory_limit.MemoryLimit(int(self._launch["memory"]), os.getpid())
+        os.close(self._output_write)
+        # The secrets are the command's now.
+        self._launch = {name: self._launch.get(name) for name in ("stop_grace_s", "gang", "self_stop_after_s")}
+        self._change(phase="running", started_at=now(), command=spawned.record)
+        try:
+            os.write(spawned.go, b"g")
+        except OSError:
+            pass  # it was killed already: the next round reaps it
+        os.close(spawned.go)
+
+    def _stop(self, grace_s: float, why: str, reason: str = "stopped") -> None:
+        deadline = time.monotonic() + max(0.0, grace_s)
+        if self._command is None:
+            self._reason = self._reason or reason
+            self._state.update(why=why, stopped_at=now())
+            return
+        self._deadline = min(self._deadline, deadline)
+        if self._exit is not None or self._reason is not None:
+            return
+        self._reason = reason
+        self._change(phase="stopping", stopped_at=now(), why=why)
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            try:
+                os.killpg(self._command.pid, number)
+            except (ProcessLookupError, PermissionError):
+                break
+
+    def _change(self, **changes: object) -> None:
+        self._state.update(changes)
+        records.write_state(self._grip.state, self._state)
+        self._visitors.tell("status")
+
+    # -- output
+
+    def _read_from(self, source: Source) -> None:
+        self._selector.register(source.pipe, selectors.EVENT_READ, lambda: self._take_output(source))
+
+    def _take_output(self, source: Source) -> None:
+        lost, got = self._output.lost, source.pump()
+        if got == 0:
+            self._selector.unregister(source.pipe)
+        if self._output.lost != lost:
+            self._state["lost_output_bytes"] = self._output.lost
+            records.write_state(self._grip.state, self._state)
+            if not lost:
+                self._visitors.tell("status")
+        if got > 0 and self._news_at == _FOR_EVER:
+            # The first byte after a quiet moment is told at once, a torrent a hundred times a second.
+            self._news_at = max(time.monotonic(), self._told_at + _NEWS_S)
+
+    def _tell_of_output(self) -> None:
+        self._told_at = time.monotonic()
+        self._news_at = _FOR_EVER
+        self._visitors.tell("output")

@@ -1,0 +1,270 @@
+"""The output of a command: read from its pipes, stamped, written; never blocking the command, even on a full disk."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from typing import Dict, List, Optional
+
+from distflow.runtime.clock import now
+from distflow.runtime.files import log_files
+from distflow.runtime.files.log_files import Segment
+from distflow.runtime.files.masking import Mask, Stream
+from distflow.runtime.guard import rank_pipes
+from distflow.runtime.wire import Json
+
+__all__ = ["READ", "Output", "Source"]
+
+READ = 65536
+_STAMP = struct.Struct("<dQ")
+_SOURCE_BITS = 48
+"""Below them stands the offset, above them the source: 0, or a rank plus 1."""
+_MOST_RANK = (1 << (64 - _SOURCE_BITS)) - 2
+_DRAIN = 4 * 1024 * 1024
+_HELD_S = 0.5
+"""How long an end that may be the beginning of a secret is held back."""
+_LINE_S = 0.05
+"""How long the beginning of a rank's line waits for its end: other ranks would write into the middle of it."""
+_NEVER = float("inf")
+
+
+class Output:
+    """Moves bytes from pipes (non-blocking) into the log and a record of each read into the index.
+
+    ``log`` and ``index`` are descriptors (O_APPEND) of the head's files in the directory ``dir_fd``.
+    """
+
+    def __init__(self, dir_fd: int, log: int, index: int, lost: int = 0) -> None:
+        self._log = _Log(dir_fd, log, index, lost)
+        self._sources: List[Source] = []
+        self._mask: Optional[Mask] = None
+
+    def add(self, pipe: int, rank: Optional[int] = None) -> Source:
+        """Read from this pipe, too. ``rank``: whose output comes from it, when it is that of one rank alone."""
+        number = 0 if rank is None or not 0 <= rank <= _MOST_RANK else rank + 1
+        source = Source(pipe, self._log, number)
+        source.mask(self._mask)
+        self._sources.append(source)
+        return source
+
+    def prepare(self, mask: Optional[Mask], launch: Json, directory: str) -> List[Source]:
+        """Take from a launch what holds for its output. Returns the pipes of its ranks, which are now read, too."""
+        self.mask(mask)
+        self.limit(launch.get("max_log"))
+        return self.add_ranks(rank_pipes.make(directory, launch.get("ranks")))
+
+    def add_ranks(self, pipes: Dict[int, int]) -> List[Source]:
+        """Read from the pipes of ranks."""
+        return [self.add(pipe, rank) for rank, pipe in sorted(pipes.items())]
+
+    @property
+    def size(self) -> int:
+        """Bytes that were written into the log, those that it did not keep included."""
+        return self._log.size
+
+    @property
+    def lost(self) -> int:
+        """Bytes that were read and could not be written."""
+        return self._log.lost
+
+    @property
+    def due_at(self) -> float:
+        """When ``flush`` is due, on the monotonic clock."""
+        return min((source.due_at for source in self._sources), default=_NEVER)
+
+    def limit(self, max_log: Optional[int]) -> None:
+        """Keep about ``max_log`` bytes, of the beginning and of the end; None keeps everything."""
+        self._log.max_log = max_log
+
+    def mask(self, mask: Optional[Mask]) -> None:
+        """Write nothing from now on that this would hide."""
+        self._mask = mask
+        for source in self._sources:
+            source.mask(mask)
+
+    def flush(self) -> None:
+        """Write what has been held back for long enough."""
+        for source in self._sources:
+            source.flush(time.monotonic())
+
+    def drain(self) -> None:
+        """Take what is left once the writers are gone: not until end of file, which a stranger could withhold."""
+        for source in self._sources:
+            source.drain()
+
+
+class Source:
+    """One of the pipes that a command writes to."""
+
+    def __init__(self, pipe: int, log: _Log, number: int) -> None:
+        self.pipe = pipe
+        self._log = log
+        self._number = number
+        self._stream: Optional[Stream] = None
+        self._line = b""
+        self._secret_at = _NEVER
+        self._line_at = _NEVER
+
+    @property
+    def due_at(self) -> float:
+        """When ``flush`` is due, on the monotonic clock."""
+        return min(self._secret_at, self._line_at)
+
+    def mask(self, mask: Optional[Mask]) -> None:
+        """Write nothing from now on that this would hide."""
+        self._stream = Stream(mask) if mask is not None else None
+
+    def pump(self) -> int:
+        """Take one read's worth. Returns its length, 0 at the end of the output, -1 when nothing is there now."""
+        try:
+            data = os.read(self.pipe, READ)
+        except BlockingIOError:
+            return -1
+        if data and self._stream is None:
+            self._put(data)
+        elif data and self._stream is not None:
+            self._put(self._stream.feed(data))
+            self._secret_at = time.monotonic() + _HELD_S if self._stream.holds else _NEVER
+        return len(data)
+
+    def flush(self, at: float = _NEVER) -> None:
+        """Write what was to be held back until ``at``; without it, everything."""
+        if at >= self._secret_at:
+            self._secret_at = _NEVER
+            if self._stream is not None:
+                self._put(self._stream.flush())
+        if at >= self._line_at:
+            self._line_at = _NEVER
+            line, self._line = self._line, b""
+            self._log.write(line, self._number)
+
+    def drain(self) -> None:
+        """Take what is there now, and write what was held back."""
+        taken = 0
+        while taken < _DRAIN:
+            got = self.pump()
+            if got <= 0:
+                break
+            taken += got
+        self.flush()
+
+    def _put(self, data: bytes) -> None:
+        """Write whole lines of a rank at once, and let the beginning of another wait a moment."""
+        if self._number and data:
+            data = self._line + data
+            cut = data.rfind(b"\n") + 1 or (len(data) if len(data) >= READ else 0)
+            data, self._line = data[:cut], data[cut:]
+            if cut:
+                self._line_at = _NEVER
+            if self._line and self._line_at == _NEVER:
+                self._line_at = time.monotonic() + _LINE_S
+        self._log.write(data, self._number)
+
+
+class _Log:
+    """The files of the output: the head and, once that is full, the newest segments (``logfiles``)."""
+
+    def __init__(self, dir_fd: int, log: int, index: int, lost: int) -> None:
+        self._dir_fd = dir_fd
+        self._text = log
+        self._index = index
+        self.lost = lost
+        self.max_log: Optional[int] = None
+        self._is_full = False
+        self._segment = Segment(0, 0, "log")
+        self._lines: Optional[int] = None
+        """Line feeds so far; None: not counted yet."""
+        known = log_files.segments(dir_fd, "log")
+        if known and known[-1].start:
+            self._enter(known[-1])
+        self.size = self._segment.start + os.fstat(self._text).st_size
+        if self.size == 0:
+            self._lines = 0
+
+    def write(self, data: bytes, number: int) -> None:
+        """Append what came from a source."""
+        while data:
+            fitting = self._fitting(data)
+            if fitting:
+                self._append(data[:fitting], number)
+                data = data[fitting:]
+            elif not self._turn():
+                self.lost += len(data)
+                return
+
+    def _fitting(self, data: bytes) -> int:
+        """How many bytes go into this file: all, those up to the end of a line, or 0 when the next file is to begin."""
+        if self.max_log is None:
+            return len(data)
+        limit, used = log_files.segment_bytes(self._segment, self.max_log), self.size - self._segment.start
+        room = limit - used if not used or os.fstat(self._index).st_size < limit else 0
+        if len(data) <= room:
+            return len(data)
+        return (data.rfind(b"\n", 0, max(0, room)) + 1) or (max(0, room) if not used else 0)
+
+    def _append(self, data: bytes, number: int) -> None:
+        stamp = _STAMP.pack(now(), number << _SOURCE_BITS | self.size)
+        # The record first: who copies both files as they grow has it before the text. Of a disk that was full only the text
+        # says whether there is room again.
+        was_full = self._is_full
+        if not was_full:
+            self._write(self._index, stamp)
+        written = self._write(self._text, data)
+        if was_full and written:
+            self._write(self._index, stamp)
+        self._is_full = written < len(data)
+        self.lost += len(data) - written
+        self.size += written
+        if self._lines is not None:
+            self._lines += data.count(b"\n", 0, written)
+
+    def _write(self, fd: int, data: bytes) -> int:
+        written = 0
+        while written < len(data):
+            try:
+                written += os.write(fd, data[written:] if written else data)
+            except OSError:
+                break
+        return written
+
+    def _turn(self) -> bool:
+        """Begin the next file, and drop those that are no longer kept."""
+        try:
+            if self._lines is None:
+                written = os.open(self._segment.name, os.O_RDONLY, dir_fd=self._dir_fd)
+                self._lines = self._segment.lines + _count_lines(written)
+            self._enter(Segment(self.size, self._lines, "log"))
+        except OSError:
+            return False
+        for kind in ("log", "idx"):
+            for old in log_files.surplus(log_files.segments(self._dir_fd, kind)):
+                try:
+                    os.unlink(old.name, dir_fd=self._dir_fd)
+                except OSError:
+                    continue
+        return True
+
+    def _enter(self, segment: Segment) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        index = os.open(segment._replace(kind="idx").name, flags, 0o600, dir_fd=self._dir_fd)
+        try:
+            text = os.open(segment.name, flags, 0o600, dir_fd=self._dir_fd)
+        except OSError:
+            os.close(index)
+            raise
+        os.close(self._text)
+        os.close(self._index)
+        self._text, self._index, self._segment = text, index, segment
+
+
+def _count_lines(fd: int) -> int:
+    count = 0
+    try:
+        while True:
+            data = os.read(fd, 1 << 20)
+            if not data:
+                return count
+            count += data.count(b"\n")
+    finally:
+        os.close(fd)

@@ -1,0 +1,106 @@
+"""Where the node's GPUs are and who computes on them, by ``nvidia-smi``: a GPU on which somebody else does is not leased."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Collection, Dict, List, Tuple
+
+from distflow.runtime.leases import gpu_buses
+from distflow.runtime.probes.facts import nvidia_smi, user_name
+from distflow.runtime.processes import mark_of, said_by
+from distflow.runtime.wire import Json
+
+__all__ = ["GpuUser", "await_empty", "find", "look"]
+
+_TOOL_S = 10.0
+_EMPTY_S = 5.0
+_LOOK_S = 0.2
+_FIRST_NAMESPACE = 0xEFFFFFFC
+"""Of process ids: PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h."""
+
+GpuUser = Dict[str, object]
+"""``gpu`` (index), ``pid``, ``words``."""
+
+
+def find() -> List[GpuUser]:
+    """Every process on a GPU that can be seen here; none when ``nvidia-smi`` is not there, or fails."""
+    smi = nvidia_smi()
+    return _users(smi, _gpus(smi)) if smi is not None else []
+
+
+def look(with_users: bool) -> Json:
+    """What a lease wants to know: ``users``, as ``find`` has them, and ``gpu_addresses``, by index.
+
+    An address must be asked for now: a GPU that falls off the bus later is not listed any more.
+    """
+    smi = nvidia_smi()
+    gpus = _gpus(smi) if smi is not None else []
+    placed = {index: gpu_buses.address_of(bus) for index, _, bus in gpus}
+    return {
+        "users": _users(smi, gpus) if smi is not None and with_users else [],
+        "gpu_addresses": {index: address for index, address in placed.items() if address is not None},
+    }
+
+
+def _gpus(smi: str) -> List[Tuple[str, str, str]]:
+    """Index, uuid and PCI address of each GPU."""
+    rows = _ask(smi, "--query-gpu=index,uuid,pci.bus_id")
+    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdigit()]
+
+
+def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
+    index = {uuid: index for index, uuid, _ in gpus}
+    users: List[GpuUser] = []
+    if not index:
+        return users  # a driver that did not say this much has nothing more to say
+    for row in _ask(smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
+        if len(row) < 4 or not row[1].isdigit() or row[0] not in index:
+            continue
+        # A process may have commas in its name.
+        users.append({"gpu": int(index[row[0]]), "pid": int(row[1]), "words": _words(row[1], ", ".join(row[2:-1]), row[-1])})
+    return users
+
+
+def await_empty(gpu_ids: Collection[int], attempt: str) -> str:
+    """Wait until nothing of an attempt that has ended is on its GPUs: the driver lets go of them later than processes end.
+
+    Returns who still is, in words, when that takes too long; and nothing where nobody can tell.
+    """
+    deadline = time.monotonic() + _EMPTY_S
+    while True:
+        left = [one for one in find() if one["gpu"] in gpu_ids and _is_of(int(str(one["pid"])), attempt)]
+        if not left:
+            return ""
+        if time.monotonic() >= deadline:
+            return "; ".join("GPU {}: {}".format(one["gpu"], one["words"]) for one in left)
+        time.sleep(_LOOK_S)  # noqa: TID251  the driver tells nobody
+
+
+def _is_of(pid: int, attempt: str) -> bool:
+    """Whether it is of the attempt, or is no process any more, and so was until now."""
+    return mark_of(pid) == attempt or (_sees_all_processes() and not os.path.exists("/proc/{}".format(pid)))
+
+
+def _sees_all_processes() -> bool:
+    """Whether the driver's process ids are ours: in a container they are not."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _FIRST_NAMESPACE
+    except OSError:
+        return False
+
+
+def _words(pid: str, name: str, memory: str) -> str:
+    try:
+        who = [user_name(os.stat("/proc/" + pid).st_uid)]
+    except OSError:
+        who = []
+    who += [os.path.basename(name), *(["{} MiB".format(memory)] if memory.isdigit() else [])]
+    origin = "left by a task of distflow (see `distflow node reap`)" if mark_of(int(pid)) else "which distflow did not start"
+    return "pid {} ({}), {}".format(pid, ", ".join(who), origin)
+
+
+def _ask(smi: str, query: str) -> List[List[str]]:
+    # A hanging driver says nothing: leases still keep distflow's own workflows apart.
+    lines = (said_by([smi, query, "--format=csv,noheader,nounits"], _TOOL_S) or "").split("\n")
+    return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]

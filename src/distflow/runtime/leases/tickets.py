@@ -1,0 +1,134 @@
+"""Tickets in the lease directory: a gang that waits for a node keeps its place before gangs that ask later.
+
+Without them, a gang that needs several nodes at once can wait for ever behind short gangs that follow one another on each
+node. A task whose lease is refused leaves a ticket with what it asks for. A later gang is then refused if it would not leave
+that much.
+
+Tickets are written by all users of the machine, so they bind only within bounds. A ticket counts while its file is fresh, for
+the user who owns the file, and only the oldest gang of each user counts. A gang that has waited for ``_RESPECT_S`` itself
+ignores all tickets. So no ticket, whatever it says, holds a gang back for longer than that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from typing import Any, Dict, NamedTuple, Tuple
+
+from distflow.runtime.clock import now
+from distflow.runtime.leases import lease_files
+from distflow.runtime.leases.holder_names import holder_name
+from distflow.runtime.wire import Json
+
+__all__ = ["NAME", "Kept", "kept_for_others", "leave", "remove"]
+
+NAME = re.compile(r"ticket-([0-9]{1,10})-[0-9a-f]{16}\.json")
+_FRESH_S = 20.0
+"""A gang that waits asks again after 10 s at most."""
+_RESPECT_S = 60.0
+_FORGOTTEN_S = 120.0
+_MOST = 10_000
+_AMOUNTS = ("gpus", "cpus", "memory")
+
+_waiting: Dict[str, Tuple[float, float]] = {}
+"""Tasks that this agent was refused a lease for: since when they wait, and when they last asked."""
+
+
+class Kept(NamedTuple):
+    """What is kept for gangs that have waited longer."""
+
+    amounts: Dict[str, int]
+    """By ``gpus``, ``cpus`` and ``memory`` (bytes)."""
+    words: str
+    """For whom, for a message."""
+
+
+def kept_for_others(directory: int, attempt: str) -> Kept:
+    """Return what a lease for ``attempt`` has to leave, by the tickets of gangs that have waited longer than its own."""
+    at = now()
+    since = _waiting[_task(attempt)][0] if _task(attempt) in _waiting else at
+    oldest: Dict[int, Tuple[float, str]] = {}
+    gangs: Dict[Tuple[int, str], Kept] = {}
+    for name in os.listdir(directory)[:_MOST] if at - since < _RESPECT_S else ():
+        match = NAME.fullmatch(name)
+        said = _read(directory, name, int(match.group(1)), at) if match else None
+        if not said or said["gang"] == _gang(attempt) or said["since"] >= since:
+            continue
+        owner, gang = said["owner"], said["gang"]
+        oldest[owner] = min(oldest.get(owner, (said["since"], gang)), (said["since"], gang))
+        before = gangs.get((owner, gang), Kept(dict.fromkeys(_AMOUNTS, 0), ""))
+        amounts = {one: before.amounts[one] + said[one] for one in _AMOUNTS}
+        gangs[owner, gang] = Kept(amounts, holder_name(said, None))
+    ahead = [gangs[owner, gang] for owner, (_, gang) in oldest.items()]
+    return Kept({one: sum(kept.amounts[one] for kept in ahead) for one in _AMOUNTS}, ", ".join(kept.words for kept in ahead))
+
+
+def leave(directory: int, holder: Json, amounts: Dict[str, int]) -> None:
+    """Leave or renew the ticket of a task that waits. That it cannot be written costs no more than the place in the line."""
+    at, task = now(), _task(str(holder["attempt"]))
+    for one in [one for one, (_, last) in _waiting.items() if at - last > _FORGOTTEN_S]:
+        del _waiting[one]
+    since = _waiting.get(task, (at, at))[0]
+    _waiting[task] = (since, at)
+    said = dict(holder, gang=_gang(str(holder["attempt"])), since=since, **amounts)
+    name = _name(task)
+    new = "{}.{}".format(name, os.getpid())
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(new, flags, 0o644, dir_fd=directory), "w") as file:
+            os.fchmod(file.fileno(), 0o644)  # other users read it
+            json.dump(said, file)
+        os.rename(new, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError:
+        _unlink(directory, new)
+
+
+def remove(directory: int, attempt: str) -> None:
+    """Remove a task's ticket: it has its lease. Should that be given back, ``leave`` finds its place again."""
+    _unlink(directory, _name(_task(attempt)))
+
+
+def _read(directory: int, name: str, owner: int, at: float) -> Dict[str, Any]:
+    """What a fresh ticket says, its amounts sound; empty for any other file."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return {}
+    try:
+        info = os.fstat(fd)
+        is_sound = stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_uid == owner
+        said = lease_files.read(fd) if is_sound and abs(at - info.st_mtime) < _FRESH_S else None
+    except OSError:
+        return {}
+    finally:
+        os.close(fd)
+    since = (said or {}).get("since")
+    if said is None or isinstance(since, bool) or not isinstance(since, (int, float)) or not isinstance(said.get("gang"), str):
+        return {}
+    return dict(said, owner=owner, **{one: _amount(said.get(one)) for one in _AMOUNTS})
+
+
+def _amount(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _task(attempt: str) -> str:
+    return attempt.rpartition("/")[0]
+
+
+def _gang(attempt: str) -> str:
+    return "/".join(attempt.split("/")[:2])
+
+
+def _name(task: str) -> str:
+    return "ticket-{}-{}.json".format(os.getuid(), hashlib.sha256(task.encode("utf-8", "replace")).hexdigest()[:16])
+
+
+def _unlink(directory: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=directory)
+    except OSError:
+        pass

@@ -1,0 +1,230 @@
+"""What ``pool check`` asks of a node: its places, its tools, and a command as tasks would see it.
+
+Texts of tools (``nvidia-smi``, ``busctl``) are passed on as they are: whoever asked reads them. All of it may take long, so it
+is returned as work for a child of the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from typing import Callable, Dict, List, NamedTuple, Optional
+
+from distflow.runtime import processes
+from distflow.runtime.guard import command
+from distflow.runtime.leases import node_leases
+from distflow.runtime.leases.lease_files import foreign_owner
+from distflow.runtime.probes import path_checksums
+from distflow.runtime.probes.conditions import conditions
+from distflow.runtime.probes.facts import user_name
+from distflow.runtime.wire import Json, OpError
+
+__all__ = ["probe", "run"]
+
+_TOOL_S = 30.0  # without persistence mode, nvidia-smi wakes every GPU first
+_LONGEST_S = 600.0
+_MOST_OUTPUT = 16384
+_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
+_APP_FIELDS = "gpu_uuid,pid,process_name,used_memory"
+_LOGIND = ("KillUserProcesses", "KillExcludeUsers", "KillOnlyUsers")
+
+
+def probe(root: str, request: Json) -> Callable[[], Json]:
+    """The work that measures the node."""
+    lease_dir, paths = str(request["lease_dir"]), [str(path) for path in request.get("paths") or []]
+
+    def work() -> Json:
+        apps = _tool("nvidia-smi", "--query-compute-apps=" + _APP_FIELDS, "--format=csv,noheader,nounits")
+        return {
+            "root": dict(_place(root), error=_write_error(root)),
+            "leases": _leases(lease_dir),
+            "names": _names(socket.gethostname()),
+            "gpus": _tool("nvidia-smi", "--query-gpu=" + _GPU_FIELDS, "--format=csv,noheader,nounits"),
+            "gpu_apps": apps,
+            "gpu_owners": _owners((apps or {}).get("stdout", "")),
+            "logind": _logind(),
+            "paths": path_checksums.look(paths),
+            **conditions(),
+        }
+
+    return work
+
+
+def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
+    """The work that runs a command to its end in the environment of tasks."""
+    argv = [str(word) for word in request["argv"]]
+    launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
+    prelude, timeout_s = request.get("shell_prelude"), min(float(request.get("limit_s") or 30.0), _LONGEST_S)
+
+    def work() -> Json:
+        env = command.environment(launch, "", root)
+        for name in ("DISTFLOW_ATTEMPT", "DISTFLOW_ATTEMPT_DIR", "DISTFLOW_HEARTBEAT", "TORCHELASTIC_ERROR_FILE"):
+            env.pop(name, None)
+        return _run(command.with_prelude(argv, prelude, env), timeout_s, env=env, cwd=root, umask=umask)
+
+    return work
+
+
+class _Mount(NamedTuple):
+    point: str
+    kind: str
+    options: List[str]
+
+
+def _place(path: str) -> Json:
+    """A directory and the file system that it lies on; of one that is not there, its nearest parent."""
+    there = path
+    while not os.path.exists(there) and there != os.path.dirname(there):
+        there = os.path.dirname(there)
+    mount = _mount_of(os.path.realpath(there))
+    disk = shutil.disk_usage(there)
+    return {
+        "path": path,
+        "file_system": mount.kind if mount else "",
+        "is_noexec": bool(mount and "noexec" in mount.options),
+        "free_bytes": disk.free,
+        "total_bytes": disk.total,
+    }
+
+
+def _mount_of(path: str) -> Optional[_Mount]:
+    found: Optional[_Mount] = None
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().split("\n")
+    except OSError:
+        return None
+    for line in lines:
+        before, dash, after = line.partition(" - ")
+        words = before.split(" ")
+        if not dash or len(words) < 6:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), words[4])
+        if (path + "/").startswith(point.rstrip("/") + "/") and (found is None or len(point) >= len(found.point)):
+            found = _Mount(point, after.split(" ")[0], words[5].split(","))
+    return found
+
+
+def _write_error(directory: str) -> Optional[str]:
+    """Why no file can be written there; ``None`` when one can."""
+    path = os.path.join(directory, ".probe-{}".format(os.getpid()))
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, b"x" * 4096)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+            os.unlink(path)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _leases(lease_dir: str) -> Json:
+    """Whether a lease can be had: any port's, taken and given back."""
+    error = None
+    try:
+        node_leases.take(lease_dir, 0, (), "any", {"user": user_name(), "attempt": "pool check", "pid": os.getpid()}).close()
+    except OpError as refusal:
+        error = refusal.message
+    place = _place(os.path.abspath(os.path.expanduser(lease_dir)))
+    owner = foreign_owner(lease_dir)
+    return {"path": place["path"], "file_system": place["file_system"], "error": error, "owner": owner}
+
+
+def _names(hostname: str) -> Json:
+    try:
+        found = socket.getaddrinfo(hostname, None, 0, socket.SOCK_STREAM)
+    except OSError as error:
+        return {"hostname": hostname, "addresses": [], "error": error.strerror or str(error)}
+    return {"hostname": hostname, "addresses": sorted({str(entry[4][0]) for entry in found}), "error": None}
+
+
+def _owners(apps: str) -> Dict[str, Json]:
+    """Whose the processes are that the lines of ``nvidia-smi`` name in their second column, as far as the kernel tells."""
+    owners: Dict[str, Json] = {}
+    for line in apps.split("\n"):
+        pid = (line.split(",") + [""])[1].strip()
+        if not pid.isdigit():
+            continue
+        try:
+            uid = os.stat("/proc/" + pid).st_uid
+        except OSError:
+            continue  # of another container, or gone
+        owners[pid] = {"user": user_name(uid), "attempt": processes.mark_of(int(pid))}
+    return owners
+
+
+def _logind() -> Json:
+    """What systemd does to processes of this login when it ends."""
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
+            in_session = re.search(r"/session-[^/\n]*\.scope", file.read()) is not None
+    except OSError:
+        in_session = False
+    name = "org.freedesktop.login1"
+    bus = ["get-property", name, "/org/freedesktop/login1", name + ".Manager"]
+    said = _tool("busctl", *bus, *_LOGIND) if in_session else None
+    return {
+        "in_session": in_session,
+        "properties": said["stdout"].split("\n")[: len(_LOGIND)] if said and said["exit_code"] == 0 else [],
+    }
+
+
+def _tool(name: str, *arguments: str) -> Optional[Json]:
+    """What a tool says; ``None`` where it is not there."""
+    path = shutil.which(name)
+    return _run([path, *arguments], _TOOL_S) if path is not None else None
+
+
+def _run(
+    argv: List[str], timeout_s: float, env: Optional[Dict[str, str]] = None, cwd: Optional[str] = None, umask: int = 0o77
+) -> Json:
+    code: Optional[int] = None
+    begin, parent, pipe = time.monotonic(), os.getpid(), subprocess.PIPE
+
+    def prepare() -> None:
+        processes.die_with_parent(signal.SIGKILL, parent)
+        os.umask(umask)
+
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509  a child of the agent has one thread
+        )
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        return {
+            "exit_code": 127 if missing else 126,
+            "stdout": "",
+            "stderr": "{}: {}".format(argv[0], error.strerror),
+            "seconds": 0.0,
+        }
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            stdout, stderr = process.communicate(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            stdout, stderr = b"", b""  # what it started in other sessions holds the pipes
+    return {
+        "exit_code": code if code is None or code >= 0 else 128 - code,
+        "stdout": stdout[-_MOST_OUTPUT:].decode("utf-8", "replace"),
+        "stderr": stderr[-_MOST_OUTPUT:].decode("utf-8", "replace"),
+        "seconds": round(time.monotonic() - begin, 3),
+    }

@@ -1,0 +1,94 @@
+"""Who reaches whom: sockets that listen for a while, and connections to those of other nodes.
+
+The sockets are the agent's own; connecting may take long, and is work for a child of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable
+
+from distflow.runtime.agent.loop import Loop
+from distflow.runtime.probes.listening import listen_on
+from distflow.runtime.wire import Json
+
+__all__ = ["Listeners", "reach"]
+
+_LONGEST_S = 600.0
+_AT_ONCE = 64
+_KINDS = {
+    errno.ECONNREFUSED: "refused",
+    errno.EHOSTUNREACH: "no_route",
+    errno.ENETUNREACH: "no_route",
+    errno.ETIMEDOUT: "timeout",
+}
+
+
+def reach(request: Json) -> Callable[[], Json]:
+    """The work that connects to each target; ``results`` are in their order."""
+    targets = [(str(one["address"]), int(one["port"]), str(one["word"])) for one in request["targets"]]
+    timeout_s = min(float(request.get("limit_s") or 5.0), _LONGEST_S)
+
+    def work() -> Json:
+        with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
+            return {"results": list(workers.map(lambda one: _reach(one[0], one[1], one[2], timeout_s), targets))}
+
+    return work
+
+
+class Listeners:
+    """Sockets that tell their word to whoever connects, and close by themselves."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def listen(self, request: Json) -> Json:
+        """Listen on a port of ``address``, or of every address when that one is not this node's."""
+        word = str(request["word"]).encode() + b"\n"
+        timeout_s = min(float(request.get("limit_s") or 30.0), _LONGEST_S)
+        listener, is_own = listen_on(str(request["address"]))
+
+        def accept(_events: int) -> None:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.setblocking(False)
+                try:
+                    connection.send(word)
+                except OSError:
+                    pass  # it is gone again
+
+        def close() -> None:
+            self._loop.watch(listener.fileno(), 0, accept)
+            listener.close()
+
+        self._loop.watch(listener.fileno(), selectors.EVENT_READ, accept)
+        self._loop.later(timeout_s, close)
+        return {"port": listener.getsockname()[1], "is_own": is_own}
+
+
+def _reach(address: str, port: int, word: str, timeout_s: float) -> Json:
+    begin = time.monotonic()
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s) as connection:
+            heard, wanted = b"", word.encode() + b"\n"
+            while len(heard) < len(wanted):
+                data = connection.recv(len(wanted) - len(heard))
+                if not data:
+                    break
+                heard += data
+    except socket.gaierror as error:
+        return {"kind": "no_name", "message": error.strerror or str(error)}
+    except socket.timeout:
+        return {"kind": "timeout", "message": "no answer within {:g} s".format(timeout_s)}
+    except OSError as error:
+        return {"kind": _KINDS.get(error.errno or 0, "other"), "message": error.strerror or str(error)}
+    if heard != wanted:
+        return {"kind": "stranger", "message": "somebody else answers there"}
+    return {"kind": "ok", "ms": round((time.monotonic() - begin) * 1000, 3)}
