@@ -1,4 +1,4 @@
-# The one door: make demo | test | lint | bench | soak | clean. Each installs what it needs into .venv first.
+# Every task of a developer: make demo | test | lint | bench | soak | clean. Each target installs its tools into .venv first.
 SHELL := /bin/sh
 PYTHON ?= python3
 VENV := .venv
@@ -10,10 +10,10 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo    train the sample through distflow, on this machine"
 	@echo "make test    the whole test suite"
-	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the node runtime"
+	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the node runtime, plain English"
 	@echo "make bench   speed against named peers: a bare interpreter, ssh loops, torchrun, pdsh, scp, rsync (more than half an hour)"
 	@echo "make soak    random faults on 8 SSH hosts of this machine for half an hour (ARGS='--minutes 5')"
-	@echo "make docs    write the generated pages of docs/ anew"
+	@echo "make docs    regenerate the generated parts of docs/"
 	@echo "make clean   remove .venv and caches"
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
@@ -36,6 +36,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/vermin --quiet --no-tips --target=3.8- --violations src/distflow/runtime
+	$(BIN)/python scripts/check_prose.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

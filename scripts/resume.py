@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # mypy: allow-untyped-calls
-"""Train a small network so that it can be killed at any moment: the next attempt goes on, and ends with the same weights.
+"""Train a small network so that it can be killed at any moment: the next attempt continues and ends with the same weights.
 
-Started by ``distflow.train.launch`` (``launcher: spawn`` in a spec), under the strategy that the spec names. All that matters
-is in the checkpoint: weights, optimiser, random numbers, and which samples of the epoch are still to come. Standard output
-holds JSON lines; the last one has a digest of the weights.
+Started by ``distflow.train.launch`` (``launcher: spawn`` in a spec), under the strategy that the spec names. The
+checkpoint holds the weights, the optimizer, the random state and the position in the epoch. Standard output has JSON lines;
+the last one has a digest of the weights.
 """
 
 from __future__ import annotations

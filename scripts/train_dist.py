@@ -152,7 +152,7 @@ def run_rank(local_rank: int, args: argparse.Namespace) -> None:
 
 
 def listen_for_stop() -> threading.Event:
-    """Return an event that SIGTERM, Ctrl-C or the end of the parent sets, and that the training loop looks at.
+    """Return an event that SIGTERM, Ctrl-C or the end of the parent sets, and that the training loop checks.
 
     Python runs signal handlers in the main thread only, and that may be in C++, waiting for a peer that never comes.
     The wake-up pipe is written at once: a thread of its own reads it, and ends the process if the loop does not.
@@ -233,7 +233,7 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
 
 
 def build_model(side: int) -> nn.Module:
-    """Return two convolutions and a linear layer, for square grey images of ``side`` pixels."""
+    """Return two convolutions and a linear layer, for square gray images of ``side`` pixels."""
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1),
         nn.ReLU(),
@@ -247,7 +247,7 @@ def build_model(side: int) -> nn.Module:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test_set: TensorDataset, device: torch.device) -> float:
-    """Return the accuracy on the held-out samples, of which every rank looks at its share."""
+    """Return the accuracy on the held-out samples, of which every rank evaluates its share."""
     share = Subset(test_set, range(dist.get_rank(), len(test_set), dist.get_world_size()))
     hits = torch.zeros(2, device=device)
     for images, labels in DataLoader(share, batch_size=512):
@@ -319,7 +319,7 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def to_dataset(images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> TensorDataset:
-    """Make tensors with a colour channel of grey images with values from 0 to 1."""
+    """Convert gray images with values from 0 to 1 to tensors with a color channel."""
     images, labels = images[:, np.newaxis].astype(np.float32), labels.astype(np.int64)
     return TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
 

@@ -131,7 +131,7 @@ class AgentError(NodeError):
     """The node's agent refused a request; ``kind`` is one of the words of the agent protocol."""
 
     def __init__(self, node: str, kind: str, message: str, *, hint: str = "") -> None:
-        """Keep ``kind`` beside the message, because callers decide by it."""
+        """Keep ``kind`` apart from the message, because callers decide by it."""
         super().__init__(node, message, hint=hint)
         self.kind = kind
 

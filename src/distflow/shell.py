@@ -1,7 +1,7 @@
 """Quoting for a shell and masking of secrets: each happens here, once, by type.
 
-A ``Secret`` cannot print: its text, its representation and its JSON are a mask. Whoever really needs the value says
-``reveal()``, so that a search for that word finds every place where a secret leaves its wrapping.
+A ``Secret`` cannot print: its text, its representation and its JSON are a mask. Code that needs the value calls
+``reveal()``. A search for that word finds every place that uses a secret.
 """
 
 from __future__ import annotations

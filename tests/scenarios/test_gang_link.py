@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 from distflow.testing.waiting import wait_until
@@ -31,7 +32,10 @@ def test_a_failed_gang_stops_without_a_supervisor(lab: Lab, tmp_path: Path) -> N
     workflow = cli.submit(cli.spec(text))
     cli.await_running(workflow)
     cli.await_log(workflow, "here")
-    cli.kill_supervisor()
+    supervisor = cli.supervisor()
+    assert supervisor is not None
+    os.kill(supervisor, signal.SIGKILL)
+    wait_until(lambda: cli.supervisor() is None, 30)
     go.touch()
 
     def sleepers() -> list[str]:

@@ -1,4 +1,4 @@
-"""The README's script trains under every strategy: only the word in the spec changes.
+"""The sample of docs/strategies.md trains under every strategy: only the kind in the spec changes.
 
 Its ranks have different samples and it steps by the gradient itself (SGD), so that the loss over all samples would be another
 one if gradients were summed, or not brought together at all.
@@ -14,15 +14,15 @@ import pytest
 from scenarios.conftest import Cli
 from scenarios.lab import json_lines
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 KINDS = {"ddp": 2, "fsdp": 2, "tp": 2, "pipeline": 2, "hybrid, tp_size: 2": 4}
 """The end of ``{kind:`` → ranks."""
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
-def test_the_sample_of_the_readme_trains_alike_under_every_strategy(cli: Cli) -> None:
-    found = re.search(r"<!-- file: sharded.yaml -->\n```yaml\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_sample_of_the_page_trains_alike_under_every_strategy(cli: Cli) -> None:
+    found = re.search(r"<!-- file: sharded.yaml -->\n```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     spec = found[1]
     losses = {}

@@ -46,7 +46,7 @@ def last_batches() -> Found:
 
 
 def batches_together() -> Found:
-    """Before the optimiser steps, and the gradients are set to zero."""
+    """Before the optimizer steps, and the gradients are set to zero."""
     return {"difference": piped([8, 6, 5])}
 
 

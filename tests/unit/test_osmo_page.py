@@ -1,4 +1,4 @@
-"""``docs/osmo.md`` says of every key, verb and option what distflow makes of it: no row is silent, and none is missing."""
+"""The OSMO pages of docs/ have a row for every key, verb and option of OSMO, and every row has an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import typer
 from distflow.cli.app import app
 from language import osmo_keys
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "osmo.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TEXT = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("osmo.md", "osmo-commands.md"))
 ANSWERS = ("**the same**", "**differs**: ", "**does not apply**: ", "**not yet**")
 OWN = (
     "workflow why", "workflow diagnose", "workflow stacks", "workflow metrics", "workflow adopt", "pool check", "node clean",
@@ -71,14 +72,14 @@ OSMO: Mapping[str, str] = MappingProxyType(
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """The rows of the page's tables, without their heads."""
-    for table in re.findall(r"(?:^\|.*\n)+", PAGE.read_text(encoding="utf-8"), re.MULTILINE):
+    """The rows of the tables, without their heads."""
+    for table in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
         for line in table.splitlines()[2:]:
             yield tuple(cell.strip() for cell in line.strip().strip("|").split(" | "))
 
 
 def words_of(verb: str) -> str:
-    """All that the page's rows say of a verb."""
+    """All that the rows say of a verb."""
     return " ".join(" ".join(row) for row in rows() if f"`{verb}`" in row[0])
 
 
@@ -140,6 +141,5 @@ def test_every_option_of_distflows_verbs_has_its_word() -> None:
 
 
 def test_what_only_distflow_has_is_named() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert [verb for verb in OWN if f"`{verb}`" not in text] == []
+    assert [verb for verb in OWN if f"`{verb}`" not in TEXT] == []
     assert sorted(set(commands()) - {*OSMO, *OWN} - {verb for verb in commands() if verb.startswith(TABLED)}) == []

@@ -220,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         key="devices-mixed",
         shows="`Expected all tensors to be on the same device`, `Tensor on device cpu is not on the expected device meta`",
         cause="a calculation was given tensors of different devices",
-        remedy="Move the model to the rank's device before the optimiser is made, and every batch with its targets "
+        remedy="Move the model to the rank's device before the optimizer is made, and every batch with its targets "
         "(`world.device` of `train.init()`). Left behind are most often tensors made in the forward pass, and those that are "
         "neither a parameter nor a registered buffer. What is on `meta` has no values yet: `train.parallelize` gives them.",
         patterns=_any(

@@ -63,7 +63,7 @@ def compress_gradients(model: DistributedDataParallel, how: str, *, rank: int = 
 def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
     """Run one micro-batch's forward and backward pass; only every ``every``-th reduces gradients over the ranks.
 
-    Gives true in the pass that reduces: then step the optimiser and zero the gradients. Divide the loss by ``every`` yourself,
+    Gives true in the pass that reduces: then step the optimizer and zero the gradients. Divide the loss by ``every`` yourself,
     as without ranks. By default ``every`` is the strategy's ``gradient_accumulation_steps``. Warns once when the strategy's
     ``sync_gradients_every`` asks for ``local_sgd``, and the model was never given to it::
 
@@ -81,7 +81,7 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
     if apart > 1 and isinstance(model, DistributedDataParallel) and model not in _averaged:
         _averaged.add(model)
         warnings.warn(
-            f"the strategy says sync_gradients_every: {apart}, but gradients are averaged in every step: make the optimiser "
+            f"the strategy says sync_gradients_every: {apart}, but gradients are averaged in every step: make the optimizer "
             "optimizer = local_sgd(model, optimizer)",
             stacklevel=3,
         )
@@ -107,10 +107,10 @@ def begin_step(model: nn.Module) -> None:
 def local_sgd(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int | None = None, warmup_steps: int = 0
 ) -> torch.optim.Optimizer:
-    """Return an optimiser that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
+    """Return an optimizer that averages the parameters over all ranks at every ``every``-th step (post-local SGD).
 
     Between two averages no gradient is sent, after ``warmup_steps`` ordinary steps; ranks differ until the next average. By
-    default ``every`` is the strategy's ``sync_gradients_every``; with 1 the optimiser is returned as it is. The model must be
+    default ``every`` is the strategy's ``sync_gradients_every``; with 1 the optimizer is returned as it is. The model must be
     DDP's, without compression. Raises ``TypeError`` for another.
     """
     steps = int(current_strategy().options.get("sync_gradients_every", 1)) if every is None else every
@@ -132,7 +132,7 @@ def local_sgd(
 
 
 def drifts(model: object) -> bool:
-    """Tell whether ``local_sgd`` averages the model's parameters, in the optimiser's step."""
+    """Tell whether ``local_sgd`` averages the model's parameters, in the optimizer's step."""
     return isinstance(model, DistributedDataParallel) and model.module in _averagers
 
 

@@ -16,12 +16,12 @@ from distflow.documents.problems import Mark, Severity
 from distflow.layout.strategy.model import Strategy, parse_strategy
 from distflow.train.strategies.options import KINDS, OPTIONS
 
-PAGE = Path(__file__).parents[3] / "docs" / "strategies.md"
+PAGE = Path(__file__).parents[3] / "docs" / "strategy-forms.md"
 ROW = re.compile(r"^\| `(\{.*\})` \| ([0-9 +]+) \| (.*) \|$", re.MULTILINE)
 
 
 def rows() -> list[tuple[str, tuple[int, ...], str]]:
-    """The table of forms in docs/strategies.md."""
+    """The table of docs/strategy-forms.md."""
     return [(block, tuple(map(int, sizes.split("+"))), answer) for block, sizes, answer in ROW.findall(PAGE.read_text())]
 
 

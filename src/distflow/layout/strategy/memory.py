@@ -1,6 +1,6 @@
 """How much memory a rank needs to train a model under each strategy, and which strategy to take. Pure arithmetic.
 
-The estimate is the usual one, and its lines can be checked by hand: parameters, gradients and optimiser states are counted in
+The estimate is the usual one, and its lines can be checked by hand: parameters, gradients and optimizer states are counted in
 bytes per parameter; activations of a transformer layer in bytes per token and hidden unit (34 s·b·h, or 2 s·b·h when they are
 computed again; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with attention that keeps
 no matrix of scores); a tenth of each GPU is left for CUDA, NCCL and fragments.
@@ -21,7 +21,7 @@ PRECISIONS: Mapping[str, tuple[int, int, int]] = MappingProxyType({"fp32": (4, 4
 ``bf16`` is mixed precision: parameters and gradients are kept in fp32, as FSDP2 and autocast do.
 """
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 8, "sgd-momentum": 4, "sgd": 0})
-"""Bytes per parameter of the optimiser's states."""
+"""Bytes per parameter of the optimizer's states."""
 _USABLE = 0.9
 _ACTIVATIONS, _RECOMPUTED = 34, 2
 _GIB = 2**30

@@ -33,7 +33,7 @@ def parallelize(
     ``strategy`` is a kind (``"fsdp"``), a ``Strategy``, or by default what ``DISTFLOW_STRATEGY`` says; ``options`` come on top
     of its own. The last call decides what ``current_strategy``, ``data_shard`` and a new ``Loader`` answer, until ``finish``.
 
-    Every rank then starts from rank 0's parameters. Create the optimiser afterwards, from the parameters of what is
+    Every rank then starts from rank 0's parameters. Create the optimizer afterwards, from the parameters of what is
     returned. A pipeline needs ``loss`` and is stepped (``model.step(inputs, targets)``); all others are called as before.
 
     A model that was made under ``torch.device("meta")`` is cut first, and then each rank is given its part of the values that
