@@ -25,6 +25,7 @@ from distflow.backends.base import (
     Collected,
     CollectFailed,
     Collecting,
+    CollectUnanswered,
     Ended,
     Leased,
     LeaseRefused,
@@ -457,7 +458,7 @@ def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monk
     for number in range(1, 6):
         bench.backend.collect(bench.key())
         wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
-    assert [type(one) for one in _answers(bench)] == [Unanswered] * 4 + [CollectFailed]
+    assert [type(one) for one in _answers(bench)] == [CollectUnanswered] * 4 + [CollectFailed]
     assert "the connection ended 5 times: it ended" in bench.await_one(CollectFailed).message
     bench.backend.close()
 
@@ -480,7 +481,7 @@ def test_refused_connections_are_not_given_up_before_the_node_would_be(tmp_path:
     for number in range(1, 21):
         bench.backend.collect(bench.key())
         wait_until(lambda number=number: len(_answers(bench)) == number, 20)  # type: ignore[misc]
-    assert [type(one) for one in _answers(bench)] == [Unanswered] * 19 + [Collected]
+    assert [type(one) for one in _answers(bench)] == [CollectUnanswered] * 19 + [Collected]
     bench.backend.close()
 
 

@@ -23,20 +23,24 @@ if TYPE_CHECKING:
     from distflow.storage.identity import Identity
 
 __all__ = [
-    "LAST",
     "Absent",
     "AttemptKey",
+    "AttemptObservation",
     "Backend",
+    "CheckpointRef",
     "CollectFailed",
+    "CollectUnanswered",
     "Collected",
     "Collecting",
     "Ended",
+    "LeaseObservation",
     "LeaseRefused",
     "LeaseRequest",
     "Leased",
     "LogComplete",
     "LogSink",
     "NodeDown",
+    "NodeObservation",
     "NodeUp",
     "NotBrought",
     "Observation",
@@ -50,7 +54,6 @@ __all__ = [
     "Started",
     "StopAccepted",
     "Unanswered",
-    "slot_of",
 ]
 
 
@@ -100,16 +103,24 @@ class LeaseRequest:
         return AttemptKey(workflow=self.workflow, group=self.group, task=task, attempt=self.attempt, node=self.nodes[task])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """Something a backend saw."""
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """One of the directories that are a task's checkpoints."""
 
+    number: int
+    """Which entry of the task's ``checkpoint``, counted from 0."""
+    is_last: bool = False
+    """It is taken once the task has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Observed:
     at: float
     """The submitter's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeUp(Observation):
+class NodeUp(_Observed):
     """A node answers; what it says of its attempts follows as observations of their own."""
 
     pool: str
@@ -124,7 +135,7 @@ class NodeUp(Observation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeDown(Observation):
+class NodeDown(_Observed):
     """A node cannot be reached at present; what runs there may still run."""
 
     pool: str
@@ -135,7 +146,7 @@ class NodeDown(Observation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leased(Observation):
+class Leased(_Observed):
     """A gang has its nodes, GPUs and port."""
 
     workflow: str
@@ -145,7 +156,7 @@ class Leased(Observation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRefused(Observation):
+class LeaseRefused(_Observed):
     """A gang did not get everything, so it has nothing."""
 
     workflow: str
@@ -158,7 +169,7 @@ class LeaseRefused(Observation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OfAttempt(Observation):
+class _OfAttempt(_Observed):
     key: AttemptKey
 
 
@@ -195,8 +206,8 @@ class PrepareFailed(_OfAttempt):
 class NotBrought(_OfAttempt):
     """Its node cannot fetch an input by itself; nothing else is wrong with the attempt."""
 
-    op: str
-    """Which input: ``Bring.op``."""
+    number: int
+    """Which input: ``Bring.number``."""
     why: str
 
 
@@ -245,8 +256,8 @@ class Absent(_OfAttempt):
 class Collecting(_OfAttempt):
     """Its output is on its way here, or a checkpoint."""
 
-    op: str = "collect"
-    """As the command has it: ``collect``, or for a checkpoint ``pack:<n>``, and ``pack:<n>:last`` once the task has ended."""
+    checkpoint: CheckpointRef | None = None
+    """``None``: it is the output."""
     is_packed: bool
     """False: it is being packed on its node."""
     done: int
@@ -259,7 +270,7 @@ class Collecting(_OfAttempt):
 class Collected(_OfAttempt):
     """Its output is here, or a checkpoint: a tar in the blob store."""
 
-    op: str = "collect"
+    checkpoint: CheckpointRef | None = None
     digest: str
     """SHA-256, hexadecimal; empty for a checkpoint of which there is nothing yet."""
     size: int
@@ -274,7 +285,7 @@ class Collected(_OfAttempt):
 class CollectFailed(_OfAttempt):
     """Its output will not come, for good; or not this checkpoint."""
 
-    op: str = "collect"
+    checkpoint: CheckpointRef | None = None
     message: str
 
 
@@ -295,19 +306,27 @@ class OutputWaits(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered(_OfAttempt):
-    """A command (``op``) got no answer, because the connection broke; it may or may not have been carried out."""
+    """A command to prepare, start, stop or release got no answer, because the connection broke.
 
-    op: str
-
-
-LAST = ":last"
-"""Ends the ``op`` of a checkpoint that is taken once the task has ended."""
+    It may or may not have been carried out.
+    """
 
 
-def slot_of(op: str) -> str:
-    """Return what an operation keeps busy: the last checkpoint of a directory waits for the one that is under way."""
-    return op.removesuffix(LAST)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectUnanswered(_OfAttempt):
+    """The connection broke before an output or a checkpoint had come."""
 
+    checkpoint: CheckpointRef | None = None
+
+
+NodeObservation = NodeUp | NodeDown
+LeaseObservation = Leased | LeaseRefused
+AttemptObservation = (
+    Staging | Prepared | PrepareFailed | NotBrought | Started | StopAccepted | Ended | Released | Absent
+    | Collecting | Collected | CollectFailed | CollectUnanswered | LogComplete | OutputLost | OutputWaits | Unanswered
+)  # fmt: skip
+Observation = NodeObservation | LeaseObservation | AttemptObservation
+"""Everything that a backend may report."""
 
 Sink = Callable[[Observation], None]
 """Takes observations; may be called from any thread."""
@@ -345,7 +364,8 @@ class Backend(Protocol):
        with.
     2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``; every other command by an observation of its
     attempt, or by
-       ``Unanswered`` when the connection broke. All commands may be repeated: they answer what already is.
+       ``Unanswered`` or ``CollectUnanswered`` when the connection broke. All commands may be repeated: they answer what
+       already is.
     3. A lease is all or nothing.
     4. ``Ended`` is said only when no process of the attempt is left, and is said again after a reconnection.
     5. For every watched attempt the log sink gets all of its output in order, then comes ``LogComplete``.
@@ -382,11 +402,13 @@ class Backend(Protocol):
         """Give back the lease of an attempt that has not started."""
         ...
 
-    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None, *, for_nodes: bool = False) -> None:
+    def collect(
+        self, key: AttemptKey, checkpoint: CheckpointRef | None = None, place: str | None = None, *, for_nodes: bool = False
+    ) -> None:
         """Bring the output of an ended attempt to this machine's blob store.
 
-        With ``place``, that directory of the attempt, which may still run; answers carry ``op``. ``for_nodes``: only nodes will
-        want it, so that it may stay where all of them see it.
+        With ``checkpoint``, that checkpoint, which is the directory ``place`` of the attempt; the attempt may still run.
+        ``for_nodes``: only nodes will want it, so that it may stay where all of them see it.
         """
         ...
 

@@ -91,7 +91,7 @@ def workflow_text(
     if outputs:
         lines += ["", "Outputs stay where they were written:"]
         lines += [f"  {task.name}  {task.node}:{task.output_dir}" for task in outputs]
-    written = [one for group in record.groups for one in group.carried if one.op.startswith("write") and one.files]
+    written = [one for group in record.groups for one in group.carried if one.is_written and one.files]
     if written:
         lines += ["", "Outputs were written to:"]
         lines += [f"  {one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})" for one in written]

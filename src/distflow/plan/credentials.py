@@ -26,8 +26,8 @@ class GivenSecrets:
     """The registry of its image, and who we are to it, as docker's and podman's own files put that (base64)."""
     token: Secret | None = None
     """By which the tasks of its gang know one another."""
-    stores: Mapping[str, Identity] = field(default_factory=lambda: MappingProxyType({}))
-    """Who we are to the stores of what its node fetches, by ``Bring.op``; one that is not here must be relayed."""
+    stores: Mapping[int, Identity] = field(default_factory=lambda: MappingProxyType({}))
+    """Who we are to the stores of what its node fetches, by ``Bring.number``; one that is not here must be relayed."""
 
 
 def stored_name(credential: str, key: str) -> str:

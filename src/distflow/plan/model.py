@@ -271,8 +271,8 @@ class GangLink:
 class Bring:
     """An input that a task's node fetches from its URL by itself."""
 
-    op: str
-    """As the group knows it: ``fetch/<n>``."""
+    number: int
+    """Which of the group's inputs from URLs, counted from 0."""
     path: str
     """The directory of the attempt's that it comes into."""
     url: str

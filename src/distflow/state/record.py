@@ -20,6 +20,8 @@ __all__ = [
     "Carried",
     "Cause",
     "Checkpoint",
+    "DataKind",
+    "DataRef",
     "End",
     "Event",
     "EventCode",
@@ -91,12 +93,39 @@ class Saved:
     """Why it will never be here; then there is no archive."""
 
 
+class DataKind(str, Enum):
+    """What is done with data at a URL."""
+
+    FETCH = "fetch"
+    """An input is fetched, or looked up for its nodes to fetch."""
+    WRITE = "write"
+    """An output is written."""
+    STORE = "store"
+    """A checkpoint is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataRef:
+    """Identifies data at a URL within its group."""
+
+    kind: DataKind = DataKind.FETCH
+    number: int = 0
+    """Counted from 0: over the group's different inputs, or over the task's outputs or checkpoints."""
+
+    def __str__(self) -> str:
+        """Return a short text such as ``fetch/0``, which also stands in names of directories and marks of transfers."""
+        return f"{self.kind.value}/{self.number}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What became of data at a URL: an input that was fetched, or an output that was written."""
+    """The outcome of a transfer of data at a URL: an input that was fetched, or an output that was written."""
 
-    op: str
-    """Which of the group's: ``fetch/<n>``; which of the task's: ``write/<n>``."""
+    data: DataRef = DataRef()
+    is_relayed: bool = False
+    """Only notes, with the reason in ``error``, that no node can do it, so that the data passes through this machine."""
+    op: str = ""
+    """How older distflows wrote ``data`` and ``is_relayed``, such as ``relay/fetch/0``; empty otherwise."""
     task: str
     at: float
     since: float | None = None
@@ -117,6 +146,20 @@ class Carried:
     """Of an input: it was only looked up; every node fetches it for itself."""
     dataset: str = ""
     """Of such an input: with the version that was the latest then."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it is an output that was written, or could not be."""
+        return self.data.kind is DataKind.WRITE and not self.is_relayed
+
+    def __post_init__(self) -> None:
+        """Read what an older distflow wrote."""
+        if not self.op:
+            return
+        *relay, kind, number = self.op.split("/")
+        object.__setattr__(self, "data", DataRef(DataKind(kind), int(number)))
+        object.__setattr__(self, "is_relayed", bool(relay))
+        object.__setattr__(self, "op", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

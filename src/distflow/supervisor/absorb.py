@@ -6,22 +6,23 @@ where it still means something: an attempt that is over stays over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from distflow.backends.base import (
     Absent,
+    AttemptObservation,
     Collected,
     CollectFailed,
     Collecting,
+    CollectUnanswered,
     Ended,
     Leased,
+    LeaseObservation,
     LeaseRefused,
     LogComplete,
     NodeDown,
     NodeUp,
     NotBrought,
-    Observation,
     OutputLost,
     OutputWaits,
     Prepared,
@@ -30,6 +31,7 @@ from distflow.backends.base import (
     Staging,
     Started,
     StopAccepted,
+    Unanswered,
 )
 from distflow.documents.quantities import bytes_text
 from distflow.documents.words import few
@@ -39,7 +41,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, Plan
 from distflow.state.record import Event, GroupRecord, OutOfReach, Refusal, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.carrying import absorb_not_brought
-from distflow.supervisor.checkpointing import absorb_checkpoint, is_checkpoint
+from distflow.supervisor.checkpointing import absorb_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 from distflow.supervisor.world import NodeView
 
@@ -59,7 +61,9 @@ LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """How long a node is left alone that refused, the first time, the second, …"""
 
 
-def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[WorkflowRecord, list[Event]]:
+def absorb(
+    record: WorkflowRecord, plan: Plan, seen: LeaseObservation | AttemptObservation
+) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after an observation of one of its attempts, and the events that tell of it."""
     if isinstance(seen, Leased | LeaseRefused):
         group = record.group(seen.group)
@@ -71,24 +75,17 @@ def absorb(record: WorkflowRecord, plan: Plan, seen: Observation) -> tuple[Workf
             words += f"; runs without {few(leased.left_out, ', ')}" if leased.left_out else ""
             return record.with_group(leased), [_event(record, seen.at, "state", words, group.name)]
         return _refused(record, group, seen)
-    key = getattr(seen, "key", None)
-    if key is None:
-        return record, []
+    key = seen.key
     group = record.group(key.group)
     task = group.find(key.task, key.attempt)
     if task is None or task.node != key.node:
         return record, []
     if isinstance(seen, NotBrought | OutputLost | OutputWaits):
         return _absorb_trouble(record, group, task, seen)
-    if isinstance(seen, Collected | CollectFailed) and is_checkpoint(seen.op):
-        taken, told = absorb_checkpoint(record, plan.group(group.name), group, task, seen)
+    if isinstance(seen, Collected | CollectFailed) and seen.checkpoint is not None:
+        taken, told = absorb_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
         return record.with_group(taken), told
-    if isinstance(seen, Ended):
-        changed, text = _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)
-    elif (take := _TAKERS.get(type(seen))) is not None:
-        changed, text = take(group, task, seen)
-    else:
-        return record, []
+    changed, text = _task_after(group, task, seen, plan)
     if changed is task:
         return record, []
     after = record.with_group(group.with_task(changed))
@@ -213,37 +210,70 @@ def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, str]:
 _LEASE_LOST = ("start_timeout", "released", "runner_died", "keeper_died", "both_died")
 """Ends of a pair that waited for its start."""
 
-_Taker = Callable[[GroupRecord, TaskRecord, Observation], tuple[TaskRecord, str]]
+_StatusReport = (
+    Staging | Prepared | PrepareFailed | Started | StopAccepted | Ended | Released | Absent
+    | Collecting | Collected | CollectFailed | CollectUnanswered | LogComplete | Unanswered
+)  # fmt: skip
 
 
-def _prepared(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+def _task_after(  # noqa: C901  one case for each observation
+    group: GroupRecord, task: TaskRecord, seen: _StatusReport, plan: Plan
+) -> tuple[TaskRecord, str]:
+    """Return the task after an observation of its attempt, and the text of the event; empty for none."""
+    match seen:
+        case Prepared():
+            return _prepared(task)
+        case PrepareFailed():
+            return _prepare_failed(task, seen)
+        case Staging():
+            return _staging(task, seen), ""
+        case Started():
+            return _started(task, seen)
+        case StopAccepted():
+            return _stop_accepted(task, seen)
+        case Ended():
+            return _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)
+        case Released():
+            return _given_back(task, seen.at) if task.state is State.INITIALIZING else (task, "")
+        case Absent():
+            return _absent(task, seen)
+        case LogComplete():
+            return (task if task.log_complete else replace(task, log_complete=True)), ""
+        case Collecting():
+            return _collecting(task, seen), ""
+        case Collected():
+            return _collected(task, seen)
+        case CollectFailed():
+            return _collect_failed(task, seen), ""
+        case Unanswered() | CollectUnanswered():
+            return task, ""
+
+
+def _prepared(task: TaskRecord) -> tuple[TaskRecord, str]:
     if task.state is not State.INITIALIZING or task.prepared:
         return task, ""
     return replace(task, prepared=True, transfer=None), f"{task.name}: ready to start on {task.node}"
 
 
-def _staging(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    if task.state is not State.INITIALIZING or task.prepared or not isinstance(seen, Staging):
-        return task, ""
-    return replace(task, transfer=_on_its_way(seen)), ""
+def _staging(task: TaskRecord, seen: Staging) -> TaskRecord:
+    if task.state is not State.INITIALIZING or task.prepared:
+        return task
+    moved = Transfer(sent=seen.sent, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, image=seen.image)
+    return replace(task, transfer=moved)
 
 
-def _on_its_way(seen: Staging) -> Transfer:
-    return Transfer(sent=seen.sent, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, image=seen.image)
-
-
-def _prepare_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    if task.state is not State.INITIALIZING or not isinstance(seen, PrepareFailed):
+def _prepare_failed(task: TaskRecord, seen: PrepareFailed) -> tuple[TaskRecord, str]:
+    if task.state is not State.INITIALIZING:
         return task, ""
     # The attempt's pair still waits on the node: its end is seen when it is stopped.
     reason = Reason.IMAGE_PULL if seen.is_image else Reason.DATA if seen.is_data else Reason.START_ERROR
     return replace(task, reason=reason, message=seen.message), f"{task.name}: cannot start: {seen.message}"
 
 
-def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+def _started(task: TaskRecord, seen: Started) -> tuple[TaskRecord, str]:
     # Of one that was adopted while its node was unreachable, nobody knows yet when it was started, and where.
     is_unknown = task.state in (State.RUNNING, State.STOPPING) and task.started_at is None
-    if not (is_unknown or task.state is State.INITIALIZING) or not isinstance(seen, Started):
+    if not (is_unknown or task.state is State.INITIALIZING):
         return task, ""
     running = replace(
         task,
@@ -256,10 +286,10 @@ def _started(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[T
     return running, f"{task.name}: started on {where} (pid {seen.pid})"
 
 
-def _stop_accepted(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+def _stop_accepted(task: TaskRecord, seen: StopAccepted) -> tuple[TaskRecord, str]:
     if task.stray is Stray.OUT_OF_REACH:
         return replace(task, stray=Stray.STOPPING), f"{task.name}: {task.node} is back, it is stopped there"
-    if task.state not in (State.INITIALIZING, State.RUNNING, State.STOPPING) or not isinstance(seen, StopAccepted):
+    if task.state not in (State.INITIALIZING, State.RUNNING, State.STOPPING):
         return task, ""
     grace_s = task.grace_s if seen.grace_s is None else seen.grace_s
     if task.state is State.STOPPING and task.grace_s == grace_s:
@@ -286,12 +316,6 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     return ended, f"{task.name}: {ended.status}{words}"
 
 
-def _released(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    if task.state is not State.INITIALIZING:
-        return task, ""
-    return _given_back(task, seen.at)
-
-
 def _given_back(task: TaskRecord, at: float) -> tuple[TaskRecord, str]:
     if task.reason in REFUSED:
         # It is why its group ends: that must not be forgotten with the lease.
@@ -307,7 +331,7 @@ def _is_gone(task: TaskRecord) -> tuple[TaskRecord, str]:
     return replace(task, stray=None), f"{task.name}: nothing of it is left on {task.node}"
 
 
-def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
+def _absent(task: TaskRecord, seen: Absent) -> tuple[TaskRecord, str]:
     if task.stray is not None:
         return _is_gone(task)
     if task.state is State.INITIALIZING:
@@ -319,16 +343,16 @@ def _absent(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[Ta
     return gone, f"{task.name}: {message}"
 
 
-def _collecting(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    if task.saved is not None or not isinstance(seen, Collecting) or is_checkpoint(seen.op):
-        return task, ""
+def _collecting(task: TaskRecord, seen: Collecting) -> TaskRecord:
+    if task.saved is not None or seen.checkpoint is not None:
+        return task
     verb = "sends" if seen.is_packed else "packs"
     moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb)
-    return replace(task, transfer=moved), ""
+    return replace(task, transfer=moved)
 
 
-def _collected(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    if task.saved is not None or not isinstance(seen, Collected):
+def _collected(task: TaskRecord, seen: Collected) -> tuple[TaskRecord, str]:
+    if task.saved is not None:
         return task, ""
     left_out = f"; left out, as no file holds it: {', '.join(seen.left_out)}" if seen.left_out else ""
     saved = replace(task, saved=Saved(at=seen.at, digest=seen.digest, size=seen.size), transfer=None)
@@ -336,14 +360,10 @@ def _collected(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple
     return saved, f"{task.name}: its output {where}: {bytes_text(seen.size)}{left_out}"
 
 
-def _collect_failed(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    if task.saved is not None or not isinstance(seen, CollectFailed):
-        return task, ""
-    return replace(task, saved=Saved(at=seen.at, error=seen.message), transfer=None), ""
-
-
-def _log_complete(group: GroupRecord, task: TaskRecord, seen: Observation) -> tuple[TaskRecord, str]:
-    return (task, "") if task.log_complete else (replace(task, log_complete=True), "")
+def _collect_failed(task: TaskRecord, seen: CollectFailed) -> TaskRecord:
+    if task.saved is not None:
+        return task
+    return replace(task, saved=Saved(at=seen.at, error=seen.message), transfer=None)
 
 
 def _absorb_trouble(
@@ -356,21 +376,6 @@ def _absorb_trouble(
     if isinstance(seen, OutputLost):
         text = f"{task.name}: its output is being lost: the disk of {task.node} is full; free space there"
     return record, [_event(record, seen.at, "state", text, group.name, task.name, task.attempt)]
-
-
-_TAKERS: dict[type[Observation], _Taker] = {
-    Prepared: _prepared,
-    PrepareFailed: _prepare_failed,
-    Staging: _staging,
-    Started: _started,
-    StopAccepted: _stop_accepted,
-    Released: _released,
-    Absent: _absent,
-    LogComplete: _log_complete,
-    Collecting: _collecting,
-    Collected: _collected,
-    CollectFailed: _collect_failed,
-}
 
 
 def _places(binding: Binding) -> str:

@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 from distflow.backends.base import (
+    Absent,
     AttemptKey,
+    AttemptObservation,
     Collected,
     CollectFailed,
     Collecting,
+    CollectUnanswered,
+    Ended,
     Leased,
+    LeaseObservation,
     LeaseRefused,
     LogComplete,
-    Observation,
+    NotBrought,
     OutputLost,
     OutputWaits,
+    Prepared,
+    PrepareFailed,
+    Released,
     Staging,
+    Started,
+    StopAccepted,
     Unanswered,
 )
-from distflow.supervisor.carrying import DataSeen
-from distflow.supervisor.checkpointing import is_checkpoint
-from distflow.supervisor.world import CommandId, command_id
+from distflow.supervisor.carrying import TransferEnded, TransferMoved
+from distflow.supervisor.commands import CollectOutput, CommandId, Lease, PackCheckpoint, TransferData, answerable
 
 __all__ = ["answered"]
 
 
-def answered(seen: Observation) -> tuple[CommandId, ...]:
-    """Return the commands that need no answer any more: mostly all of an attempt, as it was said how things stand there."""
-    if isinstance(seen, LogComplete | OutputLost | OutputWaits | Staging | Collecting):
-        return ()
-    if isinstance(seen, Leased | LeaseRefused):
-        gang = AttemptKey(workflow=seen.workflow, group=seen.group, task="", attempt=seen.attempt, node="")
-        return (command_id("lease", gang),)
-    key: AttemptKey = getattr(seen, "key")  # noqa: B009
-    if isinstance(seen, DataSeen):
-        return () if seen.outcome is None else (command_id(seen.op, key),)
-    # Of an output that is on its way, what else is said of the attempt says nothing.
-    if isinstance(seen, Collected | CollectFailed | Unanswered) and (seen.op == "collect" or is_checkpoint(seen.op)):
-        return (command_id(seen.op, key),)
-    return tuple(command_id(op, key) for op in ("prepare", "start", "stop", "release"))
+def answered(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> tuple[CommandId, ...]:
+    """Return the commands that need no answer after this observation.
+
+    A report of an attempt's status answers all of the attempt's commands but those that collect or transfer data.
+    """
+    match seen:
+        case Leased() | LeaseRefused():
+            gang = AttemptKey(workflow=seen.workflow, group=seen.group, task="", attempt=seen.attempt, node="")
+            return (CommandId.of(Lease, gang),)
+        case TransferEnded():
+            return (CommandId.of(TransferData, seen.key, seen.data),)
+        case Collected() | CollectFailed() | CollectUnanswered():
+            if seen.checkpoint is None:
+                return (CommandId.of(CollectOutput, seen.key),)
+            return (CommandId.of(PackCheckpoint, seen.key, seen.checkpoint.number),)
+        case LogComplete() | OutputLost() | OutputWaits() | Staging() | Collecting() | TransferMoved():
+            return ()
+        case (
+            Prepared() | PrepareFailed() | NotBrought() | Started() | StopAccepted() | Ended() | Released() | Absent()
+            | Unanswered()
+        ):  # fmt: skip
+            return answerable(seen.key)

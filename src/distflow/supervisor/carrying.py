@@ -1,71 +1,81 @@
 """Data between URLs and gangs: what is fetched before a group is queued, what is written after its tasks completed. Pure.
 
 Nodes fetch and write by themselves what means the same to them: an input is only looked up before its group is queued, then
-every task's node fetches it while it is prepared. Where that cannot be, it is noted (``relay/fetch/<n>``, ``relay/write/<n>``),
-and the data passes through this machine: an input becomes an archive in the blob store, as an output of a task is one, and is
-sent to the nodes like that; an output is collected from its node first. What is to be done is said as commands, which are
-repeated until the record holds their outcome; ``mover`` does them.
+every task's node fetches it while it is prepared. Where that cannot be, it is noted (``Carried.is_relayed``), and the data
+passes through this machine: an input becomes an archive in the blob store, as an output of a task is one, and is sent to the
+nodes like that; an output is collected from its node first. What is to be done is said as commands, which are repeated until
+the record holds their outcome; ``mover`` does them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from distflow.backends.base import AttemptKey, NotBrought, Observation
+from distflow.backends.base import AttemptKey, NotBrought
 from distflow.documents.quantities import bytes_text
 from distflow.documents.urls import parse_url
 from distflow.lifecycle.states import Reason, State
-from distflow.plan.model import BoundLaunch, Bring, GroupPlan, Plan, PlannedFile
+from distflow.plan.model import BoundLaunch, Bring, GroupPlan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import DataSpec
-from distflow.state.record import Carried, Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
+from distflow.state.record import Carried, Cause, DataKind, DataRef, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 from distflow.storage.options import package_of
-from distflow.supervisor.world import Command, key_of
+from distflow.supervisor.commands import TransferData
+from distflow.supervisor.world import key_of
 
 __all__ = [
     "Carriage",
-    "DataSeen",
     "Errand",
+    "TransferEnded",
+    "TransferMoved",
     "absorb_data",
     "absorb_not_brought",
     "carry_in",
     "carry_out",
-    "errand_of",
+    "fetch_errand",
     "fetched_for",
     "is_wanted",
     "kept",
     "place_data",
     "relayed",
-    "relayed_op",
+    "write_errand",
     "writers",
     "written_of",
 ]
 
-_FETCH, _WRITE, _RELAY = "fetch", "write", "relay"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfTransfer:
+    at: float
+    """The submitter's clock."""
+    key: AttemptKey
+    """Of the task; its node is empty."""
+    data: DataRef
+    url: str
+    """As it may be shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSeen(Observation):
-    """How far a transfer of data is, or how it ended."""
+class TransferMoved(_OfTransfer):
+    """The progress of a transfer of data, in bytes."""
 
-    key: AttemptKey
-    """Of the task; its node is empty."""
-    op: str
-    """As the command has it: ``fetch/<n>``, ``write/<n>``."""
-    url: str
-    """As it may be shown."""
-    done: int = 0
-    total: int = 0
+    done: int
+    total: int
     bytes_per_s: float = 0.0
-    outcome: Carried | None = None
-    """How it ended; ``None`` while it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEnded(_OfTransfer):
+    """A transfer of data has ended, well or not."""
+
+    outcome: Carried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errand:
     """One thing to carry."""
 
-    op: str
+    data: DataRef
     url: str
     """With everything filled in."""
     regex: str
@@ -92,7 +102,7 @@ class Errand:
 class Carriage:
     """How far a group is with its data at URLs."""
 
-    commands: tuple[Command, ...] = ()
+    commands: tuple[TransferData, ...] = ()
     """All that is still to be done; some of it is under way."""
     message: str = ""
     """That, in words; empty when nothing is."""
@@ -106,12 +116,12 @@ class Carriage:
 
 def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
     """Return what a group that waits for no other one any more still needs from URLs."""
-    there, done = {task.name for task in group.tasks}, {one.op: one.task for one in group.carried}
+    there, done = {task.name for task in group.tasks}, {one.data: one.task for one in group.carried if not one.is_relayed}
     errands = [
         # In the name of one that runs: a smaller world may leave out the first that wants it.
-        (done.get(op) or next(name for name in tasks if name in there), _fetch(op, one, record, group))
-        for op, tasks, one in _fetches(plan)
-        if op in done or not there.isdisjoint(tasks)
+        (done.get(data) or next(name for name in tasks if name in there), _fetch(data, one, record, group))
+        for data, tasks, one in _fetches(plan)
+        if data in done or not there.isdisjoint(tasks)
     ]
     doing = "looks up its inputs: " if all(errand.may_stay for _, errand in errands) else "fetches its inputs: "
     return _carriage(record, group, errands, doing, "an input cannot be fetched")
@@ -130,11 +140,6 @@ def relayed(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> froz
     return frozenset(task for task, errand in _writes(plan, record, group) if errand.source is None)
 
 
-def relayed_op(op: str) -> str:
-    """Return what notes of a ``fetch/<n>`` or ``write/<n>`` that a node cannot do it."""
-    return f"{_RELAY}/{op}"
-
-
 def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
     """Return the tasks whose output goes to URLs: those that ended well by themselves."""
     wanting = {launch.task for launch in plan.launches if launch.url_outputs}
@@ -150,14 +155,14 @@ def place_data(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, gro
 
     All of them were here, or looked up, before it was prepared.
     """
-    ops = {_content(one): op for op, _, one in _fetches(plan)}
-    done = {one.op: one for one in group.carried}
+    refs = {_content(one): data for data, _, one in _fetches(plan)}
+    done = {one.data: one for one in group.carried if not one.is_relayed}
     files, brings = [], []
     for one in plan.launch(launch.task).url_inputs:
-        found, path = done[ops[_content(one)]], input_place(one.position)
+        found, path = done[refs[_content(one)]], input_place(one.position)
         if found.is_direct:
             url = _filled(one, record)
-            brings.append(Bring(op=found.op, path=path, url=url, regex=one.regex, dataset=found.dataset))
+            brings.append(Bring(number=found.data.number, path=path, url=url, regex=one.regex, dataset=found.dataset))
         else:
             shown = f"what is at {found.url}"
             files.append(PlannedFile(path=path, shown=shown, blob=found.digest, size=found.size, mode=0o700, is_tar=True))
@@ -167,60 +172,62 @@ def place_data(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, gro
 def fetched_for(plan: GroupPlan, group: GroupRecord, task: str) -> list[Carried]:
     """Return what was fetched here of the inputs of a task; several tasks may share it."""
     wanted = {_content(one) for one in plan.launch(task).url_inputs}
-    ops = {op for op, _, one in _fetches(plan) if _content(one) in wanted}
-    return [one for one in group.carried if one.op in ops and not one.is_direct]
+    refs = {data for data, _, one in _fetches(plan) if _content(one) in wanted}
+    return [one for one in group.carried if one.data in refs and not (one.is_relayed or one.is_direct)]
 
 
 def written_of(group: GroupRecord, task: str) -> list[Carried]:
     """Return what was written of the outputs of a task."""
-    return [one for one in group.carried if one.op.startswith(_WRITE) and one.task == task]
+    return [one for one in group.carried if one.is_written and one.task == task]
 
 
 def kept(group: GroupRecord) -> tuple[Carried, ...]:
     """Return what the next attempt of a group need not do again: what was fetched or looked up, and what nodes cannot fetch."""
-    fetched = (one for one in group.carried if one.op.startswith(_FETCH) and not one.error)
-    return (*fetched, *(one for one in group.carried if one.op.startswith(relayed_op(_FETCH))))
+    inputs = [one for one in group.carried if one.data.kind is DataKind.FETCH]
+    return (
+        *(one for one in inputs if not (one.is_relayed or one.error)),
+        *(one for one in inputs if one.is_relayed),
+    )
 
 
-def errand_of(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | None:
-    """Return what a command wants carried; ``None`` when it is for a backend."""
-    kind, _, number = command.op.partition("/")
-    group = plan.group(command.group)
-    if kind == _FETCH:
-        one = next(one for op, _, one in _fetches(group) if op == command.op)
-        return _fetch(command.op, one, record, record.group(command.group))
-    if kind == _WRITE:
-        one = next(one for one in group.launch(command.task).url_outputs if one.position == int(number))
-        seen = record.group(command.group)
-        return _write(one, record, seen, seen.task(command.task))
-    return None
+def fetch_errand(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Errand:
+    """Return the transfer that fetches an input, or looks it up."""
+    one = next(one for data, _, one in _fetches(plan) if data == command.data)
+    return _fetch(command.data, one, record, record.group(plan.name))
 
 
-def is_wanted(record: WorkflowRecord, command: Command) -> bool:
+def write_errand(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Errand:
+    """Return the transfer that writes an output."""
+    group, task = record.group(plan.name), command.key.task
+    one = next(one for one in plan.launch(task).url_outputs if one.position == command.data.number)
+    return _write(one, record, group, group.task(task))
+
+
+def is_wanted(record: WorkflowRecord, command: TransferData) -> bool:
     """Whether somebody still waits for what a command carries."""
-    group = record.group(command.group)
-    return not group.state.is_final and group.attempt == command.attempt
+    group = record.group(command.key.group)
+    return not group.state.is_final and group.attempt == command.key.attempt
 
 
-def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord, list[Event]]:
+def absorb_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after something was carried, or a part of it, and the events that tell of it."""
     group = record.group(seen.key.group)
     task = group.find(seen.key.task, seen.key.attempt)
-    op = seen.outcome.op if seen.outcome is not None else seen.op
-    is_known = any((one.op, one.task) == (op, seen.key.task) for one in group.carried)
+    is_relayed = isinstance(seen, TransferEnded) and seen.outcome.is_relayed
+    is_known = any((one.data, one.is_relayed, one.task) == (seen.data, is_relayed, seen.key.task) for one in group.carried)
     if task is None or task.attempt != group.attempt or group.state.is_final or is_known:
         return record, []
-    if seen.outcome is None:
-        verb = "" if seen.op.startswith(_FETCH) else "writes"
+    is_input = seen.data.kind is DataKind.FETCH
+    if isinstance(seen, TransferMoved):
+        verb = "" if is_input else "writes"
         moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb, url=seen.url)
         return record.with_group(group.with_task(replace(task, transfer=moved))), []
     after = replace(group.with_task(replace(task, transfer=None)), carried=(*group.carried, seen.outcome))
     warnings = record.warnings
     done = seen.outcome
-    is_input = seen.op.startswith(_FETCH)
     what = f"{done.files:,} file{'' if done.files == 1 else 's'}, {bytes_text(done.content)}"
     words = f"its input is here: {done.url}: {what}" if is_input else f"its output is at {done.url}: {what}"
-    if done.op.startswith(_RELAY):
+    if done.is_relayed:
         where = f"its input comes from {done.url}" if is_input else f"its output goes to {done.url}"
         words = f"{where} through this machine: {done.error}"
     elif done.error:
@@ -243,11 +250,12 @@ def absorb_data(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord,
 def absorb_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after a node could not fetch an input: it is to be fetched here, for all of them."""
     group = record.group(seen.key.group)
-    found = next((one for one in group.carried if one.op == seen.op and one.is_direct), None)
+    data = DataRef(DataKind.FETCH, seen.number)
+    found = next((one for one in group.carried if one.data == data and one.is_direct), None)
     if found is None or seen.key.attempt != group.attempt or group.state.is_final:
         return record, []  # another node could not either
     left = tuple(one for one in group.carried if one is not found)
-    note = Carried(op=relayed_op(seen.op), task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why)
+    note = Carried(data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why)
     event = Event(
         at=seen.at, kind="state", text=f"{seen.key.task}: its input comes from {found.url} through this machine: {seen.why}",
         workflow=record.uuid, group=group.name, task=seen.key.task, attempt=seen.key.attempt,
@@ -255,17 +263,17 @@ def absorb_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[Workfl
     return record.with_group(replace(group, carried=(*left, note))), [event]
 
 
-def _errand(op: str, one: DataSpec, record: WorkflowRecord) -> Errand:
+def _errand(data: DataRef, one: DataSpec, record: WorkflowRecord) -> Errand:
     paths = one.paths or ((one.path,) if one.path else ())
     return Errand(
-        op=op, url=_filled(one, record), regex=one.regex, dataset=one.dataset, paths=paths, is_update=one.is_update
-    )  # fmt: skip
+        data=data, url=_filled(one, record), regex=one.regex, dataset=one.dataset, paths=paths, is_update=one.is_update
+    )
 
 
-def _fetch(op: str, one: DataSpec, record: WorkflowRecord, group: GroupRecord) -> Errand:
-    errand = _errand(op, one, record)
-    noted = {done.op for done in group.carried}
-    return replace(errand, may_stay=_means_the_same(errand.url) and relayed_op(op) not in noted)
+def _fetch(data: DataRef, one: DataSpec, record: WorkflowRecord, group: GroupRecord) -> Errand:
+    errand = _errand(data, one, record)
+    relayed = {done.data for done in group.carried if done.is_relayed}
+    return replace(errand, may_stay=_means_the_same(errand.url) and data not in relayed)
 
 
 def _filled(one: DataSpec, record: WorkflowRecord) -> str:
@@ -287,9 +295,9 @@ def _writes(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> list
 
 
 def _write(one: DataSpec, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> Errand:
-    errand = _errand(f"{_WRITE}/{one.position}", one, record)
+    errand = _errand(DataRef(DataKind.WRITE, one.position), one, record)
     source = key_of(record, group, task)
-    is_relayed = (relayed_op(errand.op), task.name) in {(done.op, done.task) for done in group.carried}
+    is_relayed = (errand.data, task.name) in {(done.data, done.task) for done in group.carried if done.is_relayed}
     if source is not None and not is_relayed and _means_the_same(errand.url):
         return replace(errand, source=source)
     return replace(errand, digest=task.saved.digest if task.saved is not None else "")
@@ -300,33 +308,35 @@ def _content(one: DataSpec) -> tuple[str, str, str]:
     return (one.url, one.dataset, one.regex)
 
 
-def _fetches(plan: GroupPlan) -> list[tuple[str, tuple[str, ...], DataSpec]]:
-    """Return what a group fetches: the op, the tasks that want it, and what. Tasks that want the same share it."""
-    found: dict[tuple[str, str, str], tuple[str, tuple[str, ...], DataSpec]] = {}
+def _fetches(plan: GroupPlan) -> list[tuple[DataRef, tuple[str, ...], DataSpec]]:
+    """Return the inputs that a group fetches: number, tasks that want it, and the input. Tasks that want the same share it."""
+    found: dict[tuple[str, str, str], tuple[DataRef, tuple[str, ...], DataSpec]] = {}
     for launch in plan.launches:
         for one in launch.url_inputs:
-            op, tasks, first = found.get(_content(one), (f"{_FETCH}/{len(found)}", (), one))
-            found[_content(one)] = (op, (*tasks, launch.task), first)
+            data, tasks, first = found.get(_content(one), (DataRef(DataKind.FETCH, len(found)), (), one))
+            found[_content(one)] = (data, (*tasks, launch.task), first)
     return list(found.values())
 
 
 def _carriage(
     record: WorkflowRecord, group: GroupRecord, errands: list[tuple[str, Errand]], doing: str, failing: str
 ) -> Carriage:
-    done = {(one.op, one.task): one for one in group.carried}
-    left = [(task, errand) for task, errand in errands if (errand.op, task) not in done]
-    failed = [one for task, errand in errands if (one := done.get((errand.op, task))) is not None and one.error]
+    done = {(one.data, one.task): one for one in group.carried if not one.is_relayed}
+    left = [(task, errand) for task, errand in errands if (errand.data, task) not in done]
+    failed = [one for task, errand in errands if (one := done.get((errand.data, task))) is not None and one.error]
     first = failed[0] if failed else None
     return Carriage(
         commands=tuple(
-            Command(
-                op=errand.op, pool=record.pool_key, workflow=record.uuid, group=group.name, task=task, attempt=group.attempt
+            TransferData(
+                record.pool_key,
+                AttemptKey(workflow=record.uuid, group=group.name, task=task, attempt=group.attempt, node=""),
+                errand.data,
             )
             for task, errand in left
         ),
         message=doing + ", ".join(dict.fromkeys(errand.words for _, errand in errands)) if left else "",
         failed=_cause(group, first, failing) if first is not None else None,
-        at=max((one.at for task, errand in errands if (one := done.get((errand.op, task))) is not None), default=0.0),
+        at=max((one.at for task, errand in errands if (one := done.get((errand.data, task))) is not None), default=0.0),
         on_nodes=frozenset(task for task, errand in left if errand.source is not None),
     )
 

@@ -1,8 +1,8 @@
 """Checkpoints: directories of running tasks, taken every so often and once more at the end, given to the next attempt. Pure.
 
-A checkpoint is packed on its node and fetched (``pack:<n>``, and ``pack:<n>:last`` once the task has ended), then written to
-its URL (``store/<n>``). The last whole archive stays in the blob store until the workflow has ended: a group that is tried
-again gets it from there. What fails is told, and tried again when the next one is due; no training ends because of it.
+A checkpoint is packed on its node and fetched (``PackCheckpoint``), then written to its URL. The last whole archive stays in
+the blob store until the workflow has ended: a group that is tried again gets it from there. What fails is told, and tried
+again when the next one is due; no training ends because of it.
 
 A directory that a group shares is taken of each task in the same way, only as long as the group may be tried again, and is
 written to no URL. Every task of the next attempt is given the archives of all tasks, the lead's over those of the others.
@@ -14,42 +14,46 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from distflow.backends.base import LAST, Collected, CollectFailed, slot_of
+from distflow.backends.base import AttemptKey, CheckpointRef, Collected, CollectFailed
 from distflow.documents.quantities import bytes_text
 from distflow.documents.words import few
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
-from distflow.state.record import Checkpoint, Event, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.carrying import DataSeen, Errand
-from distflow.supervisor.world import Command, NodeView
+from distflow.state.record import Checkpoint, DataKind, DataRef, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.supervisor.carrying import (
+    Errand,
+    TransferEnded,
+    TransferMoved,
+    absorb_data,
+    fetch_errand,
+    write_errand,
+)
+from distflow.supervisor.commands import PackCheckpoint, TransferData
+from distflow.supervisor.world import NodeView
 
 __all__ = [
     "CANCELED_S",
     "Due",
     "absorb_checkpoint",
-    "absorb_stored",
+    "absorb_transfer",
     "differences",
     "due",
-    "is_checkpoint",
-    "is_stored",
+    "errand_of",
     "place_checkpoints",
     "place_of",
-    "store_errand",
 ]
 
 CANCELED_S = 60.0
 """How long a canceled group whose tasks have ended waits for their last checkpoints; what is on its way then is given up."""
-
-_PACK, _STORE = "pack:", "store/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
     """What is to be done now for the checkpoints of a group."""
 
-    packs: tuple[tuple[TaskRecord, str], ...] = ()
-    """Tasks and the ``op`` for their node."""
-    stores: tuple[Command, ...] = ()
+    packs: tuple[tuple[TaskRecord, CheckpointRef], ...] = ()
+    """Checkpoints to take, each with its task."""
+    stores: tuple[TransferData, ...] = ()
     wake_at: float | None = None
     message: str = ""
     """Of a group whose tasks have all ended: what is still to be saved, in words; empty when nothing is."""
@@ -64,8 +68,8 @@ def due(
     now: float,
 ) -> Due:
     """Return what is due at ``now``. A task that has ended has one more, unless its node is unreachable for too long."""
-    packs: list[tuple[TaskRecord, str]] = []
-    stores: list[Command] = []
+    packs: list[tuple[TaskRecord, CheckpointRef]] = []
+    stores: list[TransferData] = []
     times: list[float] = []
     waits: list[str] = []
     for task, number, planned in _all(plan, group):
@@ -74,23 +78,19 @@ def due(
         known = group.checkpoint(task.name, number)
         mine = known if known is not None and known.attempt == task.attempt else None
         if mine is not None and mine.is_new:
-            stores.append(
-                Command(
-                    op=f"{_STORE}{number}", pool=record.pool_key, workflow=record.uuid, group=group.name, task=task.name,
-                    attempt=task.attempt,
-                )
-            )  # fmt: skip
+            key = AttemptKey(workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt, node="")
+            stores.append(TransferData(record.pool_key, key, DataRef(DataKind.STORE, number)))
             waits += [task.name] if task.state.is_final else []
         elif task.state is State.RUNNING and task.started_at is not None:
             at = max(task.started_at, mine.at if mine is not None else 0.0) + planned.every_s
             if now >= at:
-                packs.append((task, f"{_PACK}{number}"))
+                packs.append((task, CheckpointRef(number)))
             else:
                 times.append(at)
         elif _has_one_more(task, mine) and not (planned.is_shared and _goes_well(group)):
             view = node_of(task)
             if view is None or view.up:
-                packs.append((task, f"{_PACK}{number}{LAST}"))
+                packs.append((task, CheckpointRef(number, is_last=True)))
             elif now < view.since + lost_after_s:
                 times.append(view.since + lost_after_s)
             else:
@@ -100,30 +100,18 @@ def due(
     return Due(packs=tuple(packs), stores=tuple(stores), wake_at=min(times, default=None), message=words)
 
 
-def place_of(plan: GroupPlan, command: Command) -> str:
-    """Return the directory of the attempt that a ``pack:<n>`` is about."""
-    return plan.launch(command.task).checkpoints[_number(command.op)].place
+def place_of(plan: GroupPlan, command: PackCheckpoint) -> str:
+    """Return the directory of the attempt that holds the checkpoint."""
+    return plan.launch(command.key.task).checkpoints[command.checkpoint.number].place
 
 
-def is_checkpoint(op: str) -> bool:
-    """Whether an operation packs a checkpoint."""
-    return op.startswith(_PACK)
-
-
-def is_stored(op: str) -> bool:
-    """Whether an operation writes a checkpoint to its URL."""
-    return op.startswith(_STORE)
-
-
-def store_errand(plan: Plan, record: WorkflowRecord, command: Command) -> Errand | None:
-    """Return what a ``store/<n>`` wants written; ``None`` for any other command."""
-    if not is_stored(command.op):
-        return None
-    number = int(command.op.removeprefix(_STORE))
-    planned = plan.group(command.group).launch(command.task).checkpoints[number]
-    known = record.group(command.group).checkpoint(command.task, number)
+def _store_errand(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Errand:
+    """Return the transfer that writes a checkpoint to its URL."""
+    key, number = command.key, command.data.number
+    planned = plan.launch(key.task).checkpoints[number]
+    known = record.group(key.group).checkpoint(key.task, number)
     url = planned.url.replace("{{workflow_id}}", record.id)
-    return Errand(op=command.op, url=url, regex=planned.regex, digest=known.digest if known is not None else "")
+    return Errand(data=command.data, url=url, regex=planned.regex, digest=known.digest if known is not None else "")
 
 
 def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) -> BoundLaunch:
@@ -167,16 +155,21 @@ def differences(plan: GroupPlan, group: GroupRecord) -> str:
 
 
 def absorb_checkpoint(
-    record: WorkflowRecord, plan: GroupPlan, group: GroupRecord, task: TaskRecord, seen: Collected | CollectFailed
+    record: WorkflowRecord,
+    plan: GroupPlan,
+    group: GroupRecord,
+    task: TaskRecord,
+    checkpoint: CheckpointRef,
+    seen: Collected | CollectFailed,
 ) -> tuple[GroupRecord, list[Event]]:
     """Return the group after a checkpoint was taken, or could not be; none takes the place of a later one."""
-    number = _number(seen.op)
+    number = checkpoint.number
     known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
     is_being_written = known.is_new and known.attempt == task.attempt
     is_being_sent = task.attempt < group.attempt and group.state is State.INITIALIZING  # to the next attempt
     if is_being_written or is_being_sent or known.attempt > task.attempt:
         return group, []  # it came twice, or from a node that was given up
-    taken = replace(known, attempt=task.attempt, at=seen.at, is_last=seen.op.endswith(LAST), error="")
+    taken = replace(known, attempt=task.attempt, at=seen.at, is_last=checkpoint.is_last, error="")
     words = ""
     if isinstance(seen, CollectFailed):
         taken, words = replace(taken, error=seen.message), f"its checkpoint was not taken: {seen.message}"
@@ -188,12 +181,30 @@ def absorb_checkpoint(
     return group.with_checkpoint(taken), _events(record, group, task.name, task.attempt, seen.at, words)
 
 
-def absorb_stored(record: WorkflowRecord, seen: DataSeen) -> tuple[WorkflowRecord, list[Event]]:
+def errand_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Errand:
+    """Return the transfer that a command asks for."""
+    group = plan.group(command.key.group)
+    match command.data.kind:
+        case DataKind.FETCH:
+            return fetch_errand(group, record, command)
+        case DataKind.WRITE:
+            return write_errand(group, record, command)
+        case DataKind.STORE:
+            return _store_errand(group, record, command)
+
+
+def absorb_transfer(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
+    """Return the workflow's record after progress or the end of a transfer, and the events that tell of it."""
+    if seen.data.kind is not DataKind.STORE:
+        return absorb_data(record, seen)
+    return _absorb_stored(record, seen) if isinstance(seen, TransferEnded) else (record, [])
+
+
+def _absorb_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after a checkpoint was written to its URL, or could not be."""
     group = record.group(seen.key.group)
-    number = int(seen.op.removeprefix(_STORE))
-    known = group.checkpoint(seen.key.task, number)
-    if seen.outcome is None or known is None or not known.is_new or known.attempt != seen.key.attempt:
+    known = group.checkpoint(seen.key.task, seen.data.number)
+    if known is None or not known.is_new or known.attempt != seen.key.attempt:
         return record, []
     stored = replace(known, at=seen.at, is_new=False, error=seen.outcome.error)
     words = f"its checkpoint is at {seen.url}: {seen.outcome.files:,} files, {bytes_text(seen.outcome.content)}"
@@ -231,10 +242,6 @@ def _may_be_tried_again(plan: GroupPlan, record: WorkflowRecord, group: GroupRec
 def _goes_well(group: GroupRecord) -> bool:
     """Whether no task has ended otherwise than well, so that there will be no other attempt, as far as is known."""
     return all(task.state is State.COMPLETED for task in group.tasks if task.state.is_final)
-
-
-def _number(op: str) -> int:
-    return int(slot_of(op).removeprefix(_PACK))
 
 
 def _has_one_more(task: TaskRecord, known: Checkpoint | None) -> bool:

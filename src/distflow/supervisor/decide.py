@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from distflow.documents.quantities import seconds_text
 from distflow.lifecycle.states import Reason, State
 from distflow.state.record import CancelRequest, Cause, Event, EventCode, GroupRecord, Stray
 from distflow.supervisor.absorb import announce_wait, end_unstarted, stop_unstarted
 from distflow.supervisor.checkpointing import CANCELED_S, differences, due
+from distflow.supervisor.commands import CollectOutput, PackCheckpoint, Prepare, Start, Stop
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.missing_ranks import check_outputs, hidden_cause, missing_ranks
 from distflow.supervisor.queue import Leases, next_leases
@@ -41,7 +43,7 @@ def decide(world: World, now: float) -> Decision:
     """Return what follows from the world as it is at ``now`` (seconds since the epoch)."""
     decision = Decision()
     known = _at_rest(world, now)
-    busy = {uuid for _, uuid, *_ in world.in_flight}
+    busy = {one.workflow for one in world.in_flight}
     glances: dict[str, Glance] = {}
     for workflow in world.workflows:
         uuid = workflow.record.uuid
@@ -138,7 +140,7 @@ class _Step(Starting):
     def _cancel(self, request: CancelRequest) -> None:
         message = _canceled(request)
         if self.group.state in (State.WAITING, State.SCHEDULING):
-            if ("lease", self.record.uuid, self.group.name, "", self.group.attempt) not in self.world.in_flight:
+            if not self._is_leasing:
                 self._end_unstarted(State.CANCELED, Reason.CANCELED, message)
         elif self.group.state in (State.INITIALIZING, State.RUNNING):
             self._stop(Reason.CANCELED, message)
@@ -150,7 +152,7 @@ class _Step(Starting):
         for task in group.tasks:
             if task.state is State.INITIALIZING:
                 # Without a barrier, or a supervisor that was killed between two starts.
-                self._command("start" if task.prepared else "prepare", task)
+                self._command(Start if task.prepared else Prepare, task)
         failed = [task for task in group.tasks if task.state is State.FAILED and self.plan.counts(task.name)]
         if failed:
             first = min(failed, key=lambda task: task.ended_at or self.now)
@@ -229,7 +231,7 @@ class _Step(Starting):
             # A person may lose patience with one that has its grace already.
             is_hastened = is_forced and task.state is State.STOPPING and task.grace_s != 0
             if is_hastened or task.state in (State.INITIALIZING, State.RUNNING):
-                self._command("stop", task, grace_s=self._grace_s(), why=self._why())
+                self._command(partial(Stop, grace_s=self._grace_s(), why=self._why()), task)
             elif task.state in (State.WAITING, State.SCHEDULING):
                 # Its lease is gone already, so nothing of it is anywhere.
                 self.group = self.group.with_task(stop_unstarted(task, self.group.stop_reason, self.now))
@@ -282,7 +284,7 @@ class _Step(Starting):
                 continue
             self.decision.wake(forgotten_at)
             if task.stray is Stray.OUT_OF_REACH:
-                self._command("stop", task, why=Reason.NODE_LOST.value)
+                self._command(partial(Stop, why=Reason.NODE_LOST.value), task)
 
     # The end.
 
@@ -327,9 +329,9 @@ class _Step(Starting):
                 return ""
             self.decision.wake(patient_until)
         found = due(self.plan, self.record, self.group, self._node, self._lost_after_s, self.now)
-        for task, op in found.packs:
-            self._command(op, task)
-        self._carry(found.stores)
+        for task, checkpoint in found.packs:
+            self._command(partial(PackCheckpoint, checkpoint=checkpoint), task)
+        self._give(found.stores)
         if found.wake_at is not None:
             self.decision.wake(found.wake_at)
         return found.message
@@ -349,8 +351,8 @@ class _Step(Starting):
 
     def _fetch(self, found: Handover) -> None:
         for task in found.missing:
-            self._command("collect", task, for_nodes=not self.plan.launch(task.name).url_outputs)
-        self._carry(found.commands)
+            self._command(partial(CollectOutput, for_nodes=not self.plan.launch(task.name).url_outputs), task)
+        self._give(found.commands)
         if found.wake_at is not None:
             self.decision.wake(found.wake_at)
         self._say(found.message)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
-from distflow.backends.base import Collected, Observation
+from distflow.backends.base import AttemptObservation, Collected, LeaseObservation
 from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import listed
 from distflow.plan.model import BoundLaunch, Plan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import InputSpec
 from distflow.state.record import Cause, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.carrying import DataSeen, carry_out, relayed
-from distflow.supervisor.world import Command, NodeView
+from distflow.supervisor.carrying import TransferEnded, TransferMoved, carry_out, relayed
+from distflow.supervisor.commands import TransferData
+from distflow.supervisor.world import NodeView
 
 __all__ = ["Handover", "archives", "arrived", "hand_over", "place_inputs"]
 
@@ -24,7 +25,7 @@ class Handover:
 
     missing: tuple[TaskRecord, ...] = ()
     """Tasks whose output is wanted here and has not come."""
-    commands: tuple[Command, ...] = ()
+    commands: tuple[TransferData, ...] = ()
     """What is to be written to URLs, from here or by nodes."""
     message: str = ""
     """That, in words; empty when nothing is left to do."""
@@ -93,9 +94,9 @@ def archives(record: WorkflowRecord) -> frozenset[str]:
     return frozenset(saved | carried | checkpoints)
 
 
-def arrived(seen: Observation) -> frozenset[str]:
+def arrived(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> frozenset[str]:
     """Return the archive (SHA-256) that has come here, as an observation tells; empty for any other observation."""
-    outcome = seen.outcome if isinstance(seen, DataSeen) else seen if isinstance(seen, Collected) else None
+    outcome = seen.outcome if isinstance(seen, TransferEnded) else seen if isinstance(seen, Collected) else None
     return frozenset({outcome.digest} - {""}) if outcome is not None else frozenset()
 
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distflow.backends.base import (
+    AttemptObservation,
     Backend,
+    CollectUnanswered,
     Leased,
+    LeaseObservation,
     LeaseRefused,
     NodeDown,
     NodeUp,
@@ -34,16 +37,28 @@ from distflow.state.store import Store
 from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.absorb import absorb, absorb_node, absorb_view, end_unstarted
 from distflow.supervisor.answering import answered
-from distflow.supervisor.carrying import DataSeen, absorb_data, errand_of, is_wanted
-from distflow.supervisor.checkpointing import absorb_stored, is_checkpoint, is_stored, place_of, store_errand
+from distflow.supervisor.carrying import TransferEnded, TransferMoved, is_wanted
+from distflow.supervisor.checkpointing import absorb_transfer, errand_of, place_of
 from distflow.supervisor.clock import Clock
+from distflow.supervisor.commands import (
+    CollectOutput,
+    Command,
+    CommandId,
+    Lease,
+    PackCheckpoint,
+    Prepare,
+    Release,
+    Start,
+    Stop,
+    TransferData,
+)
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import archives, arrived
 from distflow.supervisor.memo import memo_for
 from distflow.supervisor.mover import Mover
 from distflow.supervisor.preparing import launch_of, secrets_of
 from distflow.supervisor.resuming import in_our_time, request_in_our_time
-from distflow.supervisor.world import Command, CommandId, Decision, NodeView, Rest, Workflow, World, key_of
+from distflow.supervisor.world import Decision, NodeView, Rest, Workflow, World, key_of
 
 __all__ = ["STRAY_PATIENCE_S", "Supervisor", "Wake"]
 
@@ -58,8 +73,12 @@ OpenBackend = Callable[[Pool, Callable[[Observation], None]], Backend]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wake(Observation):
+class Wake:
     """Somebody changed the store."""
+
+
+Seen = Observation | TransferMoved | TransferEnded | Wake
+"""Everything that the loop waits for."""
 
 
 class _LastLines(Mapping[tuple[str, str, str], tuple[str, ...]]):
@@ -112,7 +131,7 @@ class Supervisor:
         self._open_backend = open_backend
         self._mover = Mover(blobs, blobs.parent / "transfers", clock, self.tell, credentials_for)
         self._log = log
-        self._seen: queue.SimpleQueue[Observation] = queue.SimpleQueue()
+        self._seen: queue.SimpleQueue[Seen] = queue.SimpleQueue()
         self._workflows: dict[str, Workflow] = {}
         # These two are replaced, never changed: a decision knows by that whether anything happened.
         self._pools: Mapping[str, Pool] = {}
@@ -121,13 +140,13 @@ class Supervisor:
         self._backends: dict[str, Backend] = {}
         self._in_flight: dict[CommandId, Command] = {}
 
-    def tell(self, seen: Observation) -> None:
+    def tell(self, seen: Seen) -> None:
         """Hand in an observation, from any thread."""
         self._seen.put(seen)
 
     def wake(self) -> None:
         """Say that the store has something new, from any thread."""
-        self._seen.put(Wake(at=self._clock.now()))
+        self._seen.put(Wake())
 
     def run(self) -> None:
         """Work until nothing is unfinished."""
@@ -156,7 +175,7 @@ class Supervisor:
         """Take the next observation, and whatever else is there already; or time out at ``wake_at``."""
         now = self._clock.now()
         patience = _IDLE_S if wake_at is None else min(_IDLE_S, max(0.0, wake_at - now))
-        batch: list[Observation] = []
+        batch: list[Seen] = []
         with contextlib.suppress(queue.Empty):
             batch.append(self._seen.get(timeout=patience))
             while True:
@@ -177,19 +196,23 @@ class Supervisor:
         if reload:
             self._load()
 
-    def _see(self, seen: Observation, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
+    def _see(
+        self,
+        seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded,
+        changed: dict[str, WorkflowRecord],
+        events: list[Event],
+    ) -> None:
         for identity in answered(seen):
             self._in_flight.pop(identity, None)
-        uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else getattr(seen, "key").workflow  # noqa: B009
+        uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else seen.key.workflow
         workflow = self._workflows.get(uuid)
         came = arrived(seen)
         if workflow is None:
             self._spent |= came  # it was on its way when its workflow ended
-        if workflow is None or isinstance(seen, Unanswered):
+        if workflow is None or isinstance(seen, Unanswered | CollectUnanswered):
             return
-        if isinstance(seen, DataSeen):
-            absorber = absorb_stored if is_stored(seen.op) else absorb_data
-            record, told = absorber(workflow.record, seen)
+        if isinstance(seen, TransferMoved | TransferEnded):
+            record, told = absorb_transfer(workflow.record, seen)
         else:
             record, told = absorb(workflow.record, workflow.plan, seen)
         events += told
@@ -208,7 +231,7 @@ class Supervisor:
             words = f"{seen.node}: unreachable: {seen.error}"
             is_news = view.up or view.error != seen.error
             for identity, command in list(self._in_flight.items()):
-                if command.pool == seen.pool and command.node == seen.node:
+                if command.pool == seen.pool and command.key.node == seen.node:
                     del self._in_flight[identity]
         else:
             words, is_news = f"{seen.node}: reachable again", not view.up and bool(view.error)
@@ -308,7 +331,7 @@ class Supervisor:
     def _call_off(self) -> None:
         """Let go of data on its way for groups that are over."""
         for identity, command in list(self._in_flight.items()):
-            if command.is_data and not is_wanted(self._workflows[command.workflow].record, command):
+            if isinstance(command, TransferData) and not is_wanted(self._workflows[command.key.workflow].record, command):
                 self._mover.call_off(command)
                 del self._in_flight[identity]
 
@@ -339,39 +362,40 @@ class Supervisor:
 
     def _act(self, command: Command) -> None:
         self._in_flight[command.identity] = command
-        backend, workflow = self._backends[command.pool], self._workflows[command.workflow]
-        plan, record = workflow.plan, workflow.record
-        if command.op == "lease" and command.lease is not None:
-            backend.lease(command.lease)
-        elif command.op == "prepare":
-            self._prepare(backend, command)
-        elif command.op == "start":
-            backend.start(command.key)
-        elif command.op == "stop":
-            backend.stop(command.key, grace_s=command.grace_s, why=command.why)
-        elif command.op == "release":
-            backend.release(command.key)
-        elif command.op == "collect":
-            backend.collect(command.key, for_nodes=command.for_nodes)
-        elif is_checkpoint(command.op):
-            backend.collect(command.key, command.op, place_of(plan.group(command.group), command))
-        elif errand := store_errand(plan, record, command) or errand_of(plan, record, command):
-            self._mover.begin(command, errand, backend)
+        backend, workflow = self._backends[command.pool], self._workflows[command.key.workflow]
+        match command:
+            case Lease():
+                backend.lease(command.request)
+            case Prepare():
+                self._prepare(backend, command)
+            case Start():
+                backend.start(command.key)
+            case Stop():
+                backend.stop(command.key, grace_s=command.grace_s, why=command.why)
+            case Release():
+                backend.release(command.key)
+            case CollectOutput():
+                backend.collect(command.key, for_nodes=command.for_nodes)
+            case PackCheckpoint():
+                place = place_of(workflow.plan.group(command.key.group), command)
+                backend.collect(command.key, command.checkpoint, place)
+            case TransferData():
+                self._mover.begin(command, errand_of(workflow.plan, workflow.record, command), backend)
 
-    def _prepare(self, backend: Backend, command: Command) -> None:
-        workflow, pool = self._workflows[command.workflow], self._pools[command.pool]
-        launch = launch_of(workflow, command, {command.node: self._nodes[command.pool, command.node].node})
+    def _prepare(self, backend: Backend, command: Prepare) -> None:
+        workflow, pool, node = self._workflows[command.key.workflow], self._pools[command.pool], command.key.node
+        launch = launch_of(workflow, command, {node: self._nodes[command.pool, node].node})
         if launch is None:
             del self._in_flight[command.identity]
             return
         try:
             secrets = secrets_of(workflow, command, self._secrets)
-            known = {one.op: self._mover.identity(one.url) for one in launch.brings}
+            known = {one.number: self._mover.identity(one.url) for one in launch.brings}
             memo = memo_for(workflow, command, self._store, os.uname().nodename, self._secrets)
         except StateError as error:
             self.tell(PrepareFailed(at=self._clock.now(), key=command.key, message=error.message))
             return
-        secrets = replace(secrets, stores={op: identity for op, identity in known.items() if identity is not None})
+        secrets = replace(secrets, stores={number: identity for number, identity in known.items() if identity is not None})
         backend.prepare(command.key, launch, secrets, pool.stop_grace_s, memo)
 
     def _forget_finished(self) -> None:
@@ -399,7 +423,7 @@ class Supervisor:
 
 
 def _brings_archives(command: Command) -> bool:
-    return command.op == "collect" or is_checkpoint(command.op) or command.is_data
+    return isinstance(command, CollectOutput | PackCheckpoint | TransferData)
 
 
 def _is_over(record: WorkflowRecord) -> bool:

@@ -17,7 +17,8 @@ from distflow.state.directory import state_errors
 from distflow.state.record import WorkflowRecord
 from distflow.state.secrets import is_own_record, record_mac
 from distflow.state.store import Store
-from distflow.supervisor.world import Command, Workflow
+from distflow.supervisor.commands import Prepare
+from distflow.supervisor.world import Workflow
 
 __all__ = ["COPIES", "Memo", "memo_for", "read_memo", "writes_here"]
 
@@ -45,13 +46,13 @@ class Memo:
     """Of the submitter."""
 
 
-def memo_for(workflow: Workflow, command: Command, store: Store, host: str, secrets: Path) -> str:
+def memo_for(workflow: Workflow, command: Prepare, store: Store, host: str, secrets: Path) -> str:
     """Return what goes along with a task's ``prepare``; nothing for those beyond the first ones of a large gang.
 
     It is signed with the key in the directory ``secrets``. Raises ``StateError`` when that cannot be used.
     """
     record = workflow.record
-    if command.task not in [task.name for task in record.group(command.group).tasks[:COPIES]]:
+    if command.key.task not in [task.name for task in record.group(command.key.group).tasks[:COPIES]]:
         return ""
     template, spec = store.document(record.uuid, "template"), store.document(record.uuid, "spec")
     text = encode(Memo(record=record, plan=workflow.plan, template=template, spec=spec, host=host)).decode()

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.backends.base import AttemptKey, Backend, Observation
+from distflow.backends.base import AttemptKey, Backend
 from distflow.backends.machines.transfer.pace import Pace
 from distflow.errors import DistflowError
 from distflow.state.record import Carried
 from distflow.storage.credentials import CredentialsFor, ambient
-from distflow.supervisor.carrying import DataSeen, Errand, relayed_op
+from distflow.supervisor.carrying import Errand, TransferEnded, TransferMoved
 from distflow.supervisor.clock import Clock
-from distflow.supervisor.world import Command, CommandId
+from distflow.supervisor.commands import CommandId, TransferData
 
 if TYPE_CHECKING:
     from distflow.storage.base import Store
@@ -49,7 +49,7 @@ class Mover:
         blobs: Path,
         scratch: Path,
         clock: Clock,
-        sink: Callable[[Observation], None],
+        sink: Callable[[TransferMoved | TransferEnded], None],
         credentials_for: CredentialsFor = ambient,
     ) -> None:
         """Begin nothing. ``scratch`` is made when it is needed, on the file system of ``blobs``."""
@@ -61,13 +61,13 @@ class Mover:
         self._halts: dict[CommandId, threading.Event] = {}
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
 
-    def begin(self, command: Command, errand: Errand, backend: Backend | None = None) -> None:
+    def begin(self, command: TransferData, errand: Errand, backend: Backend | None = None) -> None:
         """Do one thing in a thread; the sink hears of it until it is over. ``backend``: of the errand's source."""
         halt = self._halts[command.identity] = threading.Event()
         given = (command, errand, backend, halt)
-        threading.Thread(target=self._run, args=given, name=f"data {errand.op}", daemon=True).start()
+        threading.Thread(target=self._run, args=given, name=f"data {errand.data}", daemon=True).start()
 
-    def call_off(self, command: Command) -> None:
+    def call_off(self, command: TransferData) -> None:
         """Let go of one thing that nobody waits for any more; nothing more is heard of it."""
         halt = self._halts.pop(command.identity, None)
         if halt is not None:
@@ -82,7 +82,7 @@ class Mover:
         for halt in list(self._halts.values()):  # what ends meanwhile leaves it
             halt.set()
 
-    def _run(self, command: Command, errand: Errand, backend: Backend | None, halt: threading.Event) -> None:
+    def _run(self, command: TransferData, errand: Errand, backend: Backend | None, halt: threading.Event) -> None:
         from distflow.storage.failures import Halted  # noqa: PLC0415  most workflows have no data at URLs
 
         told = _Told(command, errand, self._clock, self._sink)
@@ -103,9 +103,9 @@ class Mover:
             sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
         # A transfer of which one file failed has halted the others itself: only what was called off is not told.
         if self._halts.pop(command.identity, None) is halt:
-            self._sink(told.seen(outcome=outcome))
+            self._sink(told.ended(outcome))
 
-    def _carry(self, command: Command, errand: Errand, halt: threading.Event, told: _Told) -> Carried:
+    def _carry(self, command: TransferData, errand: Errand, halt: threading.Event, told: _Told) -> Carried:
         from distflow.documents.urls import parse_url  # noqa: PLC0415
         from distflow.storage.archives import unpacked  # noqa: PLC0415
         from distflow.storage.delivery import deliver  # noqa: PLC0415
@@ -125,7 +125,7 @@ class Mover:
         finally:
             store.close()
 
-    def _fetch(self, command: Command, errand: Errand, store: Store, patience: Patience, told: _Told) -> Carried:
+    def _fetch(self, command: TransferData, errand: Errand, store: Store, patience: Patience, told: _Told) -> Carried:
         from distflow.storage.archives import make_archive  # noqa: PLC0415
         from distflow.storage.arrival import Arrival, arrive, look_up, pinned  # noqa: PLC0415
 
@@ -154,7 +154,13 @@ class Mover:
         return identity_of(parsed, self._credentials_for(parsed.profile), os.environ)
 
     def _deliver(
-        self, command: Command, errand: Errand, source: AttemptKey, backend: Backend | None, halt: threading.Event, told: _Told
+        self,
+        command: TransferData,
+        errand: Errand,
+        source: AttemptKey,
+        backend: Backend | None,
+        halt: threading.Event,
+        told: _Told,
     ) -> Carried:
         """Have a node write what it holds; when it cannot, the outcome is that, and what to do about it."""
         if backend is None:
@@ -170,11 +176,13 @@ class Mover:
             return told.outcome(relayed=str(why))
         return told.outcome(files=done.files, content=done.size, url=done.words)
 
-    def _delivery(self, command: Command, errand: Errand) -> Delivery:
+    def _delivery(self, command: TransferData, errand: Errand) -> Delivery:
         from distflow.storage.delivery import Delivery  # noqa: PLC0415
 
         # The same for whoever repeats it.
-        mark = hashlib.sha256("/".join(str(part) for part in command.identity).encode()).hexdigest()[:16]
+        key = command.key
+        name = f"{command.data}/{key.workflow}/{key.group}/{key.task}/{key.attempt}"
+        mark = hashlib.sha256(name.encode()).hexdigest()[:16]
         return Delivery(
             url=errand.url,
             regex=errand.regex,
@@ -185,14 +193,17 @@ class Mover:
             at=self._clock.now(),
         )
 
-    def _scratch_of(self, command: Command) -> Path:
-        return self._scratch / command.workflow / command.group / command.task / command.op.replace("/", "-")
+    def _scratch_of(self, command: TransferData) -> Path:
+        key = command.key
+        return self._scratch / key.workflow / key.group / key.task / str(command.data).replace("/", "-")
 
 
 class _Told:
     """Tells how far one transfer is, every second."""
 
-    def __init__(self, command: Command, errand: Errand, clock: Clock, sink: Callable[[Observation], None]) -> None:
+    def __init__(
+        self, command: TransferData, errand: Errand, clock: Clock, sink: Callable[[TransferMoved | TransferEnded], None]
+    ) -> None:
         self._command = command
         self._errand = errand
         self._clock = clock
@@ -203,22 +214,24 @@ class _Told:
     def __call__(self, done: int, total: int) -> None:
         rate = self._pace.due(done)
         if rate is not None:
-            self._sink(self.seen(done=done, total=total, bytes_per_s=max(0.0, rate)))
+            self._sink(
+                TransferMoved(
+                    at=self._clock.now(), key=self._command.key, data=self._command.data, url=self._errand.words, done=done,
+                    total=total, bytes_per_s=max(0.0, rate),
+                )
+            )  # fmt: skip
 
-    def seen(self, *, done: int = 0, total: int = 0, bytes_per_s: float = 0.0, outcome: Carried | None = None) -> DataSeen:
-        one = self._command
-        key = AttemptKey(workflow=one.workflow, group=one.group, task=one.task, attempt=one.attempt, node="")
-        return DataSeen(
-            at=self._clock.now(), key=key, op=one.op, url=self._errand.words, done=done, total=total, bytes_per_s=bytes_per_s,
-            outcome=outcome,
-        )  # fmt: skip
+    def ended(self, outcome: Carried) -> TransferEnded:
+        return TransferEnded(
+            at=self._clock.now(), key=self._command.key, data=self._command.data, url=self._errand.words, outcome=outcome
+        )
 
     def outcome(
         self, *, digest: str = "", size: int = 0, files: int = 0, content: int = 0, error: str = "", url: str = "",
         relayed: str = "", is_direct: bool = False, dataset: str = "",
     ) -> Carried:  # fmt: skip
         return Carried(
-            op=relayed_op(self._command.op) if relayed else self._command.op, task=self._command.task, at=self._clock.now(),
+            data=self._command.data, is_relayed=bool(relayed), task=self._command.key.task, at=self._clock.now(),
             since=self._since, url=url or self._errand.words, regex=self._errand.regex, digest=digest, size=size, files=files,
             content=content, error=relayed or error, is_direct=is_direct, dataset=dataset,
         )  # fmt: skip

@@ -15,28 +15,31 @@ from distflow.pools.model import Node
 from distflow.state.secrets import gang_token, read_secrets
 from distflow.supervisor.carrying import place_data
 from distflow.supervisor.checkpointing import place_checkpoints
+from distflow.supervisor.commands import Prepare
 from distflow.supervisor.handover import place_inputs
-from distflow.supervisor.world import Command, Workflow
+from distflow.supervisor.world import Workflow
 
 __all__ = ["launch_of", "secrets_of"]
 
 
-def launch_of(workflow: Workflow, command: Command, nodes: Mapping[str, Node]) -> BoundLaunch | None:
+def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -> BoundLaunch | None:
     """Return the complete launch of the task that ``prepare`` is about; ``None`` when its group has no lease any more."""
-    group, plan = workflow.record.group(command.group), workflow.plan.group(command.group)
+    group, plan = workflow.record.group(command.key.group), workflow.plan.group(command.key.group)
     if group.binding is None:
         return None
-    launch = bind_task(plan.sized(len(group.tasks)), command.task, group.binding, workflow.record.id, nodes, command.attempt)
-    launch = place_inputs(launch, plan.launch(command.task).inputs, workflow.record)
+    launch = bind_task(
+        plan.sized(len(group.tasks)), command.key.task, group.binding, workflow.record.id, nodes, command.key.attempt
+    )
+    launch = place_inputs(launch, plan.launch(command.key.task).inputs, workflow.record)
     return place_checkpoints(place_data(launch, plan, workflow.record, group), plan, group)
 
 
-def secrets_of(workflow: Workflow, command: Command, folder: Path) -> GivenSecrets:
+def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecrets:
     """Return the secrets of that task, of those in ``folder``. Raises ``StateError`` when they are not there."""
-    plan = workflow.plan.group(command.group).launch(command.task)
+    plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:
-        given = given_secrets(plan, read_secrets(folder, command.workflow))
-        token = gang_token(folder, f"{command.workflow}/{command.group}/{command.attempt}")
+        given = given_secrets(plan, read_secrets(folder, command.key.workflow))
+        token = gang_token(folder, f"{command.key.workflow}/{command.key.group}/{command.key.attempt}")
     except (OSError, json.JSONDecodeError) as error:
         raise StateError(f"the values of --set-env and of credentials cannot be read: {error}") from error
     except LookupError as error:

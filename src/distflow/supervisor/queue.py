@@ -20,8 +20,9 @@ from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import GroupRecord, WorkflowRecord
+from distflow.supervisor.commands import Lease
 from distflow.supervisor.room import capacity, free
-from distflow.supervisor.world import Command, NodeView, Share, Workflow, World
+from distflow.supervisor.world import NodeView, Share, Workflow, World
 
 __all__ = ["Leases", "next_leases"]
 
@@ -34,7 +35,7 @@ gave up at the same moment would look as if it had lost its lease, and the gang 
 class Leases:
     """What the queue decided."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[Lease] = field(default_factory=list)
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
     """What each waiting group waits for, by workflow (uuid) and group."""
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -55,7 +56,7 @@ def next_leases(world: World, shares: Iterable[Share], now: float) -> Leases:
     by_pool: dict[str, list[Share]] = {}
     for share in shares:
         by_pool.setdefault(share.workflow.record.pool_key, []).append(share)
-    asking = {uuid for op, uuid, *_ in world.in_flight if op == "lease"}
+    asking = {one.workflow for one in world.in_flight if one.kind is Lease}
     for pool_key, pool in world.pools.items():
         of_pool = by_pool.get(pool_key, [])
         waiting = [(share.workflow, group) for share in of_pool for group in share.waiting]
@@ -101,12 +102,7 @@ def _next_of_pool(
             if now < group.not_before:
                 leases.wake([group.not_before])
             else:
-                lease = _request(workflow.record, group, size, placed.nodes, pool)
-                leases.commands.append(
-                    Command(
-                        op="lease", pool=pool_key, workflow=lease.workflow, group=group.name, attempt=group.attempt, lease=lease
-                    )
-                )
+                leases.commands.append(Lease(pool_key, _request(workflow.record, group, size, placed.nodes, pool)))
             return
         unplaced = unplaced or placed
     if refused and isinstance(place_near(demands(sizes[-1]), left, shared=pool.shares_nodes), Placement):

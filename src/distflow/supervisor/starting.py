@@ -11,6 +11,7 @@ from distflow.state.fresh import fresh_tasks
 from distflow.state.record import TaskRecord
 from distflow.supervisor.absorb import REFUSED, WAITING, end_unstarted
 from distflow.supervisor.carrying import Carriage, carry_in
+from distflow.supervisor.commands import Prepare, Release, Start
 from distflow.supervisor.step import Step
 
 __all__ = ["Starting"]
@@ -30,7 +31,7 @@ class Starting(Step):
             return
         awaited = still_awaited(self.plan.upstream, states)
         data = Carriage() if awaited else carry_in(self.plan, self.record, self.group)
-        self._carry(data.commands)
+        self._give(data.commands)
         if data.failed is not None:
             self._end_unstarted(State.FAILED, data.failed.reason, f"{data.failed.task}: {data.failed.message}")
             return
@@ -47,7 +48,7 @@ class Starting(Step):
         limit, since = self.plan.timeouts.queue_s, self.group.scheduling_at
         if limit is None or since is None:
             return
-        if ("lease", self.record.uuid, self.group.name, "", self.group.attempt) in self.world.in_flight:
+        if self._is_leasing:
             return
         if self.now >= since + limit:
             waited = f"waited {seconds_text(limit)} for nodes (queue_timeout)"
@@ -98,14 +99,14 @@ class Starting(Step):
                 continue
             if not task.prepared:
                 if relayed:
-                    self._command("prepare", task)
+                    self._command(Prepare, task)
             elif ready or not self.plan.starts_as_one:
-                self._command("start", task)
+                self._command(Start, task)
 
     def _relay(self) -> bool:
         """Fetch what a node could not fetch by itself; return whether everything that is to be relayed is here."""
         data = carry_in(self.plan, self.record, self.group)
-        self._carry(data.commands)
+        self._give(data.commands)
         if data.failed is not None:
             task = self.group.task(data.failed.task)
             self.group = self.group.with_task(replace(task, reason=data.failed.reason, message=data.failed.message))
@@ -117,7 +118,7 @@ class Starting(Step):
         if held:
             self.group = replace(self.group, withdrawing=True)
             for task in held:
-                self._command("release", task)
+                self._command(Release, task)
             return
         tasks = fresh_tasks(self.plan, self.group.attempt, State.SCHEDULING)
         # While it had nodes, it did not wait for any.

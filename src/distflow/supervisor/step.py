@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from distflow.backends.base import AttemptKey
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import Event, EventCode, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.world import Command, Decision, NodeView, Workflow, World
+from distflow.supervisor.commands import Command, CommandId, Lease
+from distflow.supervisor.world import Decision, NodeView, Workflow, World, key_of
 
 __all__ = ["Step"]
 
@@ -47,19 +49,20 @@ class Step:
             )
         )  # fmt: skip
 
-    def _command(self, op: str, task: TaskRecord, *, grace_s: float = 0.0, why: str = "", for_nodes: bool = False) -> None:
-        view = self._node(task)
-        if task.node is None or view is None or not view.up:
-            return
-        command = Command(
-            op=op, pool=self.record.pool_key, workflow=self.record.uuid, group=self.group.name, task=task.name,
-            attempt=task.attempt, node=task.node, grace_s=grace_s, why=why, for_nodes=for_nodes,
-        )  # fmt: skip
-        if command.identity not in self.world.in_flight:
-            self.decision.commands.append(command)
+    def _command(self, make: Callable[[str, AttemptKey], Command], task: TaskRecord) -> None:
+        """Give the command that ``make`` returns for the pool and the task's attempt, if the task's node can be reached."""
+        key, view = key_of(self.record, self.group, task), self._node(task)
+        if key is not None and view is not None and view.up:
+            self._give([make(self.record.pool_key, key)])
 
-    def _carry(self, commands: Iterable[Command]) -> None:
+    def _give(self, commands: Iterable[Command]) -> None:
         self.decision.commands += [one for one in commands if one.identity not in self.world.in_flight]
+
+    @property
+    def _is_leasing(self) -> bool:
+        """Whether the group's nodes have been asked for a lease and have not answered."""
+        group = AttemptKey(workflow=self.record.uuid, group=self.group.name, task="", attempt=self.group.attempt, node="")
+        return CommandId.of(Lease, group) in self.world.in_flight
 
     def _node(self, task: TaskRecord) -> NodeView | None:
         return self.world.nodes.get((self.record.pool_key, task.node)) if task.node else None

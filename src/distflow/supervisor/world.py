@@ -6,16 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distflow.backends.base import AttemptKey, LeaseRequest, NodeUp, slot_of
+from distflow.backends.base import AttemptKey, NodeUp
 from distflow.documents.quantities import bytes_text
 from distflow.layout.placement.node_placement import Free
 from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.supervisor.commands import Command, CommandId
 
 __all__ = [
-    "Command",
-    "CommandId",
     "Decision",
     "Glance",
     "Hold",
@@ -24,12 +23,8 @@ __all__ = [
     "Share",
     "Workflow",
     "World",
-    "command_id",
     "key_of",
 ]
-
-CommandId = tuple[str, str, str, str, int]
-"""What is done, workflow (uuid), group, task (empty for a lease), attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,41 +80,6 @@ class Workflow:
 
     record: WorkflowRecord
     plan: Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """Something a backend shall do; ``identity`` tells whether it is under way already."""
-
-    op: str
-    """``lease``, ``prepare``, ``start``, ``stop``, ``release``, ``collect``; of checkpoints
-    ``pack:<n>`` and ``pack:<n>:last``; of data ``fetch/<n>``, ``write/<n>`` and ``store/<n>`` (a checkpoint)."""
-    pool: str
-    workflow: str
-    group: str
-    attempt: int
-    task: str = ""
-    node: str = ""
-    grace_s: float = 0.0
-    why: str = ""
-    lease: LeaseRequest | None = None
-    for_nodes: bool = False
-    """Of ``collect``: only nodes will want it."""
-
-    @property
-    def identity(self) -> CommandId:
-        """Equal for commands that ask for the same."""
-        return command_id(self.op, self.key)
-
-    @property
-    def is_data(self) -> bool:
-        """Whether it carries data between a URL and this machine, which is no backend's work."""
-        return "/" in self.op
-
-    @property
-    def key(self) -> AttemptKey:
-        """The attempt that it is about."""
-        return AttemptKey(workflow=self.workflow, group=self.group, task=self.task, attempt=self.attempt, node=self.node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +165,6 @@ class Decision:
     def wake(self, at: float) -> None:
         """Look again at ``at`` at the latest."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
-
-
-def command_id(op: str, key: AttemptKey) -> CommandId:
-    """Return what commands of one attempt share that ask for the same, or may not be under way at once."""
-    return (slot_of(op), key.workflow, key.group, key.task, key.attempt)
 
 
 def key_of(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> AttemptKey | None:

@@ -14,8 +14,11 @@ from typing import Any
 from distflow.backends.base import (
     Absent,
     AttemptKey,
+    AttemptObservation,
+    CheckpointRef,
     Collected,
     CollectFailed,
+    CollectUnanswered,
     Ended,
     Leased,
     LeaseRefused,
@@ -25,7 +28,6 @@ from distflow.backends.base import (
     NodeDown,
     NodeUp,
     NotBrought,
-    Observation,
     Prepared,
     PrepareFailed,
     Released,
@@ -149,7 +151,7 @@ class FakeBackend:
         memo: str = "",  # noqa: ARG002
     ) -> None:
         """Make an attempt ready."""
-        if not self._reaches(key, "prepare"):
+        if not self._reaches(key):
             return
         attempt = self._attempts.known.get(key)
         if attempt is None:
@@ -158,8 +160,8 @@ class FakeBackend:
         attempt.behaviour = self._behaviour(key)
         if attempt.behaviour.refuses:
             self._say(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behaviour.refuses), key)
-        elif relayed := [one.op for one in launch.brings if one.op not in secrets.stores]:
-            self._say(NotBrought(at=self._clock.now(), key=key, op=relayed[0], why="no credentials for it"), key)
+        elif relayed := [one.number for one in launch.brings if one.number not in secrets.stores]:
+            self._say(NotBrought(at=self._clock.now(), key=key, number=relayed[0], why="no credentials for it"), key)
         elif attempt.phase == "leased":
             attempt.phase = "prepared"
             self._tell(Prepared, key)
@@ -168,7 +170,7 @@ class FakeBackend:
 
     def start(self, key: AttemptKey) -> None:
         """Start an attempt, once."""
-        if not self._reaches(key, "start"):
+        if not self._reaches(key):
             return
         attempt = self._attempts.known.get(key)
         if attempt is not None and attempt.phase == "prepared":
@@ -179,7 +181,7 @@ class FakeBackend:
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:  # noqa: ARG002
         """Stop an attempt, at once or after the grace."""
-        if not self._reaches(key, "stop"):
+        if not self._reaches(key):
             return
         attempt = self._attempts.known.get(key)
         if attempt is None:
@@ -197,7 +199,7 @@ class FakeBackend:
 
     def release(self, key: AttemptKey) -> None:
         """Forget an attempt that has not started."""
-        if self._reaches(key, "release"):
+        if self._reaches(key):
             attempt = self._attempts.known.get(key)
             has_run = attempt is not None and attempt.started_at > 0
             if not has_run:
@@ -209,7 +211,7 @@ class FakeBackend:
     def collect(
         self,
         key: AttemptKey,
-        op: str = "collect",
+        checkpoint: CheckpointRef | None = None,
         place: str | None = None,
         *,
         for_nodes: bool = False,
@@ -219,16 +221,21 @@ class FakeBackend:
         Of a directory (``place``) each look finds something new.
         """
         attempt = self._attempts.known.get(key)
-        if not self._reaches(key, op) or self.holds_outputs:
+        self._attempts.watch(key)
+        if self._up.get(key.node) and self.holds_outputs:
+            return
+        if not self._up.get(key.node):
+            self._sink(CollectUnanswered(at=self._clock.now(), key=key, checkpoint=checkpoint))
             return
         now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
         if spoils:
-            self._say(CollectFailed(at=now, key=key, op=op, message=spoils), key)
+            self._say(CollectFailed(at=now, key=key, checkpoint=checkpoint, message=spoils), key)
         else:
             self.collected.append(key.name if place is None else f"{key.name}/{place}")
             what = key.name if place is None else f"{key.name}/{place}/{now}"
             digest, stays = hashlib.sha256(what.encode()).hexdigest(), for_nodes and self.shares_files
-            self._say(Collected(at=now, key=key, op=op, digest=digest, size=10240, is_everywhere=stays), key)
+            seen = Collected(at=now, key=key, checkpoint=checkpoint, digest=digest, size=10240, is_everywhere=stays)
+            self._say(seen, key)
 
     def deliver(self, key: AttemptKey, *_: object) -> Delivered:
         """Be a node that has no driver."""
@@ -375,11 +382,11 @@ class FakeBackend:
     def _say_up(self, node: Node) -> None:
         self._sink(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))
 
-    def _reaches(self, key: AttemptKey, op: str) -> bool:
+    def _reaches(self, key: AttemptKey) -> bool:
         self._attempts.watch(key)
         if self._up.get(key.node):
             return True
-        self._sink(Unanswered(at=self._clock.now(), key=key, op=op))
+        self._sink(Unanswered(at=self._clock.now(), key=key))
         return False
 
     def _refuse(self, request: LeaseRequest, node: str, why: str) -> None:
@@ -390,9 +397,9 @@ class FakeBackend:
             )
         )  # fmt: skip
 
-    def _tell(self, kind: type[Observation], key: AttemptKey) -> None:
-        self._say(kind(at=self._clock.now(), key=key), key)  # type: ignore[call-arg]
+    def _tell(self, kind: type[Absent | Prepared | Released | LogComplete], key: AttemptKey) -> None:
+        self._say(kind(at=self._clock.now(), key=key), key)
 
-    def _say(self, seen: Observation, key: AttemptKey) -> None:
+    def _say(self, seen: AttemptObservation, key: AttemptKey) -> None:
         if key.node not in self._silent:
             self._sink(seen)

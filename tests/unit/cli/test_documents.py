@@ -9,7 +9,7 @@ from distflow.cli.documents import workflow_json
 from distflow.lifecycle.states import State
 from distflow.plan.model import Plan
 from distflow.spec.model import DataSpec, Timeouts
-from distflow.state.record import Carried, WorkflowRecord
+from distflow.state.record import Carried, DataKind, DataRef, WorkflowRecord
 from unit.state.stored import T0, plan_of, running_group, workflow
 
 STEPS = (
@@ -39,10 +39,18 @@ def steps(record: WorkflowRecord, plan: Plan) -> dict[str, list[str | None]]:
 
 def test_steps_of_a_task_are_told_where_they_are_known() -> None:
     carried = (
-        Carried(op="fetch/0", task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
-        Carried(op="fetch/1", task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
-        Carried(op="relay/write/0", task="worker", since=T0 + 20, at=T0 + 21, url="s3://b/out", error="no driver"),
-        Carried(op="write/0", task="worker", since=T0 + 22, at=T0 + 23, url="s3://b/out"),
+        Carried(data=DataRef(DataKind.FETCH, 0), task="master", since=T0 + 3, at=T0 + 4, url="s3://b/in", digest="d"),
+        Carried(data=DataRef(DataKind.FETCH, 1), task="worker", since=T0 + 2, at=T0 + 7, url="s3://b/own", digest="d"),
+        Carried(
+            data=DataRef(DataKind.WRITE, 0),
+            is_relayed=True,
+            task="worker",
+            since=T0 + 20,
+            at=T0 + 21,
+            url="s3://b/out",
+            error="no driver",
+        ),
+        Carried(data=DataRef(DataKind.WRITE, 0), task="worker", since=T0 + 22, at=T0 + 23, url="s3://b/out"),
     )
     group = replace(running_group(), carried=carried)
     record = replace(workflow(), groups=(group,))

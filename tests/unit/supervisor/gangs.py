@@ -8,6 +8,9 @@ from dataclasses import replace
 
 from distflow.backends.base import (
     AttemptKey,
+    CollectUnanswered,
+    Leased,
+    LeaseRefused,
     NodeDown,
     NodeUp,
     Observation,
@@ -25,11 +28,23 @@ from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Workflo
 from distflow.storage.identity import Identity
 from distflow.supervisor.absorb import absorb, absorb_node, absorb_view
 from distflow.supervisor.answering import answered
-from distflow.supervisor.carrying import DataSeen, absorb_data
-from distflow.supervisor.checkpointing import is_checkpoint, place_of
+from distflow.supervisor.carrying import TransferEnded, TransferMoved
+from distflow.supervisor.checkpointing import absorb_transfer, place_of
+from distflow.supervisor.commands import (
+    CollectOutput,
+    Command,
+    CommandId,
+    Lease,
+    PackCheckpoint,
+    Prepare,
+    Release,
+    Start,
+    Stop,
+    TransferData,
+)
 from distflow.supervisor.decide import decide
 from distflow.supervisor.preparing import launch_of
-from distflow.supervisor.world import Command, CommandId, Decision, NodeView, Rest, Workflow, World, key_of
+from distflow.supervisor.world import Decision, NodeView, Rest, Workflow, World, key_of
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.clock import FakeClock
 
@@ -130,7 +145,7 @@ class Driver:
         self.pool = on or pool()
         self.pools = {"lab": self.pool}
         self.clock = FakeClock()
-        self.seen: deque[Observation] = deque()
+        self.seen: deque[Observation | TransferMoved | TransferEnded] = deque()
         self.count = 0
         """What was seen so far."""
         self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behaviour=behaviour, clocks=clocks)
@@ -141,7 +156,7 @@ class Driver:
         self.lines: dict[tuple[str, str, str], tuple[str, ...]] = {}
         self.bare_nodes: set[str] = set()
         """Nodes that can fetch nothing by themselves."""
-        self.carrying: list[Command] = []
+        self.carrying: list[TransferData] = []
         """Data that was to be carried, in the order of the commands."""
         self.restart()
 
@@ -239,21 +254,21 @@ class Driver:
                 place = (seen.pool, seen.node)
                 self.nodes = {**self.nodes, place: absorb_view(self.nodes[place], seen)}
                 if isinstance(seen, NodeDown):
-                    self.in_flight = {i: c for i, c in self.in_flight.items() if c.node != seen.node}
+                    self.in_flight = {i: c for i, c in self.in_flight.items() if c.key.node != seen.node}
                 for uuid, one in self.workflows.items():
                     record, events = absorb_node(one.record, seen)
                     self.events += events
                     if record is not one.record:
                         self.workflows[uuid] = replace(one, record=record)
                 continue
-            uuid = getattr(seen, "workflow", None) or seen.key.workflow  # type: ignore[attr-defined]
+            uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else seen.key.workflow
             for identity in answered(seen):
                 self.in_flight.pop(identity, None)
             known = self.workflows.get(uuid)
-            if known is None or isinstance(seen, Unanswered):
+            if known is None or isinstance(seen, Unanswered | CollectUnanswered):
                 continue
-            if isinstance(seen, DataSeen):
-                record, events = absorb_data(known.record, seen)
+            if isinstance(seen, TransferMoved | TransferEnded):
+                record, events = absorb_transfer(known.record, seen)
             else:
                 record, events = absorb(known.record, known.plan, seen)
             self.events += events
@@ -262,25 +277,26 @@ class Driver:
     def act(self, command: Command) -> None:
         """Hand a command to the backend."""
         self.in_flight[command.identity] = command
-        if command.lease is not None:
-            self.backend.lease(command.lease)
-        elif command.op == "prepare":
-            one = self.workflows[command.workflow]
-            launch = launch_of(one, command, {command.node: self.nodes[command.pool, command.node].node})
-            assert launch is not None
-            self.launches[command.key.name] = launch
-            stores = {} if command.node in self.bare_nodes else {one.op: Identity(environment={}) for one in launch.brings}
-            self.backend.prepare(command.key, launch, GivenSecrets(stores=stores), 30.0)
-        elif command.op == "start":
-            self.backend.start(command.key)
-        elif command.op == "stop":
-            self.backend.stop(command.key, grace_s=command.grace_s, why=command.why)
-        elif command.op == "collect":
-            self.backend.collect(command.key, for_nodes=command.for_nodes)
-        elif is_checkpoint(command.op):
-            place = place_of(self.workflows[command.workflow].plan.group(command.group), command)
-            self.backend.collect(command.key, command.op, place)
-        elif command.is_data:
-            self.carrying.append(command)
-        else:
-            self.backend.release(command.key)
+        match command:
+            case Lease():
+                self.backend.lease(command.request)
+            case Prepare():
+                one, node = self.workflows[command.key.workflow], command.key.node
+                launch = launch_of(one, command, {node: self.nodes[command.pool, node].node})
+                assert launch is not None
+                self.launches[command.key.name] = launch
+                stores = {} if node in self.bare_nodes else {one.number: Identity(environment={}) for one in launch.brings}
+                self.backend.prepare(command.key, launch, GivenSecrets(stores=stores), 30.0)
+            case Start():
+                self.backend.start(command.key)
+            case Stop():
+                self.backend.stop(command.key, grace_s=command.grace_s, why=command.why)
+            case CollectOutput():
+                self.backend.collect(command.key, for_nodes=command.for_nodes)
+            case PackCheckpoint():
+                place = place_of(self.workflows[command.key.workflow].plan.group(command.key.group), command)
+                self.backend.collect(command.key, command.checkpoint, place)
+            case TransferData():
+                self.carrying.append(command)
+            case Release():
+                self.backend.release(command.key)

@@ -12,9 +12,10 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import Bring
 from distflow.spec.model import DataSpec, Retry
 from distflow.state.record import CancelRequest, Carried
-from distflow.supervisor.carrying import DataSeen, errand_of, is_wanted
+from distflow.supervisor.carrying import TransferEnded, TransferMoved, is_wanted
+from distflow.supervisor.checkpointing import errand_of
+from distflow.supervisor.commands import TransferData
 from distflow.supervisor.handover import archives
-from distflow.supervisor.world import Command
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
@@ -30,29 +31,28 @@ def driver_of(tasks: int = 1, behaviour: Behaviour | None = None, **settings: ob
     return driver
 
 
-def say(driver: Driver, command: Command, as_op: str = "", **outcome: object) -> None:
+def say(driver: Driver, command: TransferData, *, is_relayed: bool = False, **outcome: object) -> None:
     """Let a transfer end."""
-    one = driver.workflows[command.workflow]
+    one = driver.workflows[command.key.workflow]
     errand = errand_of(one.plan, one.record, command)
-    assert errand is not None
-    op, at = as_op or command.op, driver.clock.now()
-    done = Carried(op=op, task=command.task, at=at, url=errand.words, regex=errand.regex, **outcome)  # type: ignore[arg-type]
-    driver.seen.append(DataSeen(at=driver.clock.now(), key=command.key, op=command.op, url=errand.words, outcome=done))
+    done = Carried(
+        data=command.data, is_relayed=is_relayed, task=command.key.task, at=driver.clock.now(), url=errand.words,
+        regex=errand.regex, **outcome,  # type: ignore[arg-type]
+    )  # fmt: skip
+    driver.seen.append(TransferEnded(at=driver.clock.now(), key=command.key, data=command.data, url=errand.words, outcome=done))
     driver.settle()
 
 
 def source_of(driver: Driver) -> AttemptKey | None:
     """Whose node writes what was asked for last."""
     one = driver.workflows["u1"]
-    errand = errand_of(one.plan, one.record, driver.carrying[-1])
-    assert errand is not None
-    return errand.source
+    return errand_of(one.plan, one.record, driver.carrying[-1]).source
 
 
 def errands(driver: Driver) -> list[tuple[str, str, str, str, str]]:
     one = driver.workflows["u1"]
     found = [(command, errand_of(one.plan, one.record, command)) for command in driver.carrying]
-    return [(command.op, command.task, errand.url, errand.regex, errand.digest) for command, errand in found if errand]
+    return [(str(command.data), command.key.task, errand.url, errand.regex, errand.digest) for command, errand in found]
 
 
 def test_a_group_is_queued_when_its_inputs_are_here_and_all_tasks_get_them() -> None:
@@ -96,13 +96,13 @@ def test_what_nodes_can_fetch_is_looked_up_once_and_brought_by_each() -> None:
     say(driver, driver.carrying[1], is_direct=True, dataset="m:7", files=1)
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
-    assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/1"]
+    assert [str(command.data) for command in driver.carrying] == ["fetch/0", "fetch/1"]
     for task in ("t0", "t1"):
         launch = driver.launches[f"u1/train/{task}/0"]
         assert launch.files == ()
         assert launch.brings == (
-            Bring(op="fetch/0", path="input/0", url="s3://b/w-u1", regex="a"),
-            Bring(op="fetch/1", path="input/1", url="s3://b/sets", dataset="m:7"),
+            Bring(number=0, path="input/0", url="s3://b/w-u1", regex="a"),
+            Bring(number=1, path="input/1", url="s3://b/sets", dataset="m:7"),
         )
     told = [event.text for event in driver.events]
     assert "t0: its input is fetched by its node: s3://b/w-u1: 2 files, 2.9 KiB" in told
@@ -111,7 +111,7 @@ def test_what_nodes_can_fetch_is_looked_up_once_and_brought_by_each() -> None:
 def may_stay(driver: Driver) -> list[bool]:
     """Of what was asked for, in its order: whether nodes may fetch it."""
     one = driver.workflows["u1"]
-    return [errand.may_stay for command in driver.carrying if (errand := errand_of(one.plan, one.record, command)) is not None]
+    return [errand_of(one.plan, one.record, command).may_stay for command in driver.carrying]
 
 
 def test_what_one_node_cannot_fetch_comes_through_here() -> None:
@@ -120,7 +120,7 @@ def test_what_one_node_cannot_fetch_comes_through_here() -> None:
     assert may_stay(driver) == [True]
     say(driver, driver.carrying[0], is_direct=True, files=1)
     # Its lease is kept meanwhile, however long it takes, and nothing is prepared before it is here.
-    assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/0"]
+    assert [str(command.data) for command in driver.carrying] == ["fetch/0", "fetch/0"]
     assert may_stay(driver)[-1] is False
     assert driver.group().state is State.INITIALIZING
     driver.restart()
@@ -144,12 +144,14 @@ def test_a_relay_takes_as_long_as_it_takes_and_the_next_attempt_has_it() -> None
     for done in range(9):
         driver.clock.advance(driver.pool.start_barrier_s / 3)
         relay = driver.carrying[1]
-        driver.seen.append(DataSeen(at=driver.clock.now(), key=relay.key, op=relay.op, url="s3://b/in", done=done, total=9))
+        driver.seen.append(
+            TransferMoved(at=driver.clock.now(), key=relay.key, data=relay.data, url="s3://b/in", done=done, total=9)
+        )
         driver.settle()
         assert driver.group().state is State.INITIALIZING
     say(driver, driver.carrying[1], digest="d0", size=20, files=1)
     driver.run()
-    assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/0"]
+    assert [str(command.data) for command in driver.carrying] == ["fetch/0", "fetch/0"]
     assert [one.blob for one in driver.launches["u1/train/t0/1"].files] == ["d0"]
 
 
@@ -165,7 +167,7 @@ def test_what_a_smaller_world_needs_is_fetched_though_the_first_that_wanted_it_i
     say(driver, driver.carrying[0], is_direct=True)
     driver.advance(1.0)
     assert (driver.group().state, driver.group().left_out) == (State.INITIALIZING, ("t1",))
-    assert [(command.op, command.task) for command in driver.carrying] == [("fetch/0", "t1"), ("fetch/0", "t0")]
+    assert [(str(command.data), command.key.task) for command in driver.carrying] == [("fetch/0", "t1"), ("fetch/0", "t0")]
     say(driver, driver.carrying[1], digest="d0", files=1)
     driver.run()
     assert driver.group().state is State.COMPLETED
@@ -202,7 +204,7 @@ def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
     driver.settle()
     assert driver.carrying == []
     driver.advance(5.0)
-    assert [command.group for command in driver.carrying] == ["bottom"]
+    assert [command.key.group for command in driver.carrying] == ["bottom"]
 
 
 def test_an_input_that_cannot_be_fetched_ends_the_group_unstarted() -> None:
@@ -238,7 +240,7 @@ def test_a_group_completes_when_its_output_is_written() -> None:
 def test_what_its_node_cannot_write_is_written_from_here() -> None:
     driver = driver_of(url_outputs=OUT)
     driver.advance(1.0)
-    say(driver, driver.carrying[0], as_op="relay/write/0", error="n1: it has no s3fs")
+    say(driver, driver.carrying[0], is_relayed=True, error="n1: it has no s3fs")
     assert driver.backend.collected == ["u1/train/t0/0"]
     saved = driver.group().tasks[0].saved
     assert saved is not None
@@ -259,7 +261,7 @@ def test_what_means_something_else_on_a_node_is_written_from_here(url: str) -> N
     driver = driver_of(url_outputs=(DataSpec(position=0, url=url),))
     driver.advance(1.0)
     assert driver.backend.collected == ["u1/train/t0/0"]
-    assert [command.op for command in driver.carrying] == ["write/0"]
+    assert [str(command.data) for command in driver.carrying] == ["write/0"]
     assert source_of(driver) is None
     say(driver, driver.carrying[0], files=1)
     assert not any("through this machine" in event.text for event in driver.events)
@@ -271,7 +273,7 @@ def test_only_what_is_relayed_is_collected() -> None:
     driver.settle()
     driver.advance(1.0)
     assert sorted(driver.backend.collected) == ["u1/train/t0/0", "u1/train/t1/0"]
-    assert sorted(command.op for command in driver.carrying) == ["write/0", "write/0", "write/1", "write/1"]
+    assert sorted(str(command.data) for command in driver.carrying) == ["write/0", "write/0", "write/1", "write/1"]
 
 
 def test_a_node_that_is_away_is_named_and_one_that_stays_away_spoils_it() -> None:
@@ -311,7 +313,7 @@ def test_only_tasks_that_ended_well_by_themselves_write(exit_code: int) -> None:
     for _ in range(12):
         driver.advance(1.0)
     # t1 failed, and t2 was stopped when the lead completed.
-    assert [command.task for command in driver.carrying] == (["t0"] if exit_code == 0 else [])
+    assert [command.key.task for command in driver.carrying] == (["t0"] if exit_code == 0 else [])
     if exit_code:
         assert driver.group().state is State.FAILED
 
@@ -321,13 +323,13 @@ def test_a_killed_supervisor_repeats_what_was_not_done() -> None:
     say(driver, driver.carrying[0], digest="d0", files=1)
     driver.restart()
     driver.settle()
-    assert [command.op for command in driver.carrying] == ["fetch/0", "fetch/1", "fetch/1"]
+    assert [str(command.data) for command in driver.carrying] == ["fetch/0", "fetch/1", "fetch/1"]
     say(driver, driver.carrying[-1], digest="d1", files=1)
     driver.advance(1.0)
-    assert driver.carrying[-1].op == "write/0"
+    assert str(driver.carrying[-1].data) == "write/0"
     driver.restart()
     driver.settle()
-    assert [command.op for command in driver.carrying[3:]] == ["write/0", "write/0"]
+    assert [str(command.data) for command in driver.carrying[3:]] == ["write/0", "write/0"]
     say(driver, driver.carrying[-1], files=1)
     assert driver.group().state is State.COMPLETED
     # What the first one did all the same is heard of no more.
@@ -374,7 +376,7 @@ def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> Non
     )
     say(driver, driver.carrying[0], digest="d0", files=1)
     driver.run()
-    assert [command.op for command in driver.carrying] == ["fetch/0"]
+    assert [str(command.data) for command in driver.carrying] == ["fetch/0"]
     assert driver.launches["u1/train/t0/1"].files[0].blob == "d0"
     assert driver.group().state is State.FAILED
 
@@ -383,7 +385,7 @@ def test_how_far_it_is_stands_beside_the_task() -> None:
     driver = driver_of(url_inputs=IN[:1], url_outputs=OUT)
     for url in ("s3://b/in", "s3://b/out/w-u1"):
         command = driver.carrying[-1]
-        seen = DataSeen(at=1.0, key=command.key, op=command.op, url=url, done=5, total=9, bytes_per_s=2.0)
+        seen = TransferMoved(at=1.0, key=command.key, data=command.data, url=url, done=5, total=9, bytes_per_s=2.0)
         driver.seen.append(seen)
         driver.settle()
         group = driver.group()

@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.base import AttemptKey, Collected, Unanswered
+from distflow.backends.base import AttemptKey, CheckpointRef, Collected, CollectUnanswered
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import Retry
-from distflow.state.record import CancelRequest, Carried
-from distflow.supervisor.carrying import DataSeen
-from distflow.supervisor.checkpointing import absorb_checkpoint, absorb_stored, place_checkpoints, store_errand
+from distflow.state.record import CancelRequest, Carried, DataKind, DataRef
+from distflow.supervisor.carrying import TransferEnded
+from distflow.supervisor.checkpointing import absorb_checkpoint, absorb_transfer, errand_of, place_checkpoints
+from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 EVERY = PlannedCheckpoint(place="files/tmp/models", shown="/tmp/models", url="file:///kept/{{workflow_id}}", every_s=60.0)
 SCRIPT = PlannedFile(path="work/train.sh", shown="train.sh", text="x")
-PACK, STORE = ("pack:0", "u1", "train", "t0", 0), ("store/0", "u1", "train", "t0", 0)
+STORED = DataRef(DataKind.STORE, 0)
+PACK = CommandId(PackCheckpoint, "u1", "train", "t0", 0, 0)
+STORE = CommandId(TransferData, "u1", "train", "t0", 0, STORED)
 
 
 def plan(**more: object) -> GroupPlan:
@@ -42,13 +45,13 @@ def stored(driver: Driver, attempt: int = 0, error: str = "") -> None:
     """Say what the mover would."""
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=attempt, node="")
     now = driver.clock.now()
-    outcome = Carried(op="store/0", task="t0", at=now, url="file:///kept", files=1, content=1, error=error)
-    seen = DataSeen(at=now, key=key, op="store/0", url="file:///kept", outcome=outcome)
+    outcome = Carried(data=DataRef(DataKind.STORE, 0), task="t0", at=now, url="file:///kept", files=1, content=1, error=error)
+    seen = TransferEnded(at=now, key=key, data=DataRef(DataKind.STORE, 0), url="file:///kept", outcome=outcome)
     one = driver.workflows["u1"]
-    record, events = absorb_stored(one.record, seen)
+    record, events = absorb_transfer(one.record, seen)
     driver.events += events
     driver.workflows["u1"] = replace(one, record=record)
-    driver.in_flight.pop(("store/0", "u1", "train", "t0", attempt), None)
+    driver.in_flight.pop(STORE._replace(attempt=attempt), None)
 
 
 def test_one_is_due_after_its_time_and_counts_from_the_end_of_the_one_before() -> None:
@@ -74,7 +77,7 @@ def test_one_whose_transfer_broke_off_is_taken_again_though_nothing_else_happens
     driver.advance(60.5)
     command = driver.in_flight[PACK]
     driver.backend.holds_outputs = False
-    driver.seen.append(Unanswered(at=driver.clock.now(), key=command.key, op="pack:0"))
+    driver.seen.append(CollectUnanswered(at=driver.clock.now(), key=command.key, checkpoint=CheckpointRef(0)))
     driver.settle()
     assert len(driver.backend.collected) == 1
     assert STORE in driver.in_flight
@@ -102,8 +105,8 @@ def test_one_that_was_under_way_when_the_task_ended_is_not_its_last() -> None:
     assert PACK in driver.in_flight
     driver.advance(5.0)
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
-    assert [command.op for command in driver.in_flight.values()] == ["pack:0"]
-    driver.seen.append(Collected(at=driver.clock.now(), key=key, op="pack:0", digest="0" * 64, size=10240))
+    assert [type(command) for command in driver.in_flight.values()] == [PackCheckpoint]
+    driver.seen.append(Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest="0" * 64, size=10240))
     driver.settle()
     driver.backend.holds_outputs = False
     stored(driver)
@@ -131,7 +134,9 @@ def test_one_that_could_not_be_written_is_written_the_next_time_though_nothing_i
     stored(driver, error="the store is away")
     known = driver.group().checkpoint("t0", 0)
     assert known is not None
-    same = Collected(at=driver.clock.now(), key=replace(key, node="n1"), op="pack:0", digest=known.digest, size=known.size)
+    same = Collected(
+        at=driver.clock.now(), key=replace(key, node="n1"), checkpoint=CheckpointRef(0), digest=known.digest, size=known.size
+    )
     driver.seen.append(same)
     driver.settle()
     assert STORE in driver.in_flight
@@ -147,7 +152,7 @@ def test_one_that_comes_while_the_one_before_is_written_is_not_taken_for_written
     key = replace(driver.in_flight[STORE].key, node="n1")
     written = driver.group().checkpoint("t0", 0)
     assert written is not None
-    driver.seen.append(Collected(at=driver.clock.now(), key=key, op="pack:0", digest="1" * 64, size=10240))
+    driver.seen.append(Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest="1" * 64, size=10240))
     driver.settle()
     stored(driver)
     known = driver.group().checkpoint("t0", 0)
@@ -168,7 +173,7 @@ def test_one_of_a_node_that_was_given_up_takes_the_place_of_no_later_one() -> No
     stored(driver, attempt=1)
     driver.backend.holds_outputs = True
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
-    driver.seen.append(Collected(at=driver.clock.now(), key=key, op="pack:0", digest="1" * 64, size=10240))
+    driver.seen.append(Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest="1" * 64, size=10240))
     driver.settle()
     known = driver.group().checkpoint("t0", 0)
     assert known is not None
@@ -188,8 +193,8 @@ def test_one_of_a_node_that_was_given_up_does_not_take_away_what_the_next_attemp
     assert given is not None
     assert (group.attempt, given.attempt) == (1, 0)
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
-    seen = Collected(at=driver.clock.now(), key=key, op="pack:0", digest="1" * 64, size=10240)
-    after, _ = absorb_checkpoint(driver.record(), plan(), group, group.earlier[0], seen)
+    seen = Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest="1" * 64, size=10240)
+    after, _ = absorb_checkpoint(driver.record(), plan(), group, group.earlier[0], CheckpointRef(0), seen)
     known = after.checkpoint("t0", 0)
     assert known is not None
     assert known.digest == (given.digest if state is State.INITIALIZING else seen.digest)
@@ -219,7 +224,7 @@ def test_all_tasks_of_the_next_attempt_are_given_the_shared_files_of_all_with_th
     driver.advance(40.0)
     driver.settle()
     assert driver.backend.collected[2:] == ["u1/train/t0/0/work", "u1/train/t1/0/work"], "and at their end"
-    assert not any(one.startswith("store/") for one, *_ in driver.in_flight)
+    assert not any(one.kind is TransferData for one in driver.in_flight)
     driver.advance(2.0)
     driver.advance(2.0)
     group, whole = driver.group(), driver.workflows["u1"].plan.group("train")
@@ -359,9 +364,10 @@ def test_it_is_written_where_the_spec_says() -> None:
     driver = running()
     driver.advance(60.5)
     one = driver.workflows["u1"]
-    errand = store_errand(one.plan, one.record, driver.in_flight[STORE])
+    command = driver.in_flight[STORE]
+    assert isinstance(command, TransferData)
+    errand = errand_of(one.plan, one.record, command)
     taken = driver.group().checkpoint("t0", 0)
-    assert errand is not None
     assert taken is not None
     assert (errand.url, errand.digest) == ("file:///kept/w-u1", taken.digest)
     assert PACK not in driver.in_flight

@@ -11,6 +11,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import CancelRequest, EventCode, Stray
+from distflow.supervisor.commands import Lease, Stop
 from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -461,7 +462,7 @@ def test_a_command_under_way_is_not_given_again() -> None:
     first = decide(driver.world(), driver.clock.now())
     for uuid, record in first.records.items():
         driver.workflows[uuid] = replace(driver.workflows[uuid], record=record)
-    assert [command.op for command in first.commands] == ["lease"]
+    assert [type(command) for command in first.commands] == [Lease]
     driver.in_flight = {command.identity: command for command in first.commands}
     assert decide(driver.world(), driver.clock.now()).commands == []
 
@@ -500,9 +501,8 @@ def test_nodes_hold_a_lease_for_longer_than_the_barrier() -> None:
     # Whoever gives up first decides; that must not be the nodes.
     driver = Driver(workflow(), on=pool(start_barrier_s=20.0))
     driver.absorb()
-    command = next(one for one in decide(driver.world(), driver.clock.now()).commands if one.op == "lease")
-    assert command.lease is not None
-    assert command.lease.start_timeout_s >= 30.0
+    command = next(one for one in decide(driver.world(), driver.clock.now()).commands if isinstance(one, Lease))
+    assert command.request.start_timeout_s >= 30.0
 
 
 def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
@@ -613,7 +613,7 @@ def test_nothing_new_begins_on_a_node_before_what_was_given_up_there_is_stopped(
     assert (driver.group().attempt, driver.group().state) == (1, State.SCHEDULING)
     driver.backend.heal("n1")
     driver.absorb()
-    assert [(command.op, command.attempt) for command in driver.decide().commands] == [("stop", 0)]
+    assert [(type(command), command.key.attempt) for command in driver.decide().commands] == [(Stop, 0)]
     assert "t0: n1: an earlier attempt is being stopped there" in driver.decide().records["u1"].groups[0].message
     driver.settle()
     assert (driver.group().state, driver.backend.running) == (

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, Unanswered
+from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, CollectUnanswered
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import InputSpec
 from distflow.state.record import CancelRequest, GroupRecord
+from distflow.supervisor.commands import CollectOutput, CommandId
 from distflow.supervisor.handover import archives
 from distflow.supervisor.world import Workflow
 from distflow.testing.backend import Behaviour
@@ -202,7 +203,7 @@ def test_an_output_is_asked_for_again_when_its_own_connection_broke_and_its_node
     (command,) = driver.in_flight.values()
     driver.backend.holds_outputs = False
     # Nothing else happens: no node goes or comes, and no record changes.
-    driver.seen.append(Unanswered(at=driver.clock.now(), key=command.key, op="collect"))
+    driver.seen.append(CollectUnanswered(at=driver.clock.now(), key=command.key))
     driver.settle()
     assert driver.backend.collected == ["u1/top/t0/0"]
     driver.run()
@@ -315,7 +316,7 @@ def test_progress_of_an_output_is_kept_while_it_lasts(is_good: bool) -> None:
     assert moving is not None
     assert (moving.sent, moving.total, moving.output) == (5, 9, "sends")
     # It is no answer: the command is still under way.
-    assert ("collect", "u1", "top", "t0", 0) in driver.in_flight
+    assert CommandId(CollectOutput, "u1", "top", "t0", 0) in driver.in_flight
     driver.seen.append(
         Collected(at=2.0, key=key, digest="d", size=1) if is_good else CollectFailed(at=2.0, key=key, message="gone")
     )

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.base import AttemptKey, Collected, Observation
+from distflow.backends.base import AttemptKey, CheckpointRef, Collected, Observation
 from distflow.errors import StateError
 from distflow.lifecycle.states import Reason, State
 from distflow.pools.model import Pool
 from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.mirror import Mirror
-from distflow.state.record import CancelRequest, Carried, Event, Stray
+from distflow.state.record import CancelRequest, Carried, DataKind, DataRef, Event, Stray
 from distflow.state.store import Store
-from distflow.supervisor.carrying import DataSeen
+from distflow.supervisor.carrying import TransferEnded
 from distflow.supervisor.checkpointing import CANCELED_S
 from distflow.supervisor.handover import archives
 from distflow.supervisor.loop import Supervisor
@@ -100,7 +100,7 @@ def test_an_archive_that_comes_when_nobody_takes_it_any_more_is_removed(bench: B
     bench.cancel()
     (bench.blobs / DIGEST).touch()
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
-    bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, op="pack:0", digest=DIGEST, size=10240))
+    bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, checkpoint=CheckpointRef(0), digest=DIGEST, size=10240))
     bench.step()
     assert list(bench.blobs.iterdir()) == []
 
@@ -113,8 +113,12 @@ def test_an_input_that_comes_when_nobody_takes_it_any_more_is_removed(bench: Ben
     bench.cancel()
     (bench.blobs / DIGEST).touch()
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="")
-    outcome = Carried(op="fetch/0", task="t0", at=bench.clock.now(), url="file:///data", digest=DIGEST, size=10240)
-    bench.supervisor.tell(DataSeen(at=bench.clock.now(), key=key, op="fetch/0", url="file:///data", outcome=outcome))
+    outcome = Carried(
+        data=DataRef(DataKind.FETCH, 0), task="t0", at=bench.clock.now(), url="file:///data", digest=DIGEST, size=10240
+    )
+    bench.supervisor.tell(
+        TransferEnded(at=bench.clock.now(), key=key, data=DataRef(DataKind.FETCH, 0), url="file:///data", outcome=outcome)
+    )
     bench.step()
     assert list(bench.blobs.iterdir()) == []
 
@@ -127,7 +131,7 @@ def test_an_archive_that_comes_too_late_is_removed(bench: Bench) -> None:
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
     for digest in (DIGEST, "1" * 64):
         (bench.blobs / digest).touch()
-        bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, op="pack:0", digest=digest, size=10240))
+        bench.supervisor.tell(Collected(at=bench.clock.now(), key=key, checkpoint=CheckpointRef(0), digest=digest, size=10240))
 
     def is_removed() -> bool:
         bench.step()
@@ -163,8 +167,8 @@ def test_credentials_that_cannot_be_read_end_the_gang_that_needs_them_and_no_sup
     bench.step()
     # They could be read when the input was looked up.
     key, at = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node=""), bench.clock.now()
-    found = Carried(op="fetch/0", task="t0", at=at, url="s3://b/in", is_direct=True)
-    bench.supervisor.tell(DataSeen(at=at, key=key, op="fetch/0", url="s3://b/in", outcome=found))
+    found = Carried(data=DataRef(DataKind.FETCH, 0), task="t0", at=at, url="s3://b/in", is_direct=True)
+    bench.supervisor.tell(TransferEnded(at=at, key=key, data=DataRef(DataKind.FETCH, 0), url="s3://b/in", outcome=found))
     bench.step()
     record = bench.store.find("u1")
     assert record.status == "FAILED_START_ERROR"

@@ -16,16 +16,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distflow.backends.base import AttemptKey
 from distflow.errors import StateError
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import Plan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import DataSpec
 from distflow.state.codec import encode
-from distflow.state.record import Carried, Checkpoint, Saved, WorkflowRecord
+from distflow.state.record import Carried, Checkpoint, DataKind, DataRef, Saved, WorkflowRecord
 from distflow.state.store import Store
 from distflow.supervisor.adopting import Place, rebuild
+from distflow.supervisor.commands import Prepare
 from distflow.supervisor.memo import Memo, memo_for, read_memo, writes_here
-from distflow.supervisor.world import Command, Workflow
+from distflow.supervisor.world import Workflow
 from unit.state.stored import plan_of, running_group, submit, task, workflow
 
 DIGEST = "ab" * 32
@@ -38,7 +40,7 @@ def record_and_plan() -> tuple[WorkflowRecord, Plan]:
         group,
         earlier=(task("worker", State.RESCHEDULED, attempt=0, saved=Saved(at=1.0, digest=DIGEST)),),
         attempt=1,
-        carried=(Carried(op="fetch/0", task="master", at=1.0, url="s3://b/x", digest=DIGEST),),
+        carried=(Carried(data=DataRef(DataKind.FETCH, 0), task="master", at=1.0, url="s3://b/x", digest=DIGEST),),
         checkpoints=(Checkpoint(task="master", number=0, digest=DIGEST),),
         tasks=tuple(replace(one, attempt=1) for one in group.tasks),
     )
@@ -74,7 +76,8 @@ def test_a_record_is_signed_and_every_change_of_it_shows(tmp_path: Path) -> None
     with Store(tmp_path / "store") as store:
         record = submit(store, workflow([running_group()], state=WorkflowState.RUNNING))
         told = Workflow(record=record, plan=plan_of(record))
-        command = Command(op="prepare", pool="lab", workflow=record.uuid, group="training", attempt=0, task="master")
+        key = AttemptKey(workflow=record.uuid, group="training", attempt=0, task="master", node="n1")
+        command = Prepare("lab", key)
         text = memo_for(told, command, store, "laptop", mine)
     memo, is_own = read_memo(text, mine)
     assert (memo.record, memo.host, is_own) == (record, "laptop", True)

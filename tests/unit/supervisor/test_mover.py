@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from distflow.supervisor.carrying import DataSeen, Errand
+from distflow.backends.base import AttemptKey
+from distflow.state.record import DataKind, DataRef
+from distflow.supervisor.carrying import Errand, TransferEnded, TransferMoved
+from distflow.supervisor.commands import TransferData
 from distflow.supervisor.mover import Mover
-from distflow.supervisor.world import Command
 from distflow.testing.clock import FakeClock
 from distflow.testing.waiting import wait_until
 
-COMMAND = Command(op="write/0", pool="lab", workflow="u1", group="g", task="t", attempt=0)
+KEY = AttemptKey(workflow="u1", group="g", task="t", attempt=0, node="")
+COMMAND = TransferData("lab", KEY, DataRef(DataKind.WRITE, 0))
 
 
 class Place:
@@ -28,8 +31,8 @@ class Place:
         self.folder = folder
         self.blobs = folder / "blobs"
         self.blobs.mkdir(exist_ok=True)
-        self.seen: queue.SimpleQueue[DataSeen] = queue.SimpleQueue()
-        self.mover = Mover(self.blobs, folder / "transfers", FakeClock(), self.seen.put)  # type: ignore[arg-type]
+        self.seen: queue.SimpleQueue[TransferMoved | TransferEnded] = queue.SimpleQueue()
+        self.mover = Mover(self.blobs, folder / "transfers", FakeClock(), self.seen.put)
 
     def blob(self, **files: bytes) -> str:
         """Make an archive as a node's output is one."""
@@ -43,35 +46,39 @@ class Place:
         (self.blobs / digest).write_bytes(buffer.getvalue())
         return digest
 
-    def carry(self, errand: Errand, command: Command = COMMAND) -> DataSeen:
+    def carry(self, errand: Errand, command: TransferData = COMMAND) -> TransferEnded:
         """Do it, and return how it ended."""
         self.mover.begin(command, errand)
         while True:
             seen = self.seen.get(timeout=60)
-            if seen.outcome is not None:
+            if isinstance(seen, TransferEnded):
                 return seen
 
 
 def test_what_is_written_twice_is_one_version(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    errand = Errand(op="write/0", url=f"file://{tmp_path}/sets", regex="", digest=place.blob(x=b"1"), dataset="m")
+    errand = Errand(
+        data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/sets", regex="", digest=place.blob(x=b"1"), dataset="m"
+    )
     outcomes = [Place(tmp_path).carry(errand).outcome for _ in range(2)]
-    assert [(one.url, one.files, one.error) for one in outcomes if one] == [("dataset m:1", 1, "")] * 2
+    assert [(one.url, one.files, one.error) for one in outcomes] == [("dataset m:1", 1, "")] * 2
     assert not (tmp_path / "transfers" / "u1" / "g" / "t" / "write-0").exists()
 
 
 def test_what_is_fetched_twice_is_one_blob(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x").write_bytes(b"1")
-    fetched = [Place(tmp_path).carry(Errand(op="fetch/0", url=f"file://{tmp_path}/data", regex="")).outcome for _ in range(2)]
-    (digest,) = {one.digest for one in fetched if one}
+    fetched = [
+        Place(tmp_path).carry(Errand(data=DataRef(DataKind.FETCH, 0), url=f"file://{tmp_path}/data", regex="")).outcome
+        for _ in range(2)
+    ]
+    (digest,) = {one.digest for one in fetched}
     with tarfile.open(tmp_path / "blobs" / digest) as tar:
         assert tar.getnames() == ["x"]
 
 
 def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> None:
-    outcome = Place(tmp_path).carry(Errand(op="fetch/0", url="file:///nowhere/at/all", regex="")).outcome
-    assert outcome is not None
+    outcome = Place(tmp_path).carry(Errand(data=DataRef(DataKind.FETCH, 0), url="file:///nowhere/at/all", regex="")).outcome
     assert (outcome.error, outcome.files) == ("", 0)
     with tarfile.open(tmp_path / "blobs" / outcome.digest) as tar:
         assert tar.getnames() == []
@@ -84,22 +91,22 @@ def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> No
     ],
 )
 def test_what_fails_is_told_of(url: str, words: str, tmp_path: Path) -> None:
-    seen = Place(tmp_path).carry(Errand(op="fetch/0", url=url, regex=""))
-    assert seen.outcome is not None
+    seen = Place(tmp_path).carry(Errand(data=DataRef(DataKind.FETCH, 0), url=url, regex=""))
     assert words in seen.outcome.error
     assert "\n" not in seen.outcome.error
 
 
 def test_a_blob_that_is_gone_is_told_of(tmp_path: Path) -> None:
-    seen = Place(tmp_path).carry(Errand(op="write/0", url=f"file://{tmp_path}/out", regex="", digest="0" * 64))
-    assert seen.outcome is not None
+    seen = Place(tmp_path).carry(
+        Errand(data=DataRef(DataKind.WRITE, 0), url=f"file://{tmp_path}/out", regex="", digest="0" * 64)
+    )
     assert "No such file" in seen.outcome.error
 
 
 def test_what_is_called_off_ends_and_is_not_heard_of(tmp_path: Path) -> None:
     place = Place(tmp_path)
     # Nobody listens on the port of discarded data: it is tried again and again.
-    place.mover.begin(COMMAND, Errand(op="write/0", url="http://127.0.0.1:9/x", regex=""))
+    place.mover.begin(COMMAND, Errand(data=DataRef(DataKind.WRITE, 0), url="http://127.0.0.1:9/x", regex=""))
     place.mover.call_off(COMMAND)
     wait_until(lambda: not any(thread.name == "data write/0" for thread in threading.enumerate()), 20)
     assert place.seen.empty()
@@ -108,9 +115,9 @@ def test_what_is_called_off_ends_and_is_not_heard_of(tmp_path: Path) -> None:
 def test_one_that_ends_while_all_are_let_go_of_keeps_none_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the disk is full: the supervisor cannot write, and neither can a transfer."""
     place = Place(tmp_path)
-    commands = [replace(COMMAND, op=f"write/{number}") for number in range(3)]
+    commands = [replace(COMMAND, data=DataRef(DataKind.WRITE, number)) for number in range(3)]
     for one in commands:
-        place.mover.begin(one, Errand(op=one.op, url="http://127.0.0.1:9/x", regex=""))
+        place.mover.begin(one, Errand(data=one.data, url="http://127.0.0.1:9/x", regex=""))
     halts = dict(place.mover._halts)
     first, ending, last = (halts[one.identity] for one in commands)
     let_go = first.set

@@ -127,16 +127,16 @@ def test_entries_that_are_one_machine_count_once() -> None:
     assert "n1: 0 of 0 GPUs free, 8 asked (the same machine as n0, or it shares its lease_dir)" in words
     # While a gang holds its GPUs, the next one waits, instead of asking for them under the other name.
     (command,) = _asked(1, views).commands
-    assert command.lease is not None
-    assert command.lease.nodes == {"t0": "n0"}
+    assert command.request is not None
+    assert command.request.nodes == {"t0": "n0"}
     assert [(one.gpus, one.note != "") for one in capacity(views)] == [(8, False), (0, True)]
     held = Share(workflow=workflow(group_plan(tasks=1)), waiting=(), holds=(Hold(node="n1", gpus=8, port=29500),))
     assert [one.gpus for one in free(views, [held], None)] == [0, 0]
     assert [one.closed for one in free(views, [held], 29500)] == ["port 29500 is taken"] * 2
     # What asks for nothing that is counted may stand on both.
     (command,) = _asked(2, views, gpus=0).commands
-    assert command.lease is not None
-    assert sorted(command.lease.nodes.values()) == ["n0", "n1"]
+    assert command.request is not None
+    assert sorted(command.request.nodes.values()) == ["n0", "n1"]
 
 
 def test_an_event_of_a_waiting_gang_is_not_written_again_and_again() -> None:
@@ -156,7 +156,7 @@ def test_an_event_of_a_waiting_gang_is_not_written_again_and_again() -> None:
 
 def test_enough_nodes_are_enough_although_others_are_not_there_yet() -> None:
     leases = _asked(2, [_view(0, up=True), _view(1), _view(2, up=True)])
-    assert [sorted(command.lease.nodes.values()) for command in leases.commands if command.lease] == [["n0", "n2"]]
+    assert [sorted(command.request.nodes.values()) for command in leases.commands] == [["n0", "n2"]]
 
 
 def test_priorities_come_before_the_order_of_submission_and_that_within_one() -> None:
@@ -181,13 +181,13 @@ def test_priorities_come_before_the_order_of_submission_and_that_within_one() ->
         world = World(workflows=tuple(left.values()), pools={"lab": pool(node("n0"))}, nodes=views)
         leases = next_leases(world, [share_of(one) for one in left.values()], 0.0)
         (command,) = leases.commands
-        served.append(command.workflow)
+        served.append(command.key.workflow)
         words = {uuid: message for (uuid, _), message in leases.messages.items()}
         # Each is told of the one before it, and hears nothing new when others go.
         assert all(told.get(uuid, message) == message for uuid, message in words.items())
         told |= words
         assert list(words) == [uuid for uuid in ("u4", "u1", "u3", "u0") if uuid in words]
-        del left[command.workflow]
+        del left[command.key.workflow]
     assert served == ["u2", "u4", "u1", "u3", "u0"]
     assert told == {"u4": "behind u2", "u1": "behind u4", "u3": "behind u1", "u0": "behind u3"}
 

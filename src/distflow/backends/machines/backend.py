@@ -17,6 +17,7 @@ from typing import Any
 
 from distflow.backends.base import (
     AttemptKey,
+    CheckpointRef,
     LeaseRequest,
     LogSink,
     NotBrought,
@@ -119,7 +120,7 @@ class MachinesBackend:
             if isinstance(answer, AgentError):
                 self._refused(key, answer)
             elif isinstance(answer, DistflowError):
-                self._sink(Unanswered(at=now(), key=key, op="start"))
+                self._sink(Unanswered(at=now(), key=key))
 
         self._send(key, "start", answered)
 
@@ -129,7 +130,7 @@ class MachinesBackend:
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
-                self._sink(Unanswered(at=now(), key=key, op="stop"))
+                self._sink(Unanswered(at=now(), key=key))
             elif isinstance(answer, DistflowError):
                 self._connections[key.node].report(key, {"phase": "absent"})
             else:
@@ -143,18 +144,20 @@ class MachinesBackend:
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, DistflowError) and not (isinstance(answer, AgentError) and answer.kind == "not_found"):
-                self._sink(Unanswered(at=now(), key=key, op="release"))
+                self._sink(Unanswered(at=now(), key=key))
             else:
                 self._connections[key.node].forget(key)
                 self._sink(Released(at=now(), key=key))
 
         self._send(key, "release", answered)
 
-    def collect(self, key: AttemptKey, op: str = "collect", place: str | None = None, *, for_nodes: bool = False) -> None:
+    def collect(
+        self, key: AttemptKey, checkpoint: CheckpointRef | None = None, place: str | None = None, *, for_nodes: bool = False
+    ) -> None:
         """Pack and fetch the output of an ended attempt, or a directory of it; in a thread, because that may take minutes."""
         stays, connection = self._is_everywhere if for_nodes else None, self._connections[key.node]
-        if self._collector.begin(key, op):
-            self._collecting.submit(self._collector.collect, connection, key, op, place, stays)
+        if self._collector.begin(key, checkpoint):
+            self._collecting.submit(self._collector.collect, connection, key, checkpoint, place, stays)
 
     def deliver(
         self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress
@@ -239,9 +242,9 @@ class MachinesBackend:
         if isinstance(error, NodeUnreachable):
             # The next try follows at once: an sshd that is being restarted refuses connections without any delay.
             halt.wait(_PAUSE_S)
-            self._sink(Unanswered(at=now(), key=key, op="prepare"))
+            self._sink(Unanswered(at=now(), key=key))
         elif isinstance(error, _Relay):
-            self._sink(NotBrought(at=now(), key=key, op=error.op, why=error.why))
+            self._sink(NotBrought(at=now(), key=key, number=error.number, why=error.why))
         elif isinstance(error, StorageError):
             self._sink(PrepareFailed(at=now(), key=key, message=f"an input cannot be fetched: {error}", is_data=True))
         elif isinstance(error, AgentError):
@@ -262,14 +265,14 @@ class MachinesBackend:
     ) -> None:
         """Have the node fetch the inputs that it can fetch by itself."""
         for one in launch.brings:
-            identity = secrets.stores.get(one.op)
+            identity = secrets.stores.get(one.number)
             if identity is None:
-                raise _Relay(one.op, "no node may be told the credentials any more")
+                raise _Relay(one.number, "no node may be told the credentials any more")
             arrival = Arrival(url=one.url, regex=one.regex, dataset=one.dataset)
             try:
                 connection.bring(key, arrival, one.path, identity, told)
             except NotDirect as why:
-                raise _Relay(one.op, str(why)) from None
+                raise _Relay(one.number, str(why)) from None
 
     def _telling(self, key: AttemptKey, halt: threading.Event) -> Progress:
         """Return what takes how many bytes are there, and of how many; it ends the transfer of what nobody wants any more."""
@@ -340,9 +343,9 @@ class _Unwanted(Exception):
 class _Relay(Exception):
     """A node cannot fetch an input."""
 
-    def __init__(self, op: str, why: str) -> None:
-        super().__init__(op, why)
-        self.op, self.why = op, why
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(number, why)
+        self.number, self.why = number, why
 
 
 def transport_of(pool: Pool, node: Node) -> Transport:

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collecting, Sink, Unanswered, slot_of
+from distflow.backends.base import (
+    AttemptKey,
+    CheckpointRef,
+    Collected,
+    CollectFailed,
+    Collecting,
+    CollectUnanswered,
+    Sink,
+)
 from distflow.backends.machines.connection.node_connection import Connection, now
 from distflow.backends.machines.transfer.pace import Pace
 from distflow.errors import AgentError, DistflowError, NodeUnreachable
@@ -22,16 +30,20 @@ _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 5.0
 
 
+_Slot = tuple[AttemptKey, int | None]
+
+
 class _One(NamedTuple):
     """What is being collected."""
 
     key: AttemptKey
-    op: str
+    checkpoint: CheckpointRef | None
+    """``None``: the output."""
 
     @property
-    def slot(self) -> tuple[AttemptKey, str]:
+    def slot(self) -> _Slot:
         """Equal for what may not be under way twice at once."""
-        return self.key, slot_of(self.op)
+        return self.key, None if self.checkpoint is None else self.checkpoint.number
 
 
 class Collector:
@@ -43,8 +55,8 @@ class Collector:
         self._sink = sink
         self._patience_s = patience_s
         self._lock = threading.Lock()
-        self._under_way: set[tuple[AttemptKey, str]] = set()
-        self._broken: dict[tuple[AttemptKey, str], list[float]] = {}
+        self._under_way: set[_Slot] = set()
+        self._broken: dict[_Slot, list[float]] = {}
         """When connections ended that brought nothing, one after the other (monotonic)."""
         self._closing = threading.Event()
 
@@ -52,9 +64,9 @@ class Collector:
         """Wait for nothing any more."""
         self._closing.set()
 
-    def begin(self, key: AttemptKey, op: str) -> bool:
+    def begin(self, key: AttemptKey, checkpoint: CheckpointRef | None) -> bool:
         """Take on the output of an attempt; false when it is under way already, or waits in line for a thread."""
-        one = _One(key, op)
+        one = _One(key, checkpoint)
         with self._lock:
             if one.slot in self._under_way:
                 return False
@@ -62,13 +74,18 @@ class Collector:
             return True
 
     def collect(
-        self, connection: Connection, key: AttemptKey, op: str, place: str | None, stays: Callable[[str, int], bool] | None
+        self,
+        connection: Connection,
+        key: AttemptKey,
+        checkpoint: CheckpointRef | None,
+        place: str | None,
+        stays: Callable[[str, int], bool] | None,
     ) -> None:
         """Bring the output of an attempt here, or its directory ``place``, and tell the sink.
 
         An archive of which ``stays`` is true need not come.
         """
-        one = _One(key, op)
+        one = _One(key, checkpoint)
         told = _Told(one, self._sink, self._closing)
         try:
             fetched = connection.fetch(key, self._blobs, told.progress, place, stays)
@@ -87,8 +104,8 @@ class Collector:
             self._done(one)
             self._sink(
                 Collected(
-                    at=now(), key=key, op=op, digest=fetched.digest, size=fetched.size, left_out=fetched.left_out,
-                    is_everywhere=not fetched.is_here,
+                    at=now(), key=key, checkpoint=checkpoint, digest=fetched.digest, size=fetched.size,
+                    left_out=fetched.left_out, is_everywhere=not fetched.is_here,
                 )
             )  # fmt: skip
 
@@ -104,11 +121,11 @@ class Collector:
         self._closing.wait(min(_PAUSE_S * max(1, len(ends)), _LONGEST_PAUSE_S))
         with self._lock:
             self._under_way.discard(one.slot)
-        self._sink(Unanswered(at=now(), key=one.key, op=one.op))
+        self._sink(CollectUnanswered(at=now(), key=one.key, checkpoint=one.checkpoint))
 
     def _give_up(self, one: _One, message: str) -> None:
         self._done(one)
-        self._sink(CollectFailed(at=now(), key=one.key, op=one.op, message=message))
+        self._sink(CollectFailed(at=now(), key=one.key, checkpoint=one.checkpoint, message=message))
 
     def _done(self, one: _One) -> None:
         with self._lock:
@@ -140,5 +157,9 @@ class _Told:
         self.has_moved = is_packed and done > self._first
         rate = self._pace.due(done)
         if rate is not None:
-            key, op = self._one
-            self._sink(Collecting(at=now(), key=key, op=op, is_packed=is_packed, done=done, total=total, bytes_per_s=rate))
+            key, checkpoint = self._one
+            self._sink(
+                Collecting(
+                    at=now(), key=key, checkpoint=checkpoint, is_packed=is_packed, done=done, total=total, bytes_per_s=rate
+                )
+            )

@@ -1,0 +1,23 @@
+"""Records of older versions of distflow, which must go on being read."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.state.codec import decode, encode
+from distflow.state.record import Carried, DataKind, DataRef
+
+
+@pytest.mark.parametrize(
+    ("op", "data", "is_relayed"),
+    [
+        ("fetch/0", DataRef(DataKind.FETCH, 0), False),
+        ("write/2", DataRef(DataKind.WRITE, 2), False),
+        ("relay/fetch/1", DataRef(DataKind.FETCH, 1), True),
+        ("relay/write/0", DataRef(DataKind.WRITE, 0), True),
+    ],
+)
+def test_transferred_data_of_an_older_distflow_is_read(op: str, data: DataRef, is_relayed: bool) -> None:
+    found = decode(f'{{"op":"{op}","task":"t","at":1.0,"url":"s3://b/x"}}'.encode(), Carried)
+    assert found == Carried(data=data, is_relayed=is_relayed, task="t", at=1.0, url="s3://b/x")
+    assert decode(encode(found), Carried) == found
