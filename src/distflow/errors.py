@@ -11,7 +11,7 @@
     │   │   ├── NodeUnreachable         3    no connection, or it broke
     │   │   │   ├── HostKeyUnknown      3    known_hosts says nothing of the host: trying again does not help
     │   │   │   ├── HostKeyMismatch     3    its key is another one than known_hosts says, or revoked
-    │   │   │   └── AuthenticationRefused 3  it accepts none of our keys
+    │   │   │   └── AuthenticationRefused 3  it accepts none of the keys
     │   │   └── BootstrapFailed         3    connected, but our runtime does not come up
     │   └── AgentError                  3    the node's agent refused a request
     ├── StorageError                    3    something between us and data at a URL, or with the files here
@@ -111,7 +111,7 @@ class HostKeyUnknown(NodeUnreachable):
 
 
 class HostKeyMismatch(NodeUnreachable):
-    """The host showed another key than the known one, or one that is revoked; trying again does not help."""
+    """The host showed a revoked key, or one that differs from the known key; a retry does not help."""
 
 
 class AuthenticationRefused(NodeUnreachable):

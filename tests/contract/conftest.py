@@ -23,7 +23,8 @@ from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Transport
 from distflow.transports.local import LocalTransport
-from distflow.transports.ssh import SshDestination, SshTransport
+from distflow.transports.ssh.config import SshDestination
+from distflow.transports.ssh.transport import SshTransport
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {"local": LocalTransport}
 """Name → a way to make one that reaches this machine; `over_ssh` is one more."""

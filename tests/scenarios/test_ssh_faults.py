@@ -43,9 +43,9 @@ def _close_its_port(server: Sshd) -> Repair:
 
 
 FAULTS: dict[str, tuple[Callable[[Sshd], Repair], str, str]] = {
-    "refused key": (_refuse_our_key, "refused our key", "authorized_keys"),
+    "refused key": (_refuse_our_key, "refused the key", "authorized_keys"),
     "unknown host key": (_forget_its_key, "is not known", "ssh-keyscan"),
-    "changed host key": (_know_another_key, "showed another key than the one that is known", "ssh-keygen -R"),
+    "changed host key": (_know_another_key, "showed a host key that differs from the known one", "ssh-keygen -R"),
     "closed port": (_close_its_port, "nothing listens there", "is sshd running there"),
 }
 """What is wrong with a host → how it gets so, what is said of it, and of the remedy."""
@@ -80,12 +80,12 @@ def test_a_host_that_refuses_our_key_while_it_runs_is_shown_until_it_is_lost(lab
     server = lab.servers[away]
     repair = _refuse_our_key(server)
     server.restart()
-    shown = lab.await_message(workflow, f"{away} has been unreachable since", "refused our key", "authorized_keys")
+    shown = lab.await_message(workflow, f"{away} has been unreachable since", "refused the key", "authorized_keys")
     assert "RUNNING" in shown
     answer = cli.await_status(workflow, "FAILED_BACKEND_ERROR")
     cause = answer["groups"][0]["first_cause"]
     assert (cause["task"], cause["node"], cause["reason"]) == ("worker-1", away, "NODE_LOST")
-    assert "refused our key" in cause["message"]
+    assert "refused the key" in cause["message"]
     assert {task["status"] for task in answer["groups"][0]["tasks"]} == {"FAILED", "FAILED_BACKEND_ERROR"}
     # It runs on, because nobody can stop it; that is done as soon as somebody can. Who was refused three times waits for 2 min.
     repair()

@@ -30,11 +30,11 @@ from distflow.errors import (
 )
 from distflow.storage.base import Entry, Sink, is_part, open_source, part_name
 from distflow.storage.failures import driver_errors, local_errors
-from distflow.transports.loading import load_link
-from distflow.transports.sshconfig import SshDestination
+from distflow.transports.loading import load_connection
+from distflow.transports.ssh.config import SshDestination
 
 if TYPE_CHECKING:
-    from distflow.transports.sshlink import SshLink
+    from distflow.transports.ssh.connection import SshConnection
 
 __all__ = ["SftpStore", "destination_of"]
 
@@ -65,8 +65,8 @@ class SftpStore:
         self._url = url
         self._destination = destination_of(url)
         self._lock = threading.Lock()
-        self._link: SshLink | None = None
-        self._idle: list[tuple[SshLink, Any]] = []
+        self._link: SshConnection | None = None
+        self._idle: list[tuple[SshConnection, Any]] = []
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
 
     def find(self, key: str) -> Sequence[Entry]:
@@ -189,7 +189,7 @@ class SftpStore:
                 raise
             self._give_back(link, client)
 
-    def _client(self) -> tuple[SshLink, Any]:
+    def _client(self) -> tuple[SshConnection, Any]:
         import paramiko  # noqa: PLC0415  a tenth of a second
 
         with self._lock:
@@ -197,7 +197,7 @@ class SftpStore:
                 self._idle.clear()
                 if self._link is not None:
                     self._link.close()
-                self._link = load_link()(self._url.container, self._destination)
+                self._link = load_connection()(self._url.container, self._destination)
                 self._link.connect()
             link = self._link
             if self._idle:
@@ -206,7 +206,7 @@ class SftpStore:
         channel.settimeout(_TIMEOUT_S)
         return link, paramiko.SFTPClient(channel)
 
-    def _give_back(self, link: SshLink, client: Any) -> None:
+    def _give_back(self, link: SshConnection, client: Any) -> None:
         with self._lock:
             if link is self._link:
                 self._idle.append((link, client))

@@ -1,12 +1,31 @@
-"""What a transport is: commands and bytes to one node and back. It knows nothing of agents or workflows."""
+"""The protocol of a transport, which runs commands on one node and carries bytes. It knows nothing of agents or workflows."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Channel", "Completed", "Stream", "Transport"]
+__all__ = ["Channel", "Completed", "Deadline", "Stream", "Transport"]
+
+
+class Deadline:
+    """A point in time, ``seconds`` from now, that limits several steps together."""
+
+    def __init__(self, seconds: float) -> None:
+        """Start now."""
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Return the remaining seconds; 0 when it has passed."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether it has passed."""
+        return self.left() <= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +33,11 @@ class Completed:
     """A command that has ended."""
 
     exit_code: int
-    """As a shell puts it: 127 when the program was not found, 126 when it may not be executed, 128 + N for signal N."""
+    """As in a shell: 127 if the program was not found, 126 if it cannot be executed, 128 + N after signal N."""
     stdout: bytes
-    """All of it."""
+    """Complete."""
     stderr: bytes
-    """All of it."""
+    """Complete."""
 
 
 class Channel(Protocol):
@@ -26,31 +45,31 @@ class Channel(Protocol):
 
     Contract, held by tests/contract/test_transport.py for every implementation:
 
-    1. ``write`` may be called from several threads; the bytes of one call stay together. It returns when all are on their
-       way, and raises ``NodeUnreachable`` when the other side or the channel is closed.
-    2. ``read`` blocks for up to 64 KiB and returns ``b""`` at the end. It never raises: an end is an end, ``stderr_tail``
-       says more.
-    3. ``close`` may be called twice, from any thread, and never raises. A ``read`` or ``write`` that another thread is blocked
-       in ends at once. It closes the command's standard input and stops no remote process.
-    4. Standard error is drained whether anybody asks for it or not; ``stderr_tail`` gives the last kilobytes. Once ``read`` has
-       returned ``b""`` because the command ended, it is complete, and ``exit_code`` is known.
+    1. ``write`` may be called from several threads; the bytes of one call stay together. It returns when all bytes have been
+       sent, and raises ``NodeUnreachable`` if the other side or the channel is closed.
+    2. ``read`` blocks until there is data, returns up to 64 KiB, and returns ``b""`` at the end. It never raises;
+       ``stderr_tail`` explains an early end.
+    3. ``close`` may be called twice, from any thread, and never raises. It ends a ``read`` or ``write`` that blocks in another
+       thread. It closes the command's standard input and stops no remote process.
+    4. Standard error is always drained; ``stderr_tail`` returns its last kilobytes. Once ``read`` has returned ``b""`` because
+       the command ended, standard error is complete and ``exit_code`` is known.
     """
 
     def write(self, data: bytes) -> None:
         """Send ``data`` to the command's standard input."""
 
     def read(self) -> bytes:
-        """Wait for output; return what is there, up to 64 KiB."""
+        """Wait for output and return up to 64 KiB of it."""
 
     def stderr_tail(self) -> str:
-        """The end of what the command wrote to standard error."""
+        """The end of the command's standard error."""
 
     @property
     def exit_code(self) -> int | None:
-        """How the command ended, as ``Completed`` has it; ``None`` while it runs, and where nobody told."""
+        """The command's exit code, as in ``Completed``; ``None`` while it runs, and if the connection broke first."""
 
     def close(self) -> None:
-        """Let go of the command."""
+        """Close the pipes; the command continues."""
 
 
 class Stream(Protocol):
@@ -58,23 +77,23 @@ class Stream(Protocol):
 
     Contract, held by tests/contract/test_transport.py for every implementation:
 
-    1. ``read`` blocks for up to 64 KiB and returns ``b""`` at the end; it never raises.
-    2. ``write`` returns when all is on its way, and raises ``NodeUnreachable`` when the other side takes no more.
-    3. ``end`` says that no more will be written; the other direction stays open.
-    4. ``close`` may be called twice, from any thread, and never raises. A ``read`` that another thread is blocked in ends.
+    1. ``read`` blocks until there is data, returns up to 64 KiB, and returns ``b""`` at the end. It never raises.
+    2. ``write`` returns when all bytes have been sent, and raises ``NodeUnreachable`` if the other side has closed.
+    3. ``end`` closes this direction; the other one stays open.
+    4. ``close`` may be called twice, from any thread, and never raises. It ends a ``read`` that blocks in another thread.
     """
 
     def read(self) -> bytes:
-        """Wait for data; return what is there, up to 64 KiB."""
+        """Wait for data and return up to 64 KiB of it."""
 
     def write(self, data: bytes) -> None:
         """Send ``data``."""
 
     def end(self) -> None:
-        """Write no more."""
+        """Close the direction to the node."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
 
 
 class Transport(Protocol):
@@ -82,15 +101,15 @@ class Transport(Protocol):
 
     Contract, held by tests/contract/test_transport.py for every implementation:
 
-    1. ``run`` returns a ``Completed`` for every exit code, zero or not, also when the program does not exist.
-    2. It raises only ``TransportError`` and its subclasses, each naming the node; ``NodeUnreachable`` after ``timeout_s``,
-       when it has stopped of the command what it can reach.
-    3. stdout and stderr are drained together, while ``input`` is written: megabytes on one never block the other.
-    4. ``argv`` arrives as it is: no shell of ours or theirs changes a byte of it.
-    5. ``open`` starts a command in a session of its own. Neither the end of our process nor ``close`` stops it.
-    6. ``dial`` connects to a TCP port of the node itself, on its loopback. It raises ``NodeUnreachable`` when nothing listens.
-    7. ``hang_up`` drops the connection, also one that is being made: what uses it ends with an error, and the next use connects
-       again. It never raises, and does not stop remote processes.
+    1. ``run`` returns a ``Completed`` for every exit code, also when the program does not exist.
+    2. It raises only ``TransportError`` and its subclasses, each naming the node. After ``timeout_s`` it stops the command as
+       far as it can and raises ``NodeUnreachable``.
+    3. It drains stdout and stderr while it writes ``input``, so megabytes in one of them never block the others.
+    4. ``argv`` arrives unchanged: no shell on either side changes a byte of it.
+    5. ``open`` starts a command in a session of its own. Neither the end of this process nor ``close`` stops it.
+    6. ``dial`` connects to a TCP port on the node's loopback address. It raises ``NodeUnreachable`` if nothing listens.
+    7. ``hang_up`` drops the connection, or the attempt to connect. Calls that use it end with an error, and the next call
+       connects again. It never raises, and does not stop remote processes.
     8. ``close`` may be called twice and never raises. It does not stop remote processes.
     """
 
@@ -100,11 +119,11 @@ class Transport(Protocol):
 
     @property
     def reached_address(self) -> str | None:
-        """The network address at which the node was reached; ``None`` where there is none to tell."""
+        """The network address at which the node was reached; ``None`` if unknown."""
 
     @property
     def named_addresses(self) -> tuple[str, ...]:
-        """Where other hosts or programs stand between: what the node's host name means here; empty otherwise."""
+        """Behind jump hosts or proxies: the addresses of the node's host name, as this machine resolves it; otherwise empty."""
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
         """Run a command to its end."""
@@ -116,7 +135,7 @@ class Transport(Protocol):
         """Connect to a TCP port of the node."""
 
     def hang_up(self) -> None:
-        """Drop the connection, which may be dead without having ended; the next use makes a new one."""
+        """Drop the connection, which may be dead without an error; the next call connects again."""
 
     def close(self) -> None:
-        """Give back what the transport holds."""
+        """Close the connection for good."""

@@ -1,4 +1,4 @@
-"""The same action on many nodes, some at a time: one result or one error of each."""
+"""Run the same action on many nodes in parallel and collect one result or one error for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Generic[T]):
-    """What came of the action on one node: a value, or an error."""
+    """The result of the action on one node: a value or an error."""
 
     node: str
     value: T | None = None
@@ -33,7 +33,8 @@ class Outcome(Generic[T]):
 def fan_out(transports: Sequence[Transport], action: Callable[[Transport], T], *, limit: int = 64) -> tuple[Outcome[T], ...]:
     """Call ``action`` for every transport, at most ``limit`` at a time, and return the outcomes in their order.
 
-    A ``DistflowError`` is an outcome; anything else is a bug, and is raised when all have ended. An interrupt does not wait.
+    A ``DistflowError`` becomes an outcome. Any other exception is a bug, and is raised after all actions have ended. A keyboard
+    interrupt does not wait for them.
     """
     left: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(len(transports)):
@@ -51,7 +52,7 @@ def fan_out(transports: Sequence[Transport], action: Callable[[Transport], T], *
                 ended.put((number, Outcome(node=transport.name, value=action(transport))))
             except DistflowError as error:
                 ended.put((number, Outcome(node=transport.name, error=error)))
-            except BaseException as error:  # noqa: BLE001  carried to the caller's thread
+            except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
                 ended.put((number, error))
 
     for number in range(min(limit, len(transports))):

@@ -28,20 +28,20 @@ class LocalTransport:
     """Runs commands on this machine (contract: ``transports.base.Transport``)."""
 
     umask: ClassVar[int] = -1
-    """The umask of the commands; -1 is that of this process. The supervisor's own is stricter than the one of its user."""
+    """The umask of the commands; -1: that of this process. (The supervisor's own umask is stricter than its user's.)"""
 
     def __init__(self, name: str = "local") -> None:
-        """Call the node ``name``."""
+        """``name`` is the node's name in messages."""
         self.name = name
 
     @property
     def reached_address(self) -> str | None:
-        """None: no network lies between."""
+        """``None``: there is no network in between."""
         return None
 
     @property
     def named_addresses(self) -> tuple[str, ...]:
-        """Nothing lies between."""
+        """Empty: there is no jump host in between."""
         return ()
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout_s: float) -> Completed:
@@ -56,10 +56,10 @@ class LocalTransport:
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                # What it left in other sessions may still hold its pipes: that is not waited for.
+                # Its child processes in other sessions may still hold the pipes: do not wait for those.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=_DRAINED_S)
-                raise NodeUnreachable(self.name, f"`{argv[0]}` did not end within {timeout_s:g} s") from None
+                raise NodeUnreachable(self.name, f"`{argv[0]}` did not finish within {timeout_s:g} s") from None
         return Completed(exit_code=_shells_code(process.returncode), stdout=stdout, stderr=stderr)
 
     def open(self, argv: Sequence[str]) -> LocalChannel:
@@ -77,23 +77,23 @@ class LocalTransport:
             raise NodeUnreachable(self.name, f"nothing answers on its port {port} ({error.strerror or error})") from error
 
     def hang_up(self) -> None:
-        """There is no connection."""
+        """Do nothing: there is no connection."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no connection."""
 
 
 class LocalStream:
     """A connection to this machine (contract: ``transports.base.Stream``)."""
 
     def __init__(self, node: str, connection: socket.socket) -> None:
-        """Take over ``connection``."""
+        """Use ``connection``."""
         self._node = node
         self._socket = connection
         connection.settimeout(None)
 
     def read(self) -> bytes:
-        """Wait for data; return what is there, up to 64 KiB."""
+        """Wait for data and return up to 64 KiB of it."""
         try:
             return self._socket.recv(_READ)
         except OSError:
@@ -104,15 +104,15 @@ class LocalStream:
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise NodeUnreachable(self._node, f"the other side takes no more ({error.strerror})") from error
+            raise NodeUnreachable(self._node, f"the other side closed the connection ({error.strerror})") from error
 
     def end(self) -> None:
-        """Write no more."""
+        """Close the direction to the port."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -122,7 +122,7 @@ class LocalChannel:
     """A child process's pipes (contract: ``transports.base.Channel``)."""
 
     def __init__(self, node: str, process: subprocess.Popen[bytes] | None, failed: Completed | None = None) -> None:
-        """Take over ``process``; without one, the channel is at its end from the start, as ``failed`` says."""
+        """Use the pipes of ``process``. Without one, the channel has already ended as in ``failed``."""
         self._node = node
         self._process = process
         self._failed = failed
@@ -131,7 +131,7 @@ class LocalChannel:
         self._reading = threading.Lock()
         self._state = threading.Lock()
         self._is_closed = False
-        # Closing a descriptor does not wake a thread that waits for it; a byte in this pipe does, and stays there.
+        # Closing a descriptor does not wake a thread that waits for it. A byte in this pipe does.
         self._wake_read, self._wake_write = os.pipe()
         self._drain = threading.Thread(target=self._drain_stderr, name=f"stderr of {node}", daemon=True)
         if process is not None and process.stdin is not None and process.stdout is not None:
@@ -153,10 +153,10 @@ class LocalChannel:
                 except BlockingIOError:
                     continue
                 except OSError as error:
-                    raise NodeUnreachable(self._node, f"the command on the other side is gone ({error.strerror})") from error
+                    raise NodeUnreachable(self._node, f"the command has ended ({error.strerror})") from error
 
     def read(self) -> bytes:
-        """Wait for output; return what is there, up to 64 KiB."""
+        """Wait for output and return up to 64 KiB of it."""
         with self._reading:
             if self._process is None or self._process.stdout is None or self._is_closed:
                 return b""
@@ -170,25 +170,25 @@ class LocalChannel:
             return data
 
     def stderr_tail(self) -> str:
-        """The end of what the command wrote to standard error."""
+        """The end of the command's standard error."""
         with self._state:
             return bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
 
     @property
     def exit_code(self) -> int | None:
-        """How the command ended; ``None`` while it runs."""
+        """The command's exit code; ``None`` while it runs."""
         if self._process is None:
             return self._failed.exit_code if self._failed is not None else None
         return _shells_code(self._process.returncode) if self._process.returncode is not None else None
 
     def close(self) -> None:
-        """Let go of the command."""
+        """Close the pipes; the command continues."""
         with self._state:
             if self._is_closed:
                 return
             self._is_closed = True
         os.write(self._wake_write, b"x")
-        with self._writing, self._reading:  # whoever was inside has seen the byte and left
+        with self._writing, self._reading:  # threads in `read` or `write` have seen the byte and returned
             if self._process is not None:
                 for pipe in (self._process.stdin, self._process.stdout):
                     if pipe is not None:
@@ -198,15 +198,15 @@ class LocalChannel:
             os.close(self._wake_write)
 
     def _wait(self, fd: int, events: int) -> bool:
-        """Wait for the pipe; False: the channel was closed instead."""
-        # Not select(), which stops at descriptor 1024.
+        """Wait for the pipe; return False if the channel was closed instead."""
+        # Not select(), which cannot handle descriptors from 1024 on.
         poll = select.poll()
         poll.register(fd, events)
         poll.register(self._wake_read, select.POLLIN)
         return all(ready != self._wake_read for ready, _ in poll.poll())
 
     def _drain_stderr(self) -> None:
-        """Keep the end of standard error, then take the process's exit so that no zombie is left."""
+        """Keep the end of standard error, then wait for the process so that it leaves no zombie."""
         if self._process is None or self._process.stderr is None:
             return
         with self._process.stderr as pipe:
@@ -218,7 +218,7 @@ class LocalChannel:
 
 
 def _start(argv: Sequence[str], umask: int) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C in our terminal is for us to handle.
+    # A session of its own, so that Ctrl-C in the terminal does not reach the command.
     pipe = subprocess.PIPE
     return subprocess.Popen(
         list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, umask=umask,
@@ -231,14 +231,14 @@ def _shells_code(code: int) -> int:
 
 
 def login_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of an environment a login would give, as SSH does.
+    """Return the part of an environment that a login over SSH would set.
 
-    What else the shell of whoever started the supervisor held (a WORLD_SIZE, a token) must not reach the tasks of others.
+    Other variables of the shell that started the supervisor (a WORLD_SIZE, a token) must not reach the tasks.
     """
     return {name: value for name, value in environ.items() if name in _OF_A_LOGIN or name.startswith(_PREFIXES_OF_A_LOGIN)}
 
 
 def _not_started(argv: Sequence[str], error: OSError) -> Completed:
-    """What a shell on the other side of an SSH connection would say."""
+    """Return the outcome that a shell on the other side of an SSH connection would report."""
     code = 127 if isinstance(error, FileNotFoundError) else 126
     return Completed(exit_code=code, stdout=b"", stderr=f"{argv[0]}: {error.strerror}\n".encode())

@@ -11,7 +11,8 @@ import pytest
 
 from distflow.testing.netns import Network, missing_netns
 from distflow.testing.sshd import Sshd, missing_sshd
-from distflow.transports.ssh import SshDestination, SshTransport
+from distflow.transports.ssh.config import SshDestination
+from distflow.transports.ssh.transport import SshTransport
 
 Reach = Callable[..., SshTransport]
 MakeServer = Callable[..., Sshd]

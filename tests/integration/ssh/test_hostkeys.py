@@ -12,7 +12,7 @@ import pytest
 
 from distflow.errors import HostKeyMismatch, HostKeyUnknown, TransportError
 from distflow.testing.sshd import Sshd, make_key
-from distflow.transports.ssh import SshTransport
+from distflow.transports.ssh.transport import SshTransport
 from integration.ssh.conftest import MakeServer, Reach
 
 pytestmark = pytest.mark.ssh
@@ -147,7 +147,7 @@ def test_a_changed_key_is_never_accepted_and_the_remedy_works(
         works(reach(server, host_key_policy=policy, **fields))
     said = str(caught.value)
     file = fields["known_hosts_files"][0]
-    assert f"gpu9: {server.user}@127.0.1.9:{server.port} showed another key" in said
+    assert f"gpu9: {server.user}@127.0.1.9:{server.port} showed a host key that differs" in said
     assert fingerprint(server.host_keys["ed25519"]) in said
     assert f"{fingerprint(old)} ({file}:2)" in said
     command = re.search(r"ssh-keygen -R .*", said)
@@ -167,7 +167,7 @@ def test_another_key_of_the_same_address_on_port_22_says_nothing(
 def test_a_revoked_key_is_refused_even_where_it_is_known(server: Sshd, reach: Reach, known: Known) -> None:
     revoked = "".join(f"@revoked * {public(key)}\n" for key in server.host_keys.values())
     fields = known("".join(server.known_lines()) + revoked)
-    with pytest.raises(HostKeyMismatch, match=r"showed a key that is revoked: ED25519 SHA256:.*known_hosts:3"):
+    with pytest.raises(HostKeyMismatch, match=r"showed a revoked host key: ED25519 SHA256:.*known_hosts:3"):
         works(reach(server, host_key_policy="accept-new", **fields))
 
 
@@ -187,7 +187,7 @@ def test_keys_of_revoked_host_keys_are_refused(
     if "other" in form:
         assert works(transport)
         return
-    with pytest.raises(HostKeyMismatch, match=r"showed a key that is revoked: ED25519 SHA256:.*/revoked"):
+    with pytest.raises(HostKeyMismatch, match=r"showed a revoked host key: ED25519 SHA256:.*/revoked"):
         works(transport)
 
 
@@ -212,9 +212,9 @@ def test_an_rsa_host_key_is_signed_with_sha_2(make_server: MakeServer, reach: Re
     server.known_hosts.write_text(server.known_lines()[0])
     transport = reach(server)
     assert works(transport)
-    assert transport._link is not None
-    assert transport._link._wire is not None
-    assert transport._link._wire.host_key_type == "rsa-sha2-512"
+    assert transport._connection is not None
+    assert transport._connection._transport is not None
+    assert transport._connection._transport.host_key_type == "rsa-sha2-512"
 
 
 def test_host_key_algorithms_and_alias_of_the_configuration(server: Sshd, reach: Reach, configure: Callable[..., str]) -> None:
@@ -225,9 +225,9 @@ def test_host_key_algorithms_and_alias_of_the_configuration(server: Sshd, reach:
     )
     transport = reach(server, config_file=configure(stanza))
     assert works(transport)
-    assert transport._link is not None
-    assert transport._link._wire is not None
-    assert transport._link._wire.host_key_type == "ecdsa-sha2-nistp256"
+    assert transport._connection is not None
+    assert transport._connection._transport is not None
+    assert transport._connection._transport.host_key_type == "ecdsa-sha2-nistp256"
 
 
 class TestCertificates:

@@ -88,7 +88,7 @@ def test_a_run_over_a_cut_link_ends_with_its_timeout(host: NetnsHost, reach: Rea
     host.cut()
     try:
         thread.join(20)
-        assert outcome == [f"{host.namespace}: `sh` did not end within 5 s"]
+        assert outcome == [f"{host.namespace}: `sh` did not finish within 5 s"]
         before = time.monotonic()
         transport.close()
         assert time.monotonic() - before < 20  # the command would take 30

@@ -19,7 +19,8 @@ from distflow.shell import quote
 from distflow.testing.sshd import Sshd, free_port
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.transports.fanout import fan_out
-from distflow.transports.ssh import SshDestination, SshTransport
+from distflow.transports.ssh.config import SshDestination
+from distflow.transports.ssh.transport import SshTransport
 from integration.ssh.conftest import MakeServer, Reach
 from integration.ssh.test_hostkeys import works
 
@@ -127,23 +128,23 @@ def test_the_connect_timeout_of_the_configuration_holds(configure: Configure) ->
 def test_a_port_where_nobody_speaks() -> None:
     with listener(b"") as port:
         said = failure(to(port, connect_timeout_s=1.0))
-    assert f"n1: me@127.0.0.1:{port} did not say that it is an SSH server within 1 s" in said
+    assert f"n1: me@127.0.0.1:{port} sent no SSH banner within 1 s" in said
 
 
 def test_a_server_that_stops_in_the_key_exchange() -> None:
     with listener(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
         said = failure(to(port, connect_timeout_s=3.0))
-    assert f"n1: me@127.0.0.1:{port} did not end the key exchange within 3 s" in said
+    assert f"n1: me@127.0.0.1:{port} did not finish the key exchange within 3 s" in said
 
 
 def test_a_port_where_somebody_hangs_up() -> None:
     with listener(None) as port:
-        assert f"n1: me@127.0.0.1:{port} closed the connection before it said" in failure(to(port))
+        assert f"n1: me@127.0.0.1:{port} closed the connection before it sent" in failure(to(port))
 
 
 def test_a_port_of_something_else() -> None:
     with listener(b"HTTP/1.1 400 Bad Request\r\n" * 200) as port:
-        assert f"n1: me@127.0.0.1:{port} is no SSH server\nis {port} the right port?" in failure(to(port))
+        assert f"n1: me@127.0.0.1:{port} is not an SSH server\nis {port} the right port?" in failure(to(port))
 
 
 def test_a_server_that_speaks_only_what_nobody_should(make_server: MakeServer, reach: Reach) -> None:
@@ -155,7 +156,7 @@ def test_a_server_that_speaks_only_what_nobody_should(make_server: MakeServer, r
 def test_a_frozen_server(make_server: MakeServer, reach: Reach) -> None:
     server = make_server()
     server.freeze()
-    with pytest.raises(NodeUnreachable, match="did not say that it is an SSH server within 2 s"):
+    with pytest.raises(NodeUnreachable, match="sent no SSH banner within 2 s"):
         reach(server, connect_timeout_s=2.0).open(["true"])
     server.thaw()
     assert works(reach(server))
@@ -165,7 +166,8 @@ def test_a_failure_prints_nothing_and_holds_no_process_up() -> None:
     code = (
         "import sys\n"
         "from distflow.errors import NodeUnreachable\n"
-        "from distflow.transports.ssh import SshDestination, SshTransport\n"
+        "from distflow.transports.ssh.config import SshDestination\n"
+        "from distflow.transports.ssh.transport import SshTransport\n"
         "given = SshDestination(host='127.0.0.1', port=int(sys.argv[1]), config_file='none', connect_timeout_s=0.5)\n"
         "try: SshTransport('n1', given).open(['true'])\n"
         "except NodeUnreachable as error: print(error.node)\n"
@@ -288,7 +290,7 @@ class TestJumpHosts:
     ) -> None:
         first = make_server("closed", "127.0.1.23", options={"AllowTcpForwarding": "no"})
         config = configure(first.client_stanza(), server.client_stanza(ProxyJump="closed"))
-        with pytest.raises(NodeUnreachable, match=r"jump host closed \(.*\) is not allowed to forward to"):
+        with pytest.raises(NodeUnreachable, match=r"jump host closed \(.*\) does not allow forwarding to"):
             works(reach(server, config_file=config))
 
     def test_many_nodes_behind_one_jump_host_are_all_reached(
@@ -343,7 +345,7 @@ class TestProxyCommands:
         command = "sh -c 'echo no way to %h >&2; exit 1'"
         with pytest.raises(NodeUnreachable) as caught:
             works(reach(server, config_file=configure(server.client_stanza(ProxyCommand=command))))
-        assert "the ProxyCommand said:\nno way to 127.0.1.1" in str(caught.value)
+        assert "output of the ProxyCommand:\nno way to 127.0.1.1" in str(caught.value)
 
     def test_one_that_hangs_is_ended_with_all_it_started(
         self, server: Sshd, reach: Reach, configure: Configure, tmp_path: Path
@@ -351,7 +353,7 @@ class TestProxyCommands:
         command = f"sh -c 'sleep 60 & echo $! > {tmp_path / 'pid'}; wait'"
         config = configure(server.client_stanza(ProxyCommand=command))
         # Long enough for a busy machine to start it.
-        with pytest.raises(NodeUnreachable, match="did not say that it is an SSH server within 3 s"):
+        with pytest.raises(NodeUnreachable, match="sent no SSH banner within 3 s"):
             reach(server, config_file=config, connect_timeout_s=3.0).open(["true"])
         pid = int((tmp_path / "pid").read_text())
         wait_until(lambda: not is_alive(pid), 20, "what the command started is gone")

@@ -42,8 +42,8 @@ def test_nothing_is_said_while_the_first_connections_are_being_made() -> None:
 
 
 def test_a_node_that_cannot_be_reached_is_named_while_others_are_being_connected() -> None:
-    views = [_view(0, up=True), _view(1), _view(2, error="refused our key")]
-    assert _asked(3, views).messages == {("u1", "train"): "connecting to n1; unreachable: n2: refused our key"}
+    views = [_view(0, up=True), _view(1), _view(2, error="refused the key")]
+    assert _asked(3, views).messages == {("u1", "train"): "connecting to n1; unreachable: n2: refused the key"}
 
 
 def test_a_message_names_few_nodes_of_many() -> None:

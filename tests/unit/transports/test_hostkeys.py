@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from distflow.transports.hostkeys import (
+from distflow.transports.ssh.hostkeys import (
+    add_known_host,
+    check_host_key,
     fingerprint,
-    judge,
     key_type_of,
     known_algorithms,
     matches_list,
     parse_known_hosts,
     read_known_hosts,
-    remember,
 )
 
 
@@ -75,24 +75,24 @@ def test_a_hashed_name_as_openssh_writes_it() -> None:
 def test_verdicts() -> None:
     known = parse_known_hosts(line("gpu1") + line("gpu2", body=b"other") + line("gpu3") + line("*", marker="@revoked "), "kh")
     without_revoked = known[:-1]
-    assert judge(without_revoked, "gpu1", MINE).kind == "known"
-    assert judge(without_revoked, "gpu9", MINE).kind == "unknown"
-    changed = judge(without_revoked, "gpu2", MINE)
+    assert check_host_key(without_revoked, "gpu1", MINE).kind == "known"
+    assert check_host_key(without_revoked, "gpu9", MINE).kind == "unknown"
+    changed = check_host_key(without_revoked, "gpu2", MINE)
     assert (changed.kind, changed.entries) == ("changed", (known[1],))
-    assert judge(known, "gpu3", MINE).kind == "revoked"
+    assert check_host_key(known, "gpu3", MINE).kind == "revoked"
 
 
 def test_a_key_of_another_kind_counts_as_changed() -> None:
     known = parse_known_hosts(line("gpu1", "ssh-rsa") + line("gpu1", "ssh-ed25519", b"old"), "kh")
-    verdict = judge(known, "gpu1", MINE)
+    verdict = check_host_key(known, "gpu1", MINE)
     assert verdict.kind == "changed"
     assert [one.key_type for one in verdict.entries] == ["ssh-ed25519", "ssh-rsa"]
 
 
 def test_the_key_without_the_port_is_good_there_too_but_another_says_nothing() -> None:
     known = parse_known_hosts(line("gpu1"), "kh")
-    assert judge(known, "[gpu1]:2222", MINE).kind == "known"
-    assert judge(known, "[gpu1]:2222", blob("ssh-ed25519", b"container")).kind == "unknown"
+    assert check_host_key(known, "[gpu1]:2222", MINE).kind == "known"
+    assert check_host_key(known, "[gpu1]:2222", blob("ssh-ed25519", b"container")).kind == "unknown"
 
 
 def test_a_key_that_is_revoked_everywhere_hides_no_known_key_of_another_port() -> None:
@@ -115,10 +115,10 @@ def test_algorithms_of_known_keys_are_asked_for_first() -> None:
 
 def test_remembering_never_replaces(tmp_path: Path) -> None:
     file = str(tmp_path / "sub" / "known_hosts")
-    assert remember(file, "[GPU1]:22022", MINE).kind == "known"
-    assert remember(file, "[gpu1]:22022", MINE).kind == "known"
-    assert remember(file, "[gpu1]:22022", blob("ssh-ed25519", b"new")).kind == "changed"
-    assert remember(file, "gpu2", MINE, hashed=True).kind == "known"
+    assert add_known_host(file, "[GPU1]:22022", MINE).kind == "known"
+    assert add_known_host(file, "[gpu1]:22022", MINE).kind == "known"
+    assert add_known_host(file, "[gpu1]:22022", blob("ssh-ed25519", b"new")).kind == "changed"
+    assert add_known_host(file, "gpu2", MINE, hashed=True).kind == "known"
     found = read_known_hosts([file, str(tmp_path / "missing"), str(tmp_path)])
     assert [one.names[0][:3] for one in found] == ["[gp", "|1|"]
     assert found[1].is_for("gpu2")

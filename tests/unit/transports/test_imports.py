@@ -10,7 +10,7 @@ import pytest
 from distflow.transports.loading import _without_invoke
 
 
-@pytest.mark.parametrize("module", ["sshconfig", "sshcommand", "fanout", "local"])
+@pytest.mark.parametrize("module", ["ssh.config", "fanout", "local"])
 def test_these_do_not_import_paramiko(module: str) -> None:
     code = f"import sys, distflow.transports.{module}; sys.exit('paramiko' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

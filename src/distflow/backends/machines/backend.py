@@ -46,7 +46,7 @@ from distflow.storage.identity import Identity
 from distflow.transports.base import Transport
 from distflow.transports.loading import load_ssh
 from distflow.transports.local import LocalTransport
-from distflow.transports.sshconfig import SshDestination
+from distflow.transports.ssh.config import SshDestination
 
 __all__ = ["MachinesBackend", "open_backend", "transport_of"]
 

@@ -14,7 +14,7 @@ from paramiko.hostkeys import InvalidHostKey
 from paramiko.pkey import UnknownKeyType
 
 from distflow.errors import AuthenticationRefused, NodeUnreachable
-from distflow.transports.ssherrors import explain, foreign_errors
+from distflow.transports.ssh.errors import explain, foreign_errors
 
 ARGUMENTS: dict[str, tuple[object, ...]] = {
     "BadAuthenticationType": ("no", ["publickey"]),

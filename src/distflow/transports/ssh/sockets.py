@@ -1,4 +1,4 @@
-"""The bytes below SSH: a TCP connection, or the process of a ``ProxyCommand``. Bounded by one deadline."""
+"""The sockets below SSH: a TCP connection, or the process of a ``ProxyCommand``, within one deadline."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import subprocess
 import threading
 from typing import Any
 
-from distflow.transports.deadline import Deadline
-from distflow.transports.sshconfig import SshHost
+from distflow.transports.base import Deadline
+from distflow.transports.ssh.config import SshHost
 
 __all__ = ["ProxyProcess", "addresses_of", "connect_tcp"]
 
@@ -23,13 +23,13 @@ _LOOK_UP_S = 2.0
 
 
 def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
-    """Return a connection to the first address of the host that answers. Raises ``OSError``."""
+    """Connect to the first address of the host that accepts. Raises ``OSError``."""
     error: OSError | None = None
     addresses = _resolve(host, deadline)
     for number, (family, kind, protocol, address) in enumerate(addresses):
         connection = socket.socket(family, kind, protocol)
         try:
-            # Those that are left to try have a right to a share of the time.
+            # Leave a share of the time to the remaining addresses.
             connection.settimeout(max(0.05, deadline.left() / (len(addresses) - number)))
             if host.bind_address is not None:
                 connection.bind((host.bind_address, 0))
@@ -44,7 +44,7 @@ def connect_tcp(host: SshHost, deadline: Deadline) -> socket.socket:
 
 
 def addresses_of(host: SshHost) -> tuple[str, ...]:
-    """Return the addresses of a host that others reach for us; none when its name is not known here, or not soon."""
+    """Return the addresses of a host behind a jump host or proxy; none if this machine cannot resolve its name in 2 s."""
     try:
         found = _resolve(host, Deadline(_LOOK_UP_S))
     except OSError:
@@ -56,9 +56,9 @@ def _tune(connection: socket.socket, host: SshHost) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if host.keepalive_s > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
-        # A keepalive that is not acknowledged for this long ends the connection: TCP alone would wait for 15 minutes.
-        unheard_ms = int(host.keepalive_s * max(1, host.keepalive_count) * 1000)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard_ms)
+        # The connection ends when no acknowledgment arrives for this long. TCP alone would wait for 15 minutes.
+        timeout_ms = int(host.keepalive_s * max(1, host.keepalive_count) * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
 
 def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any]]:
@@ -71,7 +71,7 @@ def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host.hostname)
         return look_up()
-    # A resolver whose server is away takes its own time, and cannot be told to hurry.
+    # getaddrinfo() has no timeout.
     answer: queue.SimpleQueue[list[tuple[int, int, int, Any]] | OSError] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -80,7 +80,7 @@ def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any
         except OSError as error:
             answer.put(error)
         except UnicodeError:
-            answer.put(socket.gaierror(socket.EAI_NONAME, "this cannot be a name"))
+            answer.put(socket.gaierror(socket.EAI_NONAME, "invalid host name"))
 
     threading.Thread(target=ask, name=f"address of {host.hostname}", daemon=True).start()
     try:
@@ -95,7 +95,7 @@ def _resolve(host: SshHost, deadline: Deadline) -> list[tuple[int, int, int, Any
 class ProxyProcess:
     """A ``ProxyCommand``, run by the user's shell, behind a socket.
 
-    paramiko's own runs no shell, spins when the command ends, and never takes its exit.
+    paramiko's own ``ProxyCommand`` runs no shell, spins when the command ends, and leaves a zombie process.
     """
 
     def __init__(self, command: str) -> None:
@@ -104,7 +104,7 @@ class ProxyProcess:
         self.socket, theirs = socket.socketpair()
         shell = os.environ.get("SHELL") or "/bin/sh"
         try:
-            # A session of its own, so that everything the shell starts can be ended by one signal.
+            # A session of its own, so that one signal ends all processes that the shell starts.
             self._process = subprocess.Popen(
                 [shell, "-c", f"exec {command}"],
                 stdin=theirs.fileno(),
@@ -123,12 +123,12 @@ class ProxyProcess:
 
     @property
     def said(self) -> str:
-        """The end of what it wrote to standard error, for messages."""
+        """The end of its standard error, for messages."""
         self._drain.join(0.2)
         return self._said.decode("utf-8", "replace").strip()
 
     def close(self) -> None:
-        """End the command and everything it started. May be called twice, and never raises."""
+        """Stop the command and its child processes. May be called twice, and never raises."""
         with contextlib.suppress(OSError):
             self.socket.close()
         if self._process.returncode is not None:

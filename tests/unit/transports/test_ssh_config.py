@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.transports.sshconfig import Hop, SshConfigError, SshDestination, pick_algorithms, resolve_hop
+from distflow.transports.ssh.config import Hop, SshConfigError, SshDestination, pick_algorithms, resolve_hop
 
 NOWHERE = SshDestination(host="x", config_file="none")
 

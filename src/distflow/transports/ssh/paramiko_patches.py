@@ -1,4 +1,7 @@
-"""paramiko's transport as distflow wants it: fast and safe algorithms, ends by signal told, reasons for an end kept."""
+"""paramiko's transport with distflow's algorithms, and with fixes for what paramiko leaves open.
+
+Each fix names paramiko's issue where there is one. A test in tests/integration/ssh or tests/contract fails without it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from typing import Any
 import paramiko
 from paramiko.common import MSG_CHANNEL_REQUEST
 
-from distflow.transports.sshconfig import SshHost, pick_algorithms
+from distflow.transports.ssh.config import SshHost, pick_algorithms
 
-__all__ = ["HOST_KEY_ALGORITHMS", "Tunnel", "Wire"]
+__all__ = ["HOST_KEY_ALGORITHMS", "ChannelSocket", "PatchedTransport"]
 
-# AES-GCM first: twice the throughput of paramiko's default. What OpenSSH has retired (CBC, MD5, 96-bit) is left out.
+# AES-GCM first: it has twice the throughput of paramiko's default. Algorithms that OpenSSH has retired are left out.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _MACS = (
     "hmac-sha2-256-etm@openssh.com", "hmac-sha2-512-etm@openssh.com", "hmac-sha2-256", "hmac-sha2-512", "hmac-sha1",
@@ -28,55 +31,58 @@ _WINDOW = 4 << 20
 _TABLE = "_channel_handler_table"
 
 
-class Tunnel:
-    """A channel of one connection as the socket of another: its ``close`` never raises.
+class ChannelSocket:
+    """A channel of one connection as the socket of another. Its ``close`` never raises.
 
-    paramiko closes its socket before it wakes those who wait for the connection, so an error there would leave them waiting.
+    paramiko closes its socket before it wakes threads that wait for the connection. After an error there, they would wait
+    forever.
     """
 
-    def __init__(self, wire: Wire, channel: paramiko.Channel) -> None:
-        """Take over ``channel`` of ``wire``."""
-        self._wire = wire
+    def __init__(self, transport: PatchedTransport, channel: paramiko.Channel) -> None:
+        """Use ``channel`` of ``transport``."""
+        self._transport = transport
         self._channel = channel
 
     def send(self, data: bytes) -> int:
         """Send some of ``data``."""
-        with self._wire.on_behalf_of(self._channel):
+        with self._transport.on_behalf_of(self._channel):
             return self._channel.send(data)
 
     def recv(self, size: int) -> bytes:
         """Wait for data."""
-        with self._wire.on_behalf_of(self._channel):
+        with self._transport.on_behalf_of(self._channel):
             return self._channel.recv(size)
 
     def settimeout(self, seconds: float | None) -> None:
-        """Bound how long the others wait."""
+        """Limit how long ``send`` and ``recv`` wait."""
         self._channel.settimeout(seconds)
 
     def close(self) -> None:
-        """Let go. May be called twice, and never raises."""
+        """Close the channel. May be called twice, and never raises."""
         with contextlib.suppress(paramiko.SSHException, OSError, EOFError):
             self._channel.close()
 
     @property
     def _closed(self) -> bool:
-        """As the sockets of Python have it; paramiko looks at it."""
+        """Whether it is closed; paramiko reads this attribute of Python's sockets."""
         return self._channel.closed
 
 
-class Wire(paramiko.Transport):
+class PatchedTransport(paramiko.Transport):
     """One SSH connection over a socket or a channel of another one.
 
-    1. What is sent ``on_behalf_of`` a channel never follows that channel's end. paramiko builds a message under the channel's
-       lock and sends it later, and sshd ends the whole connection when something comes for a channel that is gone.
-    2. While keys are exchanged, its own thread never waits to send: it is the one that has to exchange them.
+    1. Nothing sent within ``on_behalf_of(channel)`` follows the end of that channel. paramiko builds a message under the
+       channel's lock and sends it later, and sshd closes the connection when data arrives for a closed channel (issue 1115).
+    2. During a key exchange its own thread never waits to send, because only this thread can finish the exchange (issue 822).
+    3. A command that a signal ended has an exit code; paramiko ignores ``exit-signal`` (issue 598).
+    4. ``disconnect_reason`` keeps what the server sent when it disconnected; paramiko only logs it.
     """
 
-    # How often paramiko looks up from an idle socket: at its 0.1 s, a hundred idle nodes keep a core busy.
+    # How often paramiko polls an idle socket. At its default of 0.1 s, a hundred idle nodes keep a core busy.
     _active_check_timeout = 1.0
 
     def __init__(self, sock: Any, host: SshHost, host_key_algorithms: Sequence[str]) -> None:
-        """Speak over ``sock``; ``host_key_algorithms`` are asked for in this order."""
+        """Use ``sock``, and request ``host_key_algorithms`` in this order."""
         # Without a handler, Python prints paramiko's tracebacks to standard error.
         log = logging.getLogger("paramiko")
         if not log.handlers:
@@ -87,31 +93,31 @@ class Wire(paramiko.Transport):
         options.digests = pick_algorithms(host.macs, _MACS)
         options.kex = pick_algorithms(host.kex_algorithms, tuple(options.kex))
         self._host_key_algorithms = tuple(host_key_algorithms)
-        self._speaking = threading.local()
+        self._sender = threading.local()
         self._deferred: list[paramiko.Message] = []
-        self.farewell = ""
-        """What the other side said when it hung up."""
+        self.disconnect_reason = ""
+        """The server's message when it disconnected."""
 
     @property
     def preferred_keys(self) -> Sequence[str]:
-        """Host key algorithms, best first (paramiko's would put certificates last)."""
+        """Host key algorithms, best first. paramiko would put certificates last."""
         return self._host_key_algorithms
 
     @contextlib.contextmanager
     def on_behalf_of(self, channel: paramiko.Channel) -> Iterator[None]:
-        """Drop what this thread sends within the block once ``channel`` is closed."""
-        before = getattr(self._speaking, "channel", None)
-        self._speaking.channel = channel
+        """Drop messages that this thread sends within the block after ``channel`` has been closed."""
+        before = getattr(self._sender, "channel", None)
+        self._sender.channel = channel
         try:
             yield
         finally:
-            self._speaking.channel = before
+            self._sender.channel = before
 
-    # The rest is called by paramiko.
+    # paramiko calls the methods below.
 
     def _send_message(self, data: paramiko.Message) -> None:
-        # Whoever sends for a channel, its CLOSE included, holds paramiko's `clear_to_send_lock` here.
-        channel = getattr(self._speaking, "channel", None)
+        # All messages of channels, CLOSE included, are sent under paramiko's `clear_to_send_lock`, so this check has no race.
+        channel = getattr(self._sender, "channel", None)
         if channel is None or not channel.closed:
             super()._send_message(data)  # type: ignore[misc]
 
@@ -129,11 +135,11 @@ class Wire(paramiko.Transport):
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
         message.get_int()
-        self.farewell = message.get_text()
+        self.disconnect_reason = message.get_text()
 
 
 def _take_request(channel: paramiko.Channel, message: paramiko.Message) -> None:
-    """Handle ``exit-signal``, which paramiko ignores, so that a killed command would have no end."""
+    """Handle ``exit-signal`` as well: paramiko ignores it, and a killed command would never end."""
     if message.get_text() == "exit-signal":
         message.get_boolean()
         name = "SIG" + message.get_text()
@@ -142,7 +148,7 @@ def _take_request(channel: paramiko.Channel, message: paramiko.Message) -> None:
         return
     message.rewind()
     message.get_int()
-    channel._handle_request(message)  # type: ignore[attr-defined]  # noqa: SLF001  paramiko offers no other seam
+    channel._handle_request(message)  # type: ignore[attr-defined]  # noqa: SLF001  paramiko has no public hook
 
 
-setattr(Wire, _TABLE, {**getattr(paramiko.Transport, _TABLE), MSG_CHANNEL_REQUEST: _take_request})
+setattr(PatchedTransport, _TABLE, {**getattr(paramiko.Transport, _TABLE), MSG_CHANNEL_REQUEST: _take_request})

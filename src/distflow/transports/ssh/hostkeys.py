@@ -1,8 +1,7 @@
-"""Host keys: what known_hosts says of a host, whether the key it showed is that one, and what to type when it is not.
+"""Check host keys against known_hosts.
 
-Plain and hashed names, wildcards, ``[host]:port``, ``@revoked``, ``@cert-authority`` and files of ``RevokedHostKeys`` are
-understood. Nothing is ever added silently: ``remember`` is called for ``accept-new`` alone, and only for a host of which
-nothing is known.
+Supported are plain and hashed names, wildcards, ``[host]:port``, ``@revoked``, ``@cert-authority`` and ``RevokedHostKeys``.
+Keys are added only with the policy ``accept-new``, and only for hosts without any known key.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_identity,
 )
 
-from distflow.transports.sshconfig import SshConfigError
+from distflow.transports.ssh.config import SshConfigError
 
 __all__ = [
+    "HostKeyCheck",
     "KnownKey",
-    "Verdict",
+    "add_known_host",
+    "check_host_key",
     "fingerprint",
-    "judge",
     "key_type_of",
     "known_algorithms",
     "matches_list",
     "parse_known_hosts",
     "read_known_hosts",
     "read_revoked",
-    "remember",
 ]
 
 _KRL = b"SSHKRL\n\0"
@@ -61,36 +60,36 @@ class KnownKey:
     """Patterns, or hashed names."""
     key_type: str
     blob: bytes
-    """The public key as it goes over the wire."""
+    """The public key in SSH's wire format."""
     file: str
     line: int
     kind: Literal["key", "revoked", "authority"] = "key"
 
     @property
     def where(self) -> str:
-        """``file:line``, or the file alone where it has no lines."""
+        """``file:line``, or the file alone if it is binary."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def is_for(self, name: str) -> bool:
-        """Whether the line speaks of the host that known_hosts calls ``name``."""
+        """Whether the line applies to the host with this name in known_hosts."""
         name = name.lower()
         patterns = [pattern.lower() for pattern in self.names if not pattern.startswith("|")]
         return matches_list(name, patterns) or any(_is_hash_of(text, name) for text in self.names if text.startswith("|"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What known_hosts says of the key that a host has shown."""
+class HostKeyCheck:
+    """The result of a check of a host key against known_hosts."""
 
     kind: Literal["known", "unknown", "changed", "revoked"]
     entries: tuple[KnownKey, ...] = ()
-    """The lines that speak of the host (``changed``) or of the key (``revoked``)."""
+    """The lines with other keys of the host (``changed``), or with the revoked key (``revoked``)."""
     note: str = ""
-    """Why a certificate did not help."""
+    """Why the host's certificate was not accepted."""
 
 
 def parse_known_hosts(text: str, file: str) -> tuple[KnownKey, ...]:
-    """Return the lines of a known_hosts file; those that are no entries are skipped, as OpenSSH does."""
+    """Return the entries of a known_hosts file. Other lines are skipped, as in OpenSSH."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         fields = line.split()
@@ -114,7 +113,7 @@ def parse_known_hosts(text: str, file: str) -> tuple[KnownKey, ...]:
 
 
 def read_known_hosts(files: Sequence[str]) -> tuple[KnownKey, ...]:
-    """Return the entries of all files; those that are not there or not readable say nothing."""
+    """Return the entries of all files. Missing and unreadable files are skipped."""
     found: list[KnownKey] = []
     for file in files:
         try:
@@ -126,9 +125,10 @@ def read_known_hosts(files: Sequence[str]) -> tuple[KnownKey, ...]:
 
 
 def read_revoked(files: Sequence[str], blob: bytes, certificate: bytes | None) -> tuple[KnownKey, ...]:
-    """Return the keys that ``RevokedHostKeys`` revokes for all hosts; of a binary list (KRL) those that a host has just shown.
+    """Return the keys in the files of ``RevokedHostKeys``.
 
-    Raises ``SshConfigError`` when a file cannot be read: ``ssh`` trusts no host then.
+    Of a binary list (KRL), return only those of ``blob`` and ``certificate`` that it contains. Raises ``SshConfigError`` if a
+    file cannot be read: ``ssh`` then trusts no host.
     """
     found: list[KnownKey] = []
     for file in files:
@@ -140,7 +140,7 @@ def read_revoked(files: Sequence[str], blob: bytes, certificate: bytes | None) -
             shown = [one for one in (blob, certificate) if one is not None and _is_in_krl(file, one)]
             entries = [KnownKey(names=("*",), key_type=key_type_of(one), blob=one, file=file, line=0) for one in shown]
         else:
-            # Each line is a key; a name in front of it makes it a line of known_hosts.
+            # Each line is a key; with a name in front it is a line of known_hosts.
             lines = (f"* {line.strip()}" if line.strip() else "" for line in content.decode("utf-8", "replace").splitlines())
             entries = list(parse_known_hosts("\n".join(lines), file))
         found += [replace(one, kind="revoked") for one in entries]
@@ -162,9 +162,9 @@ def _is_in_krl(file: str, blob: bytes) -> bool:
 
 
 def known_algorithms(known: Sequence[KnownKey], name: str, supported: Sequence[str]) -> tuple[str, ...]:
-    """Return ``supported`` in the order to ask for, so that a host with several keys shows the one that is known.
+    """Return ``supported`` in the order to request, so that a host with several keys shows a known one.
 
-    Certificates come first where an authority is known, and are not asked for where none is.
+    Certificates come first if known_hosts has an authority for the host; otherwise they are not requested.
     """
     known = [one for one in known if one.kind != "revoked"]
     entries = [one for one in known if one.is_for(name)] or [one for one in known if one.is_for(_bare(name))]
@@ -175,18 +175,18 @@ def known_algorithms(known: Sequence[KnownKey], name: str, supported: Sequence[s
     return (*certificates, *ordered)
 
 
-def judge(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes | None = None) -> Verdict:
-    """Return what ``known`` says of the key ``blob`` of the host called ``name``, or of its ``certificate``."""
-    verdict = _judge(known, name, blob, certificate)
-    if verdict.kind == "unknown" and name.startswith("["):
-        # A key that is listed without its port is good there, too, as with OpenSSH; another one there says nothing.
-        bare = _judge(known, _bare(name), blob, certificate)
+def check_host_key(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes | None = None) -> HostKeyCheck:
+    """Check the key ``blob``, or its ``certificate``, of the host ``name`` against the ``known`` keys."""
+    check = _check_host_key(known, name, blob, certificate)
+    if check.kind == "unknown" and name.startswith("["):
+        # As in OpenSSH, a key that is listed without a port is valid at other ports too. A different key there is ignored.
+        bare = _check_host_key(known, _bare(name), blob, certificate)
         if bare.kind in ("known", "revoked"):
             return bare
-    return verdict
+    return check
 
 
-def _judge(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes | None) -> Verdict:
+def _check_host_key(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes | None) -> HostKeyCheck:
     entries = [one for one in known if one.is_for(name)]
     bad = [one for one in entries if one.kind == "revoked" and one.blob in (blob, certificate)]
     note = ""
@@ -194,21 +194,23 @@ def _judge(known: Sequence[KnownKey], name: str, blob: bytes, certificate: bytes
         authority, note = _check_certificate(certificate, _bare(name), [one for one in entries if one.kind == "authority"])
         bad += [one for one in entries if one.kind == "revoked" and one.blob == authority]
         if not note and not bad:
-            return Verdict(kind="known")
+            return HostKeyCheck(kind="known")
     if bad:
-        return Verdict(kind="revoked", entries=tuple(bad), note=note)
+        return HostKeyCheck(kind="revoked", entries=tuple(bad), note=note)
     keys = tuple(one for one in entries if one.kind == "key")
     if any(one.blob == blob for one in keys):
-        return Verdict(kind="known")
+        return HostKeyCheck(kind="known")
     if not keys:
-        return Verdict(kind="unknown", note=note)
-    return Verdict(kind="changed", entries=tuple(sorted(keys, key=lambda one: one.key_type != key_type_of(blob))), note=note)
+        return HostKeyCheck(kind="unknown", note=note)
+    return HostKeyCheck(
+        kind="changed", entries=tuple(sorted(keys, key=lambda one: one.key_type != key_type_of(blob))), note=note
+    )
 
 
-def remember(file: str, name: str, blob: bytes, *, hashed: bool = False) -> Verdict:
-    """Append the key of a host of which nothing is known to ``file``, under a lock; tell what the file says of it then.
+def add_known_host(file: str, name: str, blob: bytes, *, hashed: bool = False) -> HostKeyCheck:
+    """Append the key of an unknown host to ``file`` under a lock, and return the new result of the check.
 
-    Raises ``OSError`` when it cannot be written.
+    Raises ``OSError`` if the file cannot be written.
     """
     path = Path(file)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -216,26 +218,26 @@ def remember(file: str, name: str, blob: bytes, *, hashed: bool = False) -> Verd
         fcntl.flock(stream, fcntl.LOCK_EX)
         stream.seek(0)
         content = stream.read()
-        # Another connection, or another program, may have been quicker.
-        verdict = judge(parse_known_hosts(content.decode("utf-8", "replace"), file), name, blob)
-        if verdict.kind != "unknown":
-            return verdict
+        # Another connection or program may have added a key meanwhile.
+        check = check_host_key(parse_known_hosts(content.decode("utf-8", "replace"), file), name, blob)
+        if check.kind != "unknown":
+            return check
         written = _hash(name.lower(), secrets.token_bytes(20)) if hashed else name.lower()
         line = f"{written} {key_type_of(blob)} {base64.b64encode(blob).decode()}\n"
         missing_newline = content and not content.endswith(b"\n")
         stream.write((b"\n" if missing_newline else b"") + line.encode())
-    return Verdict(kind="known")
+    return HostKeyCheck(kind="known")
 
 
 def fingerprint(blob: bytes) -> str:
-    """Return the key's kind and fingerprint as ``ssh-keygen -l`` prints it."""
+    """Return the key's type and its fingerprint as ``ssh-keygen -l`` prints it."""
     digest = base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
     kind = key_type_of(blob).removeprefix("sk-").removeprefix("ssh-").partition("@")[0].partition("-")[0]
     return f"{kind.upper()} SHA256:{digest}"
 
 
 def key_type_of(blob: bytes) -> str:
-    """Return the name that stands at the beginning of a public key."""
+    """Return the type of a public key, which is its first field."""
     length = int.from_bytes(blob[:4], "big")
     return blob[4 : 4 + length].decode("ascii", "replace") if 0 < length <= len(blob) - 4 else ""
 
@@ -270,11 +272,11 @@ def _is_hash_of(text: str, name: str) -> bool:
 
 
 def _check_certificate(blob: bytes, host: str, authorities: Sequence[KnownKey]) -> tuple[bytes, str]:
-    """Return the key that signed a host's certificate, and why it is not good; empty when it is."""
+    """Return the key that signed a host's certificate, and why the certificate is invalid (empty if it is valid)."""
     try:
         found = load_ssh_public_identity(f"{key_type_of(blob)} {base64.b64encode(blob).decode()}".encode())
         if not isinstance(found, SSHCertificate):
-            return b"", "it is no certificate"
+            return b"", "it is not a certificate"
         line = found.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         authority = base64.b64decode(line.split()[1])
         found.verify_cert_signature()
@@ -283,15 +285,15 @@ def _check_certificate(blob: bytes, host: str, authorities: Sequence[KnownKey]) 
     principals = [principal.decode("utf-8", "replace").lower() for principal in found.valid_principals]
     now = datetime.now(timezone.utc).timestamp()
     if not any(one.blob == authority for one in authorities):
-        why = f"its certificate is signed by {fingerprint(authority)}, which is no @cert-authority for it"
+        why = f"its certificate is signed by {fingerprint(authority)}, which is not a @cert-authority for it"
     elif found.type is not SSHCertificateType.HOST:
-        why = "its certificate is one of a user"
+        why = "its certificate is a user certificate"
     elif not matches_list(host.lower(), principals):
-        why = f"its certificate is for {', '.join(principals) or 'nobody'}, not for {host}"
+        why = f"its certificate is for {', '.join(principals) or 'no host'}, not for {host}"
     elif not found.valid_after <= now < found.valid_before:
         why = "its certificate is not valid at this time"
     elif found.critical_options:
-        why = "its certificate has options that are not known"
+        why = "its certificate has unknown critical options"
     else:
         why = ""
     return authority, why

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from distflow.testing.waiting import is_alive, wait_until
-from distflow.transports import sshconfig
-from distflow.transports.sshconfig import Hop, SshConfigError, SshDestination, SshHost, resolve_destination
+from distflow.transports.ssh import config as sshconfig
+from distflow.transports.ssh.config import Hop, SshConfigError, SshDestination, SshHost, resolve_destination
 
 pytestmark = [pytest.mark.ssh, pytest.mark.skipif(shutil.which("ssh") is None, reason="apt-get install openssh-client")]
 

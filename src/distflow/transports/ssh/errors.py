@@ -1,4 +1,4 @@
-"""What paramiko, the system and the cryptography raise, told as distflow's errors. One place, proven complete by a test."""
+"""Errors of paramiko, the operating system and cryptography as errors of distflow. A test checks that none is missing."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["FOREIGN", "explain", "foreign_errors"]
 FOREIGN: tuple[type[Exception], ...] = (
     paramiko.SSHException, UnknownKeyType, InvalidHostKey,
     OSError, EOFError,
-    # paramiko's thread passes on whatever a malformed packet makes it stumble over.
+    # paramiko's thread passes these on after a malformed packet.
     InvalidSignature, InvalidTag, UnsupportedAlgorithm, struct.error, ValueError, LookupError,
 )  # fmt: skip
 
 _CODES: dict[int | None, tuple[str, str]] = {
     errno.ECONNREFUSED: ("nothing listens there (connection refused)", "is sshd running there, and on this port?"),
-    errno.EHOSTUNREACH: ("there is no way to that address (no route to host)", "is the machine on, and in our network?"),
-    errno.ENETUNREACH: ("there is no way to that network", "is this machine online, or a VPN down?"),
-    errno.ETIMEDOUT: ("it does not answer", "is the machine on, or does a firewall drop the packets?"),
-    errno.ECONNRESET: ("it cut the connection", ""),
-    errno.EPIPE: ("it cut the connection", ""),
+    errno.EHOSTUNREACH: ("no route to host", "is the machine on, and in a network that this machine can reach?"),
+    errno.ENETUNREACH: ("its network is unreachable", "is this machine online, or is a VPN down?"),
+    errno.ETIMEDOUT: ("it does not answer", "is the machine on, or does a firewall drop packets?"),
+    errno.ECONNRESET: ("it reset the connection", ""),
+    errno.EPIPE: ("it reset the connection", ""),
 }
 
 
 @contextlib.contextmanager
 def foreign_errors(node: str, place: str, doing: str = "") -> Iterator[None]:
-    """Raise foreign errors as ``NodeUnreachable`` of ``node``; ``place`` and ``doing`` say where and on what."""
+    """Raise foreign errors as ``NodeUnreachable`` of ``node``. ``place`` and ``doing`` say where and in which step."""
     try:
         yield
     except NodeError:
@@ -47,16 +47,16 @@ def foreign_errors(node: str, place: str, doing: str = "") -> Iterator[None]:
 
 
 def explain(node: str, place: str, error: BaseException | None, doing: str = "") -> NodeUnreachable:
-    """Return ``error`` in words."""
-    what, hint = _words(error)
+    """Return ``error`` as a message for people."""
+    what, hint = _describe(error)
     return NodeUnreachable(node, f"{place}: {what}" + (f", while {doing}" if doing else ""), hint=hint)
 
 
-def _words(error: BaseException | None) -> tuple[str, str]:
+def _describe(error: BaseException | None) -> tuple[str, str]:
     if isinstance(error, socket.gaierror):
         return "this name has no address", "is it spelled right, or a `Host` of ~/.ssh/config without `HostName`?"
     if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
-        return _words(next(iter(error.errors.values()), None))
+        return _describe(next(iter(error.errors.values()), None))
     if isinstance(error, TimeoutError) and error.errno is None:
         return _CODES[errno.ETIMEDOUT]
     if isinstance(error, OSError):
