@@ -559,18 +559,22 @@ def test_an_end_is_kept_though_the_room_for_its_record_was_removed(node: NodeUnd
     assert end == node.record(attempt)
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("victims", [["keeper"], ["keeper", "runner"]])
 def test_how_a_command_ended_is_kept_when_its_guards_die_after_it(
-    node: NodeUnderTest, tmp_path: Path, victims: list[str]
+    node: NodeUnderTest, tmp_path: Path, victims: list[str], is_stopped: bool
 ) -> None:
     link = node.connect()
     # What outlives the command is asked to end when that was taken note of, and waited for for two seconds.
     daemon = "trap 'echo > \"$0\"' TERM; echo up; while :; do sleep 0.05; done"
-    argv = ["sh", "-c", 'setsid sh -c "$1" "$0" & read x < "$2"; exit 0', str(tmp_path / "asked"), daemon]
+    argv = ["sh", "-c", 'trap "exit 0" TERM; setsid sh -c "$1" "$0" & read x < "$2"; exit 0', str(tmp_path / "asked"), daemon]
     os.mkfifo(tmp_path / "fifo")
     attempt = node.start(link, [*argv, str(tmp_path / "fifo")])
     wait_until(lambda: node.output(attempt))
-    (tmp_path / "fifo").write_text("x\n")
+    if is_stopped:
+        link.request("stop", attempt=attempt, grace_s=60, why="CANCELED")
+    else:
+        (tmp_path / "fifo").write_text("x\n")
     wait_until((tmp_path / "asked").exists)
     state = node.state(attempt)
     for victim in victims:
@@ -578,7 +582,8 @@ def test_how_a_command_ended_is_kept_when_its_guards_die_after_it(
     for victim in victims:
         kill(state[victim]["pid"])
     end = node.end(attempt)
-    assert (end["reason"], end["exit_code"]) == ("both_died" if len(victims) == 2 else "keeper_died", 0)
+    died = "both_died" if len(victims) == 2 else "keeper_died"
+    assert (end["reason"], end["why"], end["exit_code"]) == (("stopped", "CANCELED", 0) if is_stopped else (died, None, 0))
     assert end["ended_at"] == state["exit"]["ended_at"]
 
 

@@ -117,6 +117,17 @@ class Cli:
         held = directory.lock.read_text() if is_running(directory) else ""
         return int(held) if held else None
 
+    def kill_supervisor(self) -> int:
+        """Kill the supervisor; return its process id once the next command will see that it is gone, and start another one.
+
+        A killed process keeps its lock until the kernel has ended all its threads. A command that looks earlier starts nothing.
+        """
+        supervisor = self.supervisor()
+        assert supervisor is not None
+        os.kill(supervisor, signal.SIGKILL)
+        wait_until(lambda: self.supervisor() != supervisor, 30, "the killed supervisor's lock is free")
+        return supervisor
+
     def processes(self, *, idle: bool = False) -> list[tuple[int, str]]:
         """Every process of this distflow, pid and command line, found by its folder in argv or environment."""
         needle = os.fsencode(str(self.folder))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import signal
 from typing import TYPE_CHECKING, Any
 
 from distflow.testing.waiting import wait_until
@@ -54,13 +52,6 @@ def adopt(cli: Cli, *arguments: str) -> list[dict[str, Any]]:
     done = cli.run("workflow", "adopt", "-t", "json", *arguments)
     assert done.code == 0, done.err
     return list(json.loads(done.out)["workflows"])
-
-
-def kill_supervisor(cli: Cli) -> None:
-    pid = cli.supervisor()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: cli.supervisor() is None, 20)
 
 
 def attempts(cli: Cli) -> list[str]:
@@ -126,7 +117,7 @@ def test_a_damaged_store_is_kept_aside_and_what_it_held_comes_back(cli: Cli) -> 
     refused = cli.run("workflow", "adopt")
     assert (refused.code, "a supervisor is at work with it" in refused.err) == (5, True)
     away.rename(store)
-    kill_supervisor(cli)
+    cli.kill_supervisor()
     store.write_bytes(b"not a database any more" * 1000)
     for ending in ("-wal", "-shm"):
         (cli.state / f"{store.name}{ending}").unlink(missing_ok=True)
@@ -186,7 +177,7 @@ def test_a_gang_is_put_together_from_all_of_its_nodes(lab: Lab) -> None:
     cli, go = lab.cli, lab.cli.folder / "go"
     gang = lab.submit(go)
     tasks = cli.await_running(gang)
-    kill_supervisor(cli)
+    cli.kill_supervisor()
     shutil.rmtree(cli.state)
     assert [one["name"] for one in adopt(cli)] == [gang]
     taken = cli.await_running(gang)
@@ -203,7 +194,7 @@ def test_a_record_that_a_node_made_up_writes_no_files_here(cli: Cli) -> None:
     spec = WAITS.replace("GO", str(go)) + f"    outputs: [{{url: 'file://{cli.folder}/wanted'}}]\n"
     runs = cli.submit(cli.spec(spec.replace("echo first", "echo secret > {{output}}/x; echo first")))
     cli.await_running(runs)
-    kill_supervisor(cli)
+    cli.kill_supervisor()
     for name in ("distflow.sqlite3", "distflow.sqlite3-wal", "distflow.sqlite3-shm"):
         (cli.state / name).unlink(missing_ok=True)
     (note,) = cli.root.rglob("workflow.json")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -140,10 +138,7 @@ def test_a_supervisor_that_is_killed_goes_on_taking_them(cli: Cli, tmp_path: Pat
     spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exit 9").replace("sleep 0.1", "sleep 2")
     ident = cli.submit(cli.spec(spec.replace("1h", "1s")))
     wait_until((tmp_path / "kept" / "models" / "last").exists, 60)
-    pid = cli.supervisor()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: cli.supervisor() is None, 30)
+    cli.kill_supervisor()
     cli.await_status(ident, "FAILED")
     assert (tmp_path / "kept" / "models" / "last").read_text() == "3\n"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 
@@ -128,10 +126,7 @@ def test_a_supervisor_that_is_killed_makes_one_version(cli: Cli, s3: S3Server) -
     s3.freeze()
     go.touch()
     wait_until(lambda: "are written: dataset model" in cli.query(ident)["groups"][0]["message"], 60)
-    pid = cli.supervisor()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: cli.supervisor() is None, 30)
+    cli.kill_supervisor()
     s3.thaw()
     cli.await_status(ident, "COMPLETED")
     (one,) = json.loads(cli.run("dataset", "list", "-t", "json").out)["datasets"]

@@ -232,9 +232,7 @@ def test_a_node_that_does_not_come_back_spoils_its_output(lab: Lab, s3: S3Server
 
 def test_a_supervisor_that_is_killed_leaves_nothing_running_and_the_next_goes_on(cli: Cli, s3: S3Server) -> None:
     ident, pid = _begin(cli, s3)
-    supervisor = cli.supervisor()
-    assert supervisor is not None
-    os.kill(supervisor, signal.SIGKILL)
+    cli.kill_supervisor()
     wait_until(lambda: pid not in _deliverers(cli), 30)
     s3.thaw()
     _all_is_there(cli, s3, ident)

@@ -129,10 +129,10 @@ def test_killed_helpers_never_lose_the_work(cli: Cli, seed: int) -> None:
     for _ in range(3):
         try:
             pid = dice.choice(victims)()
-        except (StopIteration, FileNotFoundError):
-            continue
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        except (StopIteration, FileNotFoundError, ProcessLookupError):
+            continue  # it has ended, and nobody has started the next one
         # Any command that reads sees the unfinished work and starts a supervisor again.
         cli.query(workflow)
     cli.await_status(workflow, "COMPLETED")
@@ -148,9 +148,7 @@ def test_an_end_that_nobody_saw_is_read_from_the_node(cli: Cli) -> None:
     workflow = cli.submit(cli.spec(SHORT.replace("exit 0", "exit 5").replace("sleep 3", "sleep 15")))
     cli.await_running(workflow)
     pid = cli.tasks(workflow)["worker"]["pid"]
-    supervisor = cli.supervisor()
-    assert supervisor is not None
-    os.kill(supervisor, signal.SIGKILL)
+    cli.kill_supervisor()
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30)
     answer = cli.await_status(workflow, "FAILED")
     assert answer["groups"][0]["first_cause"]["exit_code"] == 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 from distflow.testing.waiting import wait_until
@@ -32,10 +31,7 @@ def test_a_failed_gang_stops_without_a_supervisor(lab: Lab, tmp_path: Path) -> N
     workflow = cli.submit(cli.spec(text))
     cli.await_running(workflow)
     cli.await_log(workflow, "here")
-    supervisor = cli.supervisor()
-    assert supervisor is not None
-    os.kill(supervisor, signal.SIGKILL)
-    wait_until(lambda: cli.supervisor() is None, 30)
+    cli.kill_supervisor()
     go.touch()
 
     def sleepers() -> list[str]:

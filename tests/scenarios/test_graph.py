@@ -54,10 +54,7 @@ def test_a_supervisor_that_is_killed_in_the_middle_goes_on_there(cli: Cli) -> No
     assert (group["status"], group["message"], group["remaining_upstream_groups"], group["downstream_groups"]) == (
         "WAITING", "waits for prepare-group", ["prepare-group"], ["rate-group"],
     )  # fmt: skip
-    pid = cli.supervisor()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: cli.supervisor() is None, 30)
+    cli.kill_supervisor()
     (cli.root / "go").touch()
     cli.await_status(ident, "COMPLETED")
     assert {task["status"] for task in cli.tasks(ident).values()} == {"COMPLETED"}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 from distflow.testing.waiting import wait_until
@@ -82,10 +79,7 @@ def test_a_gang_is_tried_again_until_it_completes(backend: str, cli: Cli, reques
 def test_a_supervisor_that_is_killed_while_a_gang_rests_begins_the_next_attempt_once(cli: Cli) -> None:
     ident = cli.submit(cli.spec(FLAKY.replace("LATER", "2s")))
     wait_until(lambda: cli.tasks(ident)["worker"]["retry_id"] == 1, 60)
-    pid = cli.supervisor()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: cli.supervisor() is None, 30)
+    cli.kill_supervisor()
     cli.await_status(ident, "COMPLETED")
     logs = cli.run("workflow", "logs", ident, "--task", "worker").out
     assert logs == "[worker] attempt 0\n[worker retry-1] attempt 1\n[worker retry-2] attempt 2\n"

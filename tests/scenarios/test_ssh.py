@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -69,9 +67,7 @@ def test_a_killed_supervisor_and_a_restarted_sshd_lose_nothing(lab: Lab) -> None
     cli, go = lab.cli, lab.cli.folder / "go"
     workflow = cli.submit(cli.spec(GANG.replace("GO", str(go)).replace("; done'", "; done; exit 5'", 1)))
     cli.await_running(workflow)
-    supervisor = cli.supervisor()
-    assert supervisor is not None
-    os.kill(supervisor, signal.SIGKILL)
+    cli.kill_supervisor()
     lab.servers["gpu2"].restart()
     go.touch()
     answer = cli.await_status(workflow, "FAILED")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 
@@ -60,11 +59,10 @@ def test_a_gang_waits_for_a_host_that_cannot_be_used_and_says_what_to_do(lab: La
     shown = lab.await_message(workflow, "gpu3: ", words, remedy)
     assert "SCHEDULING" in shown
     # It stays there for the person that it needs, whatever becomes of the supervisor.
-    supervisor = cli.supervisor()
-    assert supervisor is not None
-    os.kill(supervisor, signal.SIGKILL)
+    killed = cli.kill_supervisor()
     lab.await_message(workflow, words, remedy)
-    wait_until(lambda: cli.supervisor() not in (None, supervisor), 30)
+    # Every query starts a supervisor where there is none.
+    wait_until(lambda: cli.query(workflow) and cli.supervisor() not in (None, killed), 60)
     lab.await_message(workflow, words, remedy)
     repair()
     go.touch()

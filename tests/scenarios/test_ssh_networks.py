@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -153,9 +152,7 @@ def test_four_tasks_lose_nothing_when_the_supervisor_is_killed_and_a_link_is_cut
     workflows = [far_lab.submit(go, spec) for _ in range(2)]
     for workflow in workflows:
         cli.await_running(workflow)
-    supervisor = cli.supervisor()
-    assert supervisor is not None
-    os.kill(supervisor, signal.SIGKILL)
+    cli.kill_supervisor()
     hosts["gpu2"].cut()
     # Any command that sees unfinished work starts another one, which finds one host and misses the other.
     for workflow in workflows:
@@ -346,9 +343,7 @@ def test_a_host_that_dies_while_it_runs_fails_the_gang_after_node_lost_after(far
     assert cli.tasks(workflow)["master"]["status"] == "FAILED"
     assert cli.tasks(workflow)["master"]["reason"] == "PEER_FAILED"
     # What runs on there was not stopped, because nobody could: that is done as soon as somebody can.
-    supervisor = cli.supervisor()
-    assert supervisor is not None
-    os.kill(supervisor, signal.SIGKILL)
+    cli.kill_supervisor()
     hosts[away].heal()
     assert cli.submit(cli.spec(OTHER))
     far_lab.await_stray_end(workflow, "worker")

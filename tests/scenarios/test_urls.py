@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -216,27 +215,20 @@ def test_a_supervisor_that_is_killed_while_data_moves_loses_nothing(cli: Cli, s3
     s3.freeze()
     ident = cli.submit(_simple(cli, "s3://b/data/a.txt", "s3://b/out", waits=True))
     wait_until(lambda: "looks up its inputs: s3://b/data/a.txt" in _message(cli, ident), 60)
-    _kill_supervisor(cli)
+    cli.kill_supervisor()
     s3.thaw()
     cli.await_running(ident)
     s3.freeze()
     (cli.folder / "go").touch()
     wait_until(lambda: "their outputs are written: s3://b/out" in _message(cli, ident), 60)
     assert cli.query(ident)["status"] == "RUNNING"
-    _kill_supervisor(cli)
+    cli.kill_supervisor()
     s3.thaw()
     cli.await_status(ident, "COMPLETED")
     assert (bucket / "out" / "a.txt").read_text() == "A\n"
     events = cli.run("workflow", "events", ident).out
     assert events.count("its input is fetched by its node") == 1
     assert events.count("its output is at") == 1
-
-
-def _kill_supervisor(cli: Cli) -> None:
-    pid = cli.supervisor()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: cli.supervisor() is None, 30)
 
 
 def test_a_cancel_does_not_wait_for_data(cli: Cli, s3: S3Server) -> None:

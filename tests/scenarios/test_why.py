@@ -127,9 +127,7 @@ def test_the_first_to_fail_is_named_though_the_clock_of_the_other_is_behind(lab:
     lab.configure(names=("gpu1", "gpu2"), nodes={"gpu1": {"python": late}, "gpu2": {"python": early}})
     workflow = cli.submit(cli.spec(TWO.replace("FOLDER", str(folder))))
     cli.await_running(workflow)
-    supervisor = cli.supervisor()
-    assert supervisor is not None
-    os.kill(supervisor, signal.SIGKILL)
+    cli.kill_supervisor()
     # While its keeper sleeps, the master is not told that its peer has failed, and fails by itself.
     (path,) = (folder / "gpu1").glob("**/train/master/0/runner.json")
     state = json.loads(path.read_text())

@@ -60,10 +60,12 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
         if state.get("boot_id") != processes.boot_id():
             reason, message = "rebooted", "the node was restarted while the task was on it"
         else:
+            if stopped is not None and state.get("stopped_at") is None and not state.get("exit"):
+                state.update(stopped)
+            stop = records.stop_reason(state)
+            if stop is not None:
+                reason, message = stop, "the two processes that watch the task were killed while it was being stopped"
             message = _end_left(attempt, state) or message
-        if reason == "both_died" and stopped is not None and not state.get("exit"):
-            reason, message = "stopped", "its two processes had been suspended, and were killed; so were its own"
-            state.update(stopped, **{key: state[key] for key in stopped if state.get(key) is not None})
         cgroups.remove(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         secret_files.remove(directory)

@@ -33,6 +33,7 @@ __all__ = [
     "read_error",
     "read_state",
     "read_text",
+    "stop_reason",
     "write_end",
     "write_state",
 ]
@@ -89,6 +90,7 @@ def first_state(grip: Grip, runner: int) -> Json:
         "leased_at": now(),
         "started_at": None,
         "stopped_at": None,
+        "stop_reason": None,
         "why": None,
         "message": None,
         "lost_output_bytes": 0,
@@ -234,6 +236,15 @@ def make_end(state: Json, reason: str, **known: Any) -> Json:
         if end[name] is not None:
             end[name] = str(end[name])[:_TEXT]
     return end
+
+
+def stop_reason(state: Json) -> Optional[str]:
+    """Return the ``reason`` for which the keeper was stopping the command, or None when no stop came before the command's end.
+
+    Whoever writes the end in the place of a dead keeper must prefer it to the keeper's death: the stop came first.
+    """
+    # Keepers of earlier versions recorded only that they were stopping the command.
+    return str(state.get("stop_reason") or "stopped") if state.get("stopped_at") is not None else None
 
 
 def write_end(dir_fd: int, record_fd: int, end: Json) -> int:

@@ -366,7 +366,7 @@ class _Keeper:
         if self._exit is not None or self._reason is not None:
             return
         self._reason = reason
-        self._change(phase="stopping", stopped_at=now(), why=why)
+        self._change(phase="stopping", stopped_at=now(), stop_reason=reason, why=why)
         for number in (signal.SIGTERM, signal.SIGCONT):
             try:
                 os.killpg(self._command.pid, number)

@@ -118,4 +118,5 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
     ended_at, pids = known.get("ended_at") or now(), {command, keeper_pid}
     known["kernel"] = kernel_log.ask(state.get("started_at"), ended_at, pids, is_killed=False, other_gpus=grip.other_gpus)
     known["message"] = hunt.message or trouble or "the process that keeps the task {}".format(tell(keeper_status))
-    os.fsync(records.write_end(grip.dir_fd, grip.record, records.make_end(state, "keeper_died", **known)))
+    end = records.make_end(state, records.stop_reason(state) or "keeper_died", **known)
+    os.fsync(records.write_end(grip.dir_fd, grip.record, end))
