@@ -35,7 +35,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/vermin --quiet --no-tips --target=3.8- --violations src/distflow/runtime
+	$(BIN)/vermin --quiet --no-tips --target=3.8- --violations src/distflow/protocol src/distflow/runtime
 	$(BIN)/python scripts/check_prose.py
 
 format: $(STAMP)

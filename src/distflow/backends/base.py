@@ -16,6 +16,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch
 from distflow.pools.model import Node
+from distflow.protocol.attempts import attempt_name
 
 if TYPE_CHECKING:
     from distflow.storage.base import Progress
@@ -71,7 +72,7 @@ class AttemptKey:
     @property
     def name(self) -> str:
         """How its node calls it."""
-        return f"{self.workflow}/{self.group}/{self.task}/{self.attempt}"
+        return attempt_name(self.workflow, self.group, self.task, self.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from distflow.errors import AgentError, InputError
 from distflow.lifecycle.states import State
 from distflow.plan.credentials import given_secrets
 from distflow.pools.model import Node, Pool
+from distflow.protocol.attempts import attempt_name
 from distflow.shell import Secret
 from distflow.state.directory import StateDirectory
-from distflow.state.mirror import attempt_name
 from distflow.state.record import TaskRecord, WorkflowRecord
 from distflow.state.secrets import read_secrets
 from distflow.state.store import Store

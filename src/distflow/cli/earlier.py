@@ -13,8 +13,8 @@ from distflow.documents.words import did_you_mean
 from distflow.errors import InputError, NotFound
 from distflow.plan.earlier import Brought, with_earlier
 from distflow.plan.model import Plan
+from distflow.protocol.attempts import attempt_name
 from distflow.spec.model import EarlierInput, WorkflowSpec
-from distflow.state.mirror import attempt_name
 from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from distflow.cli.tables import plain
+from distflow.protocol.error_file import parse_error_file
 from distflow.state.record import TaskRecord, WorkflowRecord
 
 __all__ = ["error_text", "show_errors"]
@@ -35,14 +36,10 @@ def show_errors(record: WorkflowRecord, group: str, task: str, attempt: int | No
 
 def error_text(error: Mapping[str, object]) -> str:
     """Return the error file in torch's format as text: the message, then the stack; any other one as JSON."""
-    message = error.get("message")
-    if isinstance(message, str):
-        return message
-    if isinstance(message, Mapping) and isinstance(message.get("message"), str):
-        extra = message.get("extraInfo")
-        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
-        return f"{message['message']}\n{stack}" if isinstance(stack, str) and stack else str(message["message"])
-    return json.dumps(error, indent=2)
+    report = parse_error_file(error)
+    if report is None:
+        return json.dumps(error, indent=2)
+    return f"{report.message}\n{report.callstack}" if report.callstack else report.message
 
 
 def _error(task: TaskRecord) -> Mapping[str, object] | None:

@@ -14,7 +14,7 @@ from distflow.cli.stacktext import stacks_json, stacks_text
 from distflow.cli.tables import Paint
 from distflow.errors import InputError, NodeError
 from distflow.lifecycle.states import State
-from distflow.state.mirror import attempt_name
+from distflow.protocol.attempts import attempt_name
 
 __all__ = ["app"]
 

@@ -13,6 +13,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from distflow.lifecycle.states import Reason
+from distflow.protocol import ends
 
 __all__ = ["CODES", "Action", "Codes", "ExitActions", "action_of", "exit_code_of", "overlap", "parse_codes"]
 
@@ -31,7 +32,7 @@ CODES: Mapping[Reason, int | None] = MappingProxyType(
         Reason.CANCELED: None,
         Reason.SUBMISSION: None,
         Reason.IMAGE_PULL: 302,
-        Reason.EVICTED: 3004,
+        Reason.EVICTED: ends.EVICTED_CODE,
         Reason.PREEMPTED: 3006,
         Reason.DATA: 2012,
         Reason.INTERNAL: 3002,
@@ -70,7 +71,7 @@ class ExitActions:
         if code is None:
             return None
         for action, ranges in self.by_action().items():
-            if any(first <= code <= last for first, last in ranges):
+            if ends.is_in(code, ranges):
                 return action
         return None
 
@@ -118,7 +119,7 @@ def exit_code_of(reason: Reason | None, exit_code: int | None, signal: int | Non
     if reason is None or reason is Reason.EXIT_CODE:
         return exit_code
     if reason is Reason.SIGNAL:
-        return None if signal is None else 128 + signal
+        return ends.code_of(None, signal)
     if reason is Reason.DATA and not has_run:
         return 2010
     return CODES[reason]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason
+from distflow.protocol import ends
 
 __all__ = ["Cause", "End", "RankText"]
 
@@ -30,8 +31,8 @@ class End:
     """How an attempt of a task ended, as its node recorded it (``docs/agent-protocol.md``); its times are by our clock."""
 
     ended_at: float
-    reason: str = "exited"
-    """The node's word: ``exited``, ``stopped``, ``start_error``, ``runner_died``, …"""
+    reason: str = ends.EXITED
+    """One of ``distflow.protocol.ends.REASONS``."""
     exit_code: int | None = None
     signal: int | None = None
     started_at: float | None = None
@@ -53,7 +54,7 @@ class End:
     @property
     def is_success(self) -> bool:
         """True when the command itself said so."""
-        return self.reason == "exited" and self.exit_code == 0
+        return self.reason == ends.EXITED and self.exit_code == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from distflow.protocol.attempts import attempt_name
 from distflow.runtime.files import log_files
 from distflow.runtime.files.durable import reserve_bytes
 from distflow.state.ends import RankText
 from distflow.state.logs import LogSource, end_lines
 
-__all__ = ["LAST_LINES", "Mirror", "attempt_name"]
+__all__ = ["LAST_LINES", "Mirror"]
 
 HEARTBEAT = "heartbeat"
 
@@ -120,8 +121,3 @@ class Mirror:
         lines = end_lines(source, count, most_bytes=max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))
         printed = ((text, line.rank) for line in lines for text in line.text.splitlines() if text.strip())
         return tuple(text if rank is None else RankText.of(text, rank) for text, rank in printed)[-count:]
-
-
-def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
-    """Return how a node calls an attempt: also the path of its directory below the node's root."""
-    return f"{workflow}/{group}/{task}/{attempt}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, GroupPlan, Plan
-from distflow.state.mirror import attempt_name
+from distflow.protocol.attempts import attempt_name
 from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.absorb import end_unstarted
 from distflow.supervisor.memo import Memo

@@ -11,6 +11,7 @@ from typing import Final
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError, StateError
 from distflow.plan.model import Plan
+from distflow.protocol.attempts import is_uuid
 from distflow.runtime.untrusted import decode_object
 from distflow.state.codec import DecodeError, decode, encode
 from distflow.state.directory import state_errors
@@ -30,7 +31,6 @@ _SHOWN: Final = 80
 """Characters of a wrong name that an error shows."""
 _SIGNED: Final = re.compile(r',"mac":"([0-9a-f]{64})"\}\Z')
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_UUID: Final = re.compile(r"[0-9a-f]{8}(-?)[0-9a-f]{4}(\1[0-9a-f]{4}){2}\1[0-9a-f]{12}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
@@ -106,7 +106,9 @@ def _check(record: WorkflowRecord, plan: Plan) -> None:
     names = [record.name, plan.name, *(group.name for group in plan.groups), *(launch.task for launch in launches)]
     names += [name for group, task in tasks for name in (group.name, task.name)]
     _match(_NAME, "name", names)
-    _match(_UUID, "uuid", [record.uuid, *(group.kept.uuid for group in record.groups if group.kept is not None)])
+    for uuid in (record.uuid, *(group.kept.uuid for group in record.groups if group.kept is not None)):
+        if not is_uuid(uuid):
+            raise ValueError(f"{uuid[:_SHOWN]!r} is not a uuid")
     digests = [one.digest for group in record.groups for one in group.carried]
     digests += [one.digest for group in record.groups for one in group.checkpoints]
     digests += [task.saved.digest for _, task in tasks if task.saved is not None]

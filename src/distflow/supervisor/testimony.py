@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distflow.protocol.error_file import ErrorReport, is_symptom, parse_error_file
 from distflow.state.ends import End
 from distflow.supervisor.printed_errors import (
     PrintedException,
@@ -18,11 +18,6 @@ from distflow.supervisor.printed_errors import (
 
 __all__ = ["Told", "hear", "hear_hidden", "signal_name"]
 
-_SYMPTOM = re.compile(
-    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting \d+ms for (?:recv|send)"
-    r"|wait timeout after \d+ms|Socket Timeout|remote process exited|ncclRemoteError|Failed to recv|recvValue failed"
-)
-"""What torch's backends say when it was another process that went away (gloo, TCPStore, NCCL; texts of torch 2.13)."""
 _LAST = 8
 """Lines at the end of an output that tell why it ended; what stands before may have been overcome."""
 _NEAR = 20
@@ -55,13 +50,13 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
     The file's format is torch's (``torch.distributed.elastic.multiprocessing.errors.error_handler``); ``rank`` and ``pid``
     in it are our sample's additions.
     """
-    error: Mapping[str, object] = (end.error if end else None) or {}
-    detail, traceback = _message(error)
+    error = parse_error_file(end.error if end else None) or ErrorReport(message="")
+    detail, traceback = (error.message.strip().splitlines() or [""])[-1][:300], error.callstack.rstrip()
     reported = read_report(lines)
     raised = {} if detail else _raised(lines, reported, is_by_exception=_may_be_exception(end))
     first, exception = _first(reported, raised)
-    rank, pid = _number(error, "rank"), _number(error, "pid")
-    rank = rank if rank is not None else first.rank if first else exception.rank if exception else None
+    pid = error.pid
+    rank = error.rank if error.rank is not None else first.rank if first else exception.rank if exception else None
     if exception is not None:
         detail, traceback = exception.message[:300], exception.traceback
     return Told(
@@ -91,22 +86,6 @@ def signal_name(number: int) -> str:
 def _printable(text: str) -> str:
     """Return a text that can stand in an event or a message: what a task prints shall not move a terminal's cursor."""
     return text if text.isprintable() else "".join(one if one.isprintable() else " " for one in text).strip()
-
-
-def _number(error: Mapping[str, object], name: str) -> int | None:
-    value = error.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None  # JSON's `true` is an int to Python
-
-
-def _message(error: Mapping[str, object]) -> tuple[str, str]:
-    """Return the last line of an error file's message, and its Python traceback."""
-    message, traceback = error.get("message", ""), ""
-    if isinstance(message, Mapping):
-        extra = message.get("extraInfo")
-        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
-        message, traceback = message.get("message", ""), stack if isinstance(stack, str) else ""
-    text = str(message).strip().splitlines()
-    return (text[-1][:300] if text else ""), traceback.rstrip()
 
 
 def _reported(failed: ReportedRank) -> str:
@@ -151,7 +130,7 @@ def _raised(
 
 def _most_telling(candidates: Sequence[PrintedException]) -> PrintedException:
     """Return the first exception that does not only say that another process was gone."""
-    return next((one for one in candidates if not _SYMPTOM.search(one.text)), candidates[0])
+    return next((one for one in candidates if not is_symptom(one.text)), candidates[0])
 
 
 def _first(
@@ -165,16 +144,16 @@ def _first(
     if not reported:
         return None, raised.get(None)
     first = reported[0]
-    if first in raised and _SYMPTOM.search(raised[first].text):
-        telling = (one for one in reported if one in raised and not _SYMPTOM.search(raised[one].text))
+    if first in raised and is_symptom(raised[first].text):
+        telling = (one for one in reported if one in raised and not is_symptom(raised[one].text))
         first = next(telling, first)
     return first, raised.get(first)
 
 
 def _is_symptom(words: str, lines: Sequence[str], failed: ReportedRank | None) -> bool:
     if words:
-        return bool(_SYMPTOM.search(words))
+        return is_symptom(words)
     if failed is None:
-        return any(_SYMPTOM.search(line) for line in lines[-_LAST:])
+        return any(is_symptom(line) for line in lines[-_LAST:])
     # Its other ranks lost their peer, too: only the output of the first of them counts. A signal leaves no words.
-    return failed.exit_code > 0 and any(_SYMPTOM.search(line) for line in lines if line.startswith(f"[rank{failed.rank}]"))
+    return failed.exit_code > 0 and any(is_symptom(line) for line in lines if line.startswith(f"[rank{failed.rank}]"))

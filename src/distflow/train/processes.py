@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from distflow.protocol.error_file import is_symptom
 from distflow.train.errorfile import Failure, read_failure
 
 __all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "end_now", "supervise", "woken"]
@@ -194,7 +195,7 @@ class _Watch:
     def outcome(self) -> Outcome:
         first = self.first_failure()
         is_stop = self.asked is not None or any(end.is_stop and not end.was_told for end in self.ends)
-        if is_stop and first is not None and first.failure is not None and first.failure.is_symptom:
+        if is_stop and first is not None and first.failure is not None and is_symptom(first.failure.report.message):
             first = None  # a peer that stopped a moment earlier
         if first is not None:
             return Outcome(exit_code=first.exit_code, first=first)
@@ -206,7 +207,7 @@ class _Watch:
 def _blame(end: End) -> tuple[bool, int]:
     if end.failure is None:
         return False, end.seen_ns
-    return end.failure.is_symptom, end.failure.written_ns
+    return is_symptom(end.failure.report.message), end.failure.written_ns
 
 
 def _now_ns(folder: Path) -> int:

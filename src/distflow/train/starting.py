@@ -20,9 +20,10 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from distflow.protocol.error_file import VARIABLE
 from distflow.train import rank as rank_process
 from distflow.train.affinity import cpus_near_gpu, threads_per_rank
-from distflow.train.errorfile import VARIABLE, write_failure
+from distflow.train.errorfile import write_failure
 from distflow.train.processes import End, Outcome, RankProcess, Wake, end_now, supervise, woken
 
 __all__ = ["LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
@@ -319,8 +320,8 @@ def _report(outcome: Outcome) -> None:
     end = outcome.first
     if end is not None:
         _say(f"rank {end.rank} failed first (pid {end.pid}, {end.how}): {_message(end)}")
-        if end.failure and end.failure.callstack:
-            sys.stderr.write(end.failure.callstack)
+        if end.failure and end.failure.report.callstack:
+            sys.stderr.write(end.failure.report.callstack)
             sys.stderr.flush()
 
 
@@ -331,11 +332,11 @@ def _leave(outcome: Outcome) -> None:
         more: dict[str, Any] = {"rank": end.rank, "pid": end.pid}
         if end.code < 0:
             more["signal"] = end.how
-        write_failure(Path(path), _message(end), end.failure.callstack if end.failure else "", more)
+        write_failure(Path(path), _message(end), end.failure.report.callstack if end.failure else "", more)
 
 
 def _message(end: End) -> str:
-    return end.failure.message if end.failure else f"rank {end.rank} ended with {end.how}"
+    return end.failure.report.message if end.failure else f"rank {end.rank} ended with {end.how}"
 
 
 def _say(text: str) -> None:

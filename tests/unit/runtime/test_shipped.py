@@ -10,8 +10,10 @@ import pytest
 
 import distflow.runtime
 
-TOP = Path(distflow.runtime.__file__).parent
-SOURCES = {str(file.relative_to(TOP)): file.read_text() for file in TOP.rglob("*.py")}
+TOP = Path(distflow.runtime.__file__).parents[1]
+SOURCES = {
+    str(file.relative_to(TOP)): file.read_text() for name in ("protocol", "runtime") for file in (TOP / name).rglob("*.py")
+}
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
@@ -24,4 +26,6 @@ def test_it_imports_only_itself_and_the_standard_library(name: str) -> None:
             assert node.level == 0
             modules = [node.module or ""]
         for module in modules:
-            assert module.startswith("distflow.runtime") or module.split(".")[0] in sys.stdlib_module_names, module
+            assert (
+                module.startswith(("distflow.protocol", "distflow.runtime")) or module.split(".")[0] in sys.stdlib_module_names
+            ), module

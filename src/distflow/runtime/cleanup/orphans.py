@@ -7,6 +7,7 @@ import os
 import select
 from typing import AbstractSet, List, Optional
 
+from distflow.protocol import ends
 from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, attempts, log_files, records, secret_files
 from distflow.runtime.guard import cgroups
@@ -56,9 +57,10 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
             _end_left(attempt, {})
         if state is None or records.read_end(directory) is not None or is_pair_alive(state):
             return {}
-        reason, message = "both_died", "the two processes that watch a task were killed together (out of memory, or by hand?)"
+        reason = ends.BOTH_DIED
+        message = "the two processes that watch a task were killed together (out of memory, or by hand?)"
         if state.get("boot_id") != processes.boot_id():
-            reason, message = "rebooted", "the node was restarted while the task was on it"
+            reason, message = ends.REBOOTED, "the node was restarted while the task was on it"
         else:
             if stopped is not None and state.get("stopped_at") is None and not state.get("exit"):
                 state.update(stopped)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 from typing import Callable, Iterator, List, Tuple
 
+from distflow.protocol.attempts import is_attempt_name, is_uuid
 from distflow.runtime.clock import now
 from distflow.runtime.files import log_files, records, root_directory, secret_files
 from distflow.runtime.files.durable import is_named
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 _TRIES = 100
-_COMPONENT = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class TaskIsLocked(OpError):
@@ -46,9 +45,9 @@ class TaskIsLocked(OpError):
 
 def directory_of(root: str, attempt: object) -> str:
     """The attempt's directory. Raises ``bad_request`` for a name that is not one."""
-    parts = attempt.split("/") if isinstance(attempt, str) else []
-    if len(parts) != 4 or not all(_COMPONENT.fullmatch(part) for part in parts) or not root_directory.is_uuid(parts[0]):
+    if not isinstance(attempt, str) or not is_attempt_name(attempt):
         raise OpError("bad_request", "{!r} is not an attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
+    parts = attempt.split("/")
     here = os.path.join(root, *parts)
     earlier = root_directory.earlier_root(root)
     if earlier is not None and not os.path.isdir(here):
@@ -60,13 +59,7 @@ def directory_of(root: str, attempt: object) -> str:
 
 def workflows(root: str) -> List[str]:
     """The uuids of all workflows that have a directory which provably comes from distflow."""
-    found = (
-        name
-        for one in root_directory.roots(root)
-        if os.path.isdir(one)
-        for name in os.listdir(one)
-        if root_directory.is_uuid(name)
-    )
+    found = (name for one in root_directory.roots(root) if os.path.isdir(one) for name in os.listdir(one) if is_uuid(name))
     return sorted(name for name in set(found) if directories(root, name))
 
 
@@ -75,7 +68,7 @@ def directories(root: str, workflow: str) -> List[str]:
 
     Each provably comes from distflow. No other directory may be removed.
     """
-    if not root_directory.is_uuid(workflow):
+    if not is_uuid(workflow):
         raise OpError("bad_request", "{!r} is not the uuid of a workflow".format(workflow))
     here, earlier = os.path.join(root, workflow), root_directory.earlier_root(root)
     found = []

@@ -11,6 +11,7 @@ import os
 import select
 from typing import TYPE_CHECKING, Any, Dict, Optional
 
+from distflow.protocol.ends import STOPPED
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files.masking import Mask, clean_error
@@ -244,7 +245,7 @@ def stop_reason(state: Json) -> Optional[str]:
     Whoever writes the end in the place of a dead keeper must prefer it to the keeper's death: the stop came first.
     """
     # Keepers of earlier versions recorded only that they were stopping the command.
-    return str(state.get("stop_reason") or "stopped") if state.get("stopped_at") is not None else None
+    return str(state.get("stop_reason") or STOPPED) if state.get("stopped_at") is not None else None
 
 
 def write_end(dir_fd: int, record_fd: int, end: Json) -> int:

@@ -11,11 +11,10 @@ stay where they are, because paths of running tasks and of recorded outputs lead
 from __future__ import annotations
 
 import os
-import re
 import stat
 from typing import List, Optional
 
-__all__ = ["MARKER", "MARKER_TEXT", "PRIVATE", "earlier_root", "is_marked", "is_own_directory", "is_uuid", "mark", "roots"]
+__all__ = ["MARKER", "MARKER_TEXT", "PRIVATE", "earlier_root", "is_marked", "is_own_directory", "mark", "roots"]
 
 PRIVATE = "distflow-node"
 MARKER = ".distflow"
@@ -24,12 +23,6 @@ MARKER_TEXT = (
     "`distflow node clean` and `distflow node uninstall` remove what lies here. Do not keep files of your own in it.\n"
 )
 _SIGNATURE = MARKER_TEXT.split("\n", 1)[0].encode() + b"\n"
-_UUID = re.compile(r"[0-9a-f]{8}(-?)[0-9a-f]{4}(\1[0-9a-f]{4}){3}[0-9a-f]{8}")
-
-
-def is_uuid(name: object) -> bool:
-    """Whether ``name`` is the UUID of a workflow: 32 lowercase hexadecimal digits, with or without the four hyphens."""
-    return isinstance(name, str) and _UUID.fullmatch(name) is not None
 
 
 def earlier_root(root: str) -> Optional[str]:

@@ -26,10 +26,11 @@ import sys
 import time
 from typing import Callable, List, Optional, Set
 
+from distflow.protocol import ends
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json
 
-__all__ = ["GangLink", "counts_as_failure"]
+__all__ = ["GangLink", "stops_gang"]
 
 _LINE = 8192
 """The longest line in bytes."""
@@ -45,22 +46,15 @@ _LINGER_S = 20.0
 """How long a keeper whose gang has failed tries to tell those whom it cannot reach at once."""
 _WORDS = 500
 _NEVER = float("inf")
-_EVICTED = 3004
 
 Failed = Callable[[str, str], None]
 """Hears the name of the task that failed, and how."""
 
 
-def counts_as_failure(gang: Json, reason: str, end: Json) -> bool:
-    """Whether an end stops the gang: by its exit code (128 + the number of a signal), as the spec counts it."""
-    if reason not in ("exited", "evicted", "start_error") or not gang["counts"]:
-        return False
-    code = _EVICTED if reason == "evicted" else end.get("exit_code")
-    if code is None and end.get("signal") is not None:
-        code = 128 + int(end["signal"])
-    if code is None or any(first <= code <= last for first, last in gang["success"]):
-        return False
-    return code != 0 or any(first <= 0 <= last for first, last in gang["failure"])
+def stops_gang(gang: Json, reason: str, end: Json) -> bool:
+    """Whether the end of a task stops its gang, by what the spec says of exit codes."""
+    code = ends.code_of(end.get("exit_code"), end.get("signal"))
+    return bool(gang["counts"]) and ends.counts_as_failure(reason, code, gang["success"], gang["failure"])
 
 
 class GangLink:

@@ -39,11 +39,13 @@ class Bundle:
         """The files of the archive, by their names and in the order of these."""
         sources = {"distflow/__init__.py": b""}
         top = importlib.resources.files("distflow")
-        for room in (top.joinpath("runtime"), *top.joinpath("runtime").iterdir()):
-            for file in room.iterdir() if room.is_dir() else ():
+        packages = [("protocol", top.joinpath("protocol")), ("runtime", top.joinpath("runtime"))]
+        for name, package in packages:
+            for file in package.iterdir():
                 if file.name.endswith(".py"):
-                    name = file.name if room.name == "runtime" else f"{room.name}/{file.name}"
-                    sources[f"distflow/runtime/{name}"] = file.read_bytes()
+                    sources[f"distflow/{name}/{file.name}"] = file.read_bytes()
+                elif file.is_dir():
+                    packages.append((f"{name}/{file.name}", file))
         for name in self.modules:
             sources[f"distflow/{name}.py"] = top.joinpath(f"{name}.py").read_bytes()
         return dict(sorted(sources.items()))

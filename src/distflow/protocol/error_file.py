@@ -1,0 +1,63 @@
+"""torch's error file: the exception of a process that failed, left for the process that started it.
+
+Format and variable are those of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` (torch 2.13). ``rank`` and
+``pid`` at the top level are distflow's additions.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Mapping, NamedTuple, Optional
+
+__all__ = ["VARIABLE", "ErrorReport", "error_file", "is_symptom", "parse_error_file"]
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""The environment variable with the path of the file."""
+
+_SYMPTOM = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting \d+ms for (?:recv|send)"
+    r"|wait timeout after \d+ms|Socket Timeout|remote process exited|ncclRemoteError|Failed to recv|recvValue failed"
+)
+
+
+class ErrorReport(NamedTuple):
+    """The content of an error file."""
+
+    message: str
+    """Such as ``ValueError: shapes differ``; empty when there is none."""
+    callstack: str = ""
+    """Python's traceback; empty when there is none."""
+    rank: Optional[int] = None
+    pid: Optional[int] = None
+
+
+def error_file(message: str, callstack: str, timestamp_s: int, more: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the content of an error file, ready for JSON. ``timestamp_s`` is in seconds since the epoch."""
+    extra = {"py_callstack": callstack, "timestamp": str(timestamp_s)}
+    return {"message": {"message": message, "extraInfo": extra}, **more}
+
+
+def parse_error_file(content: object) -> Optional[ErrorReport]:
+    """Return the report in decoded JSON, or ``None`` when that is not an error file. Any process may have written it."""
+    if not isinstance(content, Mapping) or "message" not in content:
+        return None
+    message, callstack = content["message"], None
+    if isinstance(message, Mapping):
+        extra = message.get("extraInfo")
+        callstack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
+        message = message.get("message", "")
+    return ErrorReport(
+        message=str(message),  # torch writes a plain text for a process that was killed
+        callstack=callstack if isinstance(callstack, str) else "",
+        rank=_integer(content.get("rank")),
+        pid=_integer(content.get("pid")),
+    )
+
+
+def is_symptom(text: str) -> bool:
+    """Return whether an error only says that another process was gone, in the words of gloo, TCPStore or NCCL (torch 2.13)."""
+    return _SYMPTOM.search(text) is not None
+
+
+def _integer(value: object) -> Optional[int]:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None  # JSON's `true` is an int to Python
