@@ -16,7 +16,7 @@ def attempt_name(workflow: str, group: str, task: str, attempt: int) -> str:
 
 
 def is_attempt_name(name: object) -> bool:
-    """Return whether ``name``, from whoever it comes, is the name of an attempt."""
+    """Return whether ``name`` is the name of an attempt. It may come from an untrusted source."""
     parts = name.split("/") if isinstance(name, str) else []
     return len(parts) == 4 and is_uuid(parts[0]) and all(_COMPONENT.fullmatch(part) for part in parts[1:])
 
