@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import gzip
 import importlib.util
 import json
@@ -36,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group, which it would keep: see run_rank
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn.parallel import DistributedDataParallel
@@ -141,6 +143,10 @@ def run_rank(local_rank: int, args: argparse.Namespace) -> None:
         dist.init_process_group(backend, rank=rank, world_size=args.world_size, device_id=gpu)
         finished = train(args, device, stop)
         dist.barrier()  # no rank leaves before the model is saved
+        # Gloo's threads must end here: one that frees a tensor while Python exits aborts the process. They end with the last
+        # reference to the group. The model has one, and is part of a reference cycle. The functions of `torch.distributed.nn`
+        # have the group at the time of its import as a default argument, and DistributedDataParallel imports it.
+        gc.collect()
         dist.destroy_process_group()
     except Exception as error:
         if stop.is_set():  # a peer that left first looks like a broken connection

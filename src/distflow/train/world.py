@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group, which it would keep: see _leave
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
     PrefixStore,
@@ -171,6 +173,10 @@ def _leave() -> None:
     atexit.unregister(_finish_at_exit)
     forget()
     if dist.is_initialized():
+        # Gloo's threads must end here: one that frees a tensor while Python exits aborts the process. They end with the last
+        # reference to the group. A model of DistributedDataParallel has one, and is part of a reference cycle. The functions of
+        # `torch.distributed.nn` have the group at the time of its import as a default argument.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group, which it would keep: see `distflow.train.world._leave`
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
