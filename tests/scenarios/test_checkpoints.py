@@ -109,7 +109,11 @@ workflow:
         ln -sf /usr/share data
         attempt=$(basename $(realpath $(cat place)))
         echo rank {{rank_offset}} resumes at $(cat snapshot 2> /dev/null || echo 0) $(ls shards 2> /dev/null) of $attempt
-        if [ $DISTFLOW_RETRY_ID = 1 ]; then exit 0; fi
+        if [ $DISTFLOW_RETRY_ID = 1 ]; then
+          if [ {{rank_offset}} = 1 ]; then touch READY-1; fi
+          until [ -e READY-1 ]; do sleep 0.05; done
+          exit 0
+        fi
         mkdir shards; echo shard > shards/{{rank_offset}}
         if [ {{rank_offset}} = 1 ]; then touch READY; exec sleep 600; fi
         until [ -e READY ]; do sleep 0.05; done
@@ -135,10 +139,12 @@ def test_all_ranks_resume_from_the_snapshot_that_one_of_them_wrote_in_the_workin
 
 
 def test_a_supervisor_that_is_killed_goes_on_taking_them(cli: Cli, tmp_path: Path) -> None:
-    spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exit 9").replace("sleep 0.1", "sleep 2")
-    ident = cli.submit(cli.spec(spec.replace("1h", "1s")))
+    go = tmp_path / "go"
+    spec = COUNTING.replace("URL", f"file://{tmp_path}/kept").replace("exit 75", "exit 9").replace("1h", "1s")
+    ident = cli.submit(cli.spec(spec.replace("sleep 0.1", f"until [ -e {go} ]; do sleep 0.1; done")))
     wait_until((tmp_path / "kept" / "models" / "last").exists, 60)
     cli.kill_supervisor()
+    go.touch()
     cli.await_status(ident, "FAILED")
     assert (tmp_path / "kept" / "models" / "last").read_text() == "3\n"
 

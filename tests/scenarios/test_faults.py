@@ -110,6 +110,7 @@ def _agent(cli: Cli) -> int:
 def test_a_killed_process_ends_the_gang_and_is_named(cli: Cli, victim: str) -> None:
     workflow = cli.submit(cli.spec(GANG))
     cli.await_running(workflow)
+    cli.await_log(workflow, "worker ready")
     os.kill(_pids(cli, workflow, "worker")[victim], signal.SIGKILL)
     answer = cli.await_status(workflow, "FAILED", "FAILED_SERVER_ERROR")
     cause = answer["groups"][0]["first_cause"]

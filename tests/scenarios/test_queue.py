@@ -78,9 +78,7 @@ def test_supervisors_started_at_one_moment_leave_one(cli: Cli) -> None:
     go = cli.folder / "go"
     workflow = cli.submit(cli.spec(ONE_GANG.replace("GO", str(go))))
     cli.await_running(workflow)
-    at_work = cli.supervisor()
-    assert at_work is not None
-    subprocess.run(["kill", "-9", str(at_work)], check=True)
+    cli.kill_supervisor()
     command = [sys.executable, "-m", "distflow.supervisor", str(cli.state), "-1"]
     rivals = [subprocess.Popen(command, env=cli.environment) for _ in range(4)]
     wait_until(lambda: sum(process.poll() == 0 for process in rivals) == 3, 60)

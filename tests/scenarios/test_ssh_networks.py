@@ -256,7 +256,7 @@ def test_a_canceled_task_whose_node_stays_away_is_named_in_the_end(far_lab: Lab,
 def test_a_link_that_is_back_in_time_loses_no_node(far_lab: Lab, hosts: dict[str, NetnsHost]) -> None:
     cli = far_lab.cli
     # Longer than it takes to notice the silence, and shorter than one try to connect after that.
-    far_lab.configure(connect_timeout="30s", node_lost_after="20s")
+    far_lab.configure(connect_timeout="30s", node_lost_after="25s")
     workflow, let_go = _two(far_lab)
     away = cli.await_running(workflow)["worker"]["node_name"]
     hosts[away].cut()

@@ -167,9 +167,13 @@ def test_ranks_of_distflow_train_need_no_tool(cli: Cli) -> None:
     if seen["tool"]:
         cli.run("workflow", "cancel", workflow, "--force", "--wait", "60")
         pytest.skip("the node's own PATH has py-spy")
-    shown = cli.run("workflow", "stacks", workflow).out
-    assert ", rank 1)\n    load_batch (train.py:6)\n    <module> (train.py:12)\n" in shown
-    assert ", rank 0)\n    compute (train.py:10)\n" in shown
+
+    def is_shown() -> bool:  # a rank that has reported may not have reached its next line
+        shown = cli.run("workflow", "stacks", workflow).out
+        is_loading = ", rank 1)\n    load_batch (train.py:6)\n    <module> (train.py:12)\n" in shown
+        return is_loading and ", rank 0)\n    compute (train.py:10)\n" in shown
+
+    wait_until(is_shown, 60)
     assert cli.tasks(workflow)["one"]["status"] == "RUNNING"
     assert cli.run("workflow", "cancel", workflow, "--force", "--wait", "60").code == 0
 
