@@ -18,8 +18,9 @@ import pytest
 from distflow.errors import NotFound, RecordUnreadable, StateError, StoreBroken, StoreTooNew
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
+from distflow.state.event_details import HangOver, HangSuspected, Message, NodeReachable, NodeUnreachable
 from distflow.state.opening import set_aside
-from distflow.state.record import CancelRequest, End, Event, EventCode, Priority, Stray, WorkflowRecord
+from distflow.state.record import CancelRequest, End, Event, Priority, Stray, WorkflowRecord
 from distflow.state.search import Search
 from distflow.state.store import Store
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, task, workflow
@@ -46,7 +47,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def told(record_uuid: str, text: str) -> Event:
-    return Event(at=T0, kind="state", text=text, workflow=record_uuid)
+    return Event(at=T0, details=Message(text=text), workflow=record_uuid)
 
 
 def test_writers_at_once_number_without_gaps_or_repetition(tmp_path: Path) -> None:
@@ -234,22 +235,31 @@ def test_a_store_of_the_first_format_reads_well(tmp_path: Path) -> None:
             CREATE TABLE old AS SELECT {", ".join(columns)} FROM workflows; DROP TABLE workflows;
             ALTER TABLE old RENAME TO workflows;
             CREATE TABLE old AS SELECT {documents} FROM documents; DROP TABLE documents; ALTER TABLE old RENAME TO documents;
-            ALTER TABLE events DROP COLUMN code;
+            ALTER TABLE events DROP COLUMN code; ALTER TABLE events DROP COLUMN fields;
             INSERT INTO events (workflow, at, kind, text, grp) VALUES
                 ('{old.uuid}', 2, 'state', 'training: may hang: no task has printed', 'training'),
-                ('{old.uuid}', 3, 'state', 'training: gives signs of life again', 'training');
+                ('{old.uuid}', 3, 'state', 'training: gives signs of life again', 'training'),
+                ('{old.uuid}', 4, 'state', 'training: COMPLETED', 'training'),
+                ('{old.uuid}', 5, 'node', 'n1: unreachable: no route', NULL),
+                ('{old.uuid}', 6, 'node', 'n1: reachable again', NULL);
             PRAGMA user_version = 1;
         """)
     db.close()
     with Store(path) as store:
         found = store.find(old.id)
         assert found == old
-        assert [event.code for event in store.events(old.uuid)][-2:] == [EventCode.HANG, EventCode.HANG_OVER]
+        assert [event.details for event in store.events(old.uuid)][-5:] == [
+            HangSuspected(),
+            HangOver(),
+            Message(text="training: COMPLETED"),
+            NodeUnreachable(node="n1", error="no route"),
+            NodeReachable(node="n1"),
+        ]
         assert (found.priority, found.labels, found.tags, store.folder(old.uuid)) == (Priority.NORMAL, {}, (), None)
         assert store.list(Search(labels=[("team", "*")])) == ()
         store.tag(old.uuid, add=["old"])
         assert submit(store, replace(workflow(number=2), labels={"a": "b"})).id == "digits-2"
-    assert {row[0] for row in _read(path, "PRAGMA user_version")} == {5}
+    assert {row[0] for row in _read(path, "PRAGMA user_version")} == {6}
 
 
 def _read(path: Path, query: str) -> list[tuple[object, ...]]:

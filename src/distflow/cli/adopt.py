@@ -23,6 +23,7 @@ from distflow.errors import NodeError, StateError
 from distflow.pools.model import Pool
 from distflow.state import opening
 from distflow.state.directory import StateDirectory, find_state_directory
+from distflow.state.event_details import Message, WorkflowAdopted
 from distflow.state.record import Event, WorkflowRecord
 from distflow.state.store import Store
 from distflow.supervisor.adopting import Place, Rebuilt, is_starting, latest, rebuild
@@ -233,10 +234,12 @@ def _adopt(found: list[_Found], directory: StateDirectory, dry_run: bool) -> lis
 
 def _store(store: Store, one: _Found, rebuilt: Rebuilt, now: float) -> WorkflowRecord:
     """Insert a workflow with the pool as it is configured here: how its nodes are reached is this machine's to say."""
-    where = ", ".join(sorted({place.node for place in one.places.values()}))
-    text = f"adopted from {where}: {one.memo.record.user} submitted it on {one.memo.host} as {one.memo.record.id}"
-    events = [Event(at=now, kind="submitted", text=text, workflow=one.uuid)]
-    events += [Event(at=now, kind="state", text=note, workflow=one.uuid) for note in rebuilt.notes]
+    told = WorkflowAdopted(
+        nodes=tuple(sorted({place.node for place in one.places.values()})), user=one.memo.record.user, host=one.memo.host,
+        id=one.memo.record.id,
+    )  # fmt: skip
+    events = [Event(at=now, details=told, workflow=one.uuid)]
+    events += [Event(at=now, details=Message(text=note), workflow=one.uuid) for note in rebuilt.notes]
     record = store.submit(
         # ``pool_key`` says who shares nodes and settings, and both are ours from now on.
         _moved(rebuilt.record, one.pool),

@@ -15,6 +15,7 @@ from distflow.cli.reach import cancel_json, cancel_words, left_behind
 from distflow.cli.tables import plain, plain_lines
 from distflow.errors import DistflowError, InputError
 from distflow.state.directory import StateDirectory
+from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, Event, WorkflowRecord
 from distflow.state.store import Store
 from distflow.supervisor.process import ensure_supervisor
@@ -81,9 +82,9 @@ def _request(store: Store, key: str, message: str, force: bool) -> WorkflowRecor
     if record.state.is_final:
         raise InputError(f"{record.id} has ended already: {record.status}")
     now, user = time.time(), wiring.user_name()  # noqa: TID251  the moment of the request
-    words = f"{user} asked for its end" + (f": {message}" if message else "")
+    told = CancelRequested(user=user, message=message, is_forced=force)
     request = CancelRequest(at=now, by=user, message=message, force=force)
-    store.request_cancel(record.uuid, request, Event(at=now, kind="cancel", text=words, workflow=record.uuid))
+    store.request_cancel(record.uuid, request, Event(at=now, details=told, workflow=record.uuid))
     return record
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from distflow.cli.metrictext import NO_METRICS, GroupMetrics
@@ -93,11 +94,12 @@ def event_json(event: Event) -> dict[str, object]:
         "sequence": event.sequence,
         "time": iso(event.at),
         "kind": event.kind,
-        "code": event.code.value if event.code else None,
+        "code": event.code,
         "group": event.group,
         "task": event.task,
         "retry_id": event.attempt,
         "text": event.text,
+        "fields": asdict(event.details) if event.code is not None else {},
     }
 
 

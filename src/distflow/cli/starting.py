@@ -19,6 +19,7 @@ from distflow.documents.urls import parse_url
 from distflow.errors import DistflowError, WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.directory import StateDirectory
+from distflow.state.event_details import WorkflowSubmitted
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import Event, GroupRecord, Priority, WorkflowRecord
 from distflow.state.secrets import remove_secrets, write_secrets
@@ -68,9 +69,8 @@ def store_workflow(
         labels=labels,
         parent=parent,
     )
-    what = f"restarted from {parent}" if parent else "submitted"
-    text = f"{what} by {record.user} to pool {record.pool}" + (f"; kept: {', '.join(kept)}" if kept else "")
-    event = Event(at=now, kind="submitted", text=text, workflow=record.uuid)
+    told = WorkflowSubmitted(user=record.user, pool=record.pool, parent=parent, kept=tuple(kept))
+    event = Event(at=now, details=told, workflow=record.uuid)
     write_secrets(directory.secrets, record.uuid, gather_secrets(ready.plan, ready.pool, directory, overrides.secrets))
     try:
         return store.submit(

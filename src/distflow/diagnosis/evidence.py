@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distflow.diagnosis.model import Case, First, Witness
-from distflow.state.record import Cause, Event, EventCode, GroupRecord, TaskRecord
+from distflow.state.event_details import HangOver, HangSuspected
+from distflow.state.event_text import hang_text
+from distflow.state.record import Cause, Event, GroupRecord, TaskRecord
 from distflow.supervisor.missing_ranks import MissingRanks, missing_ranks
 from distflow.supervisor.printed_errors import without_launcher
 from distflow.supervisor.testimony import hear, hear_hidden
@@ -99,8 +101,8 @@ def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[E
     for event in events:
         if event.group != group.name or begun is None or event.at < begun or (ended is not None and event.at > ended):
             continue
-        if event.code is EventCode.HANG:
-            said = event.text.removeprefix(f"{group.name}: may hang: ").partition(";")[0]
-        elif event.code is EventCode.HANG_OVER:
+        if isinstance(event.details, HangSuspected):
+            said = hang_text(event.details.limit_s)
+        elif isinstance(event.details, HangOver):
             said = ""
     return said

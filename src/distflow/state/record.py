@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from distflow.lifecycle.exits import exit_code_of
 from distflow.lifecycle.states import Reason, State, WorkflowState, status_of, workflow_status_of
 from distflow.plan.binding import Binding
 from distflow.state.ends import Cause, End
+
+if TYPE_CHECKING:
+    from distflow.state.event_details import EventDetails
 
 __all__ = [
     "CancelRequest",
@@ -24,7 +28,6 @@ __all__ = [
     "DataRef",
     "End",
     "Event",
-    "EventCode",
     "GroupRecord",
     "HiddenFailure",
     "Kept",
@@ -438,29 +441,34 @@ class WorkflowRecord:
         return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
 
 
-class EventCode(str, Enum):
-    """What an event means to a program; an event that no program needs to understand has none."""
-
-    HANG = "hang"
-    """All tasks of a group have been silent for longer than ``hang_timeout``."""
-    HANG_OVER = "hang_over"
-    """One of them has made progress again."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Something that happened, as the store remembers it."""
 
     at: float
-    kind: str
-    """A word to filter by: ``submitted``, ``state``, ``node``, ``cancel``, ``supervisor``."""
-    text: str
-    """One sentence."""
     workflow: str
     """The workflow's uuid."""
+    details: EventDetails
+    """What happened."""
     group: str | None = None
     task: str | None = None
     attempt: int | None = None
-    code: EventCode | None = None
     sequence: int = 0
     """Position in the store; 0 before it is saved."""
+
+    @property
+    def kind(self) -> str:
+        """A word to filter by: ``submitted``, ``state``, ``node``, ``cancel``."""
+        return self.details.kind
+
+    @property
+    def code(self) -> str | None:
+        """What it means to a program; ``None`` for a message to people alone."""
+        return self.details.code
+
+    @property
+    def text(self) -> str:
+        """The sentence for people. No program may depend on it."""
+        from distflow.state.event_text import event_text  # noqa: PLC0415  most commands show no events
+
+        return event_text(self.details, group=self.group, task=self.task)

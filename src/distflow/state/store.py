@@ -20,7 +20,7 @@ import msgspec
 from distflow.errors import NotFound, StoreTooNew
 from distflow.state import opening
 from distflow.state.codec import DecodeError, decode, encode, writable
-from distflow.state.record import CancelRequest, Event, EventCode, GroupRecord, WorkflowRecord
+from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
 from distflow.state.search import Search, where
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ _MIGRATIONS = (
     UPDATE events SET code = 'hang' WHERE text LIKE grp || ': may hang: %';
     UPDATE events SET code = 'hang_over' WHERE text = grp || ': gives signs of life again'
     """,
+    "ALTER TABLE events ADD COLUMN fields TEXT",
 )
 
 _FIELDS = (
@@ -78,7 +79,6 @@ _FIELDS = (
 )  # fmt: skip
 _COLUMNS = ", ".join(_FIELDS)
 _ALL = Search()
-_CODES = frozenset(code.value for code in EventCode)
 _TAGS = "(SELECT group_concat(tag) FROM tags WHERE workflow = uuid)"
 """No tag holds a comma."""
 
@@ -293,9 +293,11 @@ class Store:
 
     def events(self, workflow: str, *, after: int = 0) -> tuple[Event, ...]:
         """Return the events of a workflow (uuid) with a sequence number above ``after``, in order."""
+        from distflow.state.event_details import read_details  # noqa: PLC0415  quick commands read no events
+
         with self._errors():
             rows = self._db.execute(
-                "SELECT sequence, at, kind, text, workflow, grp, task, attempt, code FROM events"
+                "SELECT sequence, at, kind, text, workflow, grp, task, attempt, code, fields FROM events"
                 " WHERE workflow = ? AND sequence > ? ORDER BY sequence",
                 (workflow, after),
             ).fetchall()
@@ -303,13 +305,11 @@ class Store:
             Event(
                 sequence=r[0],
                 at=r[1],
-                kind=r[2],
-                text=r[3],
+                details=read_details(code=r[8], fields=r[9], kind=r[2], text=r[3]),
                 workflow=r[4],
                 group=r[5],
                 task=r[6],
                 attempt=r[7],
-                code=EventCode(r[8]) if r[8] in _CODES else None,
             )
             for r in rows
         )
@@ -358,10 +358,22 @@ class Store:
         )
 
     def _write_events(self, events: Iterable[Event]) -> None:
+        from distflow.state.event_details import write_fields  # noqa: PLC0415  quick commands write no events
+
         self._db.executemany(
-            "INSERT INTO events (workflow, at, kind, text, grp, task, attempt, code) VALUES (?,?,?,?,?,?,?,?)",
+            "INSERT INTO events (workflow, at, kind, text, grp, task, attempt, code, fields) VALUES (?,?,?,?,?,?,?,?,?)",
             [
-                (e.workflow, e.at, e.kind, writable(e.text), e.group, e.task, e.attempt, e.code.value if e.code else None)
+                (
+                    e.workflow,
+                    e.at,
+                    e.kind,
+                    writable(e.text) if e.code is None else "",
+                    e.group,
+                    e.task,
+                    e.attempt,
+                    e.code,
+                    None if e.code is None else write_fields(e.details),
+                )
                 for e in events
             ],
         )

@@ -33,12 +33,29 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
-from distflow.documents.quantities import bytes_text
 from distflow.documents.words import few
-from distflow.layout.ranks import rank_words
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, Plan
+from distflow.state.event_details import (
+    AttemptForgotten,
+    EventDetails,
+    GroupCannotStart,
+    GroupWaiting,
+    LeaseGranted,
+    LeaseLost,
+    NodeReachable,
+    NodeUnreachable,
+    OrphanGone,
+    OrphanStopping,
+    OutputCollected,
+    OutputHeldBack,
+    OutputLosing,
+    TaskCannotStart,
+    TaskReady,
+    TaskStarted,
+    TaskStatus,
+)
 from distflow.state.record import Event, GroupRecord, OutOfReach, Refusal, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
 from distflow.supervisor.carrying import absorb_not_brought
 from distflow.supervisor.checkpointing import absorb_checkpoint
@@ -46,7 +63,8 @@ from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 from distflow.supervisor.world import NodeView
 
 __all__ = [
-    "REFUSED", "WAITING", "absorb", "absorb_node", "absorb_view", "announce_wait", "end_unstarted", "stop_unstarted",
+    "REFUSED", "WAITING", "absorb", "absorb_node", "absorb_view", "announce_wait", "end_unstarted", "node_details",
+    "stop_unstarted",
 ]  # fmt: skip
 
 REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
@@ -71,9 +89,9 @@ def absorb(
             return record, []
         if isinstance(seen, Leased):
             leased = _leased(group, seen.binding, seen.at)
-            words = f"{group.name}: has its nodes: {_places(seen.binding)}"
-            words += f"; runs without {few(leased.left_out, ', ')}" if leased.left_out else ""
-            return record.with_group(leased), [_event(record, seen.at, "state", words, group.name)]
+            nodes = {task: where.node for task, where in seen.binding.tasks.items()}
+            granted = LeaseGranted(nodes=nodes, port=seen.binding.port, left_out=leased.left_out)
+            return record.with_group(leased), [_event(record, seen.at, granted, group.name)]
         return _refused(record, group, seen)
     key = seen.key
     group = record.group(key.group)
@@ -83,15 +101,13 @@ def absorb(
     if isinstance(seen, NotBrought | OutputLost | OutputWaits):
         return _absorb_trouble(record, group, task, seen)
     if isinstance(seen, Collected | CollectFailed) and seen.checkpoint is not None:
-        taken, told = absorb_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
-        return record.with_group(taken), told
-    changed, text = _task_after(group, task, seen, plan)
+        taken, events = absorb_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
+        return record.with_group(taken), events
+    changed, told = _task_after(group, task, seen, plan)
     if changed is task:
         return record, []
     after = record.with_group(group.with_task(changed))
-    if text:
-        return after, [_event(record, seen.at, "state", text, group.name, task.name, task.attempt)]
-    return after, []
+    return after, [_event(record, seen.at, told, group.name, task)] if told is not None else []
 
 
 def absorb_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
@@ -135,8 +151,14 @@ def absorb_node(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[Workfl
                 after = after.with_group(after.group(group.name).with_task(replace(task, out_of_reach=away)))
     if not is_news:
         return record, []
-    words = f"unreachable: {seen.error}" if isinstance(seen, NodeDown) else "reachable again"
-    return after, [_event(record, seen.at, "node", f"{seen.node}: {words}")]
+    return after, [_event(record, seen.at, node_details(seen))]
+
+
+def node_details(seen: NodeUp | NodeDown) -> NodeUnreachable | NodeReachable:
+    """Return what an event says of a node that was lost or found."""
+    if isinstance(seen, NodeDown):
+        return NodeUnreachable(node=seen.node, error=seen.error)
+    return NodeReachable(node=seen.node)
 
 
 def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str, at: float) -> GroupRecord:
@@ -183,28 +205,28 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
     message = few([one.message for one in known.values()], "; ")  # what each said last
     if seen.is_final:
         failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, seen.at)
-        event = _event(record, seen.at, "state", f"{group.name}: cannot start: {message}", group.name)
+        event = _event(record, seen.at, GroupCannotStart(message=message), group.name)
         return record.with_group(failed), [event]
-    waiting, text = announce_wait(replace(group, refusals=tuple(known.values())), message)
+    waiting, told = announce_wait(replace(group, refusals=tuple(known.values())), message)
     again = record.with_group(waiting)
-    return again, [_event(record, seen.at, "state", text, group.name)] if text else []
+    return again, [_event(record, seen.at, told, group.name)] if told is not None else []
 
 
-def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, str]:
-    """Return a group that waits for nodes with what it waits for, and the text of the event; empty if that was written before.
+def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupWaiting | None]:
+    """Return a group that waits for nodes with what it waits for, and the event's details unless that was said before.
 
     The obstacle may change back and forth every few seconds, for days.
     """
     message = f"{WAITING}{message}"
     if group.message == message:
-        return group, ""
+        return group, None
     announced = group.announced if group.announced_for == (group.attempt, group.scheduling_at) else ()
     waiting = replace(group, message=message)
     if message in announced:
-        return waiting, ""
+        return waiting, None
     announced = (*announced, message)[-_ANNOUNCED:]
     waiting = replace(waiting, announced=announced, announced_for=(group.attempt, group.scheduling_at))
-    return waiting, f"{group.name}: {message}"
+    return waiting, GroupWaiting(message=message)
 
 
 _LEASE_LOST = ("start_timeout", "released", "runner_died", "keeper_died", "both_died")
@@ -218,15 +240,15 @@ _StatusReport = (
 
 def _task_after(  # noqa: C901  one case for each observation
     group: GroupRecord, task: TaskRecord, seen: _StatusReport, plan: Plan
-) -> tuple[TaskRecord, str]:
-    """Return the task after an observation of its attempt, and the text of the event; empty for none."""
+) -> tuple[TaskRecord, EventDetails | None]:
+    """Return the task after an observation of its attempt, and the details of the event; ``None`` where there is none."""
     match seen:
         case Prepared():
             return _prepared(task)
         case PrepareFailed():
             return _prepare_failed(task, seen)
         case Staging():
-            return _staging(task, seen), ""
+            return _staging(task, seen), None
         case Started():
             return _started(task, seen)
         case StopAccepted():
@@ -234,25 +256,25 @@ def _task_after(  # noqa: C901  one case for each observation
         case Ended():
             return _ended(group, task, seen, plan.group(group.name).launch(task.name).exit_actions)
         case Released():
-            return _given_back(task, seen.at) if task.state is State.INITIALIZING else (task, "")
+            return _given_back(task, seen.at) if task.state is State.INITIALIZING else (task, None)
         case Absent():
             return _absent(task, seen)
         case LogComplete():
-            return (task if task.log_complete else replace(task, log_complete=True)), ""
+            return (task if task.log_complete else replace(task, log_complete=True)), None
         case Collecting():
-            return _collecting(task, seen), ""
+            return _collecting(task, seen), None
         case Collected():
             return _collected(task, seen)
         case CollectFailed():
-            return _collect_failed(task, seen), ""
+            return _collect_failed(task, seen), None
         case Unanswered() | CollectUnanswered():
-            return task, ""
+            return task, None
 
 
-def _prepared(task: TaskRecord) -> tuple[TaskRecord, str]:
+def _prepared(task: TaskRecord) -> tuple[TaskRecord, EventDetails | None]:
     if task.state is not State.INITIALIZING or task.prepared:
-        return task, ""
-    return replace(task, prepared=True, transfer=None), f"{task.name}: ready to start on {task.node}"
+        return task, None
+    return replace(task, prepared=True, transfer=None), TaskReady(node=task.node)
 
 
 def _staging(task: TaskRecord, seen: Staging) -> TaskRecord:
@@ -262,19 +284,19 @@ def _staging(task: TaskRecord, seen: Staging) -> TaskRecord:
     return replace(task, transfer=moved)
 
 
-def _prepare_failed(task: TaskRecord, seen: PrepareFailed) -> tuple[TaskRecord, str]:
+def _prepare_failed(task: TaskRecord, seen: PrepareFailed) -> tuple[TaskRecord, EventDetails | None]:
     if task.state is not State.INITIALIZING:
-        return task, ""
+        return task, None
     # The attempt's pair still waits on the node: its end is seen when it is stopped.
     reason = Reason.IMAGE_PULL if seen.is_image else Reason.DATA if seen.is_data else Reason.START_ERROR
-    return replace(task, reason=reason, message=seen.message), f"{task.name}: cannot start: {seen.message}"
+    return replace(task, reason=reason, message=seen.message), TaskCannotStart(message=seen.message)
 
 
-def _started(task: TaskRecord, seen: Started) -> tuple[TaskRecord, str]:
+def _started(task: TaskRecord, seen: Started) -> tuple[TaskRecord, EventDetails | None]:
     # Of one that was adopted while its node was unreachable, nobody knows yet when it was started, and where.
     is_unknown = task.state in (State.RUNNING, State.STOPPING) and task.started_at is None
     if not (is_unknown or task.state is State.INITIALIZING):
-        return task, ""
+        return task, None
     running = replace(
         task,
         state=task.state if is_unknown else State.RUNNING,
@@ -282,65 +304,63 @@ def _started(task: TaskRecord, seen: Started) -> tuple[TaskRecord, str]:
         started_at=seen.started_at if seen.clock is None else seen.clock.ours(seen.started_at),
         output_dir=f"{seen.directory}/output" if seen.directory else None,
     )
-    where = ", ".join(filter(None, [task.node, rank_words(task.ranks)]))
-    return running, f"{task.name}: started on {where} (pid {seen.pid})"
+    return running, TaskStarted(node=task.node, pid=seen.pid, ranks=task.ranks)
 
 
-def _stop_accepted(task: TaskRecord, seen: StopAccepted) -> tuple[TaskRecord, str]:
+def _stop_accepted(task: TaskRecord, seen: StopAccepted) -> tuple[TaskRecord, EventDetails | None]:
     if task.stray is Stray.OUT_OF_REACH:
-        return replace(task, stray=Stray.STOPPING), f"{task.name}: {task.node} is back, it is stopped there"
+        return replace(task, stray=Stray.STOPPING), OrphanStopping(node=task.node)
     if task.state not in (State.INITIALIZING, State.RUNNING, State.STOPPING):
-        return task, ""
+        return task, None
     grace_s = task.grace_s if seen.grace_s is None else seen.grace_s
     if task.state is State.STOPPING and task.grace_s == grace_s:
-        return task, ""
-    return replace(task, state=State.STOPPING, grace_s=grace_s), ""
+        return task, None
+    return replace(task, state=State.STOPPING, grace_s=grace_s), None
 
 
-def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActions) -> tuple[TaskRecord, str]:
+def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActions) -> tuple[TaskRecord, EventDetails | None]:
     if task.stray is not None:
         return _is_gone(task)
     if task.state.is_final:
-        return task, ""
+        return task, None
     end = end_from(dict(seen.end), seen.at, seen.clock)
     was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
         # Nothing has run, so nothing has failed: the gang gives back what it has and queues again.
-        return replace(task, reason=Reason.START_TIMEOUT, prepared=False), f"{task.name}: its lease was lost"
+        return replace(task, reason=Reason.START_TIMEOUT, prepared=False), LeaseLost()
     if task.reason in REFUSED:
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
     else:
         ended = conclude(task, group, end)
     ended = by_exit_actions(ended, actions)
-    words = f": {ended.message}" if ended.message else ""
-    return ended, f"{task.name}: {ended.status}{words}"
+    return ended, TaskStatus(status=ended.status, message=ended.message)
 
 
-def _given_back(task: TaskRecord, at: float) -> tuple[TaskRecord, str]:
+def _given_back(task: TaskRecord, at: float) -> tuple[TaskRecord, EventDetails | None]:
     if task.reason in REFUSED:
         # It is why its group ends: that must not be forgotten with the lease.
         failed = replace(task, state=State.FAILED, ended_at=at, log_complete=True)
-        return failed, f"{task.name}: {failed.status}: {task.message}"
+        return failed, TaskStatus(status=failed.status, message=task.message)
     back = replace(
         task, state=State.SCHEDULING, reason=None, node=None, gpu_ids=(), out_of_reach=None, prepared=False, transfer=None
     )
-    return back, ""
+    return back, None
 
 
-def _is_gone(task: TaskRecord) -> tuple[TaskRecord, str]:
-    return replace(task, stray=None), f"{task.name}: nothing of it is left on {task.node}"
+def _is_gone(task: TaskRecord) -> tuple[TaskRecord, EventDetails | None]:
+    return replace(task, stray=None), OrphanGone(node=task.node)
 
 
-def _absent(task: TaskRecord, seen: Absent) -> tuple[TaskRecord, str]:
+def _absent(task: TaskRecord, seen: Absent) -> tuple[TaskRecord, EventDetails | None]:
     if task.stray is not None:
         return _is_gone(task)
     if task.state is State.INITIALIZING:
         return _given_back(task, seen.at)
     if task.state.is_final:
-        return (task, "") if task.log_complete else (replace(task, log_complete=True), "")
+        return (task, None) if task.log_complete else (replace(task, log_complete=True), None)
     message = f"{task.node} knows nothing of it any more: its directory there is gone"
     gone = replace(task, state=State.FAILED, reason=Reason.INTERNAL, message=message, ended_at=seen.at, log_complete=True)
-    return gone, f"{task.name}: {message}"
+    return gone, AttemptForgotten(message=message)
 
 
 def _collecting(task: TaskRecord, seen: Collecting) -> TaskRecord:
@@ -351,13 +371,11 @@ def _collecting(task: TaskRecord, seen: Collecting) -> TaskRecord:
     return replace(task, transfer=moved)
 
 
-def _collected(task: TaskRecord, seen: Collected) -> tuple[TaskRecord, str]:
+def _collected(task: TaskRecord, seen: Collected) -> tuple[TaskRecord, EventDetails | None]:
     if task.saved is not None:
-        return task, ""
-    left_out = f"; left out, as no file holds it: {', '.join(seen.left_out)}" if seen.left_out else ""
+        return task, None
     saved = replace(task, saved=Saved(at=seen.at, digest=seen.digest, size=seen.size), transfer=None)
-    where = "is on every node" if seen.is_everywhere else "is here"
-    return saved, f"{task.name}: its output {where}: {bytes_text(seen.size)}{left_out}"
+    return saved, OutputCollected(size=seen.size, is_everywhere=seen.is_everywhere, left_out=seen.left_out)
 
 
 def _collect_failed(task: TaskRecord, seen: CollectFailed) -> TaskRecord:
@@ -372,19 +390,14 @@ def _absorb_trouble(
     """Return what follows from trouble that changes nothing about the task itself."""
     if isinstance(seen, NotBrought):
         return absorb_not_brought(record, seen)
-    text = f"{task.name}: its output stays on {task.node}: this machine's disk is almost full; free space here"
-    if isinstance(seen, OutputLost):
-        text = f"{task.name}: its output is being lost: the disk of {task.node} is full; free space there"
-    return record, [_event(record, seen.at, "state", text, group.name, task.name, task.attempt)]
-
-
-def _places(binding: Binding) -> str:
-    port = f", port {binding.port}" if binding.port is not None else ""
-    return ", ".join(f"{task} on {where.node}" for task, where in binding.tasks.items()) + port
+    details = OutputLosing(node=task.node) if isinstance(seen, OutputLost) else OutputHeldBack(node=task.node)
+    return record, [_event(record, seen.at, details, group.name, task)]
 
 
 def _event(
-    record: WorkflowRecord, at: float, kind: str, text: str, group: str | None = None, task: str | None = None,
-    attempt: int | None = None,
-) -> Event:  # fmt: skip
-    return Event(at=at, kind=kind, text=text, workflow=record.uuid, group=group, task=task, attempt=attempt)
+    record: WorkflowRecord, at: float, details: EventDetails, group: str | None = None, task: TaskRecord | None = None
+) -> Event:
+    return Event(
+        at=at, details=details, workflow=record.uuid, group=group, task=task.name if task else None,
+        attempt=task.attempt if task else None,
+    )  # fmt: skip

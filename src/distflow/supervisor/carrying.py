@@ -12,12 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from distflow.backends.base import AttemptKey, NotBrought
-from distflow.documents.quantities import bytes_text
 from distflow.documents.urls import parse_url
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, Bring, GroupPlan, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.spec.model import DataSpec
+from distflow.state.event_details import (
+    DataFailed,
+    DataRelayed,
+    EventDetails,
+    InputEmpty,
+    InputFetched,
+    OutputEmpty,
+    OutputWritten,
+)
 from distflow.state.record import Carried, Cause, DataKind, DataRef, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 from distflow.storage.options import package_of
 from distflow.supervisor.commands import TransferData
@@ -223,28 +231,26 @@ def absorb_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> 
         moved = Transfer(sent=seen.done, total=seen.total, bytes_per_s=seen.bytes_per_s, at=seen.at, output=verb, url=seen.url)
         return record.with_group(group.with_task(replace(task, transfer=moved))), []
     after = replace(group.with_task(replace(task, transfer=None)), carried=(*group.carried, seen.outcome))
-    warnings = record.warnings
-    done = seen.outcome
-    what = f"{done.files:,} file{'' if done.files == 1 else 's'}, {bytes_text(done.content)}"
-    words = f"its input is here: {done.url}: {what}" if is_input else f"its output is at {done.url}: {what}"
+    details = _details(seen)
+    event = Event(at=seen.at, details=details, workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt)
+    warnings = (event.text,) if isinstance(details, InputEmpty) else ()
+    return replace(record.with_group(after), warnings=(*record.warnings, *warnings)), [event]
+
+
+def _details(seen: TransferEnded) -> EventDetails:
+    """Return what an event says of the end of a transfer."""
+    done, is_input = seen.outcome, seen.data.kind is DataKind.FETCH
     if done.is_relayed:
-        where = f"its input comes from {done.url}" if is_input else f"its output goes to {done.url}"
-        words = f"{where} through this machine: {done.error}"
-    elif done.error:
-        words = f"{'its input' if is_input else 'its output'}: {done.error}"
-    elif not done.files and is_input:
-        matched = f"nothing at {seen.url} is matched by `{done.regex}`" if done.regex else f"there is nothing at {seen.url}"
-        words = f"{matched}: the directory of its input is empty"
-        warnings = (*warnings, f"{task.name}: {words}")
-    elif done.is_direct:
-        words = f"its input is fetched by its node: {done.url}: {what}"
-    elif not done.files:
-        words = f"nothing is written to {seen.url}: {f'`{done.regex}` matches nothing' if done.regex else 'there is no file'}"
-    event = Event(
-        at=seen.at, kind="state", text=f"{task.name}: {words}", workflow=record.uuid, group=group.name, task=task.name,
-        attempt=task.attempt,
-    )  # fmt: skip
-    return replace(record.with_group(after), warnings=warnings), [event]
+        return DataRelayed(is_input=is_input, url=done.url, why=done.error)
+    if done.error:
+        return DataFailed(is_input=is_input, error=done.error)
+    if is_input:
+        if not done.files:
+            return InputEmpty(url=seen.url, regex=done.regex)
+        return InputFetched(url=done.url, files=done.files, size=done.content, is_direct=done.is_direct)
+    if not done.files:
+        return OutputEmpty(url=seen.url, regex=done.regex)
+    return OutputWritten(url=done.url, files=done.files, size=done.content)
 
 
 def absorb_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:
@@ -257,8 +263,8 @@ def absorb_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[Workfl
     left = tuple(one for one in group.carried if one is not found)
     note = Carried(data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why)
     event = Event(
-        at=seen.at, kind="state", text=f"{seen.key.task}: its input comes from {found.url} through this machine: {seen.why}",
-        workflow=record.uuid, group=group.name, task=seen.key.task, attempt=seen.key.attempt,
+        at=seen.at, details=DataRelayed(is_input=True, url=found.url, why=seen.why), workflow=record.uuid, group=group.name,
+        task=seen.key.task, attempt=seen.key.attempt,
     )  # fmt: skip
     return record.with_group(replace(group, carried=(*left, note))), [event]
 

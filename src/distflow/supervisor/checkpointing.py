@@ -19,6 +19,7 @@ from distflow.documents.quantities import bytes_text
 from distflow.documents.words import few
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
+from distflow.state.event_details import CheckpointFailed, CheckpointFilesLeftOut, CheckpointWritten, EventDetails
 from distflow.state.record import Checkpoint, DataKind, DataRef, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.carrying import (
     Errand,
@@ -170,15 +171,15 @@ def absorb_checkpoint(
     if is_being_written or is_being_sent or known.attempt > task.attempt:
         return group, []  # it came twice, or from a node that was given up
     taken = replace(known, attempt=task.attempt, at=seen.at, is_last=checkpoint.is_last, error="")
-    words = ""
+    told: list[EventDetails] = []
     if isinstance(seen, CollectFailed):
-        taken, words = replace(taken, error=seen.message), f"its checkpoint was not taken: {seen.message}"
+        taken, told = replace(taken, error=seen.message), [CheckpointFailed(is_taken=False, error=seen.message)]
     elif seen.digest and (seen.digest != known.digest or known.error):  # with an error it may not be at its URL
         is_shared = plan.launch(task.name).checkpoints[number].is_shared
         taken = replace(taken, digest=seen.digest, size=seen.size, is_new=not is_shared)
         if seen.left_out:
-            words = f"left out of its checkpoint, as they changed meanwhile or lead out of it: {', '.join(seen.left_out)}"
-    return group.with_checkpoint(taken), _events(record, group, task.name, task.attempt, seen.at, words)
+            told = [CheckpointFilesLeftOut(files=seen.left_out)]
+    return group.with_checkpoint(taken), [_event(record, group, taken, seen.at, one) for one in told]
 
 
 def errand_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Errand:
@@ -207,10 +208,10 @@ def _absorb_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[Workflo
     if known is None or not known.is_new or known.attempt != seen.key.attempt:
         return record, []
     stored = replace(known, at=seen.at, is_new=False, error=seen.outcome.error)
-    words = f"its checkpoint is at {seen.url}: {seen.outcome.files:,} files, {bytes_text(seen.outcome.content)}"
+    told: EventDetails = CheckpointWritten(url=seen.url, files=seen.outcome.files, size=seen.outcome.content)
     if stored.error:
-        words = f"its checkpoint was not written: {stored.error}"
-    return record.with_group(group.with_checkpoint(stored)), _events(record, group, known.task, known.attempt, seen.at, words)
+        told = CheckpointFailed(is_taken=True, error=stored.error)
+    return record.with_group(group.with_checkpoint(stored)), [_event(record, group, stored, seen.at, told)]
 
 
 def _all(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int, PlannedCheckpoint]]:
@@ -251,8 +252,5 @@ def _has_one_more(task: TaskRecord, known: Checkpoint | None) -> bool:
     return has_run and not is_gone and not (known is not None and known.is_last)
 
 
-def _events(record: WorkflowRecord, group: GroupRecord, task: str, attempt: int, at: float, words: str) -> list[Event]:
-    if not words:
-        return []
-    text = f"{task}: {words}"
-    return [Event(at=at, kind="state", text=text, workflow=record.uuid, group=group.name, task=task, attempt=attempt)]
+def _event(record: WorkflowRecord, group: GroupRecord, about: Checkpoint, at: float, details: EventDetails) -> Event:
+    return Event(at=at, details=details, workflow=record.uuid, group=group.name, task=about.task, attempt=about.attempt)

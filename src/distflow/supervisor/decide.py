@@ -14,7 +14,19 @@ from functools import partial
 
 from distflow.documents.quantities import seconds_text
 from distflow.lifecycle.states import Reason, State
-from distflow.state.record import CancelRequest, Cause, Event, EventCode, GroupRecord, Stray
+from distflow.state.event_details import (
+    CheckpointsDiffer,
+    EventDetails,
+    GroupCannotStart,
+    GroupRescheduled,
+    HangOver,
+    HangSuspected,
+    OrphanNotSeen,
+    TaskStatus,
+    WorkflowStatus,
+)
+from distflow.state.event_text import event_text
+from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray
 from distflow.supervisor.absorb import announce_wait, end_unstarted, stop_unstarted
 from distflow.supervisor.checkpointing import CANCELED_S, differences, due
 from distflow.supervisor.commands import CollectOutput, PackCheckpoint, Prepare, Start, Stop
@@ -69,16 +81,14 @@ def _take(waiting: Leases, decision: Decision, glances: Mapping[str, Glance], no
         record = decision.records.get(uuid) or glances[uuid].share.workflow.record
         group = record.group(name)
         if (uuid, name) in waiting.failures:
-            after, text = (
-                end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now),
-                f"{name}: cannot start: {message}",
-            )
+            after = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now)
+            told: EventDetails | None = GroupCannotStart(message=message)
         else:
-            after, text = announce_wait(group, message)
+            after, told = announce_wait(group, message)
         if after is not group:
             decision.records[uuid] = record.with_group(after)
-        if text:
-            decision.events.append(Event(at=now, kind="state", text=text, workflow=uuid, group=name))
+        if told is not None:
+            decision.events.append(Event(at=now, details=told, workflow=uuid, group=name))
 
 
 def _at_rest(world: World, now: float) -> Mapping[str, Glance]:
@@ -97,8 +107,8 @@ def _look(world: World, workflow: Workflow, now: float, decision: Decision, *, i
         record = record if after is group else record.with_group(after)
     before, record = record, roll_up(record, now)
     if record is not before and record.status != before.status:
-        text = f"workflow {record.id}: {record.status}"
-        part.events.append(Event(at=now, kind="state", text=text, workflow=record.uuid))
+        status = WorkflowStatus(id=record.id, status=record.status)
+        part.events.append(Event(at=now, details=status, workflow=record.uuid))
     has_changed = record is not workflow.record and record != workflow.record
     if has_changed:
         decision.records[record.uuid] = record
@@ -211,13 +221,12 @@ class _Step(Starting):
             self.decision.wake(silent_since + limit)
             if self.group.silent_since is not None:
                 self.group = replace(self.group, silent_since=None, message="")
-                self._tell(f"{self.group.name}: makes progress again", code=EventCode.HANG_OVER)
+                self._tell(HangOver())
             return
         if self.group.silent_since is None:
-            words = f"may hang: no task has printed anything for {seconds_text(limit)} (hang_timeout)"
-            words += f"; where its processes are: distflow workflow stacks {self.record.id}"
-            self.group = replace(self.group, silent_since=silent_since, message=words)
-            self._tell(f"{self.group.name}: {words}", code=EventCode.HANG)
+            hang = HangSuspected(limit_s=limit, workflow_id=self.record.id)
+            self.group = replace(self.group, silent_since=silent_since, message=event_text(hang, group=None, task=None))
+            self._tell(hang)
         self.decision.wake(self.now + _HANG_LOOK_S)
 
     # STOPPING: until nothing is left anywhere.
@@ -267,7 +276,7 @@ class _Step(Starting):
             )  # fmt: skip
             lost = by_exit_actions(lost, self.plan.launch(task.name).exit_actions)
             self.group = self.group.with_task(lost)
-            self._tell(f"{task.name}: {lost.status}: {lost.message}", task)
+            self._tell(TaskStatus(status=lost.status, message=lost.message), task)
 
     def _strays(self) -> None:
         """Stop what was given up, as soon as its node is back: it may hold GPUs, and the ranks of its world are gone.
@@ -280,7 +289,7 @@ class _Step(Starting):
             forgotten_at = (task.ended_at or self.now) + self.pool.retention_s if self.pool is not None else math.inf
             if self.now >= forgotten_at:
                 self.group = self.group.with_task(replace(task, stray=None, log_complete=True))
-                self._tell(f"{task.name}: {task.node} was not seen again", task)
+                self._tell(OrphanNotSeen(node=task.node), task)
                 continue
             self.decision.wake(forgotten_at)
             if task.stray is Stray.OUT_OF_REACH:
@@ -370,9 +379,9 @@ class _Step(Starting):
         again = try_again(self.plan, self.group, cause, self.now) if is_rescheduled(self.plan, self.group, cause) else None
         if again is not None:
             self.group = again
-            self._tell(f"{again.name}: RESCHEDULED: {cause.task}: {cause.message}; {again.message}")
+            self._tell(GroupRescheduled(failed_task=cause.task, message=cause.message, next=again.message))
             if words := differences(self.plan, again):
-                self._tell(f"{again.name}: {words}")
+                self._tell(CheckpointsDiffer(message=words))
         return again is not None
 
 

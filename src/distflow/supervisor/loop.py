@@ -30,12 +30,14 @@ from distflow.errors import InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.earlier import planned_blobs
 from distflow.pools.model import Pool
+from distflow.state.event_details import WorkflowRefused
+from distflow.state.event_text import event_text
 from distflow.state.mirror import LAST_LINES, Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import remove_secrets
 from distflow.state.store import Store
 from distflow.storage.credentials import CredentialsFor, ambient
-from distflow.supervisor.absorb import absorb, absorb_node, absorb_view, end_unstarted
+from distflow.supervisor.absorb import absorb, absorb_node, absorb_view, end_unstarted, node_details
 from distflow.supervisor.answering import answered
 from distflow.supervisor.carrying import TransferEnded, TransferMoved, is_wanted
 from distflow.supervisor.checkpointing import absorb_transfer, errand_of, place_of
@@ -228,15 +230,14 @@ class Supervisor:
         view = self._nodes[place]
         self._nodes = {**self._nodes, place: absorb_view(view, seen)}
         if isinstance(seen, NodeDown):
-            words = f"{seen.node}: unreachable: {seen.error}"
             is_news = view.up or view.error != seen.error
             for identity, command in list(self._in_flight.items()):
                 if command.pool == seen.pool and command.key.node == seen.node:
                     del self._in_flight[identity]
         else:
-            words, is_news = f"{seen.node}: reachable again", not view.up and bool(view.error)
+            is_news = not view.up and bool(view.error)
         if is_news:
-            self._log(words)
+            self._log(event_text(node_details(seen), group=None, task=None))
         for uuid, workflow in self._workflows.items():
             record, told = absorb_node(workflow.record, seen)
             events += told
@@ -287,7 +288,7 @@ class Supervisor:
             for group in record.groups
         )
         ended = replace(record, state=WorkflowState.FAILED, reason=Reason.START_ERROR, ended_at=now, groups=groups)
-        self._store.save([ended], [Event(at=now, kind="state", text=f"cannot run: {message}", workflow=record.uuid)])
+        self._store.save([ended], [Event(at=now, details=WorkflowRefused(message=message), workflow=record.uuid)])
 
     def _backend(self, record: WorkflowRecord) -> Backend:
         key = record.pool_key

@@ -7,6 +7,7 @@ from dataclasses import replace
 from distflow.documents.quantities import seconds_text
 from distflow.lifecycle.states import Reason, State
 from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
+from distflow.state.event_details import GroupStatus
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import TaskRecord
 from distflow.supervisor.absorb import REFUSED, WAITING, end_unstarted
@@ -131,7 +132,7 @@ class Starting(Step):
 
     def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
         self.group = end_unstarted(self.group, state, reason, message, self.now)
-        self._tell(f"{self.group.name}: {self.group.status}: {message}")
+        self._tell(GroupStatus(status=self.group.status, message=message))
 
 
 def _late(task: TaskRecord) -> str:

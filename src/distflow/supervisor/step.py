@@ -9,7 +9,8 @@ from distflow.backends.base import AttemptKey
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
-from distflow.state.record import Event, EventCode, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.event_details import EventDetails, GroupStatus, GroupWaiting
+from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.commands import Command, CommandId, Lease
 from distflow.supervisor.world import Decision, NodeView, Workflow, World, key_of
 
@@ -38,14 +39,13 @@ class Step:
         before = self.group.state
         self.group = replace(self.group, state=state, **changes)  # type: ignore[arg-type]
         if state is not before:
-            words = f": {self.group.message}" if self.group.message else ""
-            self._tell(f"{self.group.name}: {self.group.status}{words}")
+            self._tell(GroupStatus(status=self.group.status, message=self.group.message))
 
-    def _tell(self, text: str, task: TaskRecord | None = None, *, code: EventCode | None = None) -> None:
+    def _tell(self, details: EventDetails, task: TaskRecord | None = None) -> None:
         self.decision.events.append(
             Event(
-                at=self.now, kind="state", text=text, workflow=self.record.uuid, group=self.group.name,
-                task=task.name if task else None, attempt=task.attempt if task else None, code=code,
+                at=self.now, details=details, workflow=self.record.uuid, group=self.group.name,
+                task=task.name if task else None, attempt=task.attempt if task else None,
             )
         )  # fmt: skip
 
@@ -79,7 +79,7 @@ class Step:
         """Say what it waits for, when that is news."""
         if self.group.message != message:
             self.group = replace(self.group, message=message)
-            self._tell(f"{self.group.name}: {message}")
+            self._tell(GroupWaiting(message=message))
 
     def _lines(self) -> Mapping[str, tuple[str, ...]]:
         """Return the last lines of the tasks that failed."""

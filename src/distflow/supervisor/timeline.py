@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
+from distflow.state.event_details import NodeReachable, NodeUnreachable
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
 from distflow.supervisor.testimony import hear, signal_name
 
@@ -51,9 +52,15 @@ def moments(
         found.append(Moment(at=group.stopping_at, text="the group is stopped", because=why))
     times = [moment.at for moment in found]
     for event in events:
-        node, _, words = event.text.partition(": ")
-        if event.kind == "node" and any(task.node == node for task in tasks) and times and min(times) <= event.at <= max(times):
-            found.append(Moment(at=event.at, node=node, text=words.partition("\n")[0]))
+        match event.details:
+            case NodeUnreachable(node=node, error=error):
+                text = f"unreachable: {error.partition(chr(10))[0]}"
+            case NodeReachable(node=node):
+                text = "reachable again"
+            case _:
+                continue
+        if any(task.node == node for task in tasks) and times and min(times) <= event.at <= max(times):
+            found.append(Moment(at=event.at, node=node, text=text))
     return tuple(sorted(found, key=lambda moment: moment.at))
 
 

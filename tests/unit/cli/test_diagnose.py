@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.record import Event, Kept, WorkflowRecord
 from distflow.testing.backend import Behaviour
 from unit.cli.screen import Screen, hold_against
@@ -105,16 +106,15 @@ def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: 
     driver = Driver(planned(group_plan(hang_s=30)), behaviour=lambda _: Behaviour(seconds=float("inf")))
     driver.settle()
     driver.advance(30)
-    (silent,) = [event for event in driver.events if event.code]
+    (silent,) = [event for event in driver.events if isinstance(event.details, HangSuspected)]
     driver.alive_at["u1", "train", "t0"] = driver.clock.now()
     driver.advance(10)
     assert driver.group().message == ""
-    (_, over) = [event for event in driver.events if event.code]
+    (over,) = [event for event in driver.events if isinstance(event.details, HangOver)]
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING))
 
     def tell(at: float, event: Event) -> None:
-        text = event.text.replace("train:", "training:")
-        screen.store.add_events([replace(event, at=at, text=text, workflow=record.uuid, group="training")])
+        screen.store.add_events([replace(event, at=at, workflow=record.uuid, group="training")])
 
     tell(T0 + 60, silent)
     with supervised(screen.directory):

@@ -11,6 +11,7 @@ import pytest
 
 from distflow.cli.live import watch_workflow
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, Transfer
 from unit.cli.screen import Screen, Terminal, hold_against
 from unit.state.stored import (
@@ -143,7 +144,7 @@ def test_who_canceled_it_and_why(screen: Screen) -> None:
         failed_group(), cause=None, state=State.CANCELED, reason=Reason.CANCELED, message="canceled by bob: wrong data"
     )
     record = submit(screen.store, workflow([group], state=WorkflowState.CANCELED, reason=Reason.CANCELED))
-    told = Event(at=T0, kind="cancel", text="bob asked for its end", workflow=record.uuid)
+    told = Event(at=T0, details=CancelRequested(user="bob"), workflow=record.uuid)
     screen.store.request_cancel(record.uuid, CancelRequest(at=T0, by="bob", message="wrong data"), told)
     screen.run("query", record.id)
     assert "Status       FAILED_CANCELED\n" in screen.out

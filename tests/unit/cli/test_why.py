@@ -15,6 +15,7 @@ from distflow.diagnosis.model import Hit, Witness, hits_in
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state import logs
+from distflow.state.event_details import CancelRequested, NodeReachable, NodeUnreachable
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, WorkflowRecord
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
@@ -58,12 +59,12 @@ def failed(screen: Screen) -> WorkflowRecord:
     record = submit(screen.store, workflow([gang(), upstream], state=WorkflowState.FAILED, reason=Reason.OOM_KILLED))
     task_log(screen.directory, record, "bystander", [(T0 + 90, b"RuntimeError: Connection closed by peer\n")])
     away = [
-        Event(at=T0 + at, kind="node", text=f"{node}: {text}", workflow=record.uuid)
-        for at, node, text in (
-            (50, "master-node", "unreachable: no route to host\ntry the network"),
-            (60, "master-node", "reachable again"),
-            (70, "other-node", "unreachable: not one of ours"),
-            (500, "master-node", "unreachable: long after it"),
+        Event(at=T0 + at, details=details, workflow=record.uuid)
+        for at, details in (
+            (50, NodeUnreachable(node="master-node", error="no route to host\ntry the network")),
+            (60, NodeReachable(node="master-node")),
+            (70, NodeUnreachable(node="other-node", error="not one of ours")),
+            (500, NodeUnreachable(node="master-node", error="long after it")),
         )
     ]
     screen.store.save([], away)
@@ -105,7 +106,7 @@ def test_programs_get_one_document(screen: Screen) -> None:
 def test_where_nothing_failed_it_is_said(screen: Screen, record: WorkflowRecord, words: str) -> None:
     stored = submit(screen.store, record)
     if record.cancel is not None:
-        asked = Event(at=T0, kind="cancel", text="cancel requested", workflow=stored.uuid)
+        asked = Event(at=T0, details=CancelRequested(user="ada"), workflow=stored.uuid)
         screen.store.request_cancel(stored.uuid, record.cancel, asked)
     with supervised(screen.directory):
         assert screen.run("why", stored.id) == 0

@@ -13,6 +13,7 @@ from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Pool
 from distflow.spec.model import Timeouts
 from distflow.state.directory import StateDirectory
+from distflow.state.event_details import Message
 from distflow.state.mirror import Mirror
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
@@ -150,7 +151,7 @@ def submit(
     plan, pool = plan_of(record), Pool(name=record.pool, backend="ssh", nodes=())
     fresh = store.submit(record, template=f"# template\n{spec}", spec=spec, plan=plan, pool=pool)
     told = [
-        Event(at=T0 + 3 * number, kind="state", text=text, workflow=record.uuid, group="training", task=name, attempt=0)
+        Event(at=T0 + 3 * number, details=Message(text=text), workflow=record.uuid, group="training", task=name, attempt=0)
         for number, (text, name) in enumerate(events)
     ]
     store.save([fresh], told)

@@ -14,6 +14,7 @@ from distflow.lifecycle.states import WorkflowState
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.shell import Secret
+from distflow.state.event_details import Message
 from distflow.state.record import Event
 from distflow.state.secrets import gang_token, read_secrets, sweep_secrets, write_secrets
 from distflow.state.store import Store
@@ -44,7 +45,7 @@ def test_what_a_killed_supervisor_or_submit_left_is_swept(tmp_path: Path) -> Non
                 plan=Plan(name="digits", pool="lab", groups=()),
                 pool=Pool(name="lab", backend="local", nodes=()),
                 folder="",
-                events=[Event(at=T0, kind="submitted", text="", workflow=record.uuid)],
+                events=[Event(at=T0, details=Message(kind="submitted", text=""), workflow=record.uuid)],
             )
             if state.is_final:
                 store.save([replace(store.find(record.uuid), state=state)], [])

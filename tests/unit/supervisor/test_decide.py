@@ -10,7 +10,7 @@ from distflow.backends.base import AttemptKey, LeaseRequest, LogComplete, Stagin
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import CancelRequest, EventCode, Stray
+from distflow.state.record import CancelRequest, Stray
 from distflow.supervisor.commands import Lease, Stop
 from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behaviour
@@ -525,7 +525,7 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
     assert driver.settle() == spoke + 30
     assert driver.group().message == ""
     assert driver.events[-1].text == "train: makes progress again"
-    assert [event.code for event in driver.events if event.code] == [EventCode.HANG, EventCode.HANG_OVER]
+    assert [event.code for event in driver.events if "hang" in (event.code or "")] == ["hang", "hang_over"]
     # A node that is unreachable cannot be heard, which says nothing of the gang.
     driver.backend.cut("n1")
     driver.advance(40.0)

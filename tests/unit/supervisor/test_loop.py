@@ -13,6 +13,7 @@ from distflow.errors import StateError
 from distflow.lifecycle.states import Reason, State
 from distflow.pools.model import Pool
 from distflow.spec.model import DataSpec, InputSpec, Retry
+from distflow.state.event_details import CancelRequested
 from distflow.state.mirror import Mirror
 from distflow.state.record import CancelRequest, Carried, DataKind, DataRef, Event, Stray
 from distflow.state.store import Store
@@ -69,7 +70,7 @@ class Bench:
     def cancel(self) -> None:
         """End ``u1`` at once, as a command does."""
         request = CancelRequest(at=self.clock.now(), by="me", force=True)
-        self.store.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
+        self.store.request_cancel("u1", request, Event(at=0.0, details=CancelRequested(user=""), workflow="u1"))
         self.step()
         assert self.store.find("u1").state.is_final
 
@@ -183,7 +184,7 @@ def test_what_is_written_by_one_who_could_not_wake_the_supervisor_is_found_all_t
     with Store(bench.store.path) as theirs:
         theirs.submit(replace(unheard.record, name="theirs"), template="", spec="", plan=unheard.plan, pool=pool(node("n1")))
         request = CancelRequest(at=bench.clock.now(), by="me")
-        theirs.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
+        theirs.request_cancel("u1", request, Event(at=0.0, details=CancelRequested(user=""), workflow="u1"))
     for _ in range(5):
         bench.supervisor._wait(bench.clock.now())
         bench.supervisor._settle()
@@ -228,7 +229,7 @@ def test_a_request_to_cancel_by_a_clock_that_was_set_forward_makes_no_wait_longe
     bench.step()
     bench.backend.holds_outputs = True
     request = CancelRequest(at=bench.clock.now() + 3600.0, by="me")
-    bench.store.request_cancel("u1", request, Event(at=0.0, kind="cancel", text="", workflow="u1"))
+    bench.store.request_cancel("u1", request, Event(at=0.0, details=CancelRequested(user=""), workflow="u1"))
     bench.step()
     assert not bench.store.find("u1").state.is_final
     bench.step(CANCELED_S + 1.0)

@@ -9,6 +9,7 @@ import pytest
 from distflow.backends.base import NodeUp
 from distflow.lifecycle.states import State
 from distflow.plan.binding import Binding, TaskBinding
+from distflow.state.event_details import GroupWaiting
 from distflow.state.record import Priority
 from distflow.supervisor.absorb import absorb_view, announce_wait
 from distflow.supervisor.queue import Leases, next_leases
@@ -143,11 +144,11 @@ def test_an_event_of_a_waiting_gang_is_not_written_again_and_again() -> None:
     group = replace(workflow(group_plan(tasks=1)).record.groups[0], state=State.SCHEDULING, scheduling_at=1.0)
     events = []
     for number in range(20):
-        group, text = announce_wait(group, f"n{number % 2}: 6 of 8 GPUs are free")
+        group, told = announce_wait(group, f"n{number % 2}: 6 of 8 GPUs are free")
         assert group.message == f"Waiting for nodes: n{number % 2}: 6 of 8 GPUs are free"
-        events.append(text)
-    assert [text for text in events if text] == [
-        f"train: Waiting for nodes: n{number}: 6 of 8 GPUs are free" for number in range(2)
+        events.append(told)
+    assert [told for told in events if told is not None] == [
+        GroupWaiting(message=f"Waiting for nodes: n{number}: 6 of 8 GPUs are free") for number in range(2)
     ]
     # The next attempt is another wait.
     group, text = announce_wait(replace(group, attempt=1, scheduling_at=2.0, message=""), "n0: 6 of 8 GPUs are free")

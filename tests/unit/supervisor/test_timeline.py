@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.lifecycle.states import Reason, State
+from distflow.state.event_details import Message, NodeReachable, NodeUnreachable
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
 from distflow.supervisor.timeline import Moment, attempt_of, cause_of, moments, show_end
 
@@ -65,13 +66,10 @@ def test_one_attempt_is_told_without_the_others() -> None:
 def test_only_what_happened_to_its_nodes_in_its_time_is_told() -> None:
     task = replace(_task("a", Reason.EXIT_CODE), started_at=1.0)
     told = [
-        Event(at=at, kind=kind, text=text, workflow="u")
-        for at, kind, text in (
-            (5.0, "node", "n-a: unreachable: no route\nremedy"),
-            (6.0, "node", "n-b: unreachable: another's"),
-            (7.0, "state", "n-a: RUNNING"),
-            (99.0, "node", "n-a: reachable again"),
-        )
+        Event(at=5.0, details=NodeUnreachable(node="n-a", error="no route\nremedy"), workflow="u"),
+        Event(at=6.0, details=NodeUnreachable(node="n-b", error="another's"), workflow="u"),
+        Event(at=7.0, details=Message(text="n-a: RUNNING"), workflow="u"),
+        Event(at=99.0, details=NodeReachable(node="n-a"), workflow="u"),
     ]
     group = GroupRecord(name="g", tasks=(task,), state=State.FAILED, cause=CAUSE)
     assert [moment.text for moment in moments(group, 0, told, {})] == [

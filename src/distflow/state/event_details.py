@@ -1,0 +1,454 @@
+"""The kinds of events, each with a code for programs and typed fields: a closed union.
+
+``state.event_text`` renders the sentences. The event itself says which workflow, group and task it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, get_args
+
+from distflow.state.codec import DecodeError, decode, encode
+
+__all__ = [
+    "AttemptForgotten",
+    "CancelRequested",
+    "CheckpointFailed",
+    "CheckpointFilesLeftOut",
+    "CheckpointWritten",
+    "CheckpointsDiffer",
+    "DataFailed",
+    "DataRelayed",
+    "EventDetails",
+    "GroupCannotStart",
+    "GroupRescheduled",
+    "GroupStatus",
+    "GroupWaiting",
+    "HangOver",
+    "HangSuspected",
+    "InputEmpty",
+    "InputFetched",
+    "LeaseGranted",
+    "LeaseLost",
+    "Message",
+    "NodeReachable",
+    "NodeUnreachable",
+    "OrphanGone",
+    "OrphanNotSeen",
+    "OrphanStopping",
+    "OutputCollected",
+    "OutputEmpty",
+    "OutputHeldBack",
+    "OutputLosing",
+    "OutputWritten",
+    "TaskCannotStart",
+    "TaskReady",
+    "TaskStarted",
+    "TaskStatus",
+    "WorkflowAdopted",
+    "WorkflowRefused",
+    "WorkflowStatus",
+    "WorkflowSubmitted",
+    "read_details",
+    "write_fields",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    kind: ClassVar[str] = "state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A sentence without typed fields: an event that an older distflow stored, or a note for people alone."""
+
+    code: ClassVar[None] = None
+    kind: str = "state"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowSubmitted:
+    """Somebody submitted the workflow, or restarted another one as it."""
+
+    code: ClassVar[str] = "submitted"
+    kind: ClassVar[str] = "submitted"
+    user: str
+    pool: str
+    parent: str | None = None
+    """Id of the workflow that it restarts."""
+    kept: tuple[str, ...] = ()
+    """Groups that had completed in that one, and do not run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowAdopted:
+    """The workflow's record was rebuilt from what its nodes hold."""
+
+    code: ClassVar[str] = "adopted"
+    kind: ClassVar[str] = "submitted"
+    nodes: tuple[str, ...]
+    user: str
+    host: str
+    """Where it was submitted."""
+    id: str
+    """Its id there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequested:
+    """Somebody asked for the end of the workflow."""
+
+    code: ClassVar[str] = "cancel_requested"
+    kind: ClassVar[str] = "cancel"
+    user: str
+    message: str = ""
+    is_forced: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowStatus(_State):
+    """The workflow has another status."""
+
+    code: ClassVar[str] = "workflow_status"
+    id: str
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowRefused(_State):
+    """This distflow cannot run the workflow."""
+
+    code: ClassVar[str] = "workflow_refused"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUnreachable:
+    """A node of a running task does not answer."""
+
+    code: ClassVar[str] = "node_unreachable"
+    kind: ClassVar[str] = "node"
+    node: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReachable:
+    """Such a node answers again."""
+
+    code: ClassVar[str] = "node_reachable"
+    kind: ClassVar[str] = "node"
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStatus(_State):
+    """The group has another status."""
+
+    code: ClassVar[str] = "group_status"
+    status: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWaiting(_State):
+    """The group waits for something else than before."""
+
+    code: ClassVar[str] = "group_waiting"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCannotStart(_State):
+    """The group ends before it has started."""
+
+    code: ClassVar[str] = "group_cannot_start"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRescheduled(_State):
+    """An attempt of the group failed, and another one follows."""
+
+    code: ClassVar[str] = "group_rescheduled"
+    failed_task: str
+    message: str
+    """Why that task failed."""
+    next: str
+    """Which attempt follows, and when."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsDiffer(_State):
+    """The tasks of the group's next attempt begin with different files."""
+
+    code: ClassVar[str] = "checkpoints_differ"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGranted(_State):
+    """The group has its nodes."""
+
+    code: ClassVar[str] = "lease_granted"
+    nodes: Mapping[str, str]
+    """Task → node."""
+    port: int | None = None
+    left_out: tuple[str, ...] = ()
+    """Tasks that this attempt runs without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangSuspected(_State):
+    """All tasks of a group have printed nothing for longer than ``hang_timeout``."""
+
+    code: ClassVar[str] = "hang"
+    limit_s: float | None = None
+    """The group's ``hang_timeout``; ``None`` in a record of an older distflow."""
+    workflow_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangOver(_State):
+    """A task of such a group has made progress again."""
+
+    code: ClassVar[str] = "hang_over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStatus(_State):
+    """The task has another status."""
+
+    code: ClassVar[str] = "task_status"
+    status: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReady(_State):
+    """The task's node has everything that its start needs."""
+
+    code: ClassVar[str] = "task_ready"
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCannotStart(_State):
+    """The task's node refused to prepare it."""
+
+    code: ClassVar[str] = "task_cannot_start"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStarted(_State):
+    """The task's command runs."""
+
+    code: ClassVar[str] = "task_started"
+    node: str | None
+    pid: int | None
+    ranks: str = ""
+    """Its global ranks, such as ``8-15``; empty without a world."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseLost(_State):
+    """The node gave up the task's lease before the task was started."""
+
+    code: ClassVar[str] = "lease_lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptForgotten(_State):
+    """The node has no record of an attempt that should run there."""
+
+    code: ClassVar[str] = "attempt_forgotten"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrphanStopping(_State):
+    """The node of an attempt that was given up is back, and the attempt is stopped there."""
+
+    code: ClassVar[str] = "orphan_stopping"
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrphanGone(_State):
+    """No process of an attempt that was given up is left."""
+
+    code: ClassVar[str] = "orphan_gone"
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrphanNotSeen(_State):
+    """The node of an attempt that was given up was not seen again within the retention time."""
+
+    code: ClassVar[str] = "orphan_not_seen"
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputCollected(_State):
+    """The task's output is in the blob store, or where all nodes see it."""
+
+    code: ClassVar[str] = "output_collected"
+    size: int
+    """Bytes."""
+    is_everywhere: bool = False
+    left_out: tuple[str, ...] = ()
+    """Names of sockets, pipes and devices, which no archive holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputHeldBack(_State):
+    """The task's output stays on its node, because this machine's disk is almost full."""
+
+    code: ClassVar[str] = "output_held_back"
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLosing(_State):
+    """Output of the task is being lost, because its node's disk is full."""
+
+    code: ClassVar[str] = "output_losing"
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFetched(_State):
+    """An input from a URL is in the blob store, or its node fetches it."""
+
+    code: ClassVar[str] = "input_fetched"
+    url: str
+    files: int
+    size: int
+    """Bytes of the files."""
+    is_direct: bool = False
+    """Its node fetches it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputEmpty(_State):
+    """An input from a URL has no files."""
+
+    code: ClassVar[str] = "input_empty"
+    url: str
+    regex: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputWritten(_State):
+    """An output was written to its URL."""
+
+    code: ClassVar[str] = "output_written"
+    url: str
+    files: int
+    size: int
+    """Bytes of the files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputEmpty(_State):
+    """An output has no files to write."""
+
+    code: ClassVar[str] = "output_empty"
+    url: str
+    regex: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRelayed(_State):
+    """The task's node cannot transfer an input or an output by itself, so it passes through this machine."""
+
+    code: ClassVar[str] = "data_relayed"
+    is_input: bool
+    url: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFailed(_State):
+    """An input could not be fetched, or an output could not be written."""
+
+    code: ClassVar[str] = "data_failed"
+    is_input: bool
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(_State):
+    """A checkpoint was not taken, or not written to its URL."""
+
+    code: ClassVar[str] = "checkpoint_failed"
+    is_taken: bool
+    """It is here, and was not written."""
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFilesLeftOut(_State):
+    """A checkpoint lacks files that changed meanwhile or lead out of its directory."""
+
+    code: ClassVar[str] = "checkpoint_files_left_out"
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten(_State):
+    """A checkpoint was written to its URL."""
+
+    code: ClassVar[str] = "checkpoint_written"
+    url: str
+    files: int
+    size: int
+    """Bytes of the files."""
+
+
+EventDetails = (
+    Message | WorkflowSubmitted | WorkflowAdopted | CancelRequested | WorkflowStatus | WorkflowRefused
+    | NodeUnreachable | NodeReachable
+    | GroupStatus | GroupWaiting | GroupCannotStart | GroupRescheduled | CheckpointsDiffer | LeaseGranted | HangSuspected
+    | HangOver
+    | TaskStatus | TaskReady | TaskCannotStart | TaskStarted | LeaseLost | AttemptForgotten
+    | OrphanStopping | OrphanGone | OrphanNotSeen
+    | OutputCollected | OutputHeldBack | OutputLosing
+    | InputFetched | InputEmpty | OutputWritten | OutputEmpty | DataRelayed | DataFailed
+    | CheckpointFailed | CheckpointFilesLeftOut | CheckpointWritten
+)  # fmt: skip
+
+_BY_CODE: Mapping[str, type[EventDetails]] = MappingProxyType(
+    {kind.code: kind for kind in get_args(EventDetails) if kind.code is not None}
+)
+
+
+def write_fields(details: EventDetails) -> str:
+    """Return the fields as JSON."""
+    return encode(details).decode()
+
+
+def read_details(*, code: str | None, fields: str | None, kind: str, text: str) -> EventDetails:
+    """Return the details of a stored event; what an older or newer distflow wrote becomes a ``Message`` where it must."""
+    found = _BY_CODE.get(code or "")
+    if found is None:
+        return _older(kind, text) if code is None else Message(kind=kind, text=text or code)
+    try:
+        return decode((fields or "{}").encode(), found)
+    except DecodeError:
+        return Message(kind=kind, text=text or code or "")
+
+
+def _older(kind: str, text: str) -> EventDetails:
+    """Return the details of an event that was stored as a sentence alone."""
+    if kind != "node":
+        return Message(kind=kind, text=text)
+    node, _, rest = text.partition(": ")
+    status, _, error = rest.partition(": ")
+    return NodeUnreachable(node=node, error=error) if status == "unreachable" else NodeReachable(node=node)

@@ -1,0 +1,128 @@
+"""The sentences of events. No other module writes them, and no module reads them back."""
+
+from __future__ import annotations
+
+from distflow.documents.quantities import bytes_text, seconds_text
+from distflow.documents.words import few
+from distflow.layout.ranks import rank_words
+from distflow.state import event_details as of
+
+__all__ = ["event_text", "hang_text"]
+
+
+def event_text(details: of.EventDetails, *, group: str | None, task: str | None) -> str:
+    """Return the sentence of an event about a group or a task."""
+    text = _text(details)
+    subject = task or group
+    return f"{subject}: {text}" if subject is not None and not isinstance(details, of.Message) else text
+
+
+def hang_text(limit_s: float | None) -> str:
+    """Return what is known of a group that may hang."""
+    return f"no task has printed anything for {seconds_text(limit_s)} (hang_timeout)" if limit_s else "no task prints anything"
+
+
+def _text(details: of.EventDetails) -> str:  # noqa: C901  one case for each kind of event
+    match details:
+        case of.Message():
+            return details.text
+        case of.WorkflowSubmitted():
+            what = f"restarted from {details.parent}" if details.parent else "submitted"
+            kept = f"; kept: {', '.join(details.kept)}" if details.kept else ""
+            return f"{what} by {details.user} to pool {details.pool}{kept}"
+        case of.WorkflowAdopted():
+            where = ", ".join(details.nodes)
+            return f"adopted from {where}: {details.user} submitted it on {details.host} as {details.id}"
+        case of.CancelRequested():
+            return f"{details.user} asked for its end" + _after(details.message)
+        case of.WorkflowStatus():
+            return f"workflow {details.id}: {details.status}"
+        case of.WorkflowRefused():
+            return f"cannot run: {details.message}"
+        case of.NodeUnreachable():
+            return f"{details.node}: unreachable: {details.error}"
+        case of.NodeReachable():
+            return f"{details.node}: reachable again"
+        case of.GroupStatus() | of.TaskStatus():
+            return details.status + _after(details.message)
+        case of.GroupWaiting() | of.CheckpointsDiffer() | of.AttemptForgotten():
+            return details.message
+        case of.GroupCannotStart() | of.TaskCannotStart():
+            return f"cannot start: {details.message}"
+        case of.GroupRescheduled():
+            return f"RESCHEDULED: {details.failed_task}: {details.message}; {details.next}"
+        case of.LeaseGranted():
+            return _lease(details)
+        case of.HangSuspected():
+            where = f"; where its processes are: distflow workflow stacks {details.workflow_id}" if details.workflow_id else ""
+            return f"may hang: {hang_text(details.limit_s)}{where}"
+        case of.HangOver():
+            return "makes progress again"
+        case of.TaskReady():
+            return f"ready to start on {details.node}"
+        case of.TaskStarted():
+            where = ", ".join(filter(None, [details.node, rank_words(details.ranks)]))
+            return f"started on {where} (pid {details.pid})"
+        case of.LeaseLost():
+            return "its lease was lost"
+        case of.OrphanStopping():
+            return f"{details.node} is back, it is stopped there"
+        case of.OrphanGone():
+            return f"nothing of it is left on {details.node}"
+        case of.OrphanNotSeen():
+            return f"{details.node} was not seen again"
+        case _:
+            return _data_text(details)
+
+
+def _data_text(  # noqa: C901  one case for each kind of event
+    details: (
+        of.OutputCollected | of.OutputHeldBack | of.OutputLosing | of.InputFetched | of.InputEmpty | of.OutputWritten
+        | of.OutputEmpty | of.DataRelayed | of.DataFailed
+        | of.CheckpointFailed | of.CheckpointFilesLeftOut | of.CheckpointWritten
+    ),
+) -> str:  # fmt: skip
+    match details:
+        case of.OutputCollected():
+            left_out = f"; left out, as no file holds it: {', '.join(details.left_out)}" if details.left_out else ""
+            return f"its output is {'on every node' if details.is_everywhere else 'here'}: {bytes_text(details.size)}{left_out}"
+        case of.OutputHeldBack():
+            return f"its output stays on {details.node}: this machine's disk is almost full; free space here"
+        case of.OutputLosing():
+            return f"its output is being lost: the disk of {details.node} is full; free space there"
+        case of.InputFetched():
+            where = "fetched by its node" if details.is_direct else "here"
+            return f"its input is {where}: {details.url}: {_files(details.files, details.size)}"
+        case of.InputEmpty():
+            matched = f"nothing at {details.url} is matched by `{details.regex}`"
+            return f"{matched if details.regex else f'there is nothing at {details.url}'}: the directory of its input is empty"
+        case of.OutputWritten():
+            return f"its output is at {details.url}: {_files(details.files, details.size)}"
+        case of.OutputEmpty():
+            why = f"`{details.regex}` matches nothing" if details.regex else "there is no file"
+            return f"nothing is written to {details.url}: {why}"
+        case of.DataRelayed():
+            what = "input comes from" if details.is_input else "output goes to"
+            return f"its {what} {details.url} through this machine: {details.why}"
+        case of.DataFailed():
+            return f"its {'input' if details.is_input else 'output'}: {details.error}"
+        case of.CheckpointFailed():
+            return f"its checkpoint was not {'written' if details.is_taken else 'taken'}: {details.error}"
+        case of.CheckpointFilesLeftOut():
+            return f"left out of its checkpoint, as they changed meanwhile or lead out of it: {', '.join(details.files)}"
+        case of.CheckpointWritten():
+            return f"its checkpoint is at {details.url}: {details.files:,} files, {bytes_text(details.size)}"
+
+
+def _lease(details: of.LeaseGranted) -> str:
+    port = f", port {details.port}" if details.port is not None else ""
+    where = ", ".join(f"{task} on {node}" for task, node in details.nodes.items()) + port
+    return f"has its nodes: {where}" + (f"; runs without {few(details.left_out, ', ')}" if details.left_out else "")
+
+
+def _files(files: int, size: int) -> str:
+    return f"{files:,} file{'' if files == 1 else 's'}, {bytes_text(size)}"
+
+
+def _after(message: str) -> str:
+    return f": {message}" if message else ""
