@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
+import paramiko
 import pytest
+from paramiko.common import cMSG_CHANNEL_EOF
 
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.errors import DistflowError, NodeUnreachable
@@ -281,6 +284,51 @@ def test_commands_that_end_while_they_are_fed_leave_the_connection_alone(server:
     assert bystander.read() == b"still here\n"
     assert server.log.read_text().count("Accepted publickey") == before
     bystander.close()
+
+
+def test_a_command_may_end_during_a_key_exchange(server: Sshd, reach: Reach, tmp_path: Path) -> None:
+    # paramiko's own thread would wait for the end of the key exchange before it answers, and never finish the exchange.
+    node = reach(server)
+    command = node.open(["sh", "-c", f"echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; read line"])
+    wait_until((tmp_path / "pid").exists, 20, "the command runs")
+    assert node._connection is not None
+    first = node._connection._transport
+    assert first is not None
+    read_message, is_waiting, may_read = first.packetizer.read_message, threading.Event(), threading.Event()
+
+    def read_later() -> object:
+        is_waiting.set()
+        may_read.wait(60)
+        return read_message()
+
+    vars(first.packetizer)["read_message"] = read_later
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert is_waiting.wait(20)  # the thread has read the first of several messages about the end of the command
+    exchange = threading.Thread(target=first.renegotiate_keys, daemon=True)
+    exchange.start()
+    wait_until(lambda: not first.clear_to_send.is_set(), 20, "the key exchange has begun")
+    may_read.set()
+    assert command.read() == b""
+    exchange.join(60)
+    assert first.is_active()
+    assert command.exit_code == 128 + signal.SIGKILL
+    assert node.run(["echo", "still here"], timeout_s=20).stdout == b"still here\n"
+    assert node._connection._transport is first
+
+
+def test_the_reason_of_a_disconnect_is_kept(server: Sshd, reach: Reach) -> None:
+    node = reach(server)
+    command = node.open(["cat"])
+    assert node._connection is not None
+    transport = node._connection._transport
+    assert transport is not None
+    message = paramiko.Message()
+    message.add_byte(cMSG_CHANNEL_EOF)
+    message.add_int(4321)
+    transport._send_message(message)
+    assert command.read() == b""
+    wait_until(lambda: not transport.is_active(), 20, "sshd has disconnected")
+    assert "nonexistent channel" in command.stderr_tail()
 
 
 @pytest.mark.parametrize("by", ["server", "client"])
