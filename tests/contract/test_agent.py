@@ -216,7 +216,8 @@ def test_a_record_that_a_task_has_overwritten_ends_no_agent(node: NodeUnderTest,
     other = node.connect()
     for one in (link, other):
         assert one.request("hello", watch=[attempt])["attempts"][attempt]["phase"] == "absent"
-        assert one.request("reap", dry_run=True)["processes"] == []
+        # Other roots have leftovers too, for example those of a test that runs at the same time.
+        assert [found for found in one.request("reap", dry_run=True)["processes"] if found["is_ours"]] == []
         assert one.request("ping")["now"]
     refused(other, "not_found", "stop", attempt=attempt, grace_s=0, why="test")
     assert is_alive(command)

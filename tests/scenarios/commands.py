@@ -1,12 +1,15 @@
-"""Commands of distflow in processes that are forked from one which has everything imported.
+"""Commands of distflow in processes that are forked from a process that has imported everything.
 
-A scenario runs dozens of commands, and an interpreter that starts and imports costs each of them more than what it is about.
-They are processes like any other: arguments, environment, working directory, output and exit code are their own. What
-a test is about when it is about the start itself (signals, terminals, start-up time) runs ``python -m distflow``.
+A scenario runs dozens of commands. An interpreter that starts, imports and dismantles itself costs more than the command.
+The commands are ordinary processes: each has its own arguments, environment, working directory, output and exit code.
+A test of the start itself (signals, terminals, start-up time) runs ``python -m distflow`` instead.
 """
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -16,10 +19,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
+
+import msgspec
 
 __all__ = ["Commands", "Done"]
 
@@ -78,7 +85,9 @@ def _is_to_run(connection: socket.socket) -> bool:
     """Fork for every request, and tell the pid of the command, then its exit code: true in what is to be the command."""
     for module in pkgutil.walk_packages(importlib.import_module("distflow").__path__, "distflow."):
         if not module.name.startswith(_NOT_NEEDED) and not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            _remember_types(importlib.import_module(module.name))
+    gc.collect()
+    gc.freeze()  # so that no command copies all these pages when it collects garbage
     while True:
         asked, handles, _, _ = socket.recv_fds(connection, 1 << 20, 2)
         if not asked:
@@ -96,6 +105,23 @@ def _is_to_run(connection: socket.socket) -> bool:
             connection.sendall(str(code).encode())
 
 
+def _remember_types(module: ModuleType) -> None:
+    """Let msgspec inspect the dataclasses of a module: it does that once per process and class, before it decodes the first."""
+    for kind in vars(module).values():
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and dataclasses.is_dataclass(kind):
+            with suppress(Exception):  # not every class can be decoded
+                msgspec.convert({}, kind)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit as the interpreter does, but leave it to the kernel to free the memory of some hundred modules."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _become(arguments: list[str], environment: dict[str, str], folder: str, out: int, err: int) -> None:
     """Take the place of ``python -m distflow`` with these."""
     for handle, standard in ((out, 1), (err, 2)):
@@ -110,4 +136,10 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str, out:
 if __name__ == "__main__" and _is_to_run(socket.socket(fileno=int(sys.argv[1]))):
     from distflow.cli.entry import main
 
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            _leave(ended.code or 0)
+        raise
+    _leave(0)
