@@ -16,7 +16,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(Path(__file__).with_name("gradient_checks.py"), 2, tmp_path_factory.mktemp("world"))
+    return run_world(Path(__file__).with_name("gradient_checks.py"), 2, tmp_path_factory)
 
 
 @pytest.mark.parametrize("size", ["8", "5", "1"])

@@ -32,20 +32,19 @@ WHOLE_SHARE = 1.0
 class Worlds(dict[int, dict[str, Any]]):
     """What each world found, run when it is first asked for: ranks → check → result."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, temporary: pytest.TempPathFactory) -> None:
         super().__init__()
-        self._folder = folder
+        self._temporary = temporary
 
     def __missing__(self, ranks: int) -> dict[str, Any]:
-        (folder := self._folder / f"world{ranks}").mkdir()
-        found = self[ranks] = run_world(Path(__file__).with_name("strategy_checks.py"), ranks, folder)
+        found = self[ranks] = run_world(Path(__file__).with_name("strategy_checks.py"), ranks, self._temporary)
         return found
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     """The worlds of this module."""
-    return Worlds(tmp_path_factory.mktemp("worlds"))
+    return Worlds(tmp_path_factory)
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in TRAINED.items() for name in names])

@@ -1,15 +1,18 @@
-"""Worlds of real processes that talk gloo: started once, running many checks, because importing torch takes seconds."""
+"""Worlds of real processes that talk gloo. Each is run once per session, and its ranks are forked from one import of torch."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 """Where scripts find each other, as tests do."""
@@ -17,35 +20,48 @@ DEADLINE_S = 270.0
 """For a whole world, on a machine that is busy with other things."""
 
 
-def run_world(script: Path, ranks: int, folder: Path) -> dict[str, Any]:
-    """Run a script on so many ranks, and return the JSON object that rank 0 wrote to ``RESULTS``: check → what it found."""
+def run_world(script: Path, ranks: int, temporary: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the JSON object that rank 0 of ``script`` wrote to ``RESULTS``: check → what it found.
+
+    The first worker of pytest-xdist that asks for a world runs it; the others wait for the result.
+    """
+    top = temporary.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        top = top.parent
+    folder = top / f"{script.stem}-{ranks}"
+    folder.mkdir(exist_ok=True)
     results = folder / "results.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not results.exists():
+            _run(script, ranks, folder, results)
+    found: dict[str, Any] = json.loads(results.read_text())
+    return found
+
+
+def _run(script: Path, ranks: int, folder: Path, results: Path) -> None:
+    meeting = folder / "meeting"
+    meeting.unlink(missing_ok=True)  # of another worker that failed
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
-        "MEETING": str(folder / "meeting"),
+        "MEETING": str(meeting),
         "RESULTS": str(results),
     }
-    processes = []
-    for rank in range(ranks):
-        with (folder / f"{rank}.log").open("wb") as log:
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen([sys.executable, str(script)], env=own, stdout=log, stderr=log))
-    codes: list[int | None] = []
+    code: int | None = None
+    with (folder / "main.log").open("wb") as log:
+        main = subprocess.Popen(
+            [sys.executable, str(script)], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     try:
-        until = time.monotonic() + DEADLINE_S
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # said below, with what the ranks printed
-                process.wait(max(0.0, until - time.monotonic()))
-            codes.append(process.poll())
+        with contextlib.suppress(subprocess.TimeoutExpired):  # said below, with what the ranks printed
+            code = main.wait(DEADLINE_S)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = "\n".join(f"-- rank {rank} --\n{(folder / f'{rank}.log').read_text()[-4000:]}" for rank in range(ranks))
-    assert set(codes) == {0}, f"{codes}; None: not within {DEADLINE_S:.0f} s\n{logs}"
-    found: dict[str, Any] = json.loads(results.read_text())
-    return found
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(main.pid, signal.SIGKILL)
+        main.wait()
+    logs = "\n".join(f"-- {log.stem} --\n{log.read_text()[-4000:]}" for log in sorted(folder.glob("*.log")))
+    assert code == 0, f"exit code {code}; None: not within {DEADLINE_S:.0f} s\n{logs}"
