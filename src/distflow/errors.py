@@ -23,6 +23,7 @@
     │   ├── StoreTooNew                 5    written by a newer distflow
     │   ├── RecordUnreadable            5    of one workflow, by another version of distflow
     │   └── StoreBroken                 5    damaged: SQLite cannot read it
+    ├── WaitTimeout                     3    a workflow has not ended within the time that was given
     └── WorkflowEnded                   1    the workflow ended and did not complete
 
 Errors say what happened, where, and what to do; the command line prints them as they are (``cli.app``). Anything that is not a
@@ -54,6 +55,7 @@ __all__ = [
     "StoreTooNew",
     "SupervisorError",
     "TransportError",
+    "WaitTimeout",
     "WorkflowEnded",
 ]
 
@@ -182,3 +184,9 @@ class WorkflowEnded(DistflowError):
     """The workflow ended and did not complete; raised by commands that were asked to say so."""
 
     exit_code = 1
+
+
+class WaitTimeout(DistflowError):
+    """A workflow has not ended within the time that was given; it goes on."""
+
+    exit_code = 3

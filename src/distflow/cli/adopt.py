@@ -3,67 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.cleanup.recalling import Recalled, recall_node
-from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, HostfileOption, command_app
-from distflow.cli.places import PoolOption, chosen_places, each_place
-from distflow.cli.submission import pool_key
-from distflow.cli.tables import plain
-from distflow.errors import NodeError, StateError
-from distflow.pools.model import Pool
-from distflow.state import opening
-from distflow.state.directory import StateDirectory, find_state_directory
-from distflow.state.event_details import Message, WorkflowAdopted
-from distflow.state.record import Event, WorkflowRecord
-from distflow.state.store import Store
-from distflow.supervisor.adopting import Place, Rebuilt, is_starting, latest, rebuild
-from distflow.supervisor.memo import Memo, read_memo, writes_here
-from distflow.supervisor.process import Lock, ensure_supervisor, is_running
+from distflow.cli.opening import open_client
+from distflow.cli.reap import PoolOption
+from distflow.client.adoption import Adoption, adopt
+from distflow.documents.printable import plain
+from distflow.errors import NodeError
 
 __all__ = ["app"]
 
 app = command_app()
 
-_NAMED = 3
-"""URLs of a record that a message names."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """A workflow that lies on nodes of a pool, and whose note can be read."""
-
-    uuid: str
-    pool: Pool
-    memo: Memo
-    is_own: bool
-    """The key of this state directory signed its record."""
-    places: dict[str, Place]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Adopted:
-    """What became of it."""
-
-    uuid: str
-    name: str
-    """Its id here; the one that it had, or its uuid, where it was not adopted."""
-    notes: tuple[str, ...] = ()
-    skipped: str = ""
-    """Why it was not adopted."""
-
-
-@app.command(epilog="Examples: distflow workflow adopt --dry-run  ·  distflow workflow adopt --pool lab")
-def adopt(
+@app.command("adopt", epilog="Examples: distflow workflow adopt --dry-run  ·  distflow workflow adopt --pool lab")
+def adopt_workflows(
     pool: PoolOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be adopted, change nothing.")] = False,
     trust: Annotated[
@@ -82,19 +40,13 @@ def adopt(
     machine did not sign is not taken in when its outputs are files of this machine or go over SFTP. A store that is damaged is
     kept aside first.
     """
-    places = chosen_places(pool, hostfile)
-    directory = find_state_directory(os.environ) if dry_run else wiring.state_directory()
-    aside = _set_aside(directory, dry_run)
-    known = _known(directory, is_fresh=aside is not None)
-    answers = each_place(places, lambda one, node: recall_node(one, node, known=known))
-    found, skipped = _gather(answers, directory.secrets)
-    trusted, refused = _trusted(found, trust=trust)
-    results = [*skipped, *refused, *_adopt(trusted, directory, dry_run)]
+    with open_client() as client:
+        found = adopt(client, pool, hosts=client.hosts(hostfile), trust_records=trust, is_dry_run=dry_run)
     if format_type is Format.JSON:
-        print(json.dumps(_json(results, answers, aside, dry_run), indent=2))
+        print(json.dumps(_json(found, dry_run), indent=2))
     else:
-        _show(results, aside, dry_run)
-    failed = [one for one in answers if one.error]
+        _show(found, dry_run)
+    failed = [one for one in found.nodes if one.error]
     if failed and format_type is Format.JSON:
         # The document has said it all.
         raise typer.Exit(NodeError.exit_code)
@@ -102,181 +54,25 @@ def adopt(
         raise NodeError(failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "))
 
 
-def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
-    """Move a damaged store out of the way and return where it is now (or, in a dry run, where it lies)."""
-    is_gone = not directory.store.exists()
-    try:
-        if is_gone and is_running(directory):
-            raise _at_work(directory, "gone")
-        if is_gone or not opening.is_broken(directory.store):
-            return None
-        if dry_run:
-            return directory.store
-        lock = Lock(directory)
-        if not lock.take():
-            raise _at_work(directory, "damaged")
-        try:
-            return opening.set_aside(directory.store, time.strftime("%Y-%m-%d"))
-        finally:
-            lock.give_up()
-    except OSError as error:
-        raise opening.state_error(directory.store, error) from error
-
-
-def _at_work(directory: StateDirectory, how: str) -> StateError:
-    return StateError(
-        f"{directory.store} is {how}, and a supervisor is at work with it",
-        hint=f"end it first (its process id is in {directory.lock}); what runs on the nodes goes on",
-    )
-
-
-def _known(directory: StateDirectory, *, is_fresh: bool) -> frozenset[str]:
-    if is_fresh or not directory.store.exists():
-        return frozenset()
-    with wiring.open_store(directory) as store:
-        return store.uuids()
-
-
-def _trusted(found: list[_Found], *, trust: bool) -> tuple[list[_Found], list[_Adopted]]:
-    """Keep the workflows that a node may not have made up: signed ones, and those that write no files of this user."""
-    trusted, refused = [], []
-    for one in found:
-        here, _ = writes_here(one.memo)
-        if one.is_own or trust or not here:
-            trusted.append(one)
-            continue
-        why = (
-            f"this machine did not sign its record, and it would write to {', '.join(here[:_NAMED])}; "
-            "if you know it, repeat the command with --trust-records"
-        )
-        refused.append(_Adopted(uuid=one.uuid, name=one.memo.record.id, skipped=why))
-    return trusted, refused
-
-
-def _origin(one: _Found, name: str) -> tuple[str, ...]:
-    """Return what a person should know of a record that this machine did not sign."""
-    if one.is_own:
-        return ()
-    here, stores = writes_here(one.memo)
-    goals = f"; its outputs go to {', '.join([*here, *stores][:_NAMED])}" if here or stores else ""
-    return (f"this machine did not sign its record{goals}; read `distflow workflow spec {name}` before you restart it",)
-
-
-def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[_Found], list[_Adopted]]:
-    """Put together what the nodes of each pool have of one workflow."""
-    memos: dict[str, list[tuple[Pool, Memo, bool]]] = {}
-    places: dict[tuple[str, str], dict[str, list[Place]]] = {}
-    unread: dict[str, str] = {}
-    for answer in answers:
-        for workflow in answer.workflows:
-            for one in workflow.attempts:
-                place = Place(
-                    node=answer.node, phase=one.phase, pid=one.pid, started_at=one.started_at, directory=one.directory
-                )
-                places.setdefault((answer.pool.name, workflow.uuid), {}).setdefault(one.name, []).append(place)
-            try:
-                memo, is_own = read_memo(workflow.memo, secrets) if workflow.memo else (None, False)
-                if memo is not None and memo.record.uuid == workflow.uuid:
-                    memos.setdefault(workflow.uuid, []).append((answer.pool, memo, is_own))
-                elif workflow.attempts:
-                    unread.setdefault(workflow.uuid, "no node holds what is needed: it had not got that far, or is too old")
-            except StateError as error:
-                unread[workflow.uuid] = error.message
-    found = []
-    for uuid, known in memos.items():
-        # What another node says without a signature is worth nothing next to a record that is signed.
-        is_own = any(own for _, _, own in known)
-        believed = [(pool, memo) for pool, memo, own in known if own or not is_own]
-        memo, pool = latest(one for _, one in believed), believed[0][0]
-        at = {name: _nearest(memo, name, some) for name, some in places.get((pool.name, uuid), {}).items()}
-        found.append(_Found(uuid=uuid, pool=pool, memo=memo, is_own=is_own, places=at))
-    skipped = [_Adopted(uuid=uuid, name=uuid, skipped=why) for uuid, why in unread.items() if uuid not in memos]
-    return found, skipped
-
-
-def _nearest(memo: Memo, name: str, some: list[Place]) -> Place:
-    """Return where an attempt is, when nodes share their root and all of them have seen it."""
-    group, task, number = name.split("/")[1:]
-    known = next((one for one in memo.record.groups if one.name == group), None)
-    attempt = known.find(task, int(number)) if known and number.isdigit() else None
-    return next((one for one in some if attempt is not None and one.node == attempt.node), some[0])
-
-
-def _adopt(found: list[_Found], directory: StateDirectory, dry_run: bool) -> list[_Adopted]:
-    now = time.time()  # noqa: TID251  the moment of adoption
-    results, ready = [], []
-    for one in sorted(found, key=lambda one: one.memo.record.submitted_at):
-        if is_starting(one.memo.record, one.places):
-            why = "it is just being started from elsewhere; try again in some minutes"
-            results.append(_Adopted(uuid=one.uuid, name=one.memo.record.id, skipped=why))
-            continue
-        ready.append((one, rebuild(one.memo, one.places, nodes=[node.name for node in one.pool.nodes], now=now)))
-    if dry_run:
-        return results + [
-            _Adopted(uuid=one.uuid, name=(name := one.memo.record.id), notes=(*_origin(one, name), *rebuilt.notes))
-            for one, rebuilt in ready
-        ]
-    if not ready:
-        return results
-    with wiring.open_store(directory) as store:
-        # Somebody may have submitted or adopted one while the nodes were asked.
-        known = store.uuids()
-        for one, rebuilt in ready:
-            if one.uuid in known:
-                continue
-            record = _store(store, one, rebuilt, now)
-            renamed = record.id != one.memo.record.id
-            told = (f"its id was {one.memo.record.id}, which another one has here",) if renamed else ()
-            results.append(_Adopted(uuid=one.uuid, name=record.id, notes=(*told, *_origin(one, record.id), *rebuilt.notes)))
-    ensure_supervisor(directory)
-    return results
-
-
-def _store(store: Store, one: _Found, rebuilt: Rebuilt, now: float) -> WorkflowRecord:
-    """Insert a workflow with the pool as it is configured here: how its nodes are reached is this machine's to say."""
-    told = WorkflowAdopted(
-        nodes=tuple(sorted({place.node for place in one.places.values()})), user=one.memo.record.user, host=one.memo.host,
-        id=one.memo.record.id,
-    )  # fmt: skip
-    events = [Event(at=now, details=told, workflow=one.uuid)]
-    events += [Event(at=now, details=Message(text=note), workflow=one.uuid) for note in rebuilt.notes]
-    record = store.submit(
-        # ``pool_key`` says who shares nodes and settings, and both are ours from now on.
-        _moved(rebuilt.record, one.pool),
-        template=one.memo.template,
-        spec=one.memo.spec,
-        plan=rebuilt.plan,
-        pool=one.pool,
-        events=events,
-        keep_number=True,
-    )
-    store.save([record], [])
-    return record
-
-
-def _moved(record: WorkflowRecord, pool: Pool) -> WorkflowRecord:
-    return replace(record, pool=pool.name, pool_key=pool_key(pool))
-
-
-def _show(results: list[_Adopted], aside: Path | None, dry_run: bool) -> None:
-    if aside is not None:
+def _show(found: Adoption, dry_run: bool) -> None:
+    if (aside := found.kept_aside) is not None:
         told = f"{aside} is damaged and would be kept aside" if dry_run else f"the damaged store is kept as {aside}"
         print(told, file=sys.stderr)
-    for one in results:
+    for one in found.workflows:
         if one.skipped:
             print(f"{plain(one.name)}: not adopted: {plain(one.skipped)}")
             continue
         print(f"{plain(one.name)}: {'would be adopted' if dry_run else 'adopted'}")
         for note in one.notes:
             print(f"  {plain(note)}")
-    if not results:
+    if not found.workflows:
         print("the nodes hold nothing that the store does not know")
 
 
-def _json(results: list[_Adopted], answers: list[Recalled], aside: Path | None, dry_run: bool) -> dict[str, object]:
+def _json(found: Adoption, dry_run: bool) -> dict[str, object]:
     return {
         "dry_run": dry_run,
-        "kept_aside": None if aside is None else str(aside),
+        "kept_aside": None if found.kept_aside is None else str(found.kept_aside),
         "workflows": [
             {
                 "name": one.name,
@@ -285,7 +81,7 @@ def _json(results: list[_Adopted], answers: list[Recalled], aside: Path | None, 
                 "why": one.skipped or None,
                 "notes": list(one.notes),
             }
-            for one in results
+            for one in found.workflows
         ],
-        "nodes": [{"node": one.node, "error": one.error or None} for one in answers],
+        "nodes": [{"node": one.node, "error": one.error or None} for one in found.nodes],
     }

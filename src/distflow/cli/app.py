@@ -21,7 +21,6 @@ import typer
 
 from distflow.cli.lazy import LazyGroup, commands
 from distflow.errors import DistflowError, InputError, WorkflowEnded
-from distflow.state.directory import find_state_directory
 
 __all__ = ["app", "main", "run", "spread_sets", "wants_json"]
 
@@ -203,7 +202,7 @@ def _show_error(error: DistflowError, arguments: Sequence[str]) -> None:
 
 def _say(text: str) -> None:
     """Tell of an error. Where nobody can be told, the exit code still says it."""
-    from distflow.cli.tables import plain_lines
+    from distflow.documents.printable import plain_lines
 
     with suppress(OSError):
         print(plain_lines(text), file=sys.stderr)  # it quotes specs, nodes and stores
@@ -237,7 +236,9 @@ def _foreign_error(error: Exception) -> int:
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
-    path = find_state_directory(os.environ).crash_log
+    from distflow.client.client import state_directory_of
+
+    path = state_directory_of(os.environ).crash_log
     text = traceback.format_exc()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

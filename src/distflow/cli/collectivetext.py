@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from distflow.cli.tables import Paint, plain
+from distflow.cli.tables import Paint
+from distflow.documents.printable import plain
 from distflow.documents.words import few
 
 if TYPE_CHECKING:
-    from distflow.backends.machines.inspection.stacks import TaskStacks
+    from distflow.client.running_tasks import TaskStacks
 
 __all__ = ["collective_lines"]
 

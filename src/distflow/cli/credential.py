@@ -10,13 +10,19 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli import wiring
 from distflow.cli.command import Format
-from distflow.cli.reading import reading_directory
+from distflow.cli.opening import open_client
 from distflow.cli.tables import table
+from distflow.client.credentials import (
+    LONGEST_VALUE,
+    Credential,
+    CredentialType,
+    Secret,
+    delete_credential,
+    list_credentials,
+    set_credential,
+)
 from distflow.errors import InputError
-from distflow.shell import Secret
-from distflow.state.credentials import LONGEST_VALUE, Credential, Credentials, CredentialType
 
 __all__ = ["app"]
 
@@ -39,7 +45,7 @@ def _credential(context: typer.Context, format_type: _FormatOption = None) -> No
     "distflow credential set deploy --payload-file key=$HOME/.ssh/deploy  ·  "
     "distflow credential set bucket --type DATA --payload endpoint=s3://bucket access_key_id=ID access_key=KEY",
 )
-def set_credential(
+def set_command(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="What specs call it.")],
     kind: Annotated[
@@ -74,7 +80,8 @@ def set_credential(
     if bool(payload) == bool(payload_file):
         raise InputError("give the payload with --payload, or with --payload-file", hint="not with both, and not with none")
     values = _values(payload) if payload else _files(payload_file or [])
-    made = Credentials(wiring.state_directory().credentials).set(name, kind, values)
+    with open_client() as client:
+        made = set_credential(client, name, kind, values)
     if _is_json(context, format_type):
         print(json.dumps(_json(made), indent=2))
     else:
@@ -82,9 +89,10 @@ def set_credential(
 
 
 @app.command("list", epilog="Example: distflow credential list -t json")
-def list_credentials(context: typer.Context, format_type: _FormatOption = None) -> None:
+def list_command(context: typer.Context, format_type: _FormatOption = None) -> None:
     """List the credentials, without their values."""
-    found = Credentials(reading_directory().credentials).all()
+    with open_client() as client:
+        found = list_credentials(client)
     if _is_json(context, format_type):
         print(json.dumps({"credentials": [_json(one) for one in found]}, indent=2))
     elif found:
@@ -95,13 +103,14 @@ def list_credentials(context: typer.Context, format_type: _FormatOption = None) 
 
 
 @app.command("delete", epilog="Example: distflow credential delete wandb")
-def delete_credential(
+def delete_command(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Which one.")],
     format_type: _FormatOption = None,
 ) -> None:
     """Forget a credential. Workflows that were submitted before keep what they were given until they end."""
-    Credentials(reading_directory().credentials).delete(name)
+    with open_client() as client:
+        delete_credential(client, name)
     if _is_json(context, format_type):
         print(json.dumps({"cred_name": name}, indent=2))
     else:

@@ -5,28 +5,25 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption
+from distflow.cli.opening import open_client
 from distflow.cli.progress import ProgressLine
-from distflow.cli.tables import plain, plain_lines
-from distflow.cli.times import iso
+from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
+from distflow.documents.printable import plain, plain_lines
 from distflow.documents.quantities import bytes_text
-from distflow.documents.urls import parse_url
-from distflow.errors import DistflowError, InputError, NotFound
+from distflow.documents.times import iso
+from distflow.errors import DistflowError, InputError
 
 if TYPE_CHECKING:
+    from distflow.client.data import Moved, Wanted
     from distflow.documents.urls import StorageUrl
-    from distflow.storage.base import Store
-    from distflow.storage.downloading import Moved
-    from distflow.storage.selecting import Wanted
 
 __all__ = ["app"]
 
@@ -78,17 +75,10 @@ def upload(
     What is there already, with the sum that the store tells, is not sent again. Each file is looked at afterwards. What was
     interrupted is made whole by the same command.
     """
-    from distflow.storage.uploading import sources
-    from distflow.storage.uploading import upload as send
-
-    goal = parse_url(url, writes=True)
-    files = sources(paths, regex)
-    if not files:
-        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
-    with _store(goal) as store, ProgressLine(sys.stderr, "sent") as line:
-        moved = send(store, goal, files, at_once=threads, told=line.told)
+    with open_client() as client, ProgressLine(sys.stderr, "sent") as line:
+        moved = upload_data(client, url, paths, regex=regex, threads=threads, on_progress=line.told)
         seconds = line.seconds
-    _report("upload", goal, moved, seconds, benchmark_out, format_type)
+    _report("upload", parse_data_url(url), moved, seconds, benchmark_out, format_type)
 
 
 @app.command(epilog="Example: distflow data download s3://bucket/run7 results --regex '.*\\.pt$'")
@@ -106,21 +96,14 @@ def download(
 
     A file appears when it is whole and has the sum that the store tells. Half a file is gone on with by the same command.
     """
-    from distflow.storage.downloading import download as fetch
-
-    source = parse_url(url)
-    if not directory.is_dir():
-        raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
-    with _store(source) as store, ProgressLine(sys.stderr, "fetched") as line:
-        moved = fetch(store, source, directory, regex=regex, resume=resume, at_once=threads, told=line.told)
+    with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
+        moved = download_data(client, url, directory, regex=regex, resume=resume, threads=threads, on_progress=line.told)
         seconds = line.seconds
-    if not moved.files:
-        raise NotFound(f"nothing at {source} is matched by `{regex}`", hint="`distflow data list -r` shows the paths")
-    _report("download", source, moved, seconds, benchmark_out, format_type)
+    _report("download", parse_data_url(url), moved, seconds, benchmark_out, format_type)
 
 
 @app.command("list", epilog="Examples: distflow data list s3://bucket/run7  ·  distflow data list -r s3://bucket files.txt")
-def list_data(
+def list_command(
     url: UrlArgument,
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE]", help="Write the list there; it must not be there yet.")
@@ -132,16 +115,11 @@ def list_data(
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """List what lies at a URL, one relative path in each line; a folder's ends with a slash."""
-    from distflow.storage.selecting import compile_regex, select
-    from distflow.storage.trying import Patience
-
-    source = parse_url(url)
-    compile_regex(regex)
+    source = parse_data_url(url)
     if file is not None and file.exists():
         raise InputError(f"{file} is there already", hint="name another file")
-    with _store(source) as store:
-        entries = Patience().keep_trying(lambda: store.find(source.key))
-    found = [one for one in select(source, entries, regex) if one.name.startswith(prefix)]
+    with open_client() as client:
+        found = list_data(client, url, regex=regex, prefix=prefix)
     rows = _rows(source, found, recursive)
     if format_type is Format.JSON:
         body = {"url": str(source), "objects": rows, "count": len(rows), "bytes": sum(one.entry.size for one in found)}
@@ -166,17 +144,9 @@ def delete(url: UrlArgument, regex: RegexOption = "", format_type: FormatOption 
 
     A symbolic link is removed itself; the files that it leads to stay.
     """
-    from distflow.storage.tending import delete as remove
-    from distflow.storage.tending import find_removable
-
-    goal = parse_url(url, writes=True)
-    if goal.scheme in ("file", "sftp") and not goal.key:
-        raise InputError(f"{goal} is a whole machine", hint="name a directory")
-    with _store(goal) as store:
-        wanted = find_removable(store, goal, regex)
-        if not wanted:
-            raise NotFound(f"nothing at {goal} is matched by `{regex}`", hint="`distflow data list -r` shows the paths")
-        count = remove(store, goal, wanted)
+    goal = parse_data_url(url, writes=True)
+    with open_client() as client:
+        count = delete_data(client, url, regex=regex)
     if format_type is Format.JSON:
         print(json.dumps({"url": str(goal), "deleted": count}, indent=2))
     else:
@@ -195,12 +165,10 @@ def check(
 
     Ends with another code than 0 when it cannot.
     """
-    from distflow.storage.tending import Access, check_access
-
-    goal = parse_url(url, writes=access_type is not _Access.READ)
+    goal = parse_data_url(url, writes=access_type is not _Access.READ)
     try:
-        with _store(goal) as store:
-            check_access(store, goal, Access(access_type.value))
+        with open_client() as client:
+            check_data_access(client, url, access_type.value)
     except DistflowError as error:
         if format_type is Format.JSON:
             print(json.dumps({"status": "fail", "error": error.message, "hint": error.hint}, indent=2))
@@ -211,17 +179,6 @@ def check(
         print(json.dumps({"status": "pass"}, indent=2))
     else:
         print(f"{goal}: {access_type.value}: pass")
-
-
-@contextmanager
-def _store(url: StorageUrl) -> Iterator[Store]:
-    from distflow.storage.opening import open_store
-
-    store = open_store(url, wiring.credentials_for())
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def _report(verb: str, url: StorageUrl, moved: Moved, seconds: float, benchmark_out: Path | None, format_type: Format) -> None:
@@ -250,7 +207,7 @@ def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) ->
         raise InputError(f"--benchmark-out: {error.filename or path}: {error.strerror}") from error
 
 
-def _rows(url: StorageUrl, found: list[Wanted], recursive: bool) -> list[dict[str, object]]:
+def _rows(url: StorageUrl, found: Sequence[Wanted], recursive: bool) -> list[dict[str, object]]:
     rows: dict[str, dict[str, object]] = {}
     for one in found:
         first, slash, _ = one.name.partition("/")

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import secrets
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption
+from distflow.cli.opening import open_client
 from distflow.cli.progress import ProgressLine
-from distflow.cli.tables import plain, table
-from distflow.cli.times import iso, local_minute
+from distflow.cli.tables import table
+from distflow.client.datasets import create_version, delete_versions, download_dataset, list_datasets, read_versions
 from distflow.documents.names import parse_dataset
+from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text
-from distflow.errors import InputError, NotFound
+from distflow.documents.times import iso, local_minute
+from distflow.errors import InputError
 
 if TYPE_CHECKING:
-    from distflow.storage.datasets import Datasets, Manifest
-    from distflow.storage.uploading import Source
+    from distflow.client.datasets import Manifest
 
 __all__ = ["app"]
 
@@ -45,30 +42,27 @@ def _dataset() -> None:
 
 
 @app.command("list", epilog="Example: distflow dataset list --format-type json")
-def list_datasets(format_type: FormatOption = Format.TEXT) -> None:
+def list_command(format_type: FormatOption = Format.TEXT) -> None:
     """List the datasets, each with its latest version."""
-    with _datasets() as datasets:
-        counts: dict[str, list[int]] = {}
-        for one in datasets.versions():
-            counts.setdefault(one.name, []).append(one.number)
-        latest = [datasets.manifest(name, max(numbers)) for name, numbers in counts.items()]
+    with open_client() as client:
+        found = list_datasets(client)
     if format_type is Format.JSON:
-        rows = [{"name": one.name, "versions": counts[one.name], "latest": _json(one)} for one in latest]
+        rows = [{"name": one.name, "versions": versions, "latest": _json(one)} for one, versions in found]
         print(json.dumps({"datasets": rows}, indent=2))
         return
-    if not latest:
+    if not found:
         print("there are no datasets", file=sys.stderr)
         return
     cells = [
         (
             one.name,
-            str(len(counts[one.name])),
+            str(len(versions)),
             str(one.number),
             str(len(one.files)),
             bytes_text(one.size),
             local_minute(one.created),
         )
-        for one in latest
+        for one, versions in found
     ]
     print(table(("Name", "Versions", "Latest", "Files", "Size", "Created"), cells), end="")
 
@@ -76,11 +70,9 @@ def list_datasets(format_type: FormatOption = Format.TEXT) -> None:
 @app.command(epilog="Examples: distflow dataset info mnist  ·  distflow dataset info mnist:3")
 def info(name: NameArgument, format_type: FormatOption = Format.TEXT) -> None:
     """Show the versions of a dataset; with a version, the files that it holds."""
-    plain_name, number = parse_dataset(name)
-    with _datasets() as datasets:
-        every: list[int | None] = [] if ":" in name else [one.number for one in datasets.versions(plain_name)]
-        wanted = every or [number]
-        found = [datasets.manifest(plain_name, one) for one in wanted]
+    plain_name, _ = parse_dataset(name)
+    with open_client() as client:
+        found = read_versions(client, name)
     if format_type is Format.JSON:
         print(json.dumps({"name": plain_name, "versions": [{**_json(one), "files": _files(one)} for one in found]}, indent=2))
     elif ":" in name:
@@ -99,14 +91,7 @@ def upload(
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Make a new version of a dataset from files of this machine. It is there when all of it is."""
-    from distflow.storage.uploading import sources
-
-    if ":" in name:
-        raise InputError(
-            f"`{name}` names a version: a new one gets the next number", hint="leave the colon and what follows out"
-        )
-    parse_dataset(name)
-    _make(name, sources(paths, regex), regex, format_type, is_update=False)
+    _make(name, paths, regex, format_type, is_update=False)
 
 
 @app.command(epilog="Example: distflow dataset update mnist labels.csv")
@@ -120,10 +105,7 @@ def update(
 
     What is taken over is not sent again.
     """
-    from distflow.storage.uploading import sources
-
-    parse_dataset(name)
-    _make(name, sources(paths, regex), regex, format_type, is_update=True)
+    _make(name, paths, regex, format_type, is_update=True)
 
 
 @app.command(epilog="Example: distflow dataset download mnist:3 data")
@@ -135,19 +117,13 @@ def download(
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Fetch a version of a dataset; each file is held against the SHA-256 of its manifest."""
-    plain_name, number = parse_dataset(name)
-    if not directory.is_dir():
-        raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
-    with _datasets() as datasets, ProgressLine(sys.stderr, "fetched") as line:
-        manifest = datasets.manifest(plain_name, number)
-        moved = datasets.fetch(manifest, directory / plain_name, regex=regex, resume=resume, told=line.told)
-    if not moved.files and regex:
-        raise NotFound(f"nothing of {plain_name}:{manifest.number} is matched by `{regex}`")
+    with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
+        manifest, moved = download_dataset(client, name, directory, regex=regex, resume=resume, on_progress=line.told)
     if format_type is Format.JSON:
-        body = {"name": plain_name, "version": manifest.number, "files": moved.files, "bytes": moved.size}
+        body = {"name": manifest.name, "version": manifest.number, "files": moved.files, "bytes": moved.size}
         print(json.dumps(body, indent=2))
     else:
-        print(f"{plain_name}:{manifest.number}: {_count(moved.files)}, {bytes_text(moved.size)}")
+        print(f"{manifest.name}:{manifest.number}: {_count(moved.files)}, {bytes_text(moved.size)}")
 
 
 @app.command(epilog="Examples: distflow dataset delete mnist:3  ·  distflow dataset delete mnist --all")
@@ -157,47 +133,26 @@ def delete(
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Remove a version of a dataset, or all. Nobody is asked first; a number is not used again."""
-    plain_name, number = parse_dataset(name)
+    plain_name, _ = parse_dataset(name)
     if (":" in name) == all_versions:
         raise InputError(
             "name a version or say --all, one of the two", hint=f"`distflow dataset info {plain_name}` shows the versions"
         )
-    with _datasets() as datasets:
-        there = [one.number for one in datasets.versions(plain_name)]
-        gone = there if all_versions and there else [datasets.manifest(plain_name, number).number]
-        for one in gone:
-            datasets.remove(plain_name, one)
+    with open_client() as client:
+        gone = delete_versions(client, name, all_versions=all_versions)
     if format_type is Format.JSON:
         print(json.dumps({"name": plain_name, "deleted": gone}, indent=2))
     else:
         print("".join(f"deleted {plain_name}:{one}\n" for one in gone), end="")
 
 
-def _make(name: str, files: Sequence[Source], regex: str, format_type: Format, *, is_update: bool) -> None:
-    if not files:
-        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
-    with _datasets() as datasets, ProgressLine(sys.stderr, "sent") as line:
-        write = datasets.update if is_update else datasets.add
-        now = time.time()  # noqa: TID251  the moment of creation
-        made = write(name, files, mark=secrets.token_hex(8), at=now, told=line.told)
+def _make(name: str, paths: list[Path], regex: str, format_type: Format, *, is_update: bool) -> None:
+    with open_client() as client, ProgressLine(sys.stderr, "sent") as line:
+        made = create_version(client, name, paths, regex=regex, is_update=is_update, on_progress=line.told)
     if format_type is Format.JSON:
         print(json.dumps(_json(made), indent=2))
     else:
         print(f"{made.name}:{made.number}: {_count(len(made.files))}, {bytes_text(made.size)}")
-
-
-@contextmanager
-def _datasets() -> Iterator[Datasets]:
-    from distflow.documents.urls import parse_url
-    from distflow.storage.datasets import Datasets
-    from distflow.storage.opening import open_store
-
-    base = parse_url(wiring.datasets_url(wiring.configuration()), writes=True)
-    store = open_store(base, wiring.credentials_for())
-    try:
-        yield Datasets(store, base)
-    finally:
-        store.close()
 
 
 def _json(one: Manifest) -> dict[str, object]:

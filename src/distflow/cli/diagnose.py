@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from distflow.cli.command import Format, FormatOption, command_app
-from distflow.cli.diagnoses import diagnoses_json, diagnoses_text, examine
-from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
+from distflow.cli.diagnoses import diagnoses_json, diagnoses_text
+from distflow.cli.opening import WorkflowArgument, open_workflow
 from distflow.cli.tables import Paint
 from distflow.cli.verdicts import no_verdict
-from distflow.errors import NotFound
+from distflow.client.failures import check_attempt, diagnose_groups
+from distflow.client.workflows import choose_tasks
 
 __all__ = ["app"]
 
@@ -31,12 +32,10 @@ def diagnose(
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Tell what a failed or silent gang suffers from, and what to do: from its logs and its end, without asking the nodes."""
-    with open_workflow(workflow) as (directory, store, record):
+    with open_workflow(workflow) as (client, record):
         names = {one.name for _, one in choose_tasks(record, task)} if task else set()
-        last = max((group.attempt for group in record.groups), default=0)
-        if attempt is not None and attempt > last:
-            raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last is {last}")
-        examined = examine(directory, store, record, tasks=names, attempt=attempt)
+        check_attempt(record, attempt)
+        examined = diagnose_groups(client, record, tasks=names, attempt=attempt)
         words = "" if examined else no_verdict(record)
         if format_type is Format.JSON:
             import json

@@ -1,79 +1,25 @@
-"""Diagnoses of a workflow: found from the store and the mirrored logs, and as people and programs see them."""
+"""Diagnoses of a workflow as people and programs see them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from distflow.cli.tables import Paint, plain
+from distflow.cli.tables import Paint
 from distflow.cli.views import cause_words
-from distflow.cli.wiring import mirror
-from distflow.diagnosis.diagnose import diagnose
-from distflow.diagnosis.evidence import case_of
-from distflow.diagnosis.model import Diagnosis
-from distflow.lifecycle.states import State
-from distflow.state.mirror import LAST_LINES
-from distflow.supervisor.timeline import attempt_of
+from distflow.documents.printable import plain
 
 if TYPE_CHECKING:
-    from distflow.state.directory import StateDirectory
-    from distflow.state.record import GroupRecord, WorkflowRecord
-    from distflow.state.store import Store
+    from distflow.client.failures import DiagnosedGroup, Diagnosis
+    from distflow.state.record import WorkflowRecord
 
-__all__ = ["Examined", "diagnoses_json", "diagnoses_text", "examine", "remedy_of"]
+__all__ = ["diagnoses_json", "diagnoses_text", "remedy_of"]
 
 _SHOWN_LINES = 5
 """The last lines of a task, where no rule explains its failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
-    """One attempt of a group that was looked at."""
-
-    group: GroupRecord
-    attempt: int
-    diagnoses: tuple[Diagnosis, ...]
-
-    @property
-    def status(self) -> str:
-        """As ``query`` shows it; of an earlier attempt that it was rescheduled."""
-        return self.group.status if self.attempt == self.group.attempt else State.RESCHEDULED.value
-
-
-def examine(
-    directory: StateDirectory,
-    store: Store,
-    record: WorkflowRecord,
-    *,
-    tasks: Collection[str] = (),
-    attempt: int | None = None,
-) -> list[Examined]:
-    """Look at the groups that failed, or whose attempt did, and at those that may hang or wait for ranks that failed unnoticed.
-
-    With ``tasks`` only their words count. What was kept of another workflow ran there, and is told there. Reads the store and
-    the mirrored logs, and reaches no node.
-    """
-    events, logs = store.events(record.uuid), mirror(directory)
-    found = []
-    for group in record.groups:
-        number = group.attempt if attempt is None else attempt
-        if group.kept:
-            continue
-        if (tasks and not any(task.name in tasks for task in group.tasks)) or number > group.attempt:
-            continue
-        lines = {
-            task.name: logs.last_lines(record.uuid, group.name, task.name, number, LAST_LINES)
-            for task in attempt_of(group, number)
-            if not tasks or task.name in tasks
-        }
-        case = case_of(group, number, lines, events)
-        if number < group.attempt or group.state is State.FAILED or case.silence or case.missing:
-            found.append(Examined(group=group, attempt=number, diagnoses=diagnose(case)))
-    return found
-
-
-def diagnoses_text(record: WorkflowRecord, examined: Sequence[Examined], paint: Paint) -> str:
+def diagnoses_text(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], paint: Paint) -> str:
     """Return what ``diagnose`` shows."""
     lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
     for one in examined:
@@ -86,7 +32,7 @@ def diagnoses_text(record: WorkflowRecord, examined: Sequence[Examined], paint: 
     return "".join(f"{line}\n" for line in lines)
 
 
-def diagnoses_json(record: WorkflowRecord, examined: Sequence[Examined], words: str) -> dict[str, object]:
+def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], words: str) -> dict[str, object]:
     """Return what ``diagnose --format-type json`` prints.
 
     ``message`` says why there are no ``groups``. Of a group: ``retry_id``, and its ``diagnoses``, the most specific first:
@@ -138,7 +84,7 @@ def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
     return diagnosis.remedy.replace("<id>", record.id)
 
 
-def _unknown(record: WorkflowRecord, one: Examined) -> Iterator[str]:
+def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:
     """Say that no rule knows this failure, and where to look."""
     retry = f" -r {one.attempt}" if one.attempt < one.group.attempt else ""
     cause = one.group.cause if one.attempt == one.group.attempt else one.group.earlier_causes[one.attempt]

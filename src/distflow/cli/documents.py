@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from distflow.cli.metrictext import NO_METRICS, GroupMetrics
-from distflow.cli.times import iso
 from distflow.cli.views import NO_LINES, LastLines, elapsed_s, queued_s, task_words
+from distflow.documents.times import iso
 from distflow.lifecycle.states import State
 from distflow.lifecycle.upstream import still_awaited
 from distflow.state.metrics import Latest
@@ -226,7 +226,7 @@ def _task_json(
 
 def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[str, object]:
     """Return when a task came how far before and after it ran; the record has that of the latest attempt only."""
-    from distflow.supervisor.carrying import fetched_for, written_of  # not for commands that show no tasks
+    from distflow.client.transfers import fetched_for, written_of  # not for commands that show no tasks
 
     is_latest = task.attempt == group.attempt
     scheduling = group.scheduling_at if is_latest else None

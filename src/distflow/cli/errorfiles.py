@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 
-from distflow.cli.tables import plain
+from distflow.documents.printable import plain
 from distflow.protocol.error_file import parse_error_file
 from distflow.state.record import TaskRecord, WorkflowRecord
 

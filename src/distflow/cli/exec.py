@@ -11,23 +11,14 @@ from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.inspection.session import Exit, Session, Size
-from distflow.cli.beside import Place, find_place
 from distflow.cli.command import command_app
-from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow, pause
-from distflow.cli.tables import Paint, plain, plain_lines
+from distflow.cli.opening import WorkflowArgument, open_client, open_workflow
+from distflow.cli.tables import Paint
 from distflow.cli.terminal import raw_terminal, read_size
-from distflow.documents.words import did_you_mean
-from distflow.errors import (
-    AuthenticationRefused,
-    DistflowError,
-    HostKeyMismatch,
-    HostKeyUnknown,
-    InputError,
-    NodeUnreachable,
-    NotFound,
-)
-from distflow.state.record import TaskRecord, WorkflowRecord
+from distflow.client.running_tasks import Exit, RunningTask, Session, Size, find_running_task, run_on_tasks, running_task
+from distflow.client.workflows import choose_tasks, group_of, pause
+from distflow.documents.printable import plain, plain_lines
+from distflow.errors import AuthenticationRefused, HostKeyMismatch, HostKeyUnknown, InputError, NodeUnreachable
 
 __all__ = ["app"]
 
@@ -72,18 +63,20 @@ def execute(
         raise InputError("--keep-alive is for one task, and --group names several")
     if group is not None and entry is None:
         raise InputError("--group has no terminal for a shell", hint="say with --entry what to run on every task")
-    with open_workflow(workflow, tell_age=False) as (directory, store, record):
-        chosen = choose_tasks(record, [task]) if task is not None else _group(record, group or "")
-        places = [find_place(directory, store, record, name, one, connect_timeout) for name, one in chosen]
+    with open_workflow(workflow, report_age=False) as (client, record):
+        if task is not None:
+            chosen = choose_tasks(record, [task])
+        else:
+            chosen = [(group or "", one) for one in group_of(record, group or "").tasks]
+        found = [running_task(client, record, name, one, connect_timeout) for name, one in chosen]
     if task is None:
-        raise typer.Exit(_all(places, argv, connect_timeout))
+        raise typer.Exit(_run_on_all(found, argv, connect_timeout))
 
-    def again() -> Place:
-        with open_workflow(workflow, tell_age=False) as (directory, store, record):
-            ((name, one),) = choose_tasks(record, [task])
-            return find_place(directory, store, record, name, one, connect_timeout)
+    def find_again() -> RunningTask:
+        with open_client() as client:
+            return find_running_task(client, workflow, task, connect_timeout)
 
-    raise typer.Exit(_one(places[0], argv, connect_timeout, again if keep_alive else None))
+    raise typer.Exit(_run_on_one(found[0], argv, connect_timeout, find_again if keep_alive else None))
 
 
 def _parse(entry: str) -> list[str]:
@@ -96,34 +89,29 @@ def _parse(entry: str) -> list[str]:
     return argv
 
 
-def _group(record: WorkflowRecord, name: str) -> list[tuple[str, TaskRecord]]:
-    there = [one.name for one in record.groups]
-    if name not in there:
-        raise NotFound(f"{record.id} has no group {name!r}", hint=did_you_mean(name, there, what="groups"))
-    return [(name, task) for task in record.group(name).tasks]
-
-
-def _one(place: Place, argv: Sequence[str], connect_timeout: int, again: Callable[[], Place] | None) -> int:
-    """Run it beside one task. ``again`` looks the task up once more, when a connection that broke is to be made anew."""
+def _run_on_one(
+    task: RunningTask, argv: Sequence[str], connect_timeout: int, find_again: Callable[[], RunningTask] | None
+) -> int:
+    """Run it next to one task. ``find_again`` looks the task up when a connection that broke is to be made again."""
     keyboard = _Keyboard()
     while True:
         try:
-            return _once(place, argv, connect_timeout, keyboard)
+            return _once(task, argv, connect_timeout, keyboard)
         except (HostKeyUnknown, HostKeyMismatch, AuthenticationRefused):
             raise
         except NodeUnreachable as error:
-            if again is None or not keyboard.was_used:
+            if find_again is None or not keyboard.was_used:
                 raise
             keyboard.hold()
             print(f"{plain_lines(str(error))}; connecting again, Ctrl-C ends it", file=sys.stderr)
         pause(_AGAIN_S)
-        place = again()
+        task = find_again()
 
 
-def _once(place: Place, argv: Sequence[str], connect_timeout: int, keyboard: _Keyboard) -> int:
+def _once(task: RunningTask, argv: Sequence[str], connect_timeout: int, keyboard: _Keyboard) -> int:
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not has_terminal:
-        session = place.open(argv, None, connect_timeout)
+        session = task.open(argv, None, connect_timeout)
         try:
             keyboard.lead_to(session)
             return _carry(session)
@@ -131,7 +119,7 @@ def _once(place: Place, argv: Sequence[str], connect_timeout: int, keyboard: _Ke
             session.close()
     fd = sys.stdin.fileno()
     rows, columns = read_size(fd)
-    session = place.open(argv, (Size(rows=rows, columns=columns), os.environ.get("TERM", "")), connect_timeout)
+    session = task.open(argv, (Size(rows=rows, columns=columns), os.environ.get("TERM", "")), connect_timeout)
     try:
         with raw_terminal(fd, lambda rows, columns: session.resize(Size(rows=rows, columns=columns))):
             keyboard.lead_to(session)
@@ -216,48 +204,20 @@ class _Prefixed:
             )
 
 
-def _all(places: Sequence[Place], argv: Sequence[str], connect_timeout: int) -> int:
-    """Run it beside every task; return the highest exit code. Raises the first error when one could not be run."""
+def _run_on_all(tasks: Sequence[RunningTask], argv: Sequence[str], connect_timeout: int) -> int:
+    """Run it next to every task; return the highest exit code. Raises the first error when one could not be run."""
     shown = _Prefixed()
-    codes: list[int] = []
-    errors: list[DistflowError] = []
-    sessions: list[Session] = []
 
-    def follow(number: int, place: Place) -> None:
-        session = place.open(argv, None, connect_timeout)
-        sessions.append(session)
-        session.end_input()
-        for event in session.events():
-            if isinstance(event, Exit):
-                codes.append(event.code)
-                for is_error, words in ((False, ""), (True, event.why)):
-                    shown.add(number, place.task, is_error, words.encode(), is_last=True)
-            else:
-                shown.add(number, place.task, *event)
+    def show_output(number: int, is_error: bool, data: bytes) -> None:
+        shown.add(number, tasks[number].task, is_error, data)
 
-    def run(number: int, place: Place) -> None:
-        try:
-            follow(number, place)
-        except DistflowError as error:
-            errors.append(error)
-        except OSError:
-            codes.append(1)  # nobody reads any more
+    def show_exit(number: int, end: Exit) -> None:
+        for is_error, words in ((False, ""), (True, end.why)):
+            shown.add(number, tasks[number].task, is_error, words.encode(), is_last=True)
 
-    try:
-        _at_once(run, places)
-    finally:
-        for session in sessions:
-            session.close()
-    for error in errors[1:]:
+    ended = run_on_tasks(tasks, argv, connect_timeout, on_output=show_output, on_exit=show_exit)
+    for error in ended.errors[1:]:
         print(f"error: {plain_lines(str(error))}", file=sys.stderr)
-    if errors:
-        raise errors[0]
-    return max(codes)
-
-
-def _at_once(run: Callable[[int, Place], None], places: Sequence[Place]) -> None:
-    threads = [threading.Thread(target=run, args=numbered, daemon=True) for numbered in enumerate(places)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    if ended.errors:
+        raise ended.errors[0]
+    return max(ended.codes)

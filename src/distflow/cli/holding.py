@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from distflow.backends.machines.inspection.holders import Holder, Holders
-from distflow.cli.tables import plain, table
-from distflow.cli.usage import Usage
+from distflow.cli.tables import table
+from distflow.client.nodes import Holder, Holders, folded
+from distflow.client.pools import NodeUsage
+from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text
-from distflow.runtime.leases.holder_names import folded
 
 __all__ = ["holders_json", "holders_text"]
 
-Found = Sequence[tuple[Usage, Holders]]
+Found = Sequence[tuple[NodeUsage, Holders]]
 
 
 def holders_text(found: Found, ids: Mapping[str, str]) -> str:

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
 from distflow.cli.documents import list_json
-from distflow.cli.reading import reading_directory, until_closed, wake
+from distflow.cli.opening import open_client, until_closed
 from distflow.cli.searching import (
     OSMO_STATUSES,
     AllUsersOption,
@@ -30,10 +29,11 @@ from distflow.cli.searching import (
 )
 from distflow.cli.tables import Paint
 from distflow.cli.views import list_table
+from distflow.client.client import now
+from distflow.client.workflows import list_workflows
 from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, WorkflowState, workflow_status_of
 from distflow.state.search import Search
-from distflow.supervisor.clock import SystemClock
 
 __all__ = ["app"]
 
@@ -43,7 +43,7 @@ app = command_app()
 @app.command(
     "list", epilog="Examples: distflow workflow list  ·  distflow workflow list -s RUNNING PENDING --label team=vision"
 )
-def list_workflows(
+def list_command(
     count: CountOption = 20,
     offset: OffsetOption = 0,
     name: Annotated[str | None, typer.Option("--name", "-n", help="Only those with this in their id.")] = None,
@@ -88,20 +88,17 @@ def list_workflows(
         submitted_after=after,
         submitted_before=before,
     )
-    directory = reading_directory()
-    with wiring.open_store(directory) as store:
-        records = list(store.list(search, count=min(count, sys.maxsize), offset=min(offset, sys.maxsize)))
-        wake(directory, store)
+    with open_client() as client:
+        records = list_workflows(client, search, count=min(count, sys.maxsize), offset=min(offset, sys.maxsize))
     if order is Order.ASC:
         records.reverse()
-    now = SystemClock().now()
     with until_closed():
         if format_type is Format.JSON:
             import json
 
-            print(json.dumps(list_json(records, now=now), indent=2))
+            print(json.dumps(list_json(records, now=now()), indent=2))
         elif records:
-            print(list_table(records, now=now, paint=Paint.of(sys.stdout)), end="")
+            print(list_table(records, now=now(), paint=Paint.of(sys.stdout)), end="")
         else:
             print("No workflow matches." if offset or search != Search() else "There are no workflows yet.")
 

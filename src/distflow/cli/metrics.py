@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -15,14 +14,14 @@ import typer
 
 from distflow.cli.command import command_app
 from distflow.cli.metrictext import PACE, PACE_OF_ALL, metrics_table, pace_words
-from distflow.cli.output import log_sources
+from distflow.cli.opening import WorkflowArgument, open_workflow
 from distflow.cli.plot import plot
-from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
-from distflow.cli.tables import plain, terminal_width
-from distflow.cli.times import iso
-from distflow.errors import InputError, NotFound
-from distflow.state.logs import read_lines
-from distflow.state.metrics import Latest, Metric, latest, number, read_metrics
+from distflow.cli.tables import terminal_width
+from distflow.client.metrics import Latest, Metric, find_metrics, number
+from distflow.client.workflows import choose_tasks
+from distflow.documents.printable import plain
+from distflow.documents.times import iso
+from distflow.errors import InputError
 from distflow.state.record import WorkflowRecord
 
 __all__ = ["app"]
@@ -67,60 +66,26 @@ def metrics(
     """Show the metrics that tasks print as lines of JSON, such as {"step": 3, "loss": 0.5, "rank": 0}."""
     if sum((plotted, tensorboard is not None, format_type is not _Format.TEXT)) > 1:
         raise InputError("--plot, --tensorboard and --format-type exclude each other")
-    with open_workflow(workflow) as (directory, _, record):
+    with open_workflow(workflow) as (client, record):
         tasks = choose_tasks(record, task or [])
-        sources = log_sources(directory, record, tasks, attempt)
-        names: dict[str, None] = {}
-
-        def read() -> Iterator[Metric]:
-            # One log after the other: whatever the nodes' clocks say, attempts stay in their order.
-            found = (one for source in sources for one in read_metrics(read_lines([source]), rank=rank))
-            return _only(found, key or [], names)
-
-        newest = latest(read())
-        if key and not newest:
-            # Which there are is only asked where one is missing.
-            _refuse_unknown(record, key, (one for source in sources for one in read_metrics(read_lines([source]))))
+        found = find_metrics(client, record, tasks, rank=rank, keys=key or (), attempt=attempt)
+        newest = found.latest
         if not newest:
             print(f'{record.id} has printed no metrics: lines such as {{"step": 1, "loss": 0.5}}', file=sys.stderr)
         if tensorboard is not None:
-            from distflow.cli.tensorboard import write_tensorboard
-
-            count = write_tensorboard(tensorboard, read())
+            count = found.write_tensorboard(tensorboard)
             print(f"{count:,} value{'' if count == 1 else 's'} written to {tensorboard}: tensorboard --logdir {tensorboard}")
         elif format_type is _Format.JSON:
-            _write_json(record.id, read())
+            _write_json(record.id, found)
         elif format_type is _Format.CSV:
-            _write_csv(list(names), read())
+            _write_csv(found.names, found)
         elif newest and plotted:
-            _draw(key or _to_draw(newest), read)
+            _draw(key or _to_draw(newest), found)
         elif newest:
-            columns = [name for name in names if name in (key or ()) or name not in PACE_OF_ALL]
+            columns = [name for name in found.names if name in (key or ()) or name not in PACE_OF_ALL]
             print(metrics_table(newest, columns, width=terminal_width(sys.stdout)), end="")
             for words in _paces(record, newest):
                 print(words)
-
-
-def _only(metrics: Iterable[Metric], keys: Collection[str], names: dict[str, None]) -> Iterator[Metric]:
-    """Yield the metrics with the values of these names (all, when none is given), and put every name into ``names``."""
-    for metric in metrics:
-        chosen = metric
-        if keys:
-            values = {name: value for name, value in metric.values.items() if name in keys}
-            if not values:
-                continue
-            chosen = replace(metric, values=values)
-        names.update(dict.fromkeys(chosen.values))
-        yield chosen
-
-
-def _refuse_unknown(record: WorkflowRecord, keys: Sequence[str], metrics: Iterable[Metric]) -> None:
-    known = sorted({name for metric in metrics for name in metric.values})
-    unknown = [key for key in keys if key not in known]
-    if known and unknown:
-        from distflow.documents.words import did_you_mean
-
-        raise NotFound(f"{record.id} has no metric {unknown[0]!r}", hint=did_you_mean(unknown[0], known, what="metrics"))
 
 
 def _write_json(workflow: str, metrics: Iterable[Metric]) -> None:
@@ -137,7 +102,7 @@ def _write_json(workflow: str, metrics: Iterable[Metric]) -> None:
     write(end)
 
 
-def _write_csv(names: Sequence[str], metrics: Iterable[Metric]) -> None:
+def _write_csv(names: Collection[str], metrics: Iterable[Metric]) -> None:
     rows = csv.writer(sys.stdout, lineterminator="\n")
     rows.writerow(["task", "retry_id", "rank", "step", "time", *names])
     for one in metrics:
@@ -152,9 +117,9 @@ def _to_draw(newest: Sequence[Latest]) -> list[str]:
     return ["loss"] if "loss" in drawable else other[:1]
 
 
-def _draw(keys: Sequence[str], read: Callable[[], Iterator[Metric]]) -> None:
+def _draw(keys: Sequence[str], metrics: Iterable[Metric]) -> None:
     series: dict[str, dict[str, dict[int, float]]] = {key: {} for key in keys}
-    for metric in read():
+    for metric in metrics:
         who = metric.task if metric.rank is None else f"{metric.task} rank {metric.rank}"
         for key in keys:
             if (value := number(metric.values.get(key))) is not None:

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from distflow.cli.tables import plain, table
+from distflow.cli.tables import table
+from distflow.client.workflows import held_ranks
+from distflow.documents.printable import plain
 from distflow.documents.words import few
 
 if TYPE_CHECKING:
@@ -18,8 +20,6 @@ __all__ = [
     "PACE",
     "PACE_OF_ALL",
     "GroupMetrics",
-    "held_ranks",
-    "holds_rank",
     "metric_lines",
     "metrics_table",
     "pace_words",
@@ -98,19 +98,8 @@ def metrics_table(latest: Sequence[Latest], names: Collection[str], *, width: in
     return table(header, rows, width=width)
 
 
-def holds_rank(ranks: str, rank: int) -> bool:
-    """Return whether a rank is among those of a task, such as ``8-15``."""
-    return rank in held_ranks(ranks)
-
-
-def held_ranks(ranks: str) -> range:
-    """Return the ranks of a task, such as ``8-15``."""
-    first, _, last = ranks.partition("-")
-    return range(int(first), int(last or first) + 1) if first else range(0)
-
-
 def _named(group: GroupRecord, rank: int) -> str:
     for task in group.tasks:
-        if holds_rank(task.ranks, rank):
+        if rank in held_ranks(task.ranks):
             return f"rank {rank} ({task.name} on {task.node})" if task.node else f"rank {rank} ({task.name})"
     return f"rank {rank}"

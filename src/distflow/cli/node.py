@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.cleanup.cleaning import Cleaned, clean_node
-from distflow.cli import wiring
-from distflow.cli.attemptnames import named
 from distflow.cli.command import Format, FormatOption, HostfileOption
-from distflow.cli.places import PoolOption, chosen_places, each_place
-from distflow.cli.reap import reap
-from distflow.cli.tables import plain, table
+from distflow.cli.opening import open_client
+from distflow.cli.reap import PoolOption, reap
+from distflow.cli.tables import table
 from distflow.cli.uninstall import uninstall
+from distflow.client.nodes import Cleaned, choose_nodes, clean_nodes
+from distflow.documents.printable import plain
 from distflow.documents.quantities import parse_duration
 from distflow.errors import InputError, NodeUnreachable
 
@@ -50,22 +49,10 @@ def clean(
 
     Workflows that are not over are never touched. Logs that are mirrored on this machine stay.
     """
-    places = chosen_places(pool, hostfile)
     age_s = _seconds(older_than) if older_than is not None else None
-    directory = wiring.state_directory()
-    with wiring.open_store(directory) as store:
-        unfinished, ids = store.uuids(are_unfinished=True), store.ids()
-    results = each_place(
-        places,
-        lambda one, node: clean_node(
-            one,
-            node,
-            older_than_s=one.retention_s if age_s is None else age_s,
-            unfinished=unfinished,
-            is_dry_run=dry_run,
-        ),
-    )
-    results = [replace(one, error=named(one.error, ids)) for one in results]
+    with open_client() as client:
+        nodes = choose_nodes(client, pool, hosts=client.hosts(hostfile))
+        results = clean_nodes(client, nodes, older_than_s=age_s, is_dry_run=dry_run)
     _show(results, dry_run, format_type)
     failed = [result for result in results if result.error]
     if failed and format_type is Format.JSON:
@@ -82,7 +69,7 @@ def _seconds(text: str) -> float:
         raise InputError(f"--older-than {text!r}: {error}", hint="for example 12h or 14d") from None
 
 
-def _show(results: list[Cleaned], dry_run: bool, format_type: Format) -> None:
+def _show(results: Sequence[Cleaned], dry_run: bool, format_type: Format) -> None:
     if format_type is Format.JSON:
         rows = [
             {"node": one.node, "removed": list(one.removed), "kept": one.kept, "freed_bytes": one.freed_bytes,

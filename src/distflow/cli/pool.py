@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from distflow.cli import wiring
+from distflow.cli.amounts import Mode, amount_cells
 from distflow.cli.command import Format, FormatOption, HostfileOption
-from distflow.cli.reading import reading_directory
+from distflow.cli.opening import open_client
 from distflow.cli.tables import Paint, table
-from distflow.cli.usage import Held, Mode, Usage, amount_cells, held_by_tasks
-from distflow.documents.words import did_you_mean
-from distflow.errors import NodeError, NotFound
-from distflow.pools.choose import choose_pool, with_hosts
+from distflow.client.pools import NodeUsage, UsageByNode, check_pool, list_pools, usage_by_node
+from distflow.errors import NodeError
 from distflow.pools.model import Configuration, Node, Pool
 
 __all__ = ["app"]
@@ -33,7 +29,7 @@ def _pool() -> None:
 @app.command(
     "list", epilog="Examples: distflow pool list  ·  distflow pool list -p lab  ·  distflow pool list --hostfile hosts.txt"
 )
-def list_pools(
+def list_command(
     pool: Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated.")] = None,
     mode: Annotated[Mode, typer.Option("--mode", "-m", help="used/total, or what is free.")] = Mode.USED,
     hostfile: HostfileOption = None,
@@ -43,11 +39,9 @@ def list_pools(
 
     No node is asked; `distflow resource list --live` does, and says who holds what.
     """
-    configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile))
-    if pool:
-        configuration = replace(configuration, pools={name: choose_pool(configuration, given=name) for name in pool})
-    with wiring.open_store(reading_directory()) as store:
-        held = held_by_tasks(store)
+    with open_client() as client:
+        configuration = list_pools(client, pool or (), hosts=client.hosts(hostfile))
+        held = usage_by_node(client)
     if format_type is Format.JSON:
         print(json.dumps(_as_json(configuration, held), indent=2))
         return
@@ -82,44 +76,32 @@ def check(
     Logs in to each node, looks at its Python, disks, clock and GPUs, and lets every node connect to every other one. Starts no
     task and holds no GPU. Exit code 3 when a gang cannot run on all of them.
     """
-    chosen = choose_pool(wiring.configuration(), given=pool, hosts=wiring.hosts(hostfile))
-    nodes = _only(chosen, node or [])
     # paramiko comes with the nodes.
-    from distflow.backends.machines.checks.checking import check_pool
-    from distflow.backends.machines.checks.reachability import verdict
     from distflow.cli.bottom import Bottom
     from distflow.cli.checks import check_json, check_text
 
     bottom = Bottom(sys.stderr)
-    try:
-        checked = check_pool(
-            chosen, nodes, lambda text: bottom.show(f"checking: {text} …"), with_all_reduce=all_reduce, paths=path or ()
-        )
-    finally:
-        bottom.clear()
-    found = verdict(checked.nodes, checked.pairs, checked.all_reduce)
+    with open_client() as client:
+        try:
+            found = check_pool(
+                client, pool, node or (), hosts=client.hosts(hostfile), all_reduce=all_reduce, paths=path or (),
+                on_progress=lambda text: bottom.show(f"checking: {text} …"),
+            )  # fmt: skip
+        finally:
+            bottom.clear()
     if format_type is Format.JSON:
-        print(json.dumps(check_json(chosen, checked, found), indent=2))
+        print(json.dumps(check_json(found.pool, found.checked, found.verdict), indent=2))
     else:
-        print(check_text(checked, found, Paint.of(sys.stdout)), end="")
-    if not found.can_run:
+        print(check_text(found.checked, found.verdict, Paint.of(sys.stdout)), end="")
+    if not found.verdict.can_run:
         raise typer.Exit(NodeError.exit_code)
 
 
-def _only(pool: Pool, names: Sequence[str]) -> tuple[Node, ...]:
-    """Return the nodes of these names, all without any. Raises ``NotFound``."""
-    there = [node.name for node in pool.nodes]
-    for name in names:
-        if name not in there:
-            raise NotFound(f"the pool {pool.name!r} has no node {name!r}", hint=did_you_mean(name, there, what="nodes"))
-    return tuple(node for node in pool.nodes if not names or node.name in names)
+def _usage(pool: Pool, node: Node, held: UsageByNode) -> NodeUsage:
+    return NodeUsage(pool=pool, node=node, held=held.get((pool.name, node.name), ()))
 
 
-def _usage(pool: Pool, node: Node, held: Held) -> Usage:
-    return Usage(pool=pool, node=node, held=held.get((pool.name, node.name), ()))
-
-
-def _as_json(configuration: Configuration, held: Held) -> dict[str, object]:
+def _as_json(configuration: Configuration, held: UsageByNode) -> dict[str, object]:
     return {
         "file": configuration.file,
         "default_pool": configuration.default_pool,
@@ -130,7 +112,7 @@ def _as_json(configuration: Configuration, held: Held) -> dict[str, object]:
     }
 
 
-def _node_json(usage: Usage) -> dict[str, object]:
+def _node_json(usage: NodeUsage) -> dict[str, object]:
     node, (cpu, memory, gpu) = usage.node, (used for used, _ in usage.amounts)
     return {
         "name": node.name,

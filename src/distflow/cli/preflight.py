@@ -19,19 +19,15 @@ def check_nodes(pool: Pool, names: Collection[str]) -> None:
 
     Raises ``typer.Exit`` with the code of a node that refuses when a gang cannot run on them.
     """
-    # paramiko comes with the nodes.
-    from distflow.backends.machines.checks.checking import check_pool
-    from distflow.backends.machines.checks.reachability import verdict
     from distflow.cli.bottom import Bottom
     from distflow.cli.checks import findings_text
+    from distflow.client.pools import check_pool_nodes
 
     bottom = Bottom(sys.stderr)
     try:
-        nodes = [node for node in pool.nodes if node.name in names]
-        checked = check_pool(pool, nodes, lambda text: bottom.show(f"checking: {text} …"))
+        found = check_pool_nodes(pool, names, on_progress=lambda text: bottom.show(f"checking: {text} …")).verdict
     finally:
         bottom.clear()
-    found = verdict(checked.nodes, checked.pairs)
     paint = Paint.of(sys.stderr)
     for line in findings_text(found, paint):
         print(line, file=sys.stderr)

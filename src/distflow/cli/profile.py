@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption
-from distflow.documents.words import did_you_mean
-from distflow.errors import InputError, NotFound
-from distflow.state.profile import write_pool
+from distflow.cli.opening import open_client
+from distflow.client.client import user_name
+from distflow.client.pools import prefer_pool
+from distflow.errors import InputError
 
 __all__ = ["app"]
 
@@ -39,29 +39,29 @@ def set_preference(
     _check(key)
     if values is None or len(values) != 1:
         raise InputError("`distflow profile set pool` takes the name of one pool", hint="distflow pool list shows the pools")
-    value, there = values[0], wiring.configuration(profile=False).pools
-    if value not in there:
-        raise NotFound(f"there is no pool {value!r}", hint=did_you_mean(value, there, what="pools"))
-    write_pool(wiring.state_directory().profile, value)
-    print(f"Set pool to {value}.")
+    with open_client() as client:
+        prefer_pool(client, values[0])
+    print(f"Set pool to {values[0]}.")
 
 
 @app.command("unset", epilog="Example: distflow profile unset pool")
 def unset_preference(key: _KeyArgument) -> None:
     """Prefer no pool any more: the configuration's default_pool is meant again."""
     _check(key)
-    write_pool(wiring.state_directory().profile, None)
+    with open_client() as client:
+        prefer_pool(client, None)
     print("No pool is preferred.")
 
 
 @app.command("list", epilog="Example: distflow profile list -t json")
 def list_preferences(format_type: FormatOption = Format.TEXT) -> None:
     """Show which pool is meant when none is named, and which there are."""
-    preferred, configuration = wiring.preferred_pool(), wiring.configuration()
+    with open_client() as client:
+        preferred, configuration = client.preferred_pool(), client.configuration()
     pools = list(configuration.pools)
     if format_type is Format.JSON:
         profile = {
-            "username": wiring.user_name(),
+            "username": user_name(),
             "email_notification": False,
             "slack_notification": False,
             "pool": configuration.default_pool,
@@ -69,7 +69,7 @@ def list_preferences(format_type: FormatOption = Format.TEXT) -> None:
         print(json.dumps({"profile": profile, "pools": pools, "roles": []}, indent=2))
         return
     source = "your profile" if preferred == configuration.default_pool else configuration.file or "built in"
-    print(f"User:  {wiring.user_name()}\nPool:  {configuration.default_pool} ({source})\nPools: {', '.join(pools)}")
+    print(f"User:  {user_name()}\nPool:  {configuration.default_pool} ({source})\nPools: {', '.join(pools)}")
 
 
 def _check(key: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distflow.cli.times import iso, local_second
+from distflow.documents.times import iso, local_second
 from distflow.state.record import GroupRecord, WorkflowRecord
 
 __all__ = ["NodeAway", "cancel_json", "cancel_words", "left_behind", "nodes_away"]

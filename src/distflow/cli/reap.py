@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.cleanup.reaping import Leftover, Reaped, reap_node
-from distflow.cli.attemptnames import named, workflow_ids
 from distflow.cli.command import Format, FormatOption, HostfileOption
-from distflow.cli.places import NodesOption, PoolOption, chosen_places, each_place
-from distflow.cli.tables import plain, table, terminal_width
-from distflow.cli.times import duration
+from distflow.cli.opening import open_client
+from distflow.cli.tables import table, terminal_width
+from distflow.client.nodes import Leftover, Reaped, choose_nodes, reap_nodes, replace_uuids
+from distflow.client.workflows import workflow_ids
+from distflow.documents.printable import plain
+from distflow.documents.times import duration
 from distflow.errors import DistflowError, NodeError
 
-__all__ = ["reap"]
+__all__ = ["NodesOption", "PoolOption", "reap"]
+
+PoolOption = Annotated[str | None, typer.Option("--pool", "-p", help="Only this pool; else all of the configuration.")]
+NodesOption = Annotated[
+    list[str] | None, typer.Option("--node", "-n", help="Only this node; may be given several times.", show_default=False)
+]
 
 
 def reap(
@@ -31,9 +37,10 @@ def reap(
 
     A task that runs is never touched, whoever submitted it; what belongs to another root or user is named, and left alone.
     """
-    places = chosen_places(pool, hostfile, nodes)
-    ids = workflow_ids()
-    results = each_place(places, lambda one, node: reap_node(one, node, is_dry_run=dry_run))
+    with open_client() as client:
+        chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
+        ids = workflow_ids(client)
+    results = reap_nodes(chosen, is_dry_run=dry_run)
     if format_type is Format.JSON:
         print(json.dumps({"dry_run": dry_run, "nodes": [_json(one) for one in results]}, indent=2))
     else:
@@ -47,19 +54,19 @@ def reap(
     raise error
 
 
-def _worst(results: list[Reaped], ids: Mapping[str, str]) -> DistflowError | None:
+def _worst(results: Sequence[Reaped], ids: Mapping[str, str]) -> DistflowError | None:
     for one in results:
         if one.error:
-            return NodeError(one.node, named(one.error.removeprefix(f"{one.node}: "), ids))
+            return NodeError(one.node, replace_uuids(one.error.removeprefix(f"{one.node}: "), ids))
     for one in results:
         for left in one.found:
             if left.error:
                 what = left.name if left.pid is None else f"{left.name} (pid {left.pid})"
-                return NodeError(one.node, f"{what} is still there: {named(left.error, ids)}")
+                return NodeError(one.node, f"{what} is still there: {replace_uuids(left.error, ids)}")
     return None
 
 
-def _show(results: list[Reaped], dry_run: bool, ids: Mapping[str, str]) -> None:
+def _show(results: Sequence[Reaped], dry_run: bool, ids: Mapping[str, str]) -> None:
     rows = [_row(one.node, left, dry_run, ids) for one in results for left in one.found]
     if rows:
         header = ("Node", "Pid", "Name", "Age", "GPUs", "Task", "Done", "Why")
@@ -67,7 +74,7 @@ def _show(results: list[Reaped], dry_run: bool, ids: Mapping[str, str]) -> None:
     for one in results:
         if one.settled:
             verb = "would be recorded" if dry_run else "is recorded now"
-            names = plain(named(", ".join(one.settled), ids))
+            names = plain(replace_uuids(", ".join(one.settled), ids))
             print(f"{one.node}: the end of {len(one.settled)} that nobody watched {verb}: {names}")
     reached = sum(1 for one in results if not one.error)
     if not rows and reached:
@@ -84,9 +91,9 @@ def _row(node: str, left: Leftover, dry_run: bool, ids: Mapping[str, str]) -> tu
         plain(left.name),
         "-" if left.age_s is None else duration(left.age_s),
         ",".join(str(gpu) for gpu in left.gpus),
-        plain(named(left.attempt, ids)),
+        plain(replace_uuids(left.attempt, ids)),
         done,
-        plain(named(left.error or left.why, ids)),
+        plain(replace_uuids(left.error or left.why, ids)),
     )
 
 

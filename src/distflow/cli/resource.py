@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
-from distflow.cli import wiring
+from distflow.cli.amounts import WHAT_USED_MEANS, Mode, amount_cells, total_of
 from distflow.cli.command import Format, FormatOption, HostfileOption
-from distflow.cli.places import each_place
-from distflow.cli.reading import reading_directory
+from distflow.cli.opening import open_client
 from distflow.cli.tables import table
-from distflow.cli.usage import WHAT_USED_MEANS, Mode, Usage, amount_cells, held_by_tasks, total_of
-from distflow.documents.words import did_you_mean
-from distflow.errors import InputError, NodeError, NotFound
-from distflow.pools.choose import choose_pool, with_hosts
-from distflow.pools.model import Configuration, Node, Pool
-
-if TYPE_CHECKING:
-    from distflow.backends.machines.inspection.holders import Holders
+from distflow.client.pools import NodeUsage, find_node, list_nodes
+from distflow.client.workflows import workflow_ids
+from distflow.errors import InputError, NodeError
 
 __all__ = ["app"]
 
@@ -58,41 +52,32 @@ def list_resources(
     """
     if pool and all_pools:
         raise InputError("--pool and --all exclude each other")
-    configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile))
-    with wiring.open_store(reading_directory()) as store:
-        held = held_by_tasks(store)
-        ids = store.ids()
-    rows = [
-        Usage(pool=one, node=node, held=held.get((one.name, node.name), ()))
-        for one in _pools(configuration, pool or (), all_pools)
-        for node in one.nodes
-        if not platform or node.platform in platform
-    ]
-    said = each_place([(row.pool, row.node) for row in rows], _ask_holders) if live else []
+    with open_client() as client:
+        rows = list_nodes(client, pool or (), all_pools=all_pools, platforms=platform or (), hosts=client.hosts(hostfile))
+        ids = workflow_ids(client) if live else {}
+    held = []
+    if live:
+        # paramiko comes with the nodes.
+        from distflow.client.nodes import ask_resource_holders
+
+        held = ask_resource_holders([(row.pool, row.node) for row in rows])
     if format_type is Format.JSON:
         shown = [_json(row) for row in rows]
         if live:
             from distflow.cli.holding import holders_json
 
-            shown = [one | holders_json(held, ids) for one, held in zip(shown, said, strict=True)]
+            shown = [one | holders_json(some, ids) for one, some in zip(shown, held, strict=True)]
         print(json.dumps({"resources": shown}, indent=2))
     else:
         print(_text(rows, mode), end="")
         if live:
             from distflow.cli.holding import holders_text
 
-            print("\n" + holders_text(list(zip(rows, said, strict=True)), ids), end="")
+            print("\n" + holders_text(list(zip(rows, held, strict=True)), ids), end="")
         else:
             print(WHAT_USED_MEANS, file=sys.stderr)
-    if any(one.error for one in said):
+    if any(one.error for one in held):
         raise typer.Exit(NodeError.exit_code)
-
-
-def _ask_holders(pool: Pool, node: Node) -> Holders:
-    # paramiko comes with the nodes.
-    from distflow.backends.machines.inspection.holders import ask_holders
-
-    return ask_holders(pool, node)
 
 
 @app.command("info", epilog="Examples: distflow resource info gpu1  ·  distflow resource info gpu1 --pool lab -t json")
@@ -107,19 +92,8 @@ def resource_info(
 
     Nothing is reached: `distflow pool check` asks the node itself.
     """
-    configuration = with_hosts(wiring.configuration(), wiring.hosts(hostfile), given=pool)
-    pools = [choose_pool(configuration, given=pool)] if pool else list(configuration.pools.values())
-    with wiring.open_store(reading_directory()) as store:
-        held = held_by_tasks(store)
-    everywhere = [
-        Usage(pool=one, node=member, held=held.get((one.name, member.name), ())) for one in pools for member in one.nodes
-    ]
-    rows = [row for row in everywhere if row.node.name == node and platform in (None, row.node.platform)]
-    if not rows:
-        where = (f" of pool {pool!r}" if pool else "") + (f" of platform {platform!r}" if platform else "")
-        raise NotFound(
-            f"there is no node {node!r}{where}", hint=did_you_mean(node, [row.node.name for row in everywhere], what="nodes")
-        )
+    with open_client() as client:
+        rows = find_node(client, node, pool=pool, platform=platform, hosts=client.hosts(hostfile))
     if format_type is Format.JSON:
         print(json.dumps({"resources": [_json(row) | {"config_fields": _settings(row)} for row in rows]}, indent=2))
         return
@@ -127,7 +101,7 @@ def resource_info(
     print(WHAT_USED_MEANS, file=sys.stderr)
 
 
-def _settings(row: Usage) -> dict[str, object]:
+def _settings(row: NodeUsage) -> dict[str, object]:
     node = row.node
     return {
         "host": node.host, "port": node.port, "user": node.user, "address": node.address, "root": node.root,
@@ -135,7 +109,7 @@ def _settings(row: Usage) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _info(row: Usage) -> str:
+def _info(row: NodeUsage) -> str:
     """Return what is known of a node, one thing a line; values of its environment may be secret, and are left out."""
     cpu, memory, gpu = amount_cells(row.amounts, Mode.USED)
     shown: dict[str, object] = {
@@ -149,16 +123,7 @@ def _info(row: Usage) -> str:
     return "".join(f"{name + ':':13}{value or '-'}\n" for name, value in shown.items())
 
 
-def _pools(configuration: Configuration, names: Sequence[str], all_pools: bool) -> Iterator[Pool]:
-    if all_pools:
-        yield from configuration.pools.values()
-    elif names:
-        yield from (choose_pool(configuration, given=name) for name in names)
-    else:
-        yield choose_pool(configuration)
-
-
-def _text(rows: Sequence[Usage], mode: Mode) -> str:
+def _text(rows: Sequence[NodeUsage], mode: Mode) -> str:
     cells = [
         (row.node.name, row.pool.name, row.node.platform or "", *amount_cells(row.amounts, mode), str(len(row.held)))
         for row in rows
@@ -170,7 +135,7 @@ def _text(rows: Sequence[Usage], mode: Mode) -> str:
     return table(("Node", "Pool", "Platform", "CPU [#]", "Memory [Gi]", "GPU [#]", "Tasks"), cells)
 
 
-def _json(row: Usage) -> dict[str, object]:
+def _json(row: NodeUsage) -> dict[str, object]:
     (cpu, cpus), (memory, memories), (gpu, gpus) = row.amounts
     return {
         "hostname": row.node.name,

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from distflow.cli.beside import Place, find_place
 from distflow.cli.command import Format, FormatOption
-from distflow.cli.reading import WorkflowArgument, choose_tasks, complete_workflow, open_workflow, reading_directory
-from distflow.cli.rsyncing import (
-    check_there,
-    first_lead,
-    here,
-    meaning,
-    program,
-    rsync_command,
+from distflow.cli.opening import WorkflowArgument, complete_workflow, open_client
+from distflow.cli.tables import table
+from distflow.client.client import Client
+from distflow.client.rsync import (
+    DEBOUNCE_S,
+    LOG_BYTES,
+    POLL_S,
+    RECONCILE_S,
+    Sync,
+    Syncs,
+    list_syncs,
+    local_path,
+    remote_path,
     rsync_options,
-    split_pair,
-    there,
+    rsync_with_task,
+    start_sync,
+    start_sync_to_first_lead,
+    stop_syncs,
 )
-from distflow.cli.rsyncs import start_sync, syncs_json, syncs_text
-from distflow.errors import InputError, NodeError, NotFound
-from distflow.state.directory import StateDirectory
+from distflow.documents.printable import plain
+from distflow.documents.times import iso, local_second
+from distflow.errors import InputError
 from distflow.state.record import WorkflowRecord
-from distflow.state.syncs import Sync, Syncs
 
-__all__ = ["app", "rsync_beside", "split_local"]
+__all__ = ["app", "copy_to_first_lead", "split_local", "split_pair"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
-
-_POLL_S, _DEBOUNCE_S, _RECONCILE_S, _LOG_BYTES = 1.0, 1.0, 60.0, 2 << 20
 
 _PairArgument = Annotated[
     list[str], typer.Argument(metavar="[TASK] PATHS", help="The task (else the lead of the first group).")
@@ -107,19 +109,17 @@ def upload(
         options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
         _run(workflow, task, connect_timeout, [*options, "--", local, f"node:{remote}"])
         return
-    program()
-    directory, record, place = _find(workflow, task, connect_timeout)
-    check_there(place, connect_timeout)
-    sync = Sync(
-        workflow=record.uuid, workflow_id=record.id, task=place.task, local=local, remote=remote,
-        options=tuple(rsync_options(timeout, rate_limit, verbose=verbose, progress=False)),
-        connect_timeout_s=connect_timeout,
-        poll_s=_POLL_S if poll_interval is None else poll_interval,
-        debounce_s=_DEBOUNCE_S if debounce_delay is None else debounce_delay,
-        reconcile_s=_RECONCILE_S if reconcile_interval is None else reconcile_interval,
-        max_log_size=_LOG_BYTES if max_log_size is None else max_log_size,
-    )  # fmt: skip
-    _tell(directory, start_sync(directory, sync))
+    with open_client() as client:
+        sync = start_sync(
+            client, workflow, task, local, remote,
+            options=rsync_options(timeout, rate_limit, verbose=verbose, progress=False),
+            connect_timeout=connect_timeout,
+            poll_s=POLL_S if poll_interval is None else poll_interval,
+            debounce_s=DEBOUNCE_S if debounce_delay is None else debounce_delay,
+            reconcile_s=RECONCILE_S if reconcile_interval is None else reconcile_interval,
+            max_log_size=LOG_BYTES if max_log_size is None else max_log_size,
+        )  # fmt: skip
+        _print_started(client, sync)
 
 
 @app.command(
@@ -145,18 +145,19 @@ def download(
     if os.path.lexists(local) and not os.path.isdir(local):
         raise InputError(f"{local} is no directory", hint="LOCAL is the directory that the files go to")
     options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
-    _run(workflow, task, connect_timeout, [*options, "--", f"node:{there(remote)}", f"{here(local).rstrip('/')}/"])
+    _run(workflow, task, connect_timeout, [*options, "--", f"node:{remote_path(remote)}", f"{local_path(local).rstrip('/')}/"])
 
 
 @app.command(epilog="Example: distflow workflow rsync status")
 def status(format_type: FormatOption = Format.TEXT) -> None:
     """Show what copies files to tasks in the background, or did so in the last days."""
-    syncs = Syncs(reading_directory().syncs)
+    with open_client() as client:
+        syncs = list_syncs(client)
     found = syncs.list()
     if format_type is Format.JSON:
-        print(json.dumps(syncs_json(syncs, found), indent=2))
+        print(json.dumps(_syncs_json(syncs, found), indent=2))
     elif found:
-        print(syncs_text(syncs, found), end="")
+        print(_syncs_text(syncs, found), end="")
     else:
         print("Nothing copies files in the background.")
 
@@ -171,19 +172,14 @@ def stop(
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """End what copies files in the background: all of it, or that of a workflow. What was copied stays."""
-    syncs = Syncs(reading_directory().syncs)
-    running = [one for one in syncs.list() if syncs.is_running(one)]
-    chosen = [one for one in running if workflow in (None, one.workflow_id, one.workflow) and task in (None, one.task)]
-    if not chosen and (workflow is not None or task is not None):
-        what = " ".join(word for word in (workflow, task) if word is not None)
-        raise NotFound(f"nothing copies files to {what} in the background", hint="see: distflow workflow rsync status")
-    for one in chosen:
-        syncs.stop(one)
-        if format_type is Format.TEXT:
+    with open_client() as client:
+        syncs, chosen = list_syncs(client), stop_syncs(client, workflow, task)
+    if format_type is Format.TEXT:
+        for one in chosen:
             print(f"{one.workflow_id} {one.task}: stopped")
     if format_type is Format.JSON:
         names = {(one.workflow, one.task) for one in chosen}
-        print(json.dumps(syncs_json(syncs, [one for one in syncs.list() if (one.workflow, one.task) in names]), indent=2))
+        print(json.dumps(_syncs_json(syncs, [one for one in syncs.list() if (one.workflow, one.task) in names]), indent=2))
     elif not chosen:
         print("Nothing copies files in the background.")
 
@@ -193,21 +189,30 @@ def split_local(pair: str) -> tuple[str, str]:
     local, remote = split_pair(pair, "LOCAL:REMOTE")
     if not os.path.lexists(local):
         raise InputError(f"there is no {local} here")
-    return here(local), there(remote)
+    return local_path(local), remote_path(remote)
 
 
-def rsync_beside(directory: StateDirectory, record: WorkflowRecord, local: str, remote: str) -> None:
-    """Start copying to the lead of a workflow's first group, from when it runs. Raises as ``start_sync`` does."""
-    sync = Sync(
-        workflow=record.uuid, workflow_id=record.id, task=first_lead(record), local=local, remote=remote,
-        options=tuple(rsync_options(None, None, verbose=False, progress=False)),
-        poll_s=_POLL_S, debounce_s=_DEBOUNCE_S, reconcile_s=_RECONCILE_S, max_log_size=_LOG_BYTES,
-    )  # fmt: skip
-    _tell(directory, start_sync(directory, sync))
+def split_pair(pair: str, form: str) -> tuple[str, str]:
+    r"""Return the two paths of ``A:B``; ``\:`` is a colon of the first. Raises ``InputError``.
+
+    >>> split_pair(r"a\:b/c:d:e", "LOCAL:REMOTE")
+    ('a:b/c', 'd:e')
+    """
+    at = next((at for at, letter in enumerate(pair) if letter == ":" and pair[at - 1 : at] != "\\"), -1)
+    first, second = pair[: max(at, 0)].replace("\\:", ":"), pair[at + 1 :]
+    if at < 0 or not first or not second:
+        raise InputError(f"{pair!r} is not of the form {form}", hint="write `.` for the present directory, or the task's own")
+    return first, second.replace("\\:", ":")
 
 
-def _tell(directory: StateDirectory, sync: Sync) -> None:
-    print(f"{sync.local} is copied to {sync.task} until it has ended; log: {Syncs(directory.syncs).log(sync)}", file=sys.stderr)
+def copy_to_first_lead(client: Client, record: WorkflowRecord, local: str, remote: str) -> None:
+    """Start copying to the lead of a workflow's first group, from when it runs, and say so."""
+    _print_started(client, start_sync_to_first_lead(client, record, local, remote))
+
+
+def _print_started(client: Client, sync: Sync) -> None:
+    log = list_syncs(client).log(sync)
+    print(f"{sync.local} is copied to {sync.task} until it has ended; log: {log}", file=sys.stderr)
 
 
 def _parse(words: Sequence[str]) -> tuple[str | None, str]:
@@ -220,18 +225,38 @@ def _progress(no_progress: bool) -> bool:
     return not no_progress and sys.stdout.isatty()
 
 
-def _find(workflow: str, task: str | None, connect_timeout: int) -> tuple[StateDirectory, WorkflowRecord, Place]:
-    with open_workflow(workflow, tell_age=False) as (directory, store, record):
-        ((group, one),) = choose_tasks(record, [task or first_lead(record)])
-        return directory, record, find_place(directory, store, record, group, one, connect_timeout)
-
-
 def _run(workflow: str, task: str | None, connect_timeout: int, words: Sequence[str]) -> None:
-    program()
-    directory, record, place = _find(workflow, task, connect_timeout)
-    check_there(place, connect_timeout)
-    environment = os.environ | {"DISTFLOW_STATE": str(directory.path)}
-    command = rsync_command(record.uuid, place.task, connect_timeout, words)
-    code = subprocess.run(command, check=False, cwd="/", env=environment).returncode
-    if code:
-        raise NodeError(place.node.name, meaning(code), hint="its own words stand above")
+    with open_client() as client:
+        rsync_with_task(client, workflow, task, connect_timeout, words)
+
+
+def _syncs_text(syncs: Syncs, found: Sequence[Sync]) -> str:
+    """Return a table of them, and below it why the last copy of some did not end well."""
+    header = ("Workflow ID", "Task Name", "PID", "Status", "Last Synced", "Local Path", "Remote Path", "Log File")
+    rows = [
+        (
+            one.workflow_id, one.task, str(one.pid), _status(syncs, one),
+            local_second(one.synced_at) if one.synced_at is not None else "", plain(one.local), plain(one.remote),
+            str(syncs.log(one)),
+        )
+        for one in found
+    ]  # fmt: skip
+    errors = [f"{one.workflow_id} {one.task}: the last copy failed: {plain(one.error)}\n" for one in found if one.error]
+    return table(header, rows) + "".join(errors)
+
+
+def _syncs_json(syncs: Syncs, found: Sequence[Sync]) -> dict[str, object]:
+    return {
+        "daemons": [
+            {
+                "workflow_id": one.workflow_id, "workflow_uuid": one.workflow, "task_name": one.task, "pid": one.pid,
+                "status": _status(syncs, one), "last_synced": iso(one.synced_at), "local_path": one.local,
+                "remote_path": one.remote, "log_file": str(syncs.log(one)), "error": one.error or None,
+            }
+            for one in found
+        ]
+    }  # fmt: skip
+
+
+def _status(syncs: Syncs, sync: Sync) -> str:
+    return "RUNNING" if syncs.is_running(sync) else "STOPPED"

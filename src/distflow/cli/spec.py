@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from distflow.cli.command import command_app
-from distflow.cli.reading import WorkflowArgument, open_workflow
-from distflow.cli.tables import plain_lines
+from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.client.workflows import read_spec
+from distflow.documents.printable import plain_lines
 
 __all__ = ["app"]
 
@@ -24,8 +25,8 @@ def spec(
     ] = False,
 ) -> None:
     """Print a workflow's spec as it ran. Values of --set-env are never part of it."""
-    with open_workflow(workflow, tell_age=False) as (_, store, record):
-        text = store.document(record.uuid, "template" if template else "spec")
+    with open_workflow(workflow, report_age=False) as (client, record):
+        text = read_spec(client, record, template=template)
         text = text if text.endswith("\n") else f"{text}\n"
         # A node wrote the spec of a workflow that was adopted without a signature: a line must not hide behind another one.
         sys.stdout.write(plain_lines(text) if sys.stdout.isatty() else text)

@@ -9,12 +9,10 @@ from typing import Annotated
 import typer
 
 from distflow.cli.command import Format, command_app
-from distflow.cli.reading import WorkflowArgument, choose_tasks, open_workflow
+from distflow.cli.opening import WorkflowArgument, open_workflow
 from distflow.cli.stacktext import stacks_json, stacks_text
 from distflow.cli.tables import Paint
-from distflow.errors import InputError, NodeError
-from distflow.lifecycle.states import State
-from distflow.protocol.attempts import attempt_name
+from distflow.errors import NodeError
 
 __all__ = ["app"]
 
@@ -33,33 +31,14 @@ def stacks(
     theirs themselves; without either the kernel's word is shown. Ranks of distflow.train also tell which collective they are
     at: who has not come to the one that others wait in is named.
     """
-    with open_workflow(workflow) as (_, store, record):
-        chosen = [
-            (group, one) for group, one in choose_tasks(record, task or []) if one.state in (State.RUNNING, State.STOPPING)
-        ]
-        if not chosen:
-            raise InputError(
-                f"no task of {record.id} runs: {record.status}", hint=f"how it stands: distflow workflow query {record.id}"
-            )
-        pool = store.pool(record.uuid)
+    with open_workflow(workflow) as (client, record):
         # paramiko comes with the nodes.
-        from distflow.backends.machines.inspection.stacks import Asked, collect_stacks
         from distflow.cli.bottom import Bottom
+        from distflow.client.running_tasks import read_stacks
 
-        nodes = {node.name: node for node in pool.nodes}
-        asked = [
-            Asked(
-                task=one.name,
-                group=group,
-                attempt=attempt_name(record.uuid, group, one.name, one.attempt),
-                node=nodes[one.node or ""],
-            )
-            for group, one in chosen
-        ]
         bottom = Bottom(sys.stderr)
         try:
-            bottom.show(f"asking {len({one.node.name for one in asked})} nodes …")
-            seen = collect_stacks(pool, asked)
+            seen = read_stacks(client, record, task or (), on_start=lambda count: bottom.show(f"asking {count} nodes …"))
         finally:
             bottom.clear()
         if format_type is Format.JSON:

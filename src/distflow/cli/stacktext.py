@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distflow.cli.collectivetext import collective_lines
-from distflow.cli.tables import Paint, plain
-from distflow.cli.times import duration
+from distflow.cli.tables import Paint
+from distflow.documents.printable import plain
+from distflow.documents.times import duration
 from distflow.documents.words import few
 
 if TYPE_CHECKING:
-    from distflow.backends.machines.inspection.stacks import TaskStacks
+    from distflow.client.running_tasks import TaskStacks
 
 __all__ = ["stacks_json", "stacks_text"]
 

@@ -1,102 +1,47 @@
-"""From a plan that fits to a workflow in the store, told to the person, and followed where that is wished."""
+"""What ``submit`` and ``restart`` show: warnings, the new workflow's id, and its logs until it has ended."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-import uuid
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TextIO
 
-from distflow.cli import wiring
+from distflow.cli.bottom import Bottom
 from distflow.cli.command import Format
-from distflow.cli.secrets import gather_secrets
-from distflow.cli.submission import Overrides, Ready, pool_key
-from distflow.cli.tables import plain_lines
+from distflow.client.client import Client
+from distflow.client.previous_outputs import FetchProgress
+from distflow.documents.printable import plain_lines
 from distflow.documents.problems import Problem
-from distflow.documents.urls import parse_url
+from distflow.documents.quantities import bytes_text
 from distflow.errors import DistflowError, WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
-from distflow.state.directory import StateDirectory
-from distflow.state.event_details import WorkflowSubmitted
-from distflow.state.fresh import fresh_tasks
-from distflow.state.record import Event, GroupRecord, Priority, WorkflowRecord
-from distflow.state.secrets import remove_secrets, write_secrets
-from distflow.state.store import Store
+from distflow.state.record import WorkflowRecord
 
-__all__ = ["print_submitted", "store_workflow", "wait_for_end", "warn"]
+__all__ = ["FetchLine", "print_submitted", "wait_for_end", "warn"]
 
 
-def store_workflow(
-    ready: Ready,
-    overrides: Overrides,
-    priority: Priority,
-    labels: Mapping[str, str],
-    directory: StateDirectory,
-    store: Store,
-    *,
-    kept: Mapping[str, GroupRecord] = MappingProxyType({}),
-    parent: str | None = None,
-) -> WorkflowRecord:
-    """Insert a workflow with its secrets, and return it with its id.
+class FetchLine:
+    """The last line of a terminal, which shows how far outputs of ended workflows are; a context manager."""
 
-    ``kept`` holds the groups that have completed already, in the workflow ``parent`` that this one restarts. Raises
-    ``StorageRefused`` when this user has no credentials for its data at URLs.
-    """
-    _check_credentials(ready, kept)
-    now, spec = time.time(), ready.checked.spec  # noqa: TID251  the moment of submission
-    record = WorkflowRecord(
-        uuid=uuid.uuid4().hex,
-        id="",
-        name=spec.name,
-        number=0,
-        user=wiring.user_name(),
-        pool=ready.pool.name,
-        pool_key=pool_key(ready.pool),
-        submitted_at=now,
-        groups=tuple(
-            kept.get(group.name)
-            or GroupRecord(
-                name=group.name,
-                upstream=group.upstream,
-                tasks=fresh_tasks(group),
-            )
-            for group in ready.plan.groups
-        ),
-        warnings=tuple(problem.message for problem in ready.checked.warnings),
-        priority=priority,
-        labels=labels,
-        parent=parent,
-    )
-    told = WorkflowSubmitted(user=record.user, pool=record.pool, parent=parent, kept=tuple(kept))
-    event = Event(at=now, details=told, workflow=record.uuid)
-    write_secrets(directory.secrets, record.uuid, gather_secrets(ready.plan, ready.pool, directory, overrides.secrets))
-    try:
-        return store.submit(
-            record,
-            template=ready.checked.template,
-            spec=spec.rendered,
-            plan=ready.plan,
-            pool=ready.pool,
-            folder=str(ready.checked.folder),
-            events=[event],
-        )
-    except BaseException:
-        remove_secrets(directory.secrets, record.uuid)
-        raise
+    def __init__(self, out: TextIO) -> None:
+        """Show nothing yet."""
+        self._bottom = Bottom(out)
 
+    def __enter__(self) -> FetchLine:
+        """Show nothing yet."""
+        return self
 
-def _check_credentials(ready: Ready, kept: Mapping[str, GroupRecord]) -> None:
-    launches = [launch for group in ready.plan.groups if group.name not in kept for launch in group.launches]
-    urls = {data.url for launch in launches for data in (*launch.url_inputs, *launch.url_outputs)}
-    urls |= {one.url for launch in launches for one in launch.checkpoints if not one.is_shared}
-    if not urls:
-        return
-    from distflow.storage.opening import check_credentials
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Remove the line."""
+        self._bottom.clear()
 
-    for url in sorted(urls):
-        check_credentials(parse_url(url), wiring.credentials_for())
+    def show(self, progress: FetchProgress) -> None:
+        """Show how far it is."""
+        doing = "fetching" if progress.is_packed else "packing"
+        share = f"{bytes_text(progress.done)} of {bytes_text(progress.total)}, {bytes_text(progress.bytes_per_s)}/s"
+        self._bottom.show(f"{doing} what {progress.source} wrote: {share}")
 
 
 def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
@@ -120,13 +65,13 @@ def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
     }
 
 
-def wait_for_end(directory: StateDirectory, store: Store, record: WorkflowRecord, format_type: Format) -> None:
+def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) -> None:
     """Follow a workflow to its end. Raises ``WorkflowEnded`` when it did not complete."""
     from distflow.cli.live import follow_workflow
 
     quiet = format_type is Format.JSON
     try:
-        final = follow_workflow(directory, store, record, out=sys.stderr if quiet else sys.stdout, err=sys.stderr)
+        final = follow_workflow(client, record, out=sys.stderr if quiet else sys.stdout, err=sys.stderr)
     except KeyboardInterrupt:
         print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
         raise
@@ -134,8 +79,9 @@ def wait_for_end(directory: StateDirectory, store: Store, record: WorkflowRecord
         raise _NobodyReads(f"{record.id} goes on, and nobody reads its logs here any more") from None
     if quiet:
         from distflow.cli.documents import workflow_json
+        from distflow.client.workflows import plan_of
 
-        print(json.dumps(workflow_json(final, store.plan(final.uuid)), indent=2))
+        print(json.dumps(workflow_json(final, plan_of(client, final)), indent=2))
     if final.state is not WorkflowState.COMPLETED:
         if sys.stderr.isatty():
             _print_causes(final)

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from distflow.cli import wiring
-from distflow.cli.again import earlier
 from distflow.cli.command import Format, FormatOption, HostfileOption, command_app
-from distflow.cli.earlier import bring_earlier
+from distflow.cli.opening import open_client
 from distflow.cli.searching import priorities
-from distflow.cli.starting import print_submitted, store_workflow, wait_for_end, warn
-from distflow.cli.submission import (
-    Checked,
-    Overrides,
-    Ready,
-    check,
-    join_labels,
-    parse_labels,
-    parse_overrides,
-    plan_for,
-    propose,
-)
-from distflow.cli.tables import plain_lines
-from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
+from distflow.cli.starting import FetchLine, print_submitted, wait_for_end, warn
+from distflow.client.labels import check_label, join_labels
+from distflow.client.specs import CheckedSpec, Overrides, validate
+from distflow.client.submission import PlannedWorkflow, SubmitRequest, plan, submit, write_scripts
+from distflow.documents.printable import plain_lines
+from distflow.documents.problems import Problem, ProblemsFound
 from distflow.errors import InputError
 from distflow.lifecycle.upstream import waits_for
-from distflow.plan.compile import compile_plan
-from distflow.plan.containers import container_notices
-from distflow.plan.render import plan_json, plan_text, script
-from distflow.plan.sharing import sharing_notices
-from distflow.pools.choose import choose_pool
-from distflow.pools.hostfile import Host
-from distflow.pools.model import Configuration
-from distflow.spec.bundles import bundle_files
-from distflow.state.record import Priority
-from distflow.supervisor.process import ensure_supervisor, hold_supervisor
+from distflow.plan.render import plan_json, plan_text
+from distflow.shell import Secret
 
-__all__ = ["submit_app", "validate_app"]
+__all__ = ["parse_overrides", "submit_app", "validate_app"]
 
 submit_app = command_app()
 validate_app = command_app()
@@ -67,10 +49,11 @@ LabelOption = Annotated[
 
 
 @submit_app.command(
+    "submit",
     epilog="Examples: distflow workflow submit workflow_specs/pytorch_dist.yaml --set epochs=3 --wait"
-    "  ·  distflow workflow submit train.yaml --dry-run"
+    "  ·  distflow workflow submit train.yaml --dry-run",
 )
-def submit(
+def submit_workflow(
     file: FileArgument,
     sets: SetOption = None,
     set_string: SetStringOption = None,
@@ -117,53 +100,45 @@ def submit(
     terminal closes. The id of a workflow submits its spec again, with its labels and its priority.
     """
     urgency = priorities([priority])[0] if priority is not None else None
-    given_labels = parse_labels(label or [])
+    labels = _parse_labels(label or [])
     overrides = parse_overrides(sets or [], set_string or [], set_env or [])
     copied = _rsync_paths(rsync) if rsync is not None else None
-    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
-    datasets = wiring.datasets_url(configuration)
-    is_dry = dry_run or scripts is not None
-    # It loads its modules while the spec is checked here; should that fail, it ends with this process.
-    backends = ["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()]
-    held = None if is_dry else hold_supervisor(wiring.state_directory(), backends)
-    before = earlier(file, overrides)
-    if before is not None:
-        checked, chosen = before.checked, before.pool(configuration, pool, hosts)
-    else:
-        checked = check(file, overrides)
-        chosen = choose_pool(configuration, given=pool, wanted=checked.spec.pool, hosts=hosts)
-    labels = join_labels(before.record.labels if before else checked.spec.labels, given_labels)
-    urgency = urgency or (before.record.priority if before else Priority.NORMAL)
-    if is_dry:
-        with tempfile.TemporaryDirectory() as blobs:
-            _dry_run(plan_for(checked, chosen, overrides, Path(blobs), datasets), scripts, format_type, Path(blobs))
-        return
-    directory = wiring.state_directory()
-    ready = plan_for(checked, chosen, overrides, directory.blobs, datasets)
-    warn(ready.checked.warnings)
-    if preflight:
-        from distflow.cli.preflight import check_nodes
+    with open_client() as client:
+        configuration, hosts = client.configuration(), client.hosts(hostfile)
+        is_dry = dry_run or scripts is not None
+        if not is_dry:
+            client.load_supervisor(["ssh"] if hosts is not None else [one.backend for one in configuration.pools.values()])
+        request = SubmitRequest(
+            spec=file, text=_stdin(file), overrides=overrides, pool=pool, hosts=hosts, labels=labels, priority=urgency
+        )
+        if is_dry:
+            with tempfile.TemporaryDirectory() as blobs:
+                _dry_run(plan(client, request, blobs=Path(blobs), configuration=configuration), scripts, format_type)
+            return
+        planned = plan(client, request, configuration=configuration)
+        warn(planned.checked.warnings)
+        if preflight:
+            from distflow.cli.preflight import check_nodes
 
-        check_nodes(ready.pool, set(ready.placement.values()))
-    with wiring.open_store(directory) as store:
-        ready = replace(ready, plan=bring_earlier(ready.checked.spec, ready.plan, store, directory.blobs))
-        record = store_workflow(ready, overrides, urgency, labels, directory, store)
-        try:
-            if not (wait and format_type is Format.JSON):
-                print_submitted(record, format_type)
-        finally:
-            # It is stored, whether or not somebody reads its id.
-            ensure_supervisor(directory, held=held)
+            check_nodes(planned.pool, set(planned.placement.values()))
+        is_quiet = wait and format_type is Format.JSON
+        with FetchLine(sys.stderr) as line:
+            record = submit(
+                client,
+                planned,
+                on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type),
+                on_fetch=line.show,
+            )
         if copied is not None:
-            from distflow.cli.rsync import rsync_beside
+            from distflow.cli.rsync import copy_to_first_lead
 
-            rsync_beside(directory, record, *copied)
+            copy_to_first_lead(client, record, *copied)
         if wait:
-            wait_for_end(directory, store, record, format_type)
+            wait_for_end(client, record, format_type)
 
 
-@validate_app.command(epilog="Example: distflow workflow validate workflow_specs/pytorch_dist.yaml --set gpus=8")
-def validate(
+@validate_app.command("validate", epilog="Example: distflow workflow validate workflow_specs/pytorch_dist.yaml --set gpus=8")
+def validate_specs(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Specs; each is checked by itself.")],
     sets: SetOption = None,
     set_string: SetStringOption = None,
@@ -173,54 +148,78 @@ def validate(
     format_type: FormatOption = Format.TEXT,
 ) -> None:
     """Check specs, above all their rank layout. Works offline, reaches no node and starts nothing."""
-    overrides, labels = parse_overrides(sets or [], set_string or [], []), parse_labels(label or [])
-    configuration, hosts = wiring.configuration(), wiring.hosts(hostfile)
+    overrides, labels = parse_overrides(sets or [], set_string or [], []), _parse_labels(label or [])
     results: list[dict[str, object]] = []
     problems: list[Problem] = []
-    for file in files:
-        try:
-            checked, warnings = _validate_one(file, overrides, configuration, pool, hosts)
-            join_labels(checked.spec.labels, labels)
-        except ProblemsFound as error:
-            problems += error.problems
-            continue
-        if format_type is Format.TEXT:
-            warn(warnings)
-            print(_valid_text(file, checked), end="")
-        results.append({"file": file, "valid": True, "warnings": [problem.as_json() for problem in warnings]})
+    with open_client() as client:
+        configuration, hosts = client.configuration(), client.hosts(hostfile)
+        for file in files:
+            try:
+                checked, warnings = validate(client, file, overrides, configuration, pool=pool, hosts=hosts, text=_stdin(file))
+                join_labels(checked.spec.labels, labels)
+            except ProblemsFound as error:
+                problems += error.problems
+                continue
+            if format_type is Format.TEXT:
+                warn(warnings)
+                print(_valid_text(file, checked), end="")
+            results.append({"file": file, "valid": True, "warnings": [problem.as_json() for problem in warnings]})
     if problems:
         raise ProblemsFound(problems)
     if format_type is Format.JSON:
         print(json.dumps({"specs": results}, indent=2))
 
 
+def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Sequence[str]) -> Overrides:
+    """Return the values of the three flags. Raises ``InputError`` for one without ``=``, never naming a secret's value."""
+    secrets: dict[str, Secret] = {}
+    for position, item in enumerate(set_env, 1):
+        name, equals, value = item.partition("=")
+        if not equals and item in os.environ:
+            value = os.environ[item]
+        elif not equals or not name:
+            hint = "NAME alone takes the value from this command's own environment, where there is no variable of that name"
+            raise InputError(f"--set-env number {position} is not of the form NAME=VALUE", hint=hint)
+        secrets[name] = Secret(value)
+    return Overrides(
+        sets=tuple(_pair("--set", item) for item in sets),
+        set_strings=tuple(_pair("--set-string", item) for item in set_strings),
+        secrets=secrets,
+    )
+
+
+def _pair(flag: str, item: str) -> tuple[str, str]:
+    name, equals, value = item.partition("=")
+    if not equals or not name:
+        raise InputError(f"{flag} {item!r} is not of the form NAME=VALUE")
+    return name, value
+
+
+def _parse_labels(items: Sequence[str]) -> dict[str, str]:
+    """Return what ``--label`` gives. Raises ``InputError``."""
+    labels = dict(_pair("--label", item) for item in items)
+    for key, value in labels.items():
+        try:
+            check_label(key, value)
+        except ValueError as error:
+            raise InputError(f"--label {key}={value}: {error}") from None
+    return labels
+
+
+def _stdin(file: str) -> str | None:
+    return sys.stdin.read() if file == "-" else None
+
+
 def _rsync_paths(pair: str) -> tuple[str, str]:
     """Return what is to be copied where. Raises ``InputError``, also when there is no rsync here."""
     from distflow.cli.rsync import split_local
-    from distflow.cli.rsyncing import program
+    from distflow.client.rsync import check_rsync_here
 
-    program()
+    check_rsync_here()
     return split_local(pair)
 
 
-def _validate_one(
-    file: str, overrides: Overrides, configuration: Configuration, pool: str | None, hosts: Sequence[Host] | None
-) -> tuple[Checked, list[Problem]]:
-    """Check one spec and return it with its warnings. Raises ``ProblemsFound``."""
-    checked = check(file, overrides, is_tolerant=True)
-    chosen = choose_pool(configuration, given=pool, wanted=checked.spec.pool, hosts=hosts)
-    with tempfile.TemporaryDirectory() as blobs:
-        bundles, problems = bundle_files(checked.spec, Path(blobs))
-    if problems:
-        raise ProblemsFound([*problems, *checked.warnings])
-    plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
-    # Whether it fits here is no fault of the spec: it may be meant for other machines.
-    placement, misfits = propose(plan, chosen, checked.spec, Severity.WARNING)
-    notices = container_notices(checked.spec, chosen.nodes) + sharing_notices(checked.spec, bundles, placement, chosen.nodes)
-    return checked, [*in_document_order([*checked.warnings, *notices]), *misfits]
-
-
-def _valid_text(file: str, checked: Checked) -> str:
+def _valid_text(file: str, checked: CheckedSpec) -> str:
     groups = len(checked.spec.groups)
     tasks = sum(len(group.tasks) for group in checked.spec.groups)
     lines = [f"{file}: valid: {groups} group{'s' * (groups != 1)}, {tasks} task{'s' * (tasks != 1)}"]
@@ -230,27 +229,15 @@ def _valid_text(file: str, checked: Checked) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _dry_run(ready: Ready, scripts: Path | None, format_type: Format, blobs: Path) -> None:
-    warn(ready.checked.warnings)
+def _dry_run(planned: PlannedWorkflow, scripts: Path | None, format_type: Format) -> None:
+    warn(planned.checked.warnings)
     if scripts is not None:
         try:
-            _write_scripts(ready, scripts, blobs)
+            for path in write_scripts(planned, scripts):
+                print(f"wrote {path}", file=sys.stderr)
         except OSError as error:
             raise InputError(f"--scripts: {error.filename or scripts}: {error.strerror}") from error
     if format_type is Format.JSON:
-        print(json.dumps(plan_json(ready.plan, ready.placement), indent=2))
+        print(json.dumps(plan_json(planned.plan, planned.placement), indent=2))
     else:
-        print(plain_lines(plan_text(ready.plan, ready.placement, ready.checked.pictures)), end="")
-
-
-def _write_scripts(ready: Ready, folder: Path, blobs: Path) -> None:
-    (folder / "blobs").mkdir(parents=True, exist_ok=True)
-    for group in ready.plan.groups:
-        for launch in group.launches:
-            path = folder / f"{launch.task}.sh"
-            path.write_text(script(group, launch), encoding="utf-8")
-            path.chmod(0o700)
-            for file in launch.files:
-                if file.blob is not None:
-                    (folder / "blobs" / file.blob).write_bytes((blobs / file.blob).read_bytes())
-            print(f"wrote {path}", file=sys.stderr)
+        print(plain_lines(plan_text(planned.plan, planned.placement, planned.checked.pictures)), end="")

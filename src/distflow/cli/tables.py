@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TextIO
 
-__all__ = ["Paint", "cut", "plain", "plain_lines", "table", "terminal_width", "visible_width"]
+from distflow.documents.printable import ESCAPES, plain
 
-# Compiled on first use: most output has neither.
-_ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
-# Also characters that change the order in which a terminal shows the others: a text must read as what it is.
-_CONTROLS = r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]+"
+__all__ = ["Paint", "cut", "table", "terminal_width", "visible_width"]
+
 _GAP = "  "
 _TASK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RED, _GREEN, _YELLOW, _CYAN = 31, 32, 33, 36
@@ -94,20 +92,10 @@ def cut(text: str, width: int) -> str:
     return "".join(kept) + "…"
 
 
-def plain(text: str) -> str:
-    """Return text without escape sequences and control characters, so that it cannot disturb a terminal or a table."""
-    return text if text.isprintable() else re.sub(_CONTROLS, " ", re.sub(_ESCAPES, "", text))
-
-
-def plain_lines(text: str) -> str:
-    """Return text of several lines of which each is ``plain``."""
-    return text if text.isprintable() else "\n".join(plain(line) for line in text.split("\n"))
-
-
 def visible_width(text: str) -> int:
     """Return how many columns a text takes on a terminal; its escape sequences take none."""
     if "\x1b" in text:
-        text = re.sub(_ESCAPES, "", text)
+        text = re.sub(ESCAPES, "", text)
     return len(text) if text.isascii() else sum(_character_width(character) for character in text)
 
 

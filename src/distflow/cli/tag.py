@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption, command_app
-from distflow.cli.reading import complete_workflow, reading_directory
+from distflow.cli.opening import complete_workflow, open_client
 from distflow.cli.tables import table
+from distflow.client.workflows import change_tags, list_tags
 from distflow.errors import InputError
-from distflow.spec.labels import check_tag
 
 __all__ = ["app"]
 
@@ -39,18 +38,11 @@ def tag(
         )
     if not workflow and (add or remove):
         raise InputError("no workflow is named", hint="name it with --workflow ID")
-    for one in add or ():
-        try:
-            check_tag(one)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-    with wiring.open_store(reading_directory()) as store:
+    with open_client() as client:
         if not workflow:
-            _show_tags(store.tags(), format_type)
+            _show_tags(list_tags(client), format_type)
             return
-        # All are looked up first: one that is not there changes none.
-        records = [store.find(key) for key in workflow]
-        tagged = {one.id: store.tag(one.uuid, add=add or (), remove=remove or ()) for one in records}
+        tagged = change_tags(client, workflow, add=add or (), remove=remove or ())
     if format_type is Format.JSON:
         import json
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from distflow.cli import wiring
 from distflow.cli.command import Format, FormatOption
-from distflow.cli.reading import reading_directory, until_closed, wake
+from distflow.cli.opening import open_client, until_closed
 from distflow.cli.searching import (
     OSMO_STATUSES,
     AllUsersOption,
@@ -28,37 +26,21 @@ from distflow.cli.searching import (
     priorities,
 )
 from distflow.cli.tables import Paint, table
-from distflow.cli.times import iso, local_minute
 from distflow.cli.views import elapsed_s
-from distflow.errors import InputError, RecordUnreadable
+from distflow.client.client import now
+from distflow.client.tasks import ListedTask, list_tasks
+from distflow.documents.times import iso, local_minute
+from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, State, status_of
-from distflow.spec.model import ResourceSpec
-from distflow.state.record import TaskRecord, WorkflowRecord
+from distflow.state.record import TaskRecord
 from distflow.state.search import Search
-from distflow.state.store import Store
-from distflow.supervisor.clock import SystemClock
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
-_COUNT, _PAGE = 20, 200
+_COUNT = 20
 _UNFINISHED = tuple(state.value for state in State if not state.is_final)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A task, and what it asks of its node."""
-
-    workflow: WorkflowRecord
-    task: TaskRecord
-    asks: ResourceSpec
-
-    @property
-    def amounts(self) -> tuple[float, int, float, int]:
-        """Storage (GiB), CPUs, memory (GiB) and GPUs."""
-        asks = self.asks
-        return (asks.storage or 0) / 2**30, asks.cpu or 0, (asks.memory or 0) / 2**30, asks.gpu or 0
 
 
 @app.callback()
@@ -67,7 +49,7 @@ def _task() -> None:
 
 
 @app.command("list", epilog="Examples: distflow task list  ·  distflow task list --node gpu1 -v  ·  distflow task list -W")
-def list_tasks(
+def list_command(
     count: Annotated[
         int | None, typer.Option("--count", "-c", min=1, max=1000, help=f"Show the newest N: {_COUNT}, or all for sums.")
     ] = None,
@@ -125,16 +107,8 @@ def list_tasks(
 
     has_sums = summary or by_workflow
     most = count if count is not None else None if has_sums else _COUNT
-    directory = reading_directory()
-    with wiring.open_store(directory) as store:
-        rows: list[_Row] = []
-        for row in _newest_first(store, search):
-            if most is not None and len(rows) >= offset + most:
-                break
-            if is_meant(row.task):
-                rows.append(row)
-        wake(directory, store)
-    rows = rows[offset:]
+    with open_client() as client:
+        rows = list_tasks(client, search, is_wanted=is_meant, count=most, offset=offset)
     if order is Order.ASC:
         rows.reverse()
     with until_closed():
@@ -150,23 +124,7 @@ def list_tasks(
             print(_text(rows, verbose), end="")
 
 
-def _newest_first(store: Store, search: Search) -> Iterator[_Row]:
-    offset = 0
-    while records := store.list(search, count=_PAGE, offset=offset):
-        for found in records:
-            try:
-                record, plan = store.find(found.uuid), store.plan(found.uuid)
-            except RecordUnreadable as error:
-                print(f"warning: {found.id} is left out: {error.message}", file=sys.stderr)
-                continue
-            asks = {(group.name, launch.task): launch.resource for group in plan.groups for launch in group.launches}
-            for group in reversed(record.groups):
-                for task in reversed(group.tasks):
-                    yield _Row(workflow=record, task=task, asks=asks.get((group.name, task.name), ResourceSpec()))
-        offset += len(records)
-
-
-def _text(rows: Sequence[_Row], verbose: bool) -> str:
+def _text(rows: Sequence[ListedTask], verbose: bool) -> str:
     paint = Paint.of(sys.stdout)
     more = ("Storage [Gi]", "CPU [#]", "Memory [Gi]", "GPU [#]") if verbose else ()
     header = ("User", "Workflow ID", "Task", "Status", "Pool", "Priority", "Node", "Start Time", *more)
@@ -194,7 +152,7 @@ def _numbers(amounts: Sequence[float]) -> tuple[str, ...]:
     return tuple(f"{amount:g}" for amount in amounts)
 
 
-def _sums(rows: Sequence[_Row], by_workflow: bool) -> list[dict[str, object]]:
+def _sums(rows: Sequence[ListedTask], by_workflow: bool) -> list[dict[str, object]]:
     sums: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
         one = row.workflow
@@ -215,7 +173,7 @@ def _sums_text(sums: Sequence[dict[str, object]]) -> str:
     return table([words[name] for name in sums[0]], rows)
 
 
-def _json(row: _Row) -> dict[str, object]:
+def _json(row: ListedTask) -> dict[str, object]:
     record, task = row.workflow, row.task
     storage, cpu, memory, gpu = row.amounts
     return {
@@ -228,7 +186,7 @@ def _json(row: _Row) -> dict[str, object]:
         "node": task.node,
         "start_time": iso(task.started_at),
         "end_time": iso(task.ended_at),
-        "duration": elapsed_s(task.started_at, task.ended_at, SystemClock().now()),
+        "duration": elapsed_s(task.started_at, task.ended_at, now()),
         "status": task.status,
         "storage": storage,
         "cpu": cpu,

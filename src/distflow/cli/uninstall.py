@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from distflow.backends.machines.cleanup.uninstalling import Uninstalled, uninstall_node
-from distflow.cli.attemptnames import named, workflow_ids
 from distflow.cli.command import Format, FormatOption, HostfileOption
-from distflow.cli.places import NodesOption, Place, PoolOption, chosen_places, each_place
-from distflow.cli.tables import plain
+from distflow.cli.opening import open_client
+from distflow.cli.reap import NodesOption, PoolOption
+from distflow.client.nodes import PoolNode, Uninstalled, choose_nodes, uninstall_nodes
+from distflow.documents.printable import plain
 from distflow.errors import InputError, NodeError
 
 __all__ = ["uninstall"]
@@ -31,11 +30,11 @@ def uninstall(
 
     Refused on a node where a task lives. What is in its root and not distflow's stays, and is named.
     """
-    places = chosen_places(pool, hostfile, nodes)
-    if not yes:
-        _ask(places)
-    ids = workflow_ids()
-    results = [replace(one, error=named(one.error, ids)) for one in each_place(places, uninstall_node)]
+    with open_client() as client:
+        chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
+        if not yes:
+            _ask(chosen)
+        results = uninstall_nodes(client, chosen)
     if format_type is Format.JSON:
         rows = [
             {"node": one.node, "removed": list(one.removed), "left": list(one.left), "error": one.error or None}
@@ -52,8 +51,8 @@ def uninstall(
         raise NodeError(failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "))
 
 
-def _ask(places: Sequence[Place]) -> None:
-    names = ", ".join(f"{node.name} ({node.root})" for _, node in places)
+def _ask(nodes: Sequence[PoolNode]) -> None:
+    names = ", ".join(f"{node.name} ({node.root})" for _, node in nodes)
     if not sys.stdin.isatty():
         raise InputError(f"this removes what tasks left on {names}", hint="add --yes when that is meant")
     print(f"this removes distflow and all that its tasks left, outputs too, from: {names}", file=sys.stderr)

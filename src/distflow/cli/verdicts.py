@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from distflow.cli.documents import cause_json
-from distflow.cli.tables import Paint, plain, table
-from distflow.cli.times import duration, iso, local_milli
+from distflow.cli.tables import Paint, table
 from distflow.cli.views import cause_words
+from distflow.client.failures import GroupFailure, missing_ranks
+from distflow.documents.printable import plain
+from distflow.documents.times import duration, iso, local_milli
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
-from distflow.state.record import Cause, GroupRecord, WorkflowRecord
-from distflow.supervisor.missing_ranks import missing_ranks
-from distflow.supervisor.timeline import Moment, attempt_of, cause_of
+from distflow.state.record import Cause, WorkflowRecord
 
-__all__ = ["Verdict", "no_verdict", "verdict_json", "verdict_text"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Why one attempt of a group failed."""
-
-    group: GroupRecord
-    attempt: int
-    moments: tuple[Moment, ...]
-
-    @property
-    def cause(self) -> Cause | None:
-        """Its first cause; ``None`` where nothing of it failed by itself."""
-        return cause_of(self.group, self.attempt)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the group was not tried again after it."""
-        return self.attempt == self.group.attempt
-
-    @property
-    def clocks(self) -> Mapping[str, Clock]:
-        """Those of its nodes, where they were measured."""
-        ended = (task for task in attempt_of(self.group, self.attempt) if task.end and task.end.clock)
-        return {task.node or "": task.end.clock for task in ended if task.end and task.end.clock}
+__all__ = ["no_verdict", "verdict_json", "verdict_text"]
 
 
 def no_verdict(record: WorkflowRecord) -> str:
@@ -64,7 +38,7 @@ def no_verdict(record: WorkflowRecord) -> str:
     return words
 
 
-def verdict_text(record: WorkflowRecord, verdicts: Sequence[Verdict], *, paint: Paint, width: int | None) -> str:
+def verdict_text(record: WorkflowRecord, verdicts: Sequence[GroupFailure], *, paint: Paint, width: int | None) -> str:
     """Return what ``why`` shows."""
     lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
     for verdict in verdicts:
@@ -84,7 +58,7 @@ def verdict_text(record: WorkflowRecord, verdicts: Sequence[Verdict], *, paint: 
     return "".join(f"{line}\n" for line in lines)
 
 
-def verdict_json(record: WorkflowRecord, verdicts: Sequence[Verdict], words: str) -> dict[str, object]:
+def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words: str) -> dict[str, object]:
     """Return what ``why --format-type json`` prints.
 
     ``message`` says why there are no ``groups``. Of a group: ``retry_id``, ``first_cause`` as in ``query``, ``clocks`` of its
@@ -143,7 +117,7 @@ def _facts(cause: Cause) -> Iterator[str]:
         yield from (f"{title if number == 0 else '':<11} | {plain(text)}".rstrip() for number, text in enumerate(texts))
 
 
-def _timeline(verdict: Verdict, width: int | None) -> list[str]:
+def _timeline(verdict: GroupFailure, width: int | None) -> list[str]:
     rows = [
         (
             _offset(moment.at - _origin(verdict)),
@@ -157,7 +131,7 @@ def _timeline(verdict: Verdict, width: int | None) -> list[str]:
     return table(("Time", "Node", "Task", "What", "Because"), rows, width=width).splitlines()
 
 
-def _origin(verdict: Verdict) -> float:
+def _origin(verdict: GroupFailure) -> float:
     if verdict.cause is not None:
         return verdict.cause.at
     ended = verdict.group.stopping_at or verdict.group.ended_at

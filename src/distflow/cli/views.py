@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 from distflow.cli.metrictext import NO_METRICS, GroupMetrics, metric_lines
 from distflow.cli.reach import nodes_away
-from distflow.cli.tables import Paint, cut, plain, table
-from distflow.cli.times import duration, local_minute, local_second
+from distflow.cli.tables import Paint, cut, table
+from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text
+from distflow.documents.times import duration, local_minute, local_second
 from distflow.documents.words import few
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
@@ -228,7 +229,7 @@ def _lines(message: str) -> Iterator[str]:
 
 def _exit_words(exit_code: int | None, signal: int | None) -> str:
     if signal is not None:
-        from distflow.supervisor.testimony import signal_name  # few ended by one
+        from distflow.client.failures import signal_name  # few ended by one
 
         return signal_name(signal)
     return f"exit code {exit_code}" if exit_code is not None else ""

@@ -107,7 +107,7 @@ def end_lines(source: LogSource, count: int, *, most_bytes: int = _MOST_BYTES) -
 def follow_lines(
     sources: Callable[[], Sequence[LogSource]],
     *,
-    wait: Callable[[float], None],
+    wait: Callable[[float], object],
     is_over: Callable[[], bool],
     last: int | None = None,
     keep: Keep | None = None,

@@ -21,4 +21,5 @@ def screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     time.tzset()
     made = Screen(find_state_directory(os.environ).ensure(), capsys)
     yield made
+    made.client.close()
     made.store.close()

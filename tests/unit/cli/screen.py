@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run
+from distflow.client.client import Client
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
 
@@ -30,6 +31,7 @@ class Screen:
     def __init__(self, directory: StateDirectory, capsys: pytest.CaptureFixture[str]) -> None:
         self.directory = directory
         self.store = Store(directory.store)
+        self.client = Client()
         self.out = ""
         self.err = ""
         self._capsys = capsys

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from distflow.backends.machines.inspection.holders import Holder, Holders
 from distflow.cli.holding import holders_json, holders_text
-from distflow.cli.usage import Usage
+from distflow.client.pools import NodeUsage
 from distflow.pools.model import Node, Pool
 
 UUID = "7278eb5c" * 4
 NODE = Node(name="n2", host="n2", root=str(Path("~/.distflow")), python="python3")
-USAGE = Usage(pool=Pool(name="lab", backend="ssh", nodes=(NODE,)), node=NODE, held=())
+USAGE = NodeUsage(pool=Pool(name="lab", backend="ssh", nodes=(NODE,)), node=NODE, held=())
 
 
 def _holder(label: str, **amounts: tuple[int, ...]) -> Holder:

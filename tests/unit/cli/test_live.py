@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.cli.live import Watch, follow_workflow
+from distflow.cli.live import follow_workflow
+from distflow.client.logs import WorkflowWatch
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import End, GroupRecord, WorkflowRecord
 from unit.cli.screen import Screen, Terminal
@@ -40,7 +41,7 @@ class Play:
 
     def follow(self, out: io.StringIO, err: io.StringIO) -> WorkflowRecord:
         with supervised(self.screen.directory):
-            return follow_workflow(self.screen.directory, self.screen.store, self.record, out=out, err=err, wait=self.wait)
+            return follow_workflow(self.screen.client, self.record, out=out, err=err, wait=self.wait)
 
 
 def test_logs_go_to_one_stream_and_words_to_the_other(screen: Screen) -> None:
@@ -120,8 +121,8 @@ def test_after_the_end_the_rest_of_the_output_is_awaited_but_not_for_ever(screen
 def test_only_the_chosen_tasks_must_be_complete(screen: Screen) -> None:
     tasks = (task("master"), task("worker", State.COMPLETED, log_complete=False))
     record = submit(screen.store, workflow([replace(completed_group(), tasks=tasks)]))
-    assert Watch(screen.directory, screen.store, record, tasks={"master"}).logs_are_over()
-    assert not Watch(screen.directory, screen.store, record).logs_are_over()
+    assert WorkflowWatch(screen.client, record, tasks={"master"}).logs_are_over()
+    assert not WorkflowWatch(screen.client, record).logs_are_over()
 
 
 def test_many_tasks_are_counted(screen: Screen) -> None:

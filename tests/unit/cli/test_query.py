@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.cli.live import watch_workflow
+from distflow.client.client import Client
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, Transfer
@@ -156,7 +157,7 @@ def test_who_canceled_it_and_why(screen: Screen) -> None:
 def test_an_old_answer_says_how_old(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     record = submit(screen.store, workflow([running_group()], state=WorkflowState.RUNNING), events=[("submitted", None)])
     # Nothing is to be started here: this test is about the words.
-    monkeypatch.setattr("distflow.cli.wiring.wake_if_needed", lambda *_: None)
+    monkeypatch.setattr(Client, "wake", lambda _: None)
     assert screen.run("query", record.id, "-t", "json") == 0
     assert screen.err == "no supervisor was at work: this is as of 2025/04/11 21:31:07; one is starting now\n"
     assert json.loads(screen.out)["status"] == "RUNNING"
@@ -177,9 +178,7 @@ def test_a_watch_tells_every_change_and_ends_with_the_workflow(screen: Screen) -
     steps: Iterator[Callable[[], object]] = iter([lambda: None, lambda: screen.store.save([ended], [])])
     out = io.StringIO()
     with supervised(screen.directory):
-        final = watch_workflow(
-            screen.directory, screen.store, record, lambda one: one.status, out=out, wait=lambda _: next(steps)()
-        )
+        final = watch_workflow(screen.client, record, lambda one: one.status, out=out, wait=lambda _: next(steps)())
     assert final.state is WorkflowState.FAILED
     assert out.getvalue().splitlines() == [
         "digits-1: RUNNING",
@@ -198,8 +197,7 @@ def test_a_watch_on_a_terminal_is_gone_in_the_end(screen: Screen, monkeypatch: p
     out = Terminal()
     with supervised(screen.directory):
         watch_workflow(
-            screen.directory,
-            screen.store,
+            screen.client,
             record,
             lambda one: f"it is {one.status}\n",
             out=out,

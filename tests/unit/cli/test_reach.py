@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 from distflow.cli.reach import cancel_json, cancel_words, left_behind
-from distflow.cli.times import local_second
 from distflow.cli.views import changes
+from distflow.documents.times import local_second
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import GroupRecord, OutOfReach, Stray, WorkflowRecord
 from unit.cli.screen import Screen

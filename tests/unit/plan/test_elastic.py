@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.cli.submission import propose
+from distflow.client.specs import propose_placement
 from distflow.documents.problems import Severity
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
@@ -89,8 +89,8 @@ def test_the_picture_says_who_may_be_left_out() -> None:
 def test_a_pool_with_room_for_the_least_will_do() -> None:
     spec, plan = _compiled()
     small = pool(node("n0", gpus=4), node("n1"))
-    placement, problems = propose(plan, small, spec, Severity.ERROR)
+    placement, problems = propose_placement(plan, small, spec, Severity.ERROR)
     assert (sorted(placement), problems) == (["master", "watcher", "worker-0"], ())
-    placement, problems = propose(plan, pool(node("n0")), spec)
+    placement, problems = propose_placement(plan, pool(node("n0")), spec)
     assert [problem.message for problem in problems] == ["group 'train' can never run in pool 'lab'"]
     assert "worker-0: n0: taken by master of the same world" in problems[0].hint

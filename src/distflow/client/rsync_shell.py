@@ -1,6 +1,7 @@
-"""What rsync takes for its remote shell: ``python -m distflow.cli.rsyncway WORKFLOW TASK SECONDS HOST COMMAND...``.
+"""The program that rsync is given as its remote shell.
 
-It runs the command (``rsync --server …``) beside the task, in its working directory, and carries bytes both ways.
+``python -m distflow.client.rsync_shell WORKFLOW TASK SECONDS HOST COMMAND...`` runs the command (``rsync --server …``) next
+to the task, in its working directory, and carries bytes both ways.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from distflow.backends.machines.inspection.session import Exit, Session
-from distflow.cli.beside import find_place
-from distflow.cli.reading import choose_tasks, open_workflow
-from distflow.cli.tables import plain, plain_lines
+from distflow.client.client import Client
+from distflow.client.running_tasks import Exit, Session, find_running_task
+from distflow.documents.printable import plain_lines
 from distflow.errors import DistflowError
 
 __all__ = ["main"]
@@ -25,19 +25,22 @@ def main(arguments: Sequence[str]) -> int:
     """Carry one connection of rsync; return the exit code of its other half."""
     workflow, task, seconds, _host, *argv = arguments
     try:
-        with open_workflow(workflow, tell_age=False) as (directory, store, record):
-            ((group, one),) = choose_tasks(record, [task])
-            place = find_place(directory, store, record, group, one, int(seconds))
-        session = place.open(argv, None, int(seconds), is_plain=True)
+        with Client(notify=_report) as client:
+            found = find_running_task(client, workflow, task, int(seconds))
+        session = found.open(argv, None, int(seconds), is_plain=True)
         try:
             return _carry(session)
         finally:
             session.close()
     except DistflowError as error:
-        print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+        _report(f"error: {error}")
         return error.exit_code
     except BrokenPipeError:
         return 1  # rsync has ended, and says why
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(f"{plain_lines(text)}\n")
 
 
 def _carry(session: Session) -> int:
@@ -45,7 +48,7 @@ def _carry(session: Session) -> int:
     for event in session.events():
         if isinstance(event, Exit):
             if event.why:
-                print(plain(event.why), file=sys.stderr)
+                _report(event.why)
             return event.code
         is_error, data = event
         view = memoryview(data)

@@ -1,12 +1,12 @@
-"""What a workflow is given of this machine's credentials: the check beforehand, and the values at submission."""
+"""The secrets of a workflow: a check of the credentials that its spec names, and their values when it is submitted."""
 
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from distflow.client.client import Client
 from distflow.documents.problems import Problem, Severity
 from distflow.plan.credentials import login_name, registry_of, stored_name
 from distflow.plan.model import Plan
@@ -26,14 +26,14 @@ _UNFIT: Mapping[CredentialType, str] = {
 }
 
 
-def credential_problems(spec: WorkflowSpec, *, is_tolerant: bool = False) -> Sequence[Problem]:
+def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool = False) -> Sequence[Problem]:
     """Return what is wrong with the credentials that a spec names, held against those of this machine.
 
     ``is_tolerant``: that none are there at all (a machine that only checks specs) makes warnings. Raises ``StateError``.
     """
     if not any(task.credentials for group in spec.groups for task in group.tasks):
         return ()
-    known = {one.name: _known(one) for one in Credentials(find_state_directory(os.environ).credentials).all()}
+    known = {one.name: _known(one) for one in Credentials(find_state_directory(client.environ).credentials).all()}
     severity = Severity.WARNING if is_tolerant and not known else Severity.ERROR
     return check_credentials(spec, known, severity=severity)
 

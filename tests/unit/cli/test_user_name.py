@@ -7,7 +7,7 @@ import os
 import pytest
 
 from distflow.cli.app import run
-from distflow.cli.wiring import user_name
+from distflow.client.client import user_name
 from unit.cli.screen import Screen
 
 

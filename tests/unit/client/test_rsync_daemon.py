@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from distflow.cli import wiring
-from distflow.cli.rsyncdaemon import Daemon
+from distflow.client import rsync_daemon
+from distflow.client.rsync_daemon import Daemon
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
@@ -35,16 +35,15 @@ def test_a_task_that_has_ended_before_its_gang_is_followed_to_its_next_attempt(
     ]
     with Store(directory.store) as store:
         record = submit(store, workflow([running], state=WorkflowState.RUNNING))
-    open_store = wiring.open_store
 
     @contextmanager
     def and_it_goes_on(*given: Any, **named: Any) -> Iterator[Store]:
-        with open_store(*given, **named) as store:
+        with Store(*given, **named) as store:
             store.save([replace(record, groups=(story.pop(0),))], [])
             yield store
 
     copied: list[int] = []
-    monkeypatch.setattr(wiring, "open_store", and_it_goes_on)
+    monkeypatch.setattr(rsync_daemon, "Store", and_it_goes_on)
     monkeypatch.setattr(Daemon, "_copy", lambda _: copied.append(len(story)))
     syncs = Syncs(directory.syncs)
     syncs.ensure()

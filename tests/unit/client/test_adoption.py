@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.cli.adopt import _adopt, _Found
+from distflow.client.adoption import FoundWorkflow, _adopt
+from distflow.client.client import Client
 from distflow.lifecycle.states import WorkflowState
 from distflow.pools.model import Pool
 from distflow.state.directory import StateDirectory
@@ -15,10 +16,12 @@ from distflow.supervisor.memo import Memo
 from unit.state.stored import plan_of, running_group, submit, supervised, workflow
 
 
-def found(record: WorkflowRecord) -> _Found:
+def found(record: WorkflowRecord) -> FoundWorkflow:
     places = {f"{record.uuid}/training/{name}/0": Place(node=f"{name}-node", phase="running") for name in ("master", "worker")}
     memo = Memo(record=record, plan=plan_of(record), template="", spec="", host="theirs")
-    return _Found(uuid=record.uuid, pool=Pool(name="lab", backend="ssh", nodes=()), memo=memo, is_own=True, places=places)
+    return FoundWorkflow(
+        uuid=record.uuid, pool=Pool(name="lab", backend="ssh", nodes=()), memo=memo, is_own=True, places=places
+    )
 
 
 def test_one_that_was_submitted_meanwhile_stays_as_it_is_and_the_others_are_adopted(tmp_path: Path) -> None:
@@ -29,8 +32,8 @@ def test_one_that_was_submitted_meanwhile_stays_as_it_is_and_the_others_are_adop
     )
     with Store(directory.store) as store:
         submit(store, ours)
-    with supervised(directory):
-        adopted = _adopt([found(ours), found(theirs)], directory, dry_run=False)
+    with supervised(directory), Client(environ={"DISTFLOW_STATE": str(tmp_path)}) as client:
+        adopted = _adopt(client, [found(ours), found(theirs)], False)
     assert [(one.uuid, one.skipped) for one in adopted] == [(theirs.uuid, "")]
     with Store(directory.store) as store:
         assert [event.kind for event in store.events(ours.uuid)] == []

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.cli.attemptnames import named
+from distflow.client.nodes import replace_uuids
 
 UUID = "7278eb5c" * 4
 DASHED = "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11"
@@ -23,4 +23,4 @@ DASHED = "6b0d9a50-7c1f-4a4b-9a53-0f6b1d8f5b11"
     ],
 )
 def test_workflows_and_tasks_are_named_by_their_ids(text: str, shown: str) -> None:
-    assert named(text, {UUID: "spin-1"}) == shown
+    assert replace_uuids(text, {UUID: "spin-1"}) == shown

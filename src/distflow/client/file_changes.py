@@ -1,17 +1,17 @@
-"""Seeing that files change, and when it is time to copy them. Reads directories; no clock of its own."""
+"""Changes of local files, and when it is time to copy them. Reads directories; has no clock of its own."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-__all__ = ["Rhythm", "Snapshot", "look"]
+__all__ = ["CopySchedule", "Snapshot", "take_snapshot"]
 
 Snapshot = Mapping[str, tuple[int, int, int]]
 """Each path with its time of change (ns), its size (bytes) and its mode."""
 
 
-def look(path: str) -> Snapshot:
+def take_snapshot(path: str) -> Snapshot:
     """Return what is there: a file, or a directory with all below it; links are not followed, and what vanishes is left out."""
     found: dict[str, tuple[int, int, int]] = {}
     _note(path, found)
@@ -30,7 +30,7 @@ def _note(path: str, found: dict[str, tuple[int, int, int]]) -> None:
     found[path] = (status.st_mtime_ns, status.st_size, status.st_mode)
 
 
-class Rhythm:
+class CopySchedule:
     """When to copy: at first, after a change and some rest, and now and then in any case. Times are in seconds."""
 
     def __init__(self, debounce_s: float, reconcile_s: float) -> None:
@@ -58,6 +58,6 @@ class Rhythm:
         self._copied_at = now
         self._changed_at = None
 
-    def begin_anew(self) -> None:
+    def forget_copies(self) -> None:
         """Forget what was copied: another attempt has another directory."""
         self._copied_at = None

@@ -1,4 +1,4 @@
-"""The process that copies to a task in the background: ``python -m distflow.cli.rsyncdaemon STATE HANDLE``.
+"""The process that copies to a task in the background: ``python -m distflow.client.rsync_daemon STATE HANDLE``.
 
 What it is to do comes on its standard input (a ``Sync``); to the pipe HANDLE it says ``ready``, or ``other`` when another
 process copies to that task already. It waits until the task runs, follows it from attempt to attempt, and ends with its group.
@@ -17,17 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from distflow.cli import wiring
-from distflow.cli.rsyncing import meaning, rsync_command
-from distflow.cli.times import local_second
-from distflow.cli.watching import Rhythm, look
+from distflow.client.client import now
+from distflow.client.file_changes import CopySchedule, take_snapshot
+from distflow.client.rsync import exit_text, rsync_command
+from distflow.documents.times import local_second
 from distflow.errors import DistflowError
 from distflow.lifecycle.states import State
 from distflow.state.codec import decode
 from distflow.state.directory import StateDirectory
 from distflow.state.record import GroupRecord, TaskRecord
+from distflow.state.store import Store
 from distflow.state.syncs import Sync, Syncs
-from distflow.supervisor.clock import SystemClock
 
 __all__ = ["Daemon", "main"]
 
@@ -78,8 +78,7 @@ class Daemon:
         self._directory = directory
         self._syncs = syncs
         self._sync = sync
-        self._clock = SystemClock()
-        self._rhythm = Rhythm(sync.debounce_s, sync.reconcile_s)
+        self._schedule = CopySchedule(sync.debounce_s, sync.reconcile_s)
         syncs.write(sync)
         self._say(f"copies {sync.local} to {sync.remote} of {sync.workflow_id} {sync.task}; pid {sync.pid}")
 
@@ -87,30 +86,30 @@ class Daemon:
         """Watch and copy; return why it ended."""
         attempt, next_look, pause = -1, 0.0, threading.Event()
         while True:
-            (group, task), now = self._look_up(), self._clock.now()
+            (group, task), at = self._look_up(), now()
             if group.state.is_final:  # before that, a task that has ended may have another attempt
                 return f"{self._sync.task} has ended: {(task or group).status}"
             if task is not None and task.state is State.RUNNING:
                 if task.attempt != attempt:
-                    attempt, next_look = task.attempt, now
-                    self._rhythm.begin_anew()
-                if now >= next_look:
-                    self._rhythm.saw(look(self._sync.local), now)
-                    next_look = now + self._sync.poll_s
-                    if self._rhythm.is_due(now):
-                        self._rhythm.copied(now)
+                    attempt, next_look = task.attempt, at
+                    self._schedule.forget_copies()
+                if at >= next_look:
+                    self._schedule.saw(take_snapshot(self._sync.local), at)
+                    next_look = at + self._sync.poll_s
+                    if self._schedule.is_due(at):
+                        self._schedule.copied(at)
                         self._copy()
             pause.wait(min(self._sync.poll_s, _LOOK_S))
 
     def end(self, why: str) -> None:
         """Note the end."""
         self._say(f"ends: {why}")
-        self._sync = replace(self._sync, ended_at=self._clock.now())
+        self._sync = replace(self._sync, ended_at=now())
         self._syncs.write(self._sync)
 
     def _look_up(self) -> tuple[GroupRecord, TaskRecord | None]:
         """Return the task with its group; ``None`` where the present attempt runs without it."""
-        with wiring.open_store(self._directory, quiet=True) as store:
+        with Store(self._directory.store) as store:
             record = store.find(self._sync.workflow)
         name = self._sync.task
         tasks = ((group, task) for group in record.groups for task in group.tasks if task.name == name)
@@ -136,10 +135,10 @@ class Daemon:
         code = process.returncode
         if code in (0, _VANISHED):
             self._say("copied")
-            self._sync = replace(sync, synced_at=self._clock.now(), error="")
+            self._sync = replace(sync, synced_at=now(), error="")
         else:
-            self._say(meaning(code))
-            self._sync = replace(sync, error=f"{meaning(code)}: {last}" if last else meaning(code))
+            self._say(exit_text(code))
+            self._sync = replace(sync, error=f"{exit_text(code)}: {last}" if last else exit_text(code))
         self._syncs.write(self._sync)
 
     def _say(self, text: str) -> None:
@@ -148,7 +147,7 @@ class Daemon:
             if path.stat().st_size >= self._sync.max_log_size:
                 os.replace(path, path.with_suffix(".log.1"))
         with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as log:
-            log.write(f"{local_second(self._clock.now())} {text}\n")
+            log.write(f"{local_second(now())} {text}\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""Datasets: named collections of files, in versions that never change."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from distflow.client.client import Client
+from distflow.client.data import Moved, OnBytes
+from distflow.documents.names import parse_dataset
+from distflow.errors import InputError, NotFound
+from distflow.storage.datasets import Datasets, Manifest
+
+__all__ = ["Manifest", "create_version", "delete_versions", "download_dataset", "list_datasets", "read_versions"]
+
+
+def list_datasets(client: Client) -> list[tuple[Manifest, list[int]]]:
+    """Return the latest version of each dataset, with the numbers of all its versions. Raises ``StorageError``."""
+    with _open_datasets(client) as datasets:
+        numbers: dict[str, list[int]] = {}
+        for one in datasets.versions():
+            numbers.setdefault(one.name, []).append(one.number)
+        return [(datasets.manifest(name, max(some)), some) for name, some in numbers.items()]
+
+
+def read_versions(client: Client, name: str) -> list[Manifest]:
+    """Return all versions of a dataset, or the one that ``name:version`` names. Raises ``NotFound`` and ``StorageError``."""
+    plain_name, number = parse_dataset(name)
+    with _open_datasets(client) as datasets:
+        every: list[int | None] = [] if ":" in name else [one.number for one in datasets.versions(plain_name)]
+        return [datasets.manifest(plain_name, one) for one in every or [number]]
+
+
+def create_version(
+    client: Client,
+    name: str,
+    paths: Sequence[Path],
+    *,
+    regex: str = "",
+    is_update: bool = False,
+    on_progress: OnBytes = lambda *_: None,
+) -> Manifest:
+    """Make a new version of a dataset from files of this machine. It is there when all of it is.
+
+    Args:
+        client: Whose configuration says where datasets lie.
+        name: The dataset; with ``is_update`` also one version of it, as ``name:version``.
+        paths: Files and directories; a directory keeps its name.
+        regex: Only files whose path it matches.
+        is_update: Whether the files come over what the latest version (or the named one) holds.
+        on_progress: Called with the progress.
+
+    Raises:
+        InputError: for a name that cannot be one.
+        NotFound: when there is no file to upload.
+        StorageError: when the store cannot be reached or refuses.
+
+    """
+    from distflow.storage.uploading import sources
+
+    if not is_update and ":" in name:
+        raise InputError(
+            f"`{name}` names a version: a new one gets the next number", hint="leave the colon and what follows out"
+        )
+    parse_dataset(name)
+    files = sources(paths, regex)
+    if not files:
+        raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
+    with _open_datasets(client) as datasets:
+        write = datasets.update if is_update else datasets.add
+        at = time.time()  # noqa: TID251  the moment of creation
+        return write(name, files, mark=secrets.token_hex(8), at=at, told=on_progress)
+
+
+def download_dataset(
+    client: Client, name: str, directory: Path, *, regex: str = "", resume: bool = False, on_progress: OnBytes = lambda *_: None
+) -> tuple[Manifest, Moved]:
+    """Fetch a version of a dataset into a directory of its name below ``directory``; return the version and what was moved.
+
+    Raises ``InputError`` without such a directory, ``NotFound`` when nothing matches, and ``StorageError``.
+    """
+    plain_name, number = parse_dataset(name)
+    if not directory.is_dir():
+        raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
+    with _open_datasets(client) as datasets:
+        manifest = datasets.manifest(plain_name, number)
+        moved = datasets.fetch(manifest, directory / plain_name, regex=regex, resume=resume, told=on_progress)
+    if not moved.files and regex:
+        raise NotFound(f"nothing of {plain_name}:{manifest.number} is matched by `{regex}`")
+    return manifest, moved
+
+
+def delete_versions(client: Client, name: str, *, all_versions: bool = False) -> list[int]:
+    """Remove the version that ``name:version`` names, or all of a dataset; return their numbers.
+
+    Raises ``NotFound`` and ``StorageError``.
+    """
+    plain_name, number = parse_dataset(name)
+    with _open_datasets(client) as datasets:
+        there = [one.number for one in datasets.versions(plain_name)]
+        gone = there if all_versions and there else [datasets.manifest(plain_name, number).number]
+        for one in gone:
+            datasets.remove(plain_name, one)
+    return gone
+
+
+@contextmanager
+def _open_datasets(client: Client) -> Iterator[Datasets]:
+    from distflow.documents.urls import parse_url
+    from distflow.storage.opening import open_store
+
+    base = parse_url(client.datasets_url(client.configuration()), writes=True)
+    store = open_store(base, client.credentials_for())
+    try:
+        yield Datasets(store, base)
+    finally:
+        store.close()

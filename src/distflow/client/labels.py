@@ -1,0 +1,18 @@
+"""Labels of workflows: which keys and values they may have, and how those of a spec go together with others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distflow.errors import InputError
+from distflow.spec.labels import MOST_LABELS, check_label, is_label_key
+
+__all__ = ["check_label", "is_label_key", "join_labels"]
+
+
+def join_labels(labels: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of a spec with others, which win. Raises ``InputError`` when they are too many."""
+    joined = {**labels, **given}
+    if len(joined) > MOST_LABELS:
+        raise InputError(f"a workflow has at most {MOST_LABELS} labels; these are {len(joined)}")
+    return joined

@@ -1,0 +1,164 @@
+"""Outputs of ended workflows for specs that build on them: where they lie, why one cannot be had, and fetching them here."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.client.client import Client
+from distflow.documents.problems import Problem
+from distflow.documents.words import did_you_mean
+from distflow.errors import InputError, NodeError, NodeUnreachable, NotFound
+from distflow.plan.earlier import Brought, with_earlier
+from distflow.plan.model import Plan
+from distflow.pools.model import Pool
+from distflow.protocol.attempts import attempt_name
+from distflow.spec.model import EarlierInput, WorkflowSpec
+from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
+
+if TYPE_CHECKING:
+    from distflow.backends.machines.transfer.fetching import Fetched
+
+__all__ = [
+    "FetchProgress",
+    "OnFetch",
+    "OutputSource",
+    "add_previous_outputs",
+    "fetch_outputs",
+    "output_source",
+    "previous_output_problems",
+]
+
+_TRIES = 3
+"""Connections that may break one after the other; each goes on where the last one ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSource:
+    """Where a task's output lies."""
+
+    shown: str
+    """What people call it, such as ``prepare of train-7``."""
+    attempt: str
+    """As its node calls it."""
+    pool: Pool
+    """As it was when it ran there."""
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchProgress:
+    """How far the transfer of one task's output is."""
+
+    source: str
+    """The task and its workflow, such as ``prepare of train-7``."""
+    is_packed: bool
+    """Whether the node is done with packing, so that bytes are on their way."""
+    done: int
+    total: int
+    bytes_per_s: float
+
+
+OnFetch = Callable[[FetchProgress], None]
+
+
+def previous_output_problems(client: Client, spec: WorkflowSpec) -> list[Problem]:
+    """Return a finding for each input from an ended workflow that this machine's records do not have."""
+    found = []
+    for one in _wanted(spec):
+        try:
+            _source(one, client)
+        except InputError as error:
+            found.append(Problem(where=one.mark, message=error.message, hint=error.hint))
+    return found
+
+
+def add_previous_outputs(client: Client, spec: WorkflowSpec, plan: Plan, on_progress: OnFetch) -> Plan:
+    """Fetch the outputs that a spec takes from ended workflows, and return its plan with them. Raises ``NodeError``."""
+    wanted = list(dict.fromkeys((one.workflow, one.task) for one in _wanted(spec)))
+    sources = [_source(EarlierInput(position=0, workflow=workflow, task=task), client) for workflow, task in wanted]
+    fetched = fetch_outputs(sources, client.directory.blobs, on_progress) if sources else []
+    brought = {name: Brought(digest=one.digest, size=one.size) for name, one in zip(wanted, fetched, strict=True)}
+    return with_earlier(plan, brought)
+
+
+def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> OutputSource:
+    """Return where a task's output lies: where it ran, in however many restarts it was kept since.
+
+    Raises ``InputError`` when it never ran.
+    """
+    shown = f"{task.name} of {group.kept.id if group.kept else record.id}"
+    if task.node is None or task.output_dir is None:
+        raise InputError(f"{shown} never ran, so it wrote nothing", hint=f"how it ended: distflow workflow query {record.id}")
+    uuid = group.kept.uuid if group.kept else record.uuid
+    attempt = attempt_name(uuid, group.name, task.name, task.attempt)
+    return OutputSource(shown=shown, attempt=attempt, pool=client.store.pool(uuid), node=task.node)
+
+
+def fetch_outputs(sources: Sequence[OutputSource], blobs: Path, on_progress: OnFetch) -> list[Fetched]:
+    """Fetch every output into ``blobs``, and return them in the same order.
+
+    Raises ``NodeError`` that names the task of the first that cannot be had.
+    """
+    blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Apart from what the supervisor fetches: it cleans its own up.
+    with tempfile.TemporaryDirectory(prefix="incoming-", dir=blobs.parent) as folder:
+        fetched = [_fetch(source, Path(folder), on_progress) for source in sources]
+        for digest in {one.digest for one in fetched}:
+            os.replace(Path(folder) / digest, blobs / digest)
+        return fetched
+
+
+def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
+    # paramiko comes with the nodes.
+    from distflow.backends.machines.backend import transport_of
+    from distflow.backends.machines.transfer.fetching import fetch_output
+    from distflow.backends.machines.transfer.pace import Pace
+
+    node = next(node for node in source.pool.nodes if node.name == source.node)
+    with closing(transport_of(source.pool, node)) as transport:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return fetch_output(
+                    transport, node.root, node.python, source.attempt, blobs,
+                    timeout_s=source.pool.connect_timeout_s, progress=_paced(source, Pace().due, on_progress),
+                )  # fmt: skip
+            except NodeError as error:
+                if tries_left and isinstance(error, NodeUnreachable):
+                    continue
+                words = f"what {source.shown} wrote cannot be fetched: {error.detail}"
+                raise NodeError(error.node, words, hint=error.hint) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _paced(
+    source: OutputSource, rate_if_due: Callable[[int], float | None], on_progress: OnFetch
+) -> Callable[[bool, int, int], None]:
+    def report(is_packed: bool, done: int, total: int) -> None:
+        rate = rate_if_due(done)
+        if rate is not None:
+            on_progress(FetchProgress(source=source.shown, is_packed=is_packed, done=done, total=total, bytes_per_s=rate))
+
+    return report
+
+
+def _wanted(spec: WorkflowSpec) -> Iterator[EarlierInput]:
+    for group in spec.groups:
+        for task in group.tasks:
+            yield from task.earlier_inputs
+
+
+def _source(one: EarlierInput, client: Client) -> OutputSource:
+    record = client.store.find(one.workflow)
+    if not record.state.is_final:
+        hint = f"wait for its end: distflow workflow query {record.id} --watch"
+        raise InputError(f"{record.id} has not ended: {record.status}", hint=hint)
+    tasks = {task.name: (group, task) for group in record.groups for task in group.tasks}
+    if one.task not in tasks:
+        raise NotFound(f"{record.id} has no task `{one.task}`", hint=did_you_mean(one.task, tasks, what="tasks"))
+    return output_source(client, record, *tasks[one.task])

@@ -1,0 +1,279 @@
+"""Submitting: from a checked spec to a plan that fits its pool, and from there to a stored workflow that a supervisor runs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from distflow.client.client import Client, user_name
+from distflow.client.labels import join_labels
+from distflow.client.previous_outputs import FetchProgress, OnFetch, add_previous_outputs
+from distflow.client.resubmission import find_previous
+from distflow.client.specs import CheckedSpec, Overrides, check_spec, propose_placement
+from distflow.client.workflow_secrets import gather_secrets
+from distflow.documents.problems import ProblemsFound, in_document_order
+from distflow.documents.urls import parse_url
+from distflow.errors import InputError
+from distflow.plan.compile import compile_plan
+from distflow.plan.containers import container_notices
+from distflow.plan.model import Plan
+from distflow.plan.render import script
+from distflow.plan.sharing import sharing_notices
+from distflow.pools.choose import choose_pool
+from distflow.pools.hostfile import Host
+from distflow.pools.model import Configuration, Pool
+from distflow.spec.bundles import bundle_files
+from distflow.state.codec import encode
+from distflow.state.event_details import WorkflowSubmitted
+from distflow.state.fresh import fresh_tasks
+from distflow.state.record import Event, GroupRecord, Priority, WorkflowRecord
+from distflow.state.secrets import remove_secrets, write_secrets
+from distflow.storage.options import NO_DRIVER, package_of
+
+__all__ = ["PlannedWorkflow", "SubmitRequest", "plan", "plan_checked", "pool_key", "store_workflow", "submit", "write_scripts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitRequest:
+    """A spec to run, and what is given for it from outside."""
+
+    spec: str
+    """The path of a YAML file, ``-`` for ``text``, or the id of a workflow whose spec is submitted again."""
+    text: str | None = None
+    """The document, where ``spec`` is ``-``."""
+    overrides: Overrides = field(default_factory=lambda: Overrides(secrets={}))
+    pool: str | None = None
+    """The pool to run in; else the spec's, else the default one."""
+    hosts: Sequence[Host] | None = None
+    """Machines that are a pool of their own."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels in addition to those of the spec."""
+    priority: Priority | None = None
+    """Its priority in the queue; else that of the workflow that is submitted again, else ``NORMAL``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWorkflow:
+    """A plan that fits its pool: all that ``submit`` stores."""
+
+    checked: CheckedSpec
+    overrides: Overrides
+    plan: Plan
+    pool: Pool
+    placement: Mapping[str, str]
+    """Task → node, as it would be tried first on an idle pool."""
+    blobs: Path
+    """Where the files lie that the spec sends, by digest."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    priority: Priority = Priority.NORMAL
+
+
+def plan(
+    client: Client, request: SubmitRequest, *, blobs: Path | None = None, configuration: Configuration | None = None
+) -> PlannedWorkflow:
+    """Check a spec and plan it, without storing or starting anything.
+
+    Args:
+        client: Whose configuration, credentials and workflows the spec is checked against.
+        request: The spec and what is given for it.
+        blobs: A directory for copies of the files that the spec sends; else the state directory's, as ``submit`` needs it.
+        configuration: The pools to choose from; else read anew.
+
+    Raises:
+        ProblemsFound: with every finding about the spec, also that its pool could not hold a group even if it were idle.
+        InputError: for values that do not fit the spec.
+        NotFound: for the id of an unknown workflow, and for an unknown pool.
+
+    """
+    configuration = configuration or client.configuration()
+    previous = find_previous(client, request.spec, request.overrides)
+    if previous is not None:
+        checked, chosen = previous.checked, previous.choose_pool(configuration, request.pool, request.hosts)
+    else:
+        checked = check_spec(client, request.spec, request.overrides, text=request.text)
+        chosen = choose_pool(configuration, given=request.pool, wanted=checked.spec.pool, hosts=request.hosts)
+    labels = join_labels(previous.record.labels if previous else checked.spec.labels, request.labels)
+    return replace(
+        plan_checked(
+            checked,
+            chosen,
+            request.overrides,
+            client.writable_directory().blobs if blobs is None else blobs,
+            client.datasets_url(configuration),
+        ),
+        labels=labels,
+        priority=request.priority or (previous.record.priority if previous else Priority.NORMAL),
+    )
+
+
+def plan_checked(checked: CheckedSpec, pool: Pool, overrides: Overrides, blobs: Path, datasets: str) -> PlannedWorkflow:
+    """Read the files that a checked spec sends, compile its plan and propose a placement; ``datasets``: where those lie.
+
+    Raises ``ProblemsFound`` when a file cannot be read, or when the pool could not hold a group even if it were idle.
+    """
+    notices = container_notices(checked.spec, pool.nodes)
+    checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
+    bundles, problems = bundle_files(checked.spec, blobs)
+    if problems:
+        raise ProblemsFound([*problems, *checked.warnings])
+    compiled = compile_plan(
+        checked.spec, checked.worlds, pool=pool.name, bundles=bundles, secret_names=tuple(overrides.secrets), datasets=datasets
+    )
+    _check_drivers(compiled)
+    placement, misfits = propose_placement(compiled, pool, checked.spec)
+    if misfits:
+        raise ProblemsFound([*misfits, *checked.warnings])
+    shared = sharing_notices(checked.spec, bundles, placement, pool.nodes)
+    checked = replace(checked, warnings=in_document_order([*checked.warnings, *shared]))
+    return PlannedWorkflow(checked=checked, overrides=overrides, plan=compiled, pool=pool, placement=placement, blobs=blobs)
+
+
+def submit(
+    client: Client,
+    planned: PlannedWorkflow,
+    *,
+    on_stored: Callable[[WorkflowRecord], None] | None = None,
+    on_fetch: OnFetch | None = None,
+) -> WorkflowRecord:
+    """Store a planned workflow and see to it that a supervisor runs it; return its record, with its id.
+
+    Args:
+        client: Where it is stored.
+        planned: What ``plan`` returned for the same client.
+        on_stored: Called with the record before the supervisor is waited for, which may take a moment.
+        on_fetch: Called with the progress of outputs that the spec takes from ended workflows.
+
+    Raises:
+        NodeError: when such an output cannot be fetched.
+        StorageRefused: when this user has no credentials for data at URLs that the spec names.
+        SupervisorError: when no supervisor comes up; the workflow is stored then.
+
+    """
+    completed = add_previous_outputs(client, planned.checked.spec, planned.plan, on_fetch or _ignore)
+    return store_workflow(client, replace(planned, plan=completed), on_stored=on_stored)
+
+
+def _ignore(_: FetchProgress) -> None:
+    """Take no notice."""
+
+
+def store_workflow(
+    client: Client,
+    planned: PlannedWorkflow,
+    *,
+    kept: Mapping[str, GroupRecord] = MappingProxyType({}),
+    parent: str | None = None,
+    on_stored: Callable[[WorkflowRecord], None] | None = None,
+) -> WorkflowRecord:
+    """Insert a workflow with its secrets, wake the supervisor, and return the record with its id.
+
+    ``kept`` holds the groups that have completed already, in the workflow ``parent`` that this one restarts. Raises
+    ``StorageRefused`` when this user has no credentials for its data at URLs.
+    """
+    record = _insert(client, planned, kept, parent)
+    try:
+        if on_stored is not None:
+            on_stored(record)
+    finally:
+        # It is stored, whether or not anybody reads its id.
+        client.ensure_supervisor()
+    return record
+
+
+def _insert(client: Client, planned: PlannedWorkflow, kept: Mapping[str, GroupRecord], parent: str | None) -> WorkflowRecord:
+    _check_credentials(client, planned, kept)
+    directory, now, spec = client.directory, time.time(), planned.checked.spec  # noqa: TID251  the moment of submission
+    record = WorkflowRecord(
+        uuid=uuid.uuid4().hex,
+        id="",
+        name=spec.name,
+        number=0,
+        user=user_name(),
+        pool=planned.pool.name,
+        pool_key=pool_key(planned.pool),
+        submitted_at=now,
+        groups=tuple(
+            kept.get(group.name)
+            or GroupRecord(
+                name=group.name,
+                upstream=group.upstream,
+                tasks=fresh_tasks(group),
+            )
+            for group in planned.plan.groups
+        ),
+        warnings=tuple(problem.message for problem in planned.checked.warnings),
+        priority=planned.priority,
+        labels=planned.labels,
+        parent=parent,
+    )
+    details = WorkflowSubmitted(user=record.user, pool=record.pool, parent=parent, kept=tuple(kept))
+    event = Event(at=now, details=details, workflow=record.uuid)
+    secrets = gather_secrets(planned.plan, planned.pool, directory, planned.overrides.secrets)
+    write_secrets(directory.secrets, record.uuid, secrets)
+    try:
+        return client.store.submit(
+            record,
+            template=planned.checked.template,
+            spec=spec.rendered,
+            plan=planned.plan,
+            pool=planned.pool,
+            folder=str(planned.checked.folder),
+            events=[event],
+        )
+    except BaseException:
+        remove_secrets(directory.secrets, record.uuid)
+        raise
+
+
+def write_scripts(planned: PlannedWorkflow, folder: Path) -> list[Path]:
+    """Write one shell script for each task of a plan into ``folder``, with the files that they need; return the scripts.
+
+    Raises ``OSError``.
+    """
+    (folder / "blobs").mkdir(parents=True, exist_ok=True)
+    written = []
+    for group in planned.plan.groups:
+        for launch in group.launches:
+            path = folder / f"{launch.task}.sh"
+            path.write_text(script(group, launch), encoding="utf-8")
+            path.chmod(0o700)
+            for file in launch.files:
+                if file.blob is not None:
+                    (folder / "blobs" / file.blob).write_bytes((planned.blobs / file.blob).read_bytes())
+            written.append(path)
+    return written
+
+
+def pool_key(pool: Pool) -> str:
+    """Return the name that all workflows on exactly these nodes and settings share."""
+    return f"{pool.name}-{hashlib.sha256(encode(pool)).hexdigest()[:8]}"
+
+
+def _check_drivers(compiled: Plan) -> None:
+    """Refuse data at URLs for which this machine, which carries it, has no driver."""
+    for group in compiled.groups:
+        for launch in group.launches:
+            urls = [data.url for data in (*launch.url_inputs, *launch.url_outputs)]
+            for url in map(parse_url, (*urls, *(one.url for one in launch.checkpoints if not one.is_shared))):
+                package = package_of(url)
+                if package and importlib.util.find_spec(package) is None:
+                    words = f"`{launch.task}`: {url} needs the driver {package}, which is not installed here"
+                    raise InputError(words, hint=NO_DRIVER)
+
+
+def _check_credentials(client: Client, planned: PlannedWorkflow, kept: Mapping[str, GroupRecord]) -> None:
+    launches = [launch for group in planned.plan.groups if group.name not in kept for launch in group.launches]
+    urls = {data.url for launch in launches for data in (*launch.url_inputs, *launch.url_outputs)}
+    urls |= {one.url for launch in launches for one in launch.checkpoints if not one.is_shared}
+    if not urls:
+        return
+    from distflow.storage.opening import check_credentials
+
+    for url in sorted(urls):
+        check_credentials(parse_url(url), client.credentials_for())
