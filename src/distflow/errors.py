@@ -187,6 +187,6 @@ class WorkflowEnded(DistflowError):
 
 
 class WaitTimeout(DistflowError):
-    """A workflow has not ended within the time that was given; it goes on."""
+    """A workflow has not ended within the given time. It continues to run."""
 
     exit_code = 3
