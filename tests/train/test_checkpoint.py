@@ -346,7 +346,7 @@ LEFT = """
     from torch import nn
     from distflow import train
     from distflow.testing.waiting import wait_until
-    from distflow.train import manifest
+    from distflow.train.checkpoints import manifest
 
     train.init()
     checkpoints = train.Checkpoints("checkpoints")
@@ -385,7 +385,7 @@ def test_a_process_whose_last_checkpoint_failed_has_failed(start: Start) -> None
         import errno
         from torch import nn
         from distflow import train
-        from distflow.train import manifest
+        from distflow.train.checkpoints import manifest
 
         def full(*given):
             raise OSError(errno.ENOSPC, "No space left on device")

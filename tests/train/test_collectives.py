@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distflow.testing.waiting import wait_until
-from distflow.train.collectives import where
+from distflow.train.communication.collectives import where
 from train.conftest import DEADLINE_S, Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]

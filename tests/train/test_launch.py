@@ -13,7 +13,7 @@ import pytest
 
 from distflow.testing.waiting import is_alive, wait_until
 from distflow.train.launch import main
-from distflow.train.starting import LayoutError, launch, read_share
+from distflow.train.launcher.starting import LayoutError, launch, read_share
 from train.conftest import DEADLINE_S, SOURCES, Start
 
 HELLO = """

@@ -14,7 +14,8 @@ from train.conftest import DEADLINE_S, Start
 LAUNCHER = """
     import errno, json, os, pathlib, signal, sys
     from multiprocessing.context import SpawnProcess
-    from distflow.train import processes, starting
+    from distflow.train.launcher import rank_processes
+    from distflow.train.launcher import starting
     from distflow.train.launch import main
 
     def pause():

@@ -10,33 +10,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that type checkers and editors know the names
-    from distflow.train.batching import DynamicBatcher as DynamicBatcher
-    from distflow.train.batching import equal_batches as equal_batches
-    from distflow.train.checkpoint import CheckpointError as CheckpointError
-    from distflow.train.checkpoint import Checkpoints as Checkpoints
-    from distflow.train.communication import accumulate as accumulate
-    from distflow.train.communication import all_reduce_mean as all_reduce_mean
-    from distflow.train.communication import compress_gradients as compress_gradients
-    from distflow.train.communication import local_sgd as local_sgd
-    from distflow.train.data import BatchSizes as BatchSizes
-    from distflow.train.data import balanced_split as balanced_split
-    from distflow.train.data import batch_sizes as batch_sizes
-    from distflow.train.data import join as join
+    from distflow.train.checkpoints.checkpoints import CheckpointError as CheckpointError
+    from distflow.train.checkpoints.checkpoints import Checkpoints as Checkpoints
+    from distflow.train.communication.gradients import accumulate as accumulate
+    from distflow.train.communication.gradients import all_reduce_mean as all_reduce_mean
+    from distflow.train.communication.gradients import compress_gradients as compress_gradients
+    from distflow.train.communication.gradients import local_sgd as local_sgd
+    from distflow.train.communication.monitor import CommunicationMonitor as CommunicationMonitor
+    from distflow.train.communication.monitor import scaling_efficiency as scaling_efficiency
     from distflow.train.heartbeat import beat as beat
-    from distflow.train.loader import EpochSampler as EpochSampler
-    from distflow.train.loader import Loader as Loader
+    from distflow.train.launcher.starting import launch as launch
+    from distflow.train.loading.batching import DynamicBatcher as DynamicBatcher
+    from distflow.train.loading.batching import equal_batches as equal_batches
+    from distflow.train.loading.loader import EpochSampler as EpochSampler
+    from distflow.train.loading.loader import Loader as Loader
+    from distflow.train.loading.shares import BatchSizes as BatchSizes
+    from distflow.train.loading.shares import balanced_split as balanced_split
+    from distflow.train.loading.shares import batch_sizes as batch_sizes
+    from distflow.train.loading.shares import join as join
     from distflow.train.metrics import Pace as Pace
     from distflow.train.metrics import StepTimer as StepTimer
     from distflow.train.metrics import report as report
-    from distflow.train.monitor import CommunicationMonitor as CommunicationMonitor
-    from distflow.train.monitor import scaling_efficiency as scaling_efficiency
     from distflow.train.passes import backward as backward
     from distflow.train.passes import evaluate as evaluate
     from distflow.train.safeguards import GradientGuard as GradientGuard
     from distflow.train.safeguards import MemoryGuard as MemoryGuard
     from distflow.train.safeguards import NonFiniteGradients as NonFiniteGradients
     from distflow.train.safeguards import OutOfMemory as OutOfMemory
-    from distflow.train.starting import launch as launch
     from distflow.train.stopping import STOPPED as STOPPED
     from distflow.train.stopping import listen_for_stop as listen_for_stop
     from distflow.train.stopping import stop_requested as stop_requested
@@ -53,14 +53,14 @@ if TYPE_CHECKING:  # so that type checkers and editors know the names
 
 _MODULES = {
     "STOPPED": "stopping",
-    "BatchSizes": "data",
-    "CheckpointError": "checkpoint",
-    "Checkpoints": "checkpoint",
-    "CommunicationMonitor": "monitor",
-    "DynamicBatcher": "batching",
-    "EpochSampler": "loader",
+    "BatchSizes": "loading.shares",
+    "CheckpointError": "checkpoints.checkpoints",
+    "Checkpoints": "checkpoints.checkpoints",
+    "CommunicationMonitor": "communication.monitor",
+    "DynamicBatcher": "loading.batching",
+    "EpochSampler": "loading.loader",
     "GradientGuard": "safeguards",
-    "Loader": "loader",
+    "Loader": "loading.loader",
     "MemoryGuard": "safeguards",
     "NonFiniteGradients": "safeguards",
     "OutOfMemory": "safeguards",
@@ -69,28 +69,28 @@ _MODULES = {
     "Worker": "worker",
     "World": "world",
     "WorldError": "world",
-    "accumulate": "communication",
-    "all_reduce_mean": "communication",
+    "accumulate": "communication.gradients",
+    "all_reduce_mean": "communication.gradients",
     "backward": "passes",
-    "balanced_split": "data",
-    "batch_sizes": "data",
+    "balanced_split": "loading.shares",
+    "batch_sizes": "loading.shares",
     "beat": "heartbeat",
     "clip_gradients": "strategies.clipping",
-    "compress_gradients": "communication",
+    "compress_gradients": "communication.gradients",
     "current_strategy": "strategies.description",
     "data_shard": "strategies.description",
-    "equal_batches": "batching",
+    "equal_batches": "loading.batching",
     "evaluate": "passes",
     "finish": "world",
     "full_state_dict": "strategies.states",
     "init": "world",
-    "join": "data",
-    "launch": "starting",
+    "join": "loading.shares",
+    "launch": "launcher.starting",
     "listen_for_stop": "stopping",
-    "local_sgd": "communication",
+    "local_sgd": "communication.gradients",
     "parallelize": "strategies.build",
     "report": "metrics",
-    "scaling_efficiency": "monitor",
+    "scaling_efficiency": "communication.monitor",
     "stop_requested": "stopping",
 }
 """Public name -> the module of this package that defines it."""

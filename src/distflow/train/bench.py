@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
-from distflow.train.monitor import CommunicationMonitor, bus_factor, scaling_efficiency
+from distflow.train.communication.monitor import CommunicationMonitor, bus_factor, scaling_efficiency
 from distflow.train.samples.gpt import Gpt, batch_of, loss_of
 from distflow.train.strategies.build import parallelize
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distflow.train.starting import LayoutError, read_share, run_command
+from distflow.train.launcher.starting import LayoutError, read_share, run_command
 
 __all__ = ["main"]
 

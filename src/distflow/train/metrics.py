@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distflow.train.votes import channel
+from distflow.train.communication.votes import channel
 
 __all__ = ["Pace", "StepTimer", "report"]
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distflow.train.communication import accumulate, begin_step
-from distflow.train.nested import Batch, as_arguments, cut, sample_count
+from distflow.train.communication.gradients import accumulate, begin_step
+from distflow.train.loading.nested import Batch, as_arguments, cut, sample_count
 from distflow.train.strategies.description import current_strategy
 from distflow.train.strategies.stages import Loss, Pipeline
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from distflow.train.votes import all_ranks
+from distflow.train.communication.votes import all_ranks
 
 __all__ = ["GradientGuard", "MemoryGuard", "NonFiniteGradients", "OutOfMemory"]
 

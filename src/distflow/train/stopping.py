@@ -7,7 +7,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from distflow.train.votes import any_rank
+from distflow.train.communication.votes import any_rank
 
 __all__ = ["STOPPED", "listen_for_stop", "stop_requested"]
 

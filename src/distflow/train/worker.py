@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from distflow.train.communication import means_of
+from distflow.train.communication.gradients import means_of
+from distflow.train.communication.votes import from_all, from_first
 from distflow.train.strategies.stages import Pipeline
-from distflow.train.votes import from_all, from_first
 
 __all__ = ["Worker"]
 

@@ -31,7 +31,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     set_debug_level_from_env,
 )
 
-from distflow.train.collectives import answer_collectives
+from distflow.train.communication.collectives import answer_collectives
 from distflow.train.strategies.description import forget, said_strategy
 
 __all__ = ["World", "WorldError", "before_leaving", "control_group", "finish", "init", "is_debug", "world"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.train.manifest import (
+from distflow.train.checkpoints.manifest import (
     MANIFEST,
     Manifest,
     clear_unfinished,

@@ -1,9 +1,9 @@
 """A pipe for each rank of a task, so that the output of ranks can be told apart.
 
-The pipes are FIFOs, ``ranks/<rank>`` in the attempt's directory, and the keeper reads them. A rank takes its own in place of
-the task's output, byte by byte as it writes it. Below distflow's launcher it does so by itself (``distflow.train.rank``). Below
-torchrun, and whatever builds on it, a small shell script does it: torchrun starts that as its Python, because ``PYTHON_EXEC``
-says so. Output that somebody else has redirected, such as torchrun's ``--tee``, is left as it is.
+The pipes are FIFOs, ``ranks/<rank>`` in the attempt's directory, and the keeper reads them. A rank writes to its own pipe
+instead of the task's output. Ranks that distflow's launcher starts do so by themselves (``distflow.train.launcher.rank``).
+For torchrun, and launchers that use it, a small shell script does it: torchrun starts that script as its Python, because
+``PYTHON_EXEC`` names it. Output that is already redirected, as by torchrun's ``--tee``, stays as it is.
 """
 
 from __future__ import annotations

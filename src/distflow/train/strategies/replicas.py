@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train.communication import compress_gradients
+from distflow.train.communication.gradients import compress_gradients
 
 __all__ = ["replicate"]
 

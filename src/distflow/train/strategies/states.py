@@ -12,9 +12,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train.communication import means_of
+from distflow.train.communication.gradients import means_of
+from distflow.train.communication.votes import from_all
 from distflow.train.strategies.stages import Pipeline
-from distflow.train.votes import from_all
 
 __all__ = ["full_state_dict", "set_training_state", "training_state"]
 

@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as save_ten
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from distflow.train import manifest as files
-from distflow.train.errorfile import write_exception
-from distflow.train.places import find_places
-from distflow.train.randomness import random_state, set_random_state
+from distflow.train.checkpoints import manifest as files
+from distflow.train.checkpoints.randomness import random_state, set_random_state
+from distflow.train.checkpoints.shared_directories import find_places
+from distflow.train.communication.votes import check_all_answer, from_all
+from distflow.train.launcher.error_files import write_exception
 from distflow.train.strategies.states import set_training_state, training_state
-from distflow.train.votes import check_all_answer, from_all
 from distflow.train.world import before_leaving
 
 __all__ = ["CheckpointError", "Checkpoints", "Stateful"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from distflow.protocol.error_file import is_symptom
-from distflow.train.errorfile import Failure, read_failure
+from distflow.train.launcher.error_files import Failure, read_failure
 
 __all__ = ["STOPPED", "End", "Outcome", "RankProcess", "Wake", "end_now", "supervise", "woken"]
 

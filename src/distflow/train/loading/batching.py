@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from distflow.train.votes import channel
+from distflow.train.communication.votes import channel
 
 __all__ = ["DynamicBatcher", "equal_batches"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from distflow.train.communication import drifts
+from distflow.train.communication.gradients import drifts
+from distflow.train.communication.votes import without_votes
 from distflow.train.strategies.description import said_strategy
-from distflow.train.votes import without_votes
 
 __all__ = ["BatchSizes", "balanced_split", "batch_sizes", "join", "own_share"]
 

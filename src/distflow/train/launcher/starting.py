@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from distflow.protocol.error_file import VARIABLE
-from distflow.train import rank as rank_process
-from distflow.train.affinity import cpus_near_gpu, threads_per_rank
-from distflow.train.errorfile import write_failure
-from distflow.train.processes import End, Outcome, RankProcess, Wake, end_now, supervise, woken
+from distflow.train.launcher import rank as rank_process
+from distflow.train.launcher.affinity import cpus_near_gpu, threads_per_rank
+from distflow.train.launcher.error_files import write_failure
+from distflow.train.launcher.rank_processes import End, Outcome, RankProcess, Wake, end_now, supervise, woken
 
 __all__ = ["LayoutError", "Share", "is_rank", "launch", "read_share", "run_command"]
 

@@ -1,4 +1,4 @@
-"""What runs first in the process of one rank: ``python -m distflow.train.rank``, for the launcher only.
+"""What runs first in the process of one rank: ``python -m distflow.train.launcher.rank``, for the launcher only.
 
 It ends with the launcher, keeps to its CPUs, runs the script as ``python`` would, and leaves an exception of the script in
 the error file.
@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
-from distflow.train.affinity import parse_cpus
-from distflow.train.errorfile import write_exception
+from distflow.train.launcher.affinity import parse_cpus
+from distflow.train.launcher.error_files import write_exception
 
 __all__ = ["CPUS", "PARENT", "RecordedFailure", "end_with_parent", "keep_to_cpus", "run_script", "take_own_output"]
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from distflow.train.hooks import in_bfloat16, until_apart
+from distflow.train.communication.hooks import in_bfloat16, until_apart
 from distflow.train.strategies.description import current_strategy
 
 __all__ = ["accumulate", "all_reduce_mean", "begin_step", "compress_gradients", "drifts", "local_sgd", "means_of"]

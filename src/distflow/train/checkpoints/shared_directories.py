@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distflow.train.manifest import sync_file
-from distflow.train.votes import from_all, from_first
+from distflow.train.checkpoints.manifest import sync_file
+from distflow.train.communication.votes import from_all, from_first
 
 __all__ = ["Places", "find_places"]
 

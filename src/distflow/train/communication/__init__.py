@@ -1,0 +1,1 @@
+"""What ranks send to each other: gradients, votes, and measurements of both."""

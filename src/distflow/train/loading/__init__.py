@@ -1,0 +1,1 @@
+"""Samples for each rank: shares, batches and loaders that resume exactly."""
