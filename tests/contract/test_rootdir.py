@@ -176,6 +176,15 @@ def test_a_damaged_runtime_is_repaired(node: NodeUnderTest, damage: str) -> None
     assert [path.name for path in (node.root / "runtime").iterdir()] == [RUNTIME.digest]
 
 
+def test_a_task_leaves_the_runtime_as_it_is(node: NodeUnderTest) -> None:
+    """Anything that is added to it makes the next connection send and replace it."""
+    node.run(node.connect(), ["true"])
+    home = node.root / "runtime" / RUNTIME.digest
+    first = home.stat().st_ino
+    node.run(node.connect(), ["true"])
+    assert home.stat().st_ino == first
+
+
 def test_what_runs_when_the_version_changes_goes_on_in_its_old_place(node: NodeUnderTest) -> None:
     """The directories of the version before are used where they are; new attempts of the same workflow go to the new place."""
     blob = node.stage(b"kept")

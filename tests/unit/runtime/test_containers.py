@@ -16,7 +16,7 @@ from distflow.runtime.wire import OpError
 @pytest.fixture(autouse=True)
 def _no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the stand-in for `nc` out of the sources, beside which it would be made here."""
-    monkeypatch.setattr(netcat, "directory", lambda: "")
+    monkeypatch.setattr(netcat, "add_to", lambda _directory: "")
 
 
 @pytest.fixture

@@ -76,9 +76,8 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
     env.update(launch.get("secret_env") or {})
     if not launch.get("container"):
         path = env.get("PATH") or path
-    env["PATH"] = ":".join(
-        [*(launch.get("path") or []), *(launch.get("path_prepend") or []), path, *filter(None, [netcat.directory()])]
-    )
+    own = netcat.add_to(directory) if attempt else ""
+    env["PATH"] = ":".join([*(launch.get("path") or []), *(launch.get("path_prepend") or []), path, *filter(None, [own])])
     if launch.get("python_path"):
         env["PYTHONPATH"] = ":".join([*filter(None, [env.get("PYTHONPATH")]), *launch["python_path"]])
     env.setdefault("TORCHELASTIC_ERROR_FILE", os.path.join(directory, "error.json"))
@@ -192,8 +191,7 @@ def _exec(argv: List[str], env: Dict[str, str]) -> Tuple[int, str]:
         return 127, "`{}`: there is no such file on this node; a relative path starts in the task's working directory".format(
             name
         )
-    own = netcat.directory()
-    searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if path != own)
+    searched = ":".join(path for path in dict.fromkeys(env["PATH"].split(":")) if not path.endswith("/" + netcat.TOOLS))
     hint = "install it there, or let the node's `python` or `setup` lead PATH to it"
     return 127, "program `{}` not found on this node in PATH={}; {}".format(name, searched, hint)
 

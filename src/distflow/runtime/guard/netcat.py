@@ -11,7 +11,10 @@ import socket
 import sys
 from typing import List
 
-__all__ = ["directory", "main"]
+__all__ = ["TOOLS", "add_to", "main"]
+
+TOOLS = ".tools"
+"""Name of the directory in that of an attempt."""
 
 _USAGE = "this `nc` is distflow's stand-in, which only knows `nc -z [-v] [-w SECONDS] HOST PORT`; install netcat for more\n"
 
@@ -44,20 +47,22 @@ def main(argv: List[str]) -> int:
     return 0
 
 
-def directory() -> str:
-    """The directory that holds the stand-in as a command, made when it is not there; empty when it cannot be made."""
-    tools = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "tools")
+def add_to(attempt_directory: str) -> str:
+    """Return the directory below ``attempt_directory`` that holds the stand-in as a command; empty when it cannot be made.
+
+    It is not next to this file: a changed directory of the runtime is taken for damaged and is replaced.
+    """
+    tools = os.path.join(attempt_directory, TOOLS)
     place = os.path.join(tools, "nc")
     if os.path.exists(place):
         return tools
     text = '#!/bin/sh\nexec "{}" -I -S "{}" "$@"\n'.format(sys.executable, os.path.abspath(__file__))
     try:
-        os.makedirs(tools, mode=0o755, exist_ok=True)
+        os.makedirs(tools, mode=0o700, exist_ok=True)
         draft = "{}.{}".format(place, os.getpid())
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o755)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
         with os.fdopen(fd, "w") as file:
             file.write(text)
-        os.chmod(draft, 0o755)
         os.replace(draft, place)
     except OSError:
         return ""
