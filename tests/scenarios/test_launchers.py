@@ -135,7 +135,7 @@ def test_valohais_package_reads_them_unchanged(cli: Cli) -> None:
 def _trained(cli: Cli, launcher: str, *, fail: str = "never") -> list[dict[str, Any]]:
     (cli.folder / "sum.py").write_text(SUM)
     text = TRAIN.replace("PYTHON", sys.executable).replace("LAUNCHER", launcher).replace('"FAIL"', f'"{fail}"')
-    done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=90)
+    done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=170)
     assert done.code == 0, done.out + done.err
     return sorted(json_lines(cli.logs("train-1")), key=lambda row: (str(row["restart"]), int(row["rank"])))
 
@@ -206,7 +206,7 @@ workflow:
 @pytest.mark.torch
 def test_the_ranks_train_by_the_strategy_of_the_spec(cli: Cli) -> None:
     (cli.folder / "sharded.py").write_text(SHARDED)
-    done = cli.run("workflow", "submit", cli.spec(STRATEGY.replace("PYTHON", sys.executable)), "--wait", timeout=90)
+    done = cli.run("workflow", "submit", cli.spec(STRATEGY.replace("PYTHON", sys.executable)), "--wait", timeout=170)
     assert done.code == 0, done.out + done.err
     rows = sorted(json_lines(cli.logs("train-1")), key=lambda row: int(row["rank"]))
     assert [(row["rank"], row["kind"], row["held"]) for row in rows] == [(0, "fsdp", 72), (1, "fsdp", 72)]
@@ -226,7 +226,7 @@ dist.all_reduce(torch.ones(2 + dist.get_rank()))
 def test_with_debug_a_collective_that_does_not_match_names_both_ranks(cli: Cli) -> None:
     (cli.folder / "sharded.py").write_text(MISMATCH)
     text = STRATEGY.replace("PYTHON", sys.executable).replace("strategy: {kind: fsdp}", "debug: true")
-    done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=90)
+    done = cli.run("workflow", "submit", cli.spec(text), "--wait", timeout=170)
     assert done.code == 1
     said = cli.logs("train-1")
     assert "Detected mismatch between collectives on ranks. Rank " in said

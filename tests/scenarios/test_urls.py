@@ -24,6 +24,7 @@ workflow:
   name: round
   groups:
   - name: gang
+    ignoreNonleadStatus: false
     tasks:
     - name: one
       lead: true
