@@ -1,25 +1,31 @@
-"""One schedule against the pure ``decide`` with simulated nodes, and what must hold while it runs and after it."""
+"""One schedule against the real supervisor and store with simulated nodes, and what must hold while it runs and after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from chaos.schedules import Fault, Schedule, behaviour
-from distflow.backends.base import AttemptKey
+from distflow.backends.base import AttemptKey, Backend, Sink
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import Action, exit_code_of
 from distflow.lifecycle.states import Reason, State, is_legal
 from distflow.plan.model import GroupPlan
-from distflow.state.record import CancelRequest, GroupRecord, TaskRecord
+from distflow.pools.model import Pool
+from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.store import Store
 from distflow.supervisor.decide import decide
-from distflow.supervisor.world import Decision, Rest, Workflow
+from distflow.supervisor.loop import Supervisor
+from distflow.supervisor.world import Decision, NodeView, Rest, Workflow
+from distflow.testing.attempts import Behaviour
 from unit.supervisor.gangs import Driver, node, pool
 
 __all__ = ["doubles", "leaks", "lies", "play", "unfinished"]
 
 _LEASES_END_S = 200.0
+_DEEDS = 40
+"""Within how many acts (twice for each save and each command) a supervisor that is to be killed is killed."""
 _UNCERTAIN_S = 0.01
 _OWN = (Reason.EXIT_CODE, Reason.SIGNAL)
 
@@ -36,14 +42,94 @@ def play(schedule: Schedule) -> list[str]:
     return [*night.wrong, *leaks(driver), *lies(driver.workflows, driver.backend.ends, stepped_s)]
 
 
-class _Doubting(Driver):
-    """A driver that decides everything twice: what the decision before left at rest may save work, and have no say."""
+class _Doubting(Supervisor):
+    """A supervisor that decides everything twice: what the last decision left may save work, and changes no decision."""
 
     def decide(self) -> Decision:
         found = super().decide()
-        anew = decide(replace(self.world(), rest=Rest()), self.clock.now())
+        anew = decide(replace(self.world(), rest=Rest()), self._clock.now())
         assert replace(found, rest=anew.rest) == anew
         return found
+
+
+class _Killed(BaseException):
+    """The supervisor's process was killed."""
+
+
+class _Life:
+    """How many more times a supervisor may save or give a command: it is killed before or after one of them."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+
+    def spend(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise _Killed
+
+
+class _MortalStore(Store):
+    """A store whose user may be killed before or after it saves."""
+
+    life: _Life
+
+    def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event]) -> None:
+        self.life.spend()
+        super().save(records, events)
+        self.life.spend()
+
+
+class _MortalBackend:
+    """A backend whose user may be killed before or after each of its commands."""
+
+    def __init__(self, backend: Backend, life: _Life) -> None:
+        self._backend = backend
+        self._life = life
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        command = getattr(self._backend, name)
+
+        def give(*args: object, **options: object) -> object:
+            self._life.spend()
+            answer = command(*args, **options)
+            self._life.spend()
+            return answer
+
+        return give
+
+
+class _MortalDriver(Driver):
+    """A driver whose supervisor can be killed in the middle of a step."""
+
+    def __init__(self, on: Pool, behaviour: Callable[[AttemptKey], Behaviour], clocks: Mapping[str, Clock]) -> None:
+        self._life = _Life()
+        super().__init__(on=on, behaviour=behaviour, clocks=clocks)
+
+    def open_store(self) -> Store:
+        store = _MortalStore(self.directory.store)
+        store.life = self._life
+        return store
+
+    def open_backend(self, _pool: Pool, _sink: Sink) -> Backend:
+        return cast("Backend", _MortalBackend(self.backend, self._life))
+
+    supervisor_type = _Doubting
+
+    def die_after(self, deeds: int) -> None:
+        """Kill the supervisor at an instant to come: before or after it saves or gives a command."""
+        self._life.left = deeds
+
+    def step(self) -> float | None:
+        try:
+            return super().step()
+        except _Killed:
+            self.restart()
+            return super().step()
+
+    def restart(self) -> None:
+        self._life.left = None
+        super().restart()
 
 
 class _Night:
@@ -53,7 +139,7 @@ class _Night:
         self.wrong: list[str] = []
         self._schedule = schedule
         nodes = [node(f"n{number}", gpus=gpus) for number, gpus in enumerate(schedule.nodes)]
-        self.driver = _Doubting(
+        self.driver = _MortalDriver(
             on=pool(*nodes),
             behaviour=lambda key: behaviour(schedule.seed, key.name),
             clocks={
@@ -63,6 +149,10 @@ class _Night:
         )
         self.driver.backend.leases_expire = True
         self._states: dict[tuple[str, str], State] = {}
+        self._heard: set[AttemptKey] = set()
+        """Ended attempts that the store was compared with."""
+        self._stepped = any(fault.kind == "step" for fault in schedule.faults)
+        """Times that the store holds may then lie in the future, which the supervisor corrects for itself."""
 
     def run(self) -> None:
         """Let everything happen, then heal all nodes, cancel what hangs, and wait until nothing is left to do."""
@@ -94,18 +184,33 @@ class _Night:
         """What must hold at every instant."""
         self._gang_links()
         self.wrong += doubles(self.driver)
+        self.wrong += self._unheard(self.driver.workflows)
+        world = self.driver.supervisor.world()
+        known = {one.record.uuid: one.record for one in world.workflows}
         for uuid, one in self.driver.workflows.items():
+            if uuid in known and not self._stepped and _progress(known[uuid]) != _progress(one.record):
+                self.wrong.append(f"{uuid}: the store says {one.record}, and the supervisor {known[uuid]}")
             for group in one.record.groups:
                 before = self._states.get((uuid, group.name), group.state)
                 if before.is_final and not is_legal(before, group.state):
                     self.wrong.append(f"{uuid}/{group.name}: {before.value}, then {group.state.value}")
                 self._states[uuid, group.name] = group.state
-                self.wrong += self._waits_too_long(group)
+                self.wrong += self._waits_too_long(group, world.nodes)
 
-    def _waits_too_long(self, group: GroupRecord) -> Iterator[str]:
+    def _unheard(self, workflows: Mapping[str, Workflow]) -> Iterator[str]:
+        """Ends that a node knows, and can report, that are not in the store."""
+        for key, end in self.driver.backend.ends.items():
+            if key in self._heard or not end["started_at"] or not self.driver.backend.reaches(key.node):
+                continue
+            self._heard.add(key)
+            for task in workflows[key.workflow].record.group(key.group).attempts:
+                if (task.name, task.attempt, task.node) == (key.task, key.attempt, key.node) and not task.state.is_final:
+                    yield f"{key.name} has ended, and the store says {task.state.value}"
+
+    def _waits_too_long(self, group: GroupRecord, nodes: Mapping[tuple[str, str], NodeView]) -> Iterator[str]:
         """A node that is unreachable is not waited for longer than the pool says."""
         for task in group.tasks:
-            view = self.driver.nodes.get(("lab", task.node or ""))
+            view = nodes.get(("lab", task.node or ""))
             if view is not None and not view.up and not task.state.is_final:
                 away_s = self.driver.clock.now() - view.since
                 if away_s > self.driver.pool.node_lost_after_s:
@@ -123,7 +228,8 @@ class _Night:
                 if (peer.workflow, peer.group, peer.attempt) == (key.workflow, key.group, key.attempt)
             ):
                 backend.leave(key.name)
-        self.driver.settle()
+        if self.driver.seen:
+            self.driver.settle()
 
     # What can happen.
 
@@ -161,6 +267,9 @@ class _Night:
     def _restart(self, _: Fault) -> None:
         self.driver.restart()
 
+    def _die(self, fault: Fault) -> None:
+        self.driver.die_after(int(fault.which * _DEEDS))
+
     def _cancel(self, fault: Fault) -> None:
         self._cancel_now(
             list(self.driver.workflows)[int(fault.which * len(self.driver.workflows))], force=fault.kind == "force"
@@ -168,7 +277,7 @@ class _Night:
 
     def _cancel_now(self, uuid: str, *, force: bool = False) -> None:
         if self.driver.record(uuid).cancel is None and not self.driver.record(uuid).state.is_final:
-            self.driver.change(uuid, cancel=CancelRequest(at=self.driver.clock.now(), by="me", force=force))
+            self.driver.cancel(uuid, force=force)
 
     def _step(self, fault: Fault) -> None:
         self.driver.clock.advance(fault.amount)
@@ -187,11 +296,16 @@ _HAPPENS: dict[str, Callable[[_Night, Fault], None]] = {
     "kill": _Night._kill,
     "expire": _Night._expire,
     "restart": _Night._restart,
+    "die": _Night._die,
     "cancel": _Night._cancel,
     "force": _Night._cancel,
     "step": _Night._step,
     "nothing": _Night._nothing,
 }
+
+
+def _progress(record: WorkflowRecord) -> tuple[object, ...]:
+    return (record.state, record.reason, record.started_at, record.ended_at, record.groups)
 
 
 def doubles(driver: Driver) -> Iterator[str]:
@@ -209,7 +323,7 @@ def leaks(driver: Driver) -> Iterator[str]:
     """What is left although everything has ended."""
     yield from unfinished(driver.workflows)
     yield from (f"{name} is left on its node" for name in driver.backend.alive)
-    yield from (f"{identity} was never answered" for identity in driver.in_flight)
+    yield from (f"{identity} was never answered" for identity in driver.supervisor.in_flight)
 
 
 def unfinished(workflows: Mapping[str, Workflow]) -> Iterator[str]:

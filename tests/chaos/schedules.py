@@ -22,6 +22,7 @@ FAULTS = {
     "silence": 4,
     "kill": 6,
     "restart": 6,
+    "die": 6,
     "reboot": 2,
     "forget": 1,
     "cancel": 2,

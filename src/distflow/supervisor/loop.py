@@ -24,6 +24,7 @@ from distflow.backends.base import (
     NodeUp,
     Observation,
     PrepareFailed,
+    Sink,
     Unanswered,
 )
 from distflow.errors import InputError, RecordUnreadable, StateError
@@ -36,7 +37,6 @@ from distflow.state.mirror import LAST_LINES, Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import remove_secrets
 from distflow.state.store import Store
-from distflow.storage.credentials import CredentialsFor, ambient
 from distflow.supervisor.absorb import absorb, absorb_node, absorb_view, end_unstarted, node_details
 from distflow.supervisor.answering import answered
 from distflow.supervisor.carrying import TransferEnded, TransferMoved, is_wanted
@@ -57,7 +57,7 @@ from distflow.supervisor.commands import (
 from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import archives, arrived
 from distflow.supervisor.memo import memo_for
-from distflow.supervisor.mover import Mover
+from distflow.supervisor.mover import DataMover
 from distflow.supervisor.preparing import launch_of, secrets_of
 from distflow.supervisor.resuming import in_our_time, request_in_our_time
 from distflow.supervisor.world import Decision, NodeView, Rest, Workflow, World, key_of
@@ -71,7 +71,8 @@ _IDLE_S = 5.0
 _ROUNDS = 20
 """Decisions that may follow from one another at one instant; more would be a bug."""
 
-OpenBackend = Callable[[Pool, Callable[[Observation], None]], Backend]
+OpenBackend = Callable[[Pool, Sink], Backend]
+OpenMover = Callable[[Callable[[TransferMoved | TransferEnded], None]], DataMover]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +117,10 @@ class Supervisor:
         blobs: Path,
         clock: Clock,
         open_backend: OpenBackend,
+        open_mover: OpenMover,
         log: Callable[[str], None],
-        credentials_for: CredentialsFor = ambient,
     ) -> None:
-        """Take what it works with; nothing is done before ``run``."""
+        """Keep what the supervisor works with. It does nothing before ``run`` or ``step`` is called."""
         self._store = store
         self._mirror = mirror
         self._secrets = secrets
@@ -131,7 +132,7 @@ class Supervisor:
         """Workflows (uuids) that another distflow wrote and can read: they stay as they are."""
         self._clock = clock
         self._open_backend = open_backend
-        self._mover = Mover(blobs, blobs.parent / "transfers", clock, self.tell, credentials_for)
+        self._mover = open_mover(self.tell)
         self._log = log
         self._seen: queue.SimpleQueue[Seen] = queue.SimpleQueue()
         self._workflows: dict[str, Workflow] = {}
@@ -140,7 +141,8 @@ class Supervisor:
         self._nodes: Mapping[tuple[str, str], NodeView] = {}
         self._rest = Rest()
         self._backends: dict[str, Backend] = {}
-        self._in_flight: dict[CommandId, Command] = {}
+        self.in_flight: dict[CommandId, Command] = {}
+        """Commands that were given and have not been answered."""
 
     def tell(self, seen: Seen) -> None:
         """Hand in an observation, from any thread."""
@@ -153,15 +155,22 @@ class Supervisor:
     def run(self) -> None:
         """Work until nothing is unfinished."""
         try:
-            self._load()
-            wake_at = self._settle()
+            wake_at = self.step(0.0)
             while self._is_needed():
-                self._wait(wake_at)
-                wake_at = self._settle()
+                wake_at = self.step(_IDLE_S if wake_at is None else min(_IDLE_S, max(0.0, wake_at - self._clock.now())))
         finally:
             self._mover.close()
             for backend in self._backends.values():
                 backend.close()
+
+    def step(self, patience_s: float) -> float | None:
+        """Observe, then decide and act until nothing more follows; return when time alone changes something.
+
+        The first observation is waited for as long as ``patience_s``. A caller that never waits, and turns the clock itself,
+        runs the supervisor without threads or processes.
+        """
+        self.observe(patience_s)
+        return self._settle()
 
     def _is_needed(self) -> bool:
         """Whether there is work; for strays alone it waits some time, the next supervisor looks for them again."""
@@ -173,13 +182,11 @@ class Supervisor:
 
     # Observing.
 
-    def _wait(self, wake_at: float | None) -> None:
-        """Take the next observation, and whatever else is there already; or time out at ``wake_at``."""
-        now = self._clock.now()
-        patience = _IDLE_S if wake_at is None else min(_IDLE_S, max(0.0, wake_at - now))
+    def observe(self, patience_s: float) -> None:
+        """Take the observations that are there, waiting ``patience_s`` for the first; save what they change, and load news."""
         batch: list[Seen] = []
         with contextlib.suppress(queue.Empty):
-            batch.append(self._seen.get(timeout=patience))
+            batch.append(self._seen.get(timeout=patience_s))
             while True:
                 batch.append(self._seen.get_nowait())
         changed: dict[str, WorkflowRecord] = {}
@@ -205,7 +212,7 @@ class Supervisor:
         events: list[Event],
     ) -> None:
         for identity in answered(seen):
-            self._in_flight.pop(identity, None)
+            self.in_flight.pop(identity, None)
         uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else seen.key.workflow
         workflow = self._workflows.get(uuid)
         came = arrived(seen)
@@ -231,9 +238,9 @@ class Supervisor:
         self._nodes = {**self._nodes, place: absorb_view(view, seen)}
         if isinstance(seen, NodeDown):
             is_news = view.up or view.error != seen.error
-            for identity, command in list(self._in_flight.items()):
+            for identity, command in list(self.in_flight.items()):
                 if command.pool == seen.pool and command.key.node == seen.node:
-                    del self._in_flight[identity]
+                    del self.in_flight[identity]
         else:
             is_news = not view.up and bool(view.error)
         if is_news:
@@ -313,7 +320,7 @@ class Supervisor:
         """Decide and act until nothing more follows at once; return when time alone changes something."""
         decision = Decision()
         for _ in range(_ROUNDS):
-            decision = decide(self._world(), self._clock.now())
+            decision = self.decide()
             self._rest = decision.rest
             if decision.records or decision.events:
                 self._store.save(decision.records.values(), decision.events)
@@ -331,17 +338,22 @@ class Supervisor:
 
     def _call_off(self) -> None:
         """Let go of data on its way for groups that are over."""
-        for identity, command in list(self._in_flight.items()):
+        for identity, command in list(self.in_flight.items()):
             if isinstance(command, TransferData) and not is_wanted(self._workflows[command.key.workflow].record, command):
                 self._mover.call_off(command)
-                del self._in_flight[identity]
+                del self.in_flight[identity]
 
-    def _world(self) -> World:
+    def decide(self) -> Decision:
+        """Return what follows from what is known now; nothing is done about it."""
+        return decide(self.world(), self._clock.now())
+
+    def world(self) -> World:
+        """Return everything that a decision depends on, but the time."""
         return World(
             workflows=tuple(self._workflows.values()),
             pools=self._pools,
             nodes=self._nodes,
-            in_flight=frozenset(self._in_flight),
+            in_flight=frozenset(self.in_flight),
             lines=_LastLines(self._workflows, self._mirror),
             alive_at=self._alive_at(),
             rest=self._rest,
@@ -362,7 +374,7 @@ class Supervisor:
         }
 
     def _act(self, command: Command) -> None:
-        self._in_flight[command.identity] = command
+        self.in_flight[command.identity] = command
         backend, workflow = self._backends[command.pool], self._workflows[command.key.workflow]
         match command:
             case Lease():
@@ -387,7 +399,7 @@ class Supervisor:
         workflow, pool, node = self._workflows[command.key.workflow], self._pools[command.pool], command.key.node
         launch = launch_of(workflow, command, {node: self._nodes[command.pool, node].node})
         if launch is None:
-            del self._in_flight[command.identity]
+            del self.in_flight[command.identity]
             return
         try:
             secrets = secrets_of(workflow, command, self._secrets)
@@ -412,7 +424,7 @@ class Supervisor:
             if not any(task.stray for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
         # Not while one may be arriving that is equal: it would be taken for here already.
-        if self._spent and not any(_brings_archives(command) for command in self._in_flight.values()):
+        if self._spent and not any(_brings_archives(command) for command in self.in_flight.values()):
             at_work = [one for one in self._workflows.values() if not _is_over(one.record)]
             others = [archives(one.record) | planned_blobs(one.plan) for one in at_work]
             for digest in self._spent.difference(*others):

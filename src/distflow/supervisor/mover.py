@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from distflow.backends.base import AttemptKey, Backend
 from distflow.backends.machines.transfer.pace import Pace
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distflow.storage.identity import Identity
     from distflow.storage.trying import Patience
 
-__all__ = ["Mover"]
+__all__ = ["DataMover", "Mover"]
 
 _AT_ONCE = 4
 _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
@@ -41,8 +41,32 @@ _OURS_ALONE = (
 )
 
 
+class DataMover(Protocol):
+    """Moves data between URLs, nodes and the blob store. No method blocks; progress and ends go to the supervisor's sink."""
+
+    def begin(self, command: TransferData, errand: Errand, backend: Backend | None = None) -> None:
+        """Begin one transfer and report its progress and its outcome. ``backend``: that of the node that holds the data."""
+        ...
+
+    def call_off(self, command: TransferData) -> None:
+        """Abandon one transfer; nothing more is reported of it."""
+        ...
+
+    def identity(self, url: str) -> Identity | None:
+        """Return the credentials of this machine for a URL's store, or ``None`` when a node could not use them."""
+        ...
+
+    def forget(self, workflow: str) -> None:
+        """Remove what transfers of a workflow (uuid) that has ended left behind."""
+        ...
+
+    def close(self) -> None:
+        """Abandon everything, without waiting."""
+        ...
+
+
 class Mover:
-    """Carries for one supervisor."""
+    """The ``DataMover`` of a supervisor process: one thread for each transfer."""
 
     def __init__(
         self,

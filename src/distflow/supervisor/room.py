@@ -66,11 +66,14 @@ def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | N
                 closed[machine] = f"port {fixed_port} is taken"
             if hold.is_stray:
                 closed[machine] = "an earlier attempt is being stopped there"
+    touched = first.keys() | used.keys() | closed.keys()
+    # Most nodes of a large pool have nothing on them.
     return [
-        _left_of(_whole(view, first), used.get(view.node.name), closed.get(first.get(view.node.name, view.node.name), ""))
+        view.whole if view.node.name not in touched
+        else _left_of(_whole(view, first), used.get(view.node.name), closed.get(first.get(view.node.name, view.node.name), ""))
         for view in views
         if view.up
-    ]
+    ]  # fmt: skip
 
 
 def capacity(views: Sequence[NodeView]) -> list[Free]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from distflow.backends.base import AttemptKey, Backend, Observation
+from distflow.backends.base import AttemptKey, Backend, Sink
 from distflow.backends.registry import open_backend, preload
 from distflow.errors import StateError
 from distflow.pools.model import Pool
@@ -22,8 +22,10 @@ from distflow.state.mirror import Mirror
 from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
 from distflow.state.storekeys import kept_in
+from distflow.supervisor.carrying import TransferEnded, TransferMoved
 from distflow.supervisor.clock import SystemClock
 from distflow.supervisor.loop import Supervisor
+from distflow.supervisor.mover import Mover
 from distflow.supervisor.process import Lock, open_wake_socket
 from distflow.transports.local import LocalTransport
 
@@ -133,11 +135,14 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
     keys, clock = kept_in(directory.credentials), SystemClock()
     mirror = Mirror(directory.logs, clock.now)  # a silence is counted by the clock that decides what it means
 
-    def open_one(pool: Pool, sink: Callable[[Observation], None]) -> Backend:
+    def open_one(pool: Pool, sink: Sink) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))
 
+    def open_mover(sink: Callable[[TransferMoved | TransferEnded], None]) -> Mover:
+        return Mover(directory.blobs, directory.blobs.parent / "transfers", clock, sink, keys)
+
     sweep_secrets(directory.secrets, store, clock.now())
-    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, clock, open_one, _log, keys)
+    supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, clock, open_one, open_mover, _log)
     knock = open_wake_socket(directory)
 
     def listen(knock: socket.socket) -> None:

@@ -111,6 +111,14 @@ class Attempts:
         """Somebody wants to hear of it from now on."""
         self._watched_on[key.node][key] = None
 
+    def is_watched(self, key: AttemptKey) -> bool:
+        """Whether somebody wants to hear of it."""
+        return key in self._watched_on[key.node]
+
+    def unwatch(self) -> None:
+        """Nobody wants to hear of any."""
+        self._watched_on.clear()
+
     def add(self, attempt: Attempt) -> None:
         """Take a new one."""
         self.known[attempt.key] = self.alive[attempt.key] = self._alive_on[attempt.key.node][attempt.key] = attempt

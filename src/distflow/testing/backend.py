@@ -28,6 +28,7 @@ from distflow.backends.base import (
     NodeDown,
     NodeUp,
     NotBrought,
+    Observation,
     Prepared,
     PrepareFailed,
     Released,
@@ -66,6 +67,7 @@ class FakeBackend:
         self._pool = pool
         self._clock = clock
         self._sink = sink
+        self._is_closed = False
         self._logs = logs
         self._behaviour = behaviour
         self._clocks = dict(clocks or {})
@@ -78,6 +80,10 @@ class FakeBackend:
         """Names of the attempts that were started, each time that they were."""
         self.collected: list[str] = []
         """The same for those whose output was collected."""
+        self.launches: dict[str, BoundLaunch] = {}
+        """What each attempt was prepared with last, by its name."""
+        self.bare_nodes: set[str] = set()
+        """Nodes that can fetch no data by themselves."""
         self.holds_outputs = False
         """Outputs are long on their way: ``collect`` is not answered."""
         self.shares_files = False
@@ -89,6 +95,7 @@ class FakeBackend:
 
     def connect(self, nodes: Sequence[Node]) -> None:
         """Make the nodes reachable."""
+        self._is_closed = False
         for node in nodes:
             self._up.setdefault(node.name, True)
             if self.reaches(node.name):
@@ -135,7 +142,7 @@ class FakeBackend:
             task: TaskBinding(node=name, address="192.0.2.1", interface="fake0", gpu_ids=chosen[task])
             for task, name in request.nodes.items()
         }
-        self._sink(
+        self._emit(
             Leased(
                 at=self._clock.now(), workflow=request.workflow, group=request.group, attempt=request.attempt,
                 binding=Binding(tasks=bindings, port=port if isinstance(port, int) else None),
@@ -157,10 +164,13 @@ class FakeBackend:
         if attempt is None:
             self._tell(Absent, key)
             return
+        self.launches[key.name] = launch
         attempt.behaviour = self._behaviour(key)
         if attempt.behaviour.refuses:
             self._say(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behaviour.refuses), key)
-        elif relayed := [one.number for one in launch.brings if one.number not in secrets.stores]:
+        elif relayed := [
+            one.number for one in launch.brings if key.node in self.bare_nodes or one.number not in secrets.stores
+        ]:
             self._say(NotBrought(at=self._clock.now(), key=key, number=relayed[0], why="no credentials for it"), key)
         elif attempt.phase == "leased":
             attempt.phase = "prepared"
@@ -225,7 +235,7 @@ class FakeBackend:
         if self._up.get(key.node) and self.holds_outputs:
             return
         if not self._up.get(key.node):
-            self._sink(CollectUnanswered(at=self._clock.now(), key=key, checkpoint=checkpoint))
+            self._emit(CollectUnanswered(at=self._clock.now(), key=key, checkpoint=checkpoint))
             return
         now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
         if spoils:
@@ -242,7 +252,9 @@ class FakeBackend:
         raise NotDirect(f"{key.node}: it has no driver")
 
     def close(self) -> None:
-        """Let go."""
+        """Let go: attempts go on, nothing is said until ``connect``, and of attempts until they are watched again."""
+        self._is_closed = True
+        self._attempts.unwatch()
 
     # What a test does to it.
 
@@ -277,7 +289,7 @@ class FakeBackend:
         self._silent.discard(node)
         if self._up.get(node):
             self._up[node] = False
-            self._sink(NodeDown(at=self._clock.now(), pool=self._pool.name, node=node, error="cut"))
+            self._emit(NodeDown(at=self._clock.now(), pool=self._pool.name, node=node, error="cut"))
 
     def silence(self, node: str) -> None:
         """Let a node do what it is told and never answer; ``cut`` and ``heal`` end that, and no answer comes later."""
@@ -356,7 +368,7 @@ class FakeBackend:
 
     def _is_over(self, attempt: Attempt) -> None:
         self._attempts.end(attempt.key)
-        if self._up.get(attempt.key.node):
+        if self._up.get(attempt.key.node) and self._attempts.is_watched(attempt.key):
             self._report(attempt.key)
 
     def _report(self, key: AttemptKey) -> None:
@@ -376,21 +388,25 @@ class FakeBackend:
                 self._say(Ended(at=self._clock.now(), key=key, end=attempt.end_by(clock), clock=clock), key)
                 self._tell(LogComplete, key)
 
+    def _emit(self, seen: Observation) -> None:
+        if not self._is_closed:
+            self._sink(seen)
+
     def _clock_of(self, key: AttemptKey) -> Clock:
         return self._clocks.get(key.node, _RIGHT)
 
     def _say_up(self, node: Node) -> None:
-        self._sink(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))
+        self._emit(NodeUp(at=self._clock.now(), pool=self._pool.name, node=node.name))
 
     def _reaches(self, key: AttemptKey) -> bool:
         self._attempts.watch(key)
         if self._up.get(key.node):
             return True
-        self._sink(Unanswered(at=self._clock.now(), key=key))
+        self._emit(Unanswered(at=self._clock.now(), key=key))
         return False
 
     def _refuse(self, request: LeaseRequest, node: str, why: str) -> None:
-        self._sink(
+        self._emit(
             LeaseRefused(
                 at=self._clock.now(), workflow=request.workflow, group=request.group, attempt=request.attempt,
                 nodes={node: f"{node}: {why}"},
@@ -402,4 +418,4 @@ class FakeBackend:
 
     def _say(self, seen: AttemptObservation, key: AttemptKey) -> None:
         if key.node not in self._silent:
-            self._sink(seen)
+            self._emit(seen)

@@ -107,7 +107,7 @@ def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: 
     driver.settle()
     driver.advance(30)
     (silent,) = [event for event in driver.events if isinstance(event.details, HangSuspected)]
-    driver.alive_at["u1", "train", "t0"] = driver.clock.now()
+    driver.beat("t0")
     driver.advance(10)
     assert driver.group().message == ""
     (over,) = [event for event in driver.events if isinstance(event.details, HangOver)]

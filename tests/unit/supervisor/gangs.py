@@ -1,56 +1,45 @@
-"""Small workflows for tests of the supervisor: plans, records and a driven world, all values."""
+"""Small workflows for tests of the supervisor: plans and records, and the real supervisor on a store and simulated nodes."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from distflow.backends.base import (
-    AttemptKey,
-    CollectUnanswered,
-    Leased,
-    LeaseRefused,
-    NodeDown,
-    NodeUp,
-    Observation,
-    Unanswered,
-)
+import msgspec
+
+from distflow.backends.base import AttemptKey, Backend, Observation, Sink
 from distflow.layout.ranks import TaskRanks
 from distflow.layout.ranks import World as RankWorld
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
-from distflow.plan.credentials import GivenSecrets
-from distflow.plan.model import BoundLaunch, GroupPlan, Launch, Plan
+from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
+from distflow.protocol.attempts import attempt_name
 from distflow.spec.model import DataSpec, InputSpec, ResourceSpec, Retry, Timeouts
-from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.storage.identity import Identity
-from distflow.supervisor.absorb import absorb, absorb_node, absorb_view
-from distflow.supervisor.answering import answered
+from distflow.state.codec import encode
+from distflow.state.directory import StateDirectory
+from distflow.state.event_details import CancelRequested
+from distflow.state.mirror import Mirror
+from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.state.store import Store
 from distflow.supervisor.carrying import TransferEnded, TransferMoved
-from distflow.supervisor.checkpointing import absorb_transfer, place_of
-from distflow.supervisor.commands import (
-    CollectOutput,
-    Command,
-    CommandId,
-    Lease,
-    PackCheckpoint,
-    Prepare,
-    Release,
-    Start,
-    Stop,
-    TransferData,
-)
-from distflow.supervisor.decide import decide
-from distflow.supervisor.preparing import launch_of
-from distflow.supervisor.world import Decision, NodeView, Rest, Workflow, World, key_of
+from distflow.supervisor.loop import Supervisor
+from distflow.supervisor.world import Workflow
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.clock import FakeClock
+from distflow.testing.mover import FakeMover
 
 __all__ = ["Driver", "group_plan", "node", "pool", "workflow"]
 
 NO_ACTIONS, RETRY = ExitActions(), Retry()
+
+_MEMORY = Path("/dev/shm")
+"""A file system in memory, where there is one: tests do not wait for a disk."""
 
 
 def node(name: str, gpus: int = 8, cpus: int | None = None) -> Node:
@@ -133,7 +122,10 @@ def workflow(*groups: GroupPlan, uuid: str = "u1", at: float = 0.0) -> Workflow:
 
 
 class Driver:
-    """The supervisor's loop without processes: decide, act on a fake backend, absorb what it says."""
+    """Steps the real supervisor, with the real store, on simulated nodes and a clock that is turned by hand.
+
+    Everything that a test reads of workflows comes from the store, by a connection of its own.
+    """
 
     def __init__(
         self,
@@ -143,78 +135,108 @@ class Driver:
         clocks: Mapping[str, Clock] | None = None,
     ) -> None:
         self.pool = on or pool()
-        self.pools = {"lab": self.pool}
         self.clock = FakeClock()
         self.seen: deque[Observation | TransferMoved | TransferEnded] = deque()
+        """Observations on their way to the supervisor."""
         self.count = 0
-        """What was seen so far."""
+        """How many observations the supervisor was given."""
+        self.log: list[str] = []
+        folder = tempfile.mkdtemp(prefix="distflow-", dir=_MEMORY if _MEMORY.is_dir() else None)
+        weakref.finalize(self, shutil.rmtree, folder)
+        self.directory = StateDirectory(Path(folder))
+        for made in (self.directory.blobs, self.directory.secrets, self.directory.logs):
+            made.mkdir()
+        self.mirror = Mirror(self.directory.logs, self.clock.now)
         self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behaviour=behaviour, clocks=clocks)
-        self.events: list[Event] = []
-        self.workflows = {one.record.uuid: one for one in workflows}
-        self.launches: dict[str, BoundLaunch] = {}
-        self.alive_at: dict[tuple[str, str, str], float] = {}
-        self.lines: dict[tuple[str, str, str], tuple[str, ...]] = {}
-        self.bare_nodes: set[str] = set()
-        """Nodes that can fetch nothing by themselves."""
-        self.carrying: list[TransferData] = []
-        """Data that was to be carried, in the order of the commands."""
-        self.restart()
+        self.mover = FakeMover()
+        self.reader = Store(self.directory.store)
+        weakref.finalize(self, self.reader.close)
+        self._pool_document = msgspec.Raw(encode(self.pool))
+        """Encoded once, as it may have thousands of nodes."""
+        self._plans: dict[str, Plan] = {}
+        self._workflows: dict[str, Workflow] = {}
+        for one in workflows:
+            self.add(one)
+        self._open()
+
+    # What a subclass can replace.
+
+    supervisor_type = Supervisor
+
+    def open_store(self) -> Store:
+        """Open the store for the supervisor."""
+        return Store(self.directory.store)
+
+    def open_backend(self, _pool: Pool, _sink: Sink) -> Backend:
+        """Return the nodes, which are the same for each supervisor."""
+        return self.backend
+
+    def open_mover(self, _sink: object) -> FakeMover:
+        """Return the mover, which is the same for each supervisor."""
+        return self.mover
+
+    # What a test does.
+
+    def _open(self) -> None:
+        self.store = self.open_store()
+        self._closing = weakref.finalize(self, self.store.close)
+        self.supervisor = self.supervisor_type(
+            self.store, self.mirror, self.directory.secrets, self.directory.blobs, self.clock,
+            self.open_backend, self.open_mover, self.log.append,
+        )  # fmt: skip
+        self.supervisor.observe(0.0)
 
     def restart(self) -> None:
-        """Forget what only the process knew, as a killed supervisor does, and ask the nodes."""
-        self.in_flight: dict[CommandId, Command] = {}
-        self.rest = Rest()
-        now = self.clock.now()
-        self.nodes = {("lab", one.name): NodeView(node=one, since=now, gpus=one.gpus, cpus=one.cpus) for one in self.pool.nodes}
+        """Kill the supervisor; another one opens the store and asks the nodes. What was on its way to the first is lost."""
+        self._closing()
+        self.backend.close()
         self.seen.clear()
-        self.backend.connect(self.pool.nodes)
-        for one in self.workflows.values():
-            for group in one.record.groups:
-                for task in group.attempts:
-                    if task.node and not (task.state.is_final and task.log_complete and task.stray is None):
-                        key = key_of(one.record, group, task)
-                        assert key is not None
-                        self.backend.watch([key])
+        self._open()
 
     def add(self, one: Workflow) -> None:
-        """Submit another workflow."""
-        self.workflows[one.record.uuid] = one
+        """Submit a workflow."""
+        self.reader.submit(one.record, template="", spec="", plan=one.plan, pool=self._pool_document)  # type: ignore[arg-type]
+        self._plans[one.record.uuid] = self.reader.plan(one.record.uuid)
 
-    def record(self, uuid: str = "u1") -> WorkflowRecord:
-        """The record of a workflow."""
-        return self.workflows[uuid].record
+    def cancel(self, uuid: str = "u1", *, force: bool = False, message: str = "") -> None:
+        """Request the end of a workflow, as the command line does."""
+        request = CancelRequest(at=self.clock.now(), by="me", force=force, message=message)
+        event = Event(at=self.clock.now(), details=CancelRequested(user="me"), workflow=uuid)
+        self.reader.request_cancel(uuid, request, event)
 
-    def group(self, uuid: str = "u1") -> GroupRecord:
-        """The first group of a workflow."""
-        return self.record(uuid).groups[0]
+    def rewrite(self, record: WorkflowRecord) -> None:
+        """Replace what the store knows of a workflow, and let another supervisor find that."""
+        self.reader.save([record], [])
+        self.restart()
 
-    def cause(self) -> Cause:
-        """The first cause of the first group's failure."""
-        cause = self.group().cause
-        assert cause is not None
-        return cause
+    def output(self, task: str, lines: tuple[str, ...], *, group: str = "train", uuid: str = "u1", attempt: int = 0) -> None:
+        """Mirror these lines as the whole output of a task."""
+        text = "".join(f"{line}\n" for line in lines)
+        self.mirror.write(attempt_name(uuid, group, task, attempt), "output.log", 0, text.encode())
 
-    def change(self, uuid: str, **changes: object) -> None:
-        """Change a record as the command line would."""
-        one = self.workflows[uuid]
-        self.workflows[uuid] = replace(one, record=replace(one.record, **changes))  # type: ignore[arg-type]
+    def beat(self, task: str, at: float | None = None, *, group: str = "train", uuid: str = "u1") -> None:
+        """Record a heartbeat of a task, now or at another time."""
+        self.mirror.beat(attempt_name(uuid, group, task, 0), self.clock.now() if at is None else at)
+
+    def step(self) -> float | None:
+        """Let the supervisor take what was said, decide and act once; return when to look again."""
+        self._deliver()
+        return self.supervisor.step(0.0)
 
     def settle(self, rounds: int = 50) -> float | None:
-        """Decide and act until nothing follows; return when to look again."""
-        wake_at = None
+        """Step until nothing follows; return when to look again."""
         for _ in range(rounds):
-            self.absorb()
-            decision = self.decide()
-            self.rest = decision.rest
-            self.events += decision.events
-            for uuid, record in decision.records.items():
-                self.workflows[uuid] = replace(self.workflows[uuid], record=record)
-            for command in decision.commands:
-                self.act(command)
-            wake_at = decision.wake_at
-            if not (decision.records or decision.commands or self.seen):
+            wake_at = self.step()
+            if not self.seen and self.supervisor._seen.empty():
                 return wake_at
         raise AssertionError("the supervisor does not come to rest")
+
+    def observe(self) -> None:
+        """Let the supervisor take everything that was said, and decide nothing."""
+        self.supervisor.observe(0.0)
+        while self.seen:
+            self._deliver()
+            self.supervisor.observe(0.0)
 
     def advance(self, seconds: float) -> None:
         """Let time pass, and what ends in it end."""
@@ -233,70 +255,37 @@ class Driver:
             self.backend.tick()
             wake_at = self.settle()
 
-    def decide(self) -> Decision:
-        """What follows now; nothing is done about it."""
-        return decide(self.world(), self.clock.now())
-
-    def world(self) -> World:
-        """What the decision sees."""
-        return World(
-            workflows=tuple(self.workflows.values()), pools=self.pools, nodes=self.nodes,
-            in_flight=frozenset(self.in_flight), lines=self.lines, alive_at=self.alive_at,
-            rest=self.rest,
-        )  # fmt: skip
-
-    def absorb(self) -> None:
-        """Take what the backend said."""
+    def _deliver(self) -> None:
+        self.count += len(self.seen)
         while self.seen:
-            seen = self.seen.popleft()
-            self.count += 1
-            if isinstance(seen, NodeUp | NodeDown):
-                place = (seen.pool, seen.node)
-                self.nodes = {**self.nodes, place: absorb_view(self.nodes[place], seen)}
-                if isinstance(seen, NodeDown):
-                    self.in_flight = {i: c for i, c in self.in_flight.items() if c.key.node != seen.node}
-                for uuid, one in self.workflows.items():
-                    record, events = absorb_node(one.record, seen)
-                    self.events += events
-                    if record is not one.record:
-                        self.workflows[uuid] = replace(one, record=record)
-                continue
-            uuid = seen.workflow if isinstance(seen, Leased | LeaseRefused) else seen.key.workflow
-            for identity in answered(seen):
-                self.in_flight.pop(identity, None)
-            known = self.workflows.get(uuid)
-            if known is None or isinstance(seen, Unanswered | CollectUnanswered):
-                continue
-            if isinstance(seen, TransferMoved | TransferEnded):
-                record, events = absorb_transfer(known.record, seen)
-            else:
-                record, events = absorb(known.record, known.plan, seen)
-            self.events += events
-            self.workflows[uuid] = replace(known, record=record)
+            self.supervisor.tell(self.seen.popleft())
 
-    def act(self, command: Command) -> None:
-        """Hand a command to the backend."""
-        self.in_flight[command.identity] = command
-        match command:
-            case Lease():
-                self.backend.lease(command.request)
-            case Prepare():
-                one, node = self.workflows[command.key.workflow], command.key.node
-                launch = launch_of(one, command, {node: self.nodes[command.pool, node].node})
-                assert launch is not None
-                self.launches[command.key.name] = launch
-                stores = {} if node in self.bare_nodes else {one.number: Identity(environment={}) for one in launch.brings}
-                self.backend.prepare(command.key, launch, GivenSecrets(stores=stores), 30.0)
-            case Start():
-                self.backend.start(command.key)
-            case Stop():
-                self.backend.stop(command.key, grace_s=command.grace_s, why=command.why)
-            case CollectOutput():
-                self.backend.collect(command.key, for_nodes=command.for_nodes)
-            case PackCheckpoint():
-                place = place_of(self.workflows[command.key.workflow].plan.group(command.key.group), command)
-                self.backend.collect(command.key, command.checkpoint, place)
-            case TransferData():
-                self.carrying.append(command)
-            case Release():
-                self.backend.release(command.key)
+    # What a reader of the store sees.
+
+    @property
+    def workflows(self) -> Mapping[str, Workflow]:
+        """All workflows by uuid, in the order of their submission."""
+        if self.reader.has_news() or len(self._workflows) != len(self._plans):
+            self._workflows = {uuid: Workflow(record=self.reader.find(uuid), plan=plan) for uuid, plan in self._plans.items()}
+        return self._workflows
+
+    @property
+    def events(self) -> list[Event]:
+        """What the supervisor said of all workflows, in order."""
+        said = (event for uuid in self._plans for event in self.reader.events(uuid))
+        events = [event for event in said if not isinstance(event.details, CancelRequested)]
+        return sorted(events, key=lambda event: event.sequence)
+
+    def record(self, uuid: str = "u1") -> WorkflowRecord:
+        """The record of a workflow."""
+        return self.workflows[uuid].record
+
+    def group(self, uuid: str = "u1") -> GroupRecord:
+        """The first group of a workflow."""
+        return self.record(uuid).groups[0]
+
+    def cause(self) -> Cause:
+        """The first cause of the first group's failure."""
+        cause = self.group().cause
+        assert cause is not None
+        return cause

@@ -94,7 +94,7 @@ def test_a_node_is_out_of_reach_since_it_was_heard_last() -> None:
     away = absorb_node(record, down)[0].groups[0].task("t0").out_of_reach
     assert away is not None
     assert away.since == 5.0
-    view = absorb_view(replace(driver.nodes["lab", "n1"], up=True, since=1.0), down)
+    view = absorb_view(replace(driver.supervisor.world().nodes["lab", "n1"], up=True, since=1.0), down)
     assert (view.up, view.since) == (False, 5.0)
     # Only the first word counts: a try to connect that fails later was not heard either.
     assert absorb_view(view, replace(down, at=30.0, since=None)).since == 5.0

@@ -7,7 +7,6 @@ from distflow.lifecycle.states import State, WorkflowState
 from distflow.state.record import WorkflowRecord
 from distflow.supervisor.adopting import Place, rebuild
 from distflow.supervisor.memo import Memo
-from distflow.supervisor.world import Workflow
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, workflow
 
@@ -25,8 +24,7 @@ def test_a_task_whose_node_was_out_of_reach_when_it_was_adopted_has_started_when
     driver.backend.cut("n2")
     place = Place(node="n1", phase="running", pid=1, started_at=driver.clock.now(), directory="/r/u1/train/t0/0")
     rebuilt = rebuild(memo, {"u1/train/t0/0": place}, nodes=["n1", "n2"], now=driver.clock.now())
-    driver.workflows["u1"] = Workflow(record=rebuilt.record, plan=rebuilt.plan)
-    driver.restart()
+    driver.rewrite(rebuilt.record)
     driver.advance(1.0)
     assert (driver.group().state, driver.group().task("t1").started_at) == (State.RUNNING, None)
     driver.backend.heal("n2")

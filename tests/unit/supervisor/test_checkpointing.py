@@ -12,9 +12,9 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import Retry
-from distflow.state.record import CancelRequest, Carried, DataKind, DataRef
+from distflow.state.record import Carried, DataKind, DataRef
 from distflow.supervisor.carrying import TransferEnded
-from distflow.supervisor.checkpointing import absorb_checkpoint, absorb_transfer, errand_of, place_checkpoints
+from distflow.supervisor.checkpointing import absorb_checkpoint, errand_of, place_checkpoints
 from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -47,11 +47,8 @@ def stored(driver: Driver, attempt: int = 0, error: str = "") -> None:
     now = driver.clock.now()
     outcome = Carried(data=DataRef(DataKind.STORE, 0), task="t0", at=now, url="file:///kept", files=1, content=1, error=error)
     seen = TransferEnded(at=now, key=key, data=DataRef(DataKind.STORE, 0), url="file:///kept", outcome=outcome)
-    one = driver.workflows["u1"]
-    record, events = absorb_transfer(one.record, seen)
-    driver.events += events
-    driver.workflows["u1"] = replace(one, record=record)
-    driver.in_flight.pop(STORE._replace(attempt=attempt), None)
+    driver.seen.append(seen)
+    driver.observe()
 
 
 def test_one_is_due_after_its_time_and_counts_from_the_end_of_the_one_before() -> None:
@@ -60,7 +57,7 @@ def test_one_is_due_after_its_time_and_counts_from_the_end_of_the_one_before() -
     assert driver.backend.collected == []
     driver.advance(1.5)
     assert driver.backend.collected == ["u1/train/t0/0/files/tmp/models"]
-    assert STORE in driver.in_flight
+    assert STORE in driver.supervisor.in_flight
     driver.advance(100.0)
     assert len(driver.backend.collected) == 1  # while the last one is not written yet
     stored(driver)
@@ -75,12 +72,12 @@ def test_one_whose_transfer_broke_off_is_taken_again_though_nothing_else_happens
     driver = running()
     driver.backend.holds_outputs = True
     driver.advance(60.5)
-    command = driver.in_flight[PACK]
+    command = driver.supervisor.in_flight[PACK]
     driver.backend.holds_outputs = False
     driver.seen.append(CollectUnanswered(at=driver.clock.now(), key=command.key, checkpoint=CheckpointRef(0)))
     driver.settle()
     assert len(driver.backend.collected) == 1
-    assert STORE in driver.in_flight
+    assert STORE in driver.supervisor.in_flight
 
 
 def test_an_ended_group_waits_for_its_last_one() -> None:
@@ -88,7 +85,7 @@ def test_an_ended_group_waits_for_its_last_one() -> None:
     driver.advance(6.0)
     assert driver.group().state is State.RUNNING
     assert driver.group().message == "all tasks have ended; the last checkpoint of t0 is saved"
-    assert STORE in driver.in_flight
+    assert STORE in driver.supervisor.in_flight
     stored(driver)
     driver.settle()
     assert driver.record().state is WorkflowState.COMPLETED
@@ -102,10 +99,10 @@ def test_one_that_was_under_way_when_the_task_ended_is_not_its_last() -> None:
     driver.advance(1.0)
     driver.backend.holds_outputs = True
     driver.advance(60.0)
-    assert PACK in driver.in_flight
+    assert PACK in driver.supervisor.in_flight
     driver.advance(5.0)
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
-    assert [type(command) for command in driver.in_flight.values()] == [PackCheckpoint]
+    assert [type(command) for command in driver.supervisor.in_flight.values()] == [PackCheckpoint]
     driver.seen.append(Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest="0" * 64, size=10240))
     driver.settle()
     driver.backend.holds_outputs = False
@@ -130,7 +127,7 @@ def test_one_that_cannot_be_written_ends_nothing_and_is_told() -> None:
 def test_one_that_could_not_be_written_is_written_the_next_time_though_nothing_in_it_has_changed() -> None:
     driver = running()
     driver.advance(60.5)
-    key = driver.in_flight[STORE].key
+    key = driver.supervisor.in_flight[STORE].key
     stored(driver, error="the store is away")
     known = driver.group().checkpoint("t0", 0)
     assert known is not None
@@ -139,17 +136,17 @@ def test_one_that_could_not_be_written_is_written_the_next_time_though_nothing_i
     )
     driver.seen.append(same)
     driver.settle()
-    assert STORE in driver.in_flight
+    assert STORE in driver.supervisor.in_flight
     stored(driver)
     driver.seen.append(same)
     driver.settle()
-    assert STORE not in driver.in_flight  # it is there, and has not changed
+    assert STORE not in driver.supervisor.in_flight  # it is there, and has not changed
 
 
 def test_one_that_comes_while_the_one_before_is_written_is_not_taken_for_written() -> None:
     driver = running()
     driver.advance(60.5)
-    key = replace(driver.in_flight[STORE].key, node="n1")
+    key = replace(driver.supervisor.in_flight[STORE].key, node="n1")
     written = driver.group().checkpoint("t0", 0)
     assert written is not None
     driver.seen.append(Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest="1" * 64, size=10240))
@@ -224,7 +221,7 @@ def test_all_tasks_of_the_next_attempt_are_given_the_shared_files_of_all_with_th
     driver.advance(40.0)
     driver.settle()
     assert driver.backend.collected[2:] == ["u1/train/t0/0/work", "u1/train/t1/0/work"], "and at their end"
-    assert not any(one.kind is TransferData for one in driver.in_flight)
+    assert not any(one.kind is TransferData for one in driver.supervisor.in_flight)
     driver.advance(2.0)
     driver.advance(2.0)
     group, whole = driver.group(), driver.workflows["u1"].plan.group("train")
@@ -251,7 +248,7 @@ def test_shared_files_are_not_copied_after_a_good_end_nor_after_a_cancel() -> No
     assert driver.backend.collected == []
     canceled = sharing(**AGAIN)
     canceled.advance(1.0)
-    canceled.change("u1", cancel=CancelRequest(at=canceled.clock.now(), by="me"))
+    canceled.cancel()
     canceled.settle()
     canceled.advance(31.0)
     assert canceled.group().state is State.CANCELED
@@ -308,7 +305,7 @@ def test_a_node_that_was_rebooted_gives_the_last_one_when_it_is_back() -> None:
 def test_why_a_group_was_stopped_is_not_forgotten_over_its_last_one() -> None:
     driver = running(exec_s=10.0)
     driver.advance(11.0)
-    assert STORE in driver.in_flight
+    assert STORE in driver.supervisor.in_flight
     stored(driver)
     driver.settle()
     group = driver.group()
@@ -318,9 +315,9 @@ def test_why_a_group_was_stopped_is_not_forgotten_over_its_last_one() -> None:
 def test_a_cancel_waits_for_the_last_one_but_not_for_ever() -> None:
     driver = running()
     driver.advance(1.0)
-    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me"))
+    driver.cancel()
     driver.settle()
-    assert STORE in driver.in_flight
+    assert STORE in driver.supervisor.in_flight
     assert driver.group().state is State.STOPPING
     driver.advance(61.0)
     assert (driver.group().state, driver.group().message) == (State.CANCELED, "canceled by me")
@@ -331,11 +328,11 @@ def test_a_cancel_takes_what_was_saved_in_the_grace_of_the_stop_however_long_tha
         workflow(plan()), behaviour=lambda _: Behaviour(seconds=1000.0, obeys_term=False), on=pool(stop_grace_s=90.0)
     )
     driver.settle()
-    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me"))
+    driver.cancel()
     driver.settle()
     driver.advance(90.0)
     assert driver.backend.collected == ["u1/train/t0/0/files/tmp/models"]
-    assert STORE in driver.in_flight
+    assert STORE in driver.supervisor.in_flight
     driver.advance(59.0)
     assert driver.group().state is State.STOPPING
     driver.advance(2.0)
@@ -364,10 +361,10 @@ def test_it_is_written_where_the_spec_says() -> None:
     driver = running()
     driver.advance(60.5)
     one = driver.workflows["u1"]
-    command = driver.in_flight[STORE]
+    command = driver.supervisor.in_flight[STORE]
     assert isinstance(command, TransferData)
     errand = errand_of(one.plan, one.record, command)
     taken = driver.group().checkpoint("t0", 0)
     assert taken is not None
-    assert (errand.url, errand.digest) == ("file:///kept/w-u1", taken.digest)
-    assert PACK not in driver.in_flight
+    assert (errand.url, errand.digest) == ("file:///kept/w-1", taken.digest)
+    assert PACK not in driver.supervisor.in_flight

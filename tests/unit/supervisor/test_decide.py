@@ -10,9 +10,8 @@ from distflow.backends.base import AttemptKey, LeaseRequest, LogComplete, Stagin
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
-from distflow.state.record import CancelRequest, Stray
+from distflow.state.record import Stray
 from distflow.supervisor.commands import Lease, Stop
-from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
@@ -170,7 +169,7 @@ def test_a_world_waits_for_its_workers_after_the_lead_completed() -> None:
 def test_cancel_stops_everything_and_is_no_failure() -> None:
     driver = Driver(workflow(), behaviour=lambda _: HANG)
     driver.settle()
-    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me", message="wrong data"))
+    driver.cancel(message="wrong data")
     driver.run()
     assert driver.record().state is WorkflowState.CANCELED
     assert "wrong data" in driver.group().message
@@ -181,7 +180,7 @@ def test_cancel_stops_everything_and_is_no_failure() -> None:
 def test_cancel_of_a_waiting_workflow_takes_no_node() -> None:
     driver = Driver(workflow(), workflow(uuid="u2", at=1.0), behaviour=lambda _: HANG)
     driver.settle()
-    driver.change("u2", cancel=CancelRequest(at=driver.clock.now(), by="me"))
+    driver.cancel("u2")
     driver.settle()
     assert driver.record("u2").state is WorkflowState.CANCELED
     assert len(driver.backend.starts) == 2
@@ -222,7 +221,7 @@ def test_gangs_go_in_order_and_the_small_do_not_overtake() -> None:
     )  # fmt: skip
     driver.settle()
     assert driver.backend.starts == ["u1/first/t0/0"]
-    assert "behind w-u2" in driver.group("u3").message
+    assert "behind w-2" in driver.group("u3").message
     assert driver.group("u2").message
     driver.run()
     assert [name.split("/")[0] for name in driver.backend.starts] == ["u1", "u2", "u2", "u3"]
@@ -423,7 +422,7 @@ def test_what_is_left_of_a_lost_lease_is_given_back_before_it_is_asked_for_again
 def test_force_skips_the_grace() -> None:
     driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=float("inf"), obeys_term=False))
     driver.settle()
-    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me", force=True))
+    driver.cancel(force=True)
     driver.settle()
     driver.advance(0.0)
     assert driver.record().state is WorkflowState.CANCELED
@@ -434,10 +433,10 @@ def test_force_takes_the_grace_from_what_is_being_stopped_already() -> None:
         workflow(), behaviour=lambda _: Behaviour(seconds=float("inf"), obeys_term=False), on=pool(stop_grace_s=600.0)
     )
     driver.settle()
-    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me"))
+    driver.cancel()
     driver.advance(5.0)
     assert {task.state for task in driver.group().tasks} == {State.STOPPING}
-    driver.change("u1", cancel=CancelRequest(at=driver.clock.now(), by="me", force=True))
+    driver.cancel(force=True)
     driver.advance(0.0)
     driver.advance(0.0)
     assert driver.record().state is WorkflowState.CANCELED
@@ -458,13 +457,11 @@ def test_cpus_are_counted_where_no_lock_keeps_gangs_apart() -> None:
 
 def test_a_command_under_way_is_not_given_again() -> None:
     driver = Driver(workflow())
-    driver.absorb()
-    first = decide(driver.world(), driver.clock.now())
-    for uuid, record in first.records.items():
-        driver.workflows[uuid] = replace(driver.workflows[uuid], record=record)
+    driver.observe()
+    first = driver.supervisor.decide()
     assert [type(command) for command in first.commands] == [Lease]
-    driver.in_flight = {command.identity: command for command in first.commands}
-    assert decide(driver.world(), driver.clock.now()).commands == []
+    driver.supervisor.in_flight = {command.identity: command for command in first.commands}
+    assert driver.supervisor.decide().commands == []
 
 
 def _prepared_without_n1(driver: Driver) -> None:
@@ -500,8 +497,8 @@ def test_the_start_barrier_names_what_is_out_of_reach() -> None:
 def test_nodes_hold_a_lease_for_longer_than_the_barrier() -> None:
     # Whoever gives up first decides; that must not be the nodes.
     driver = Driver(workflow(), on=pool(start_barrier_s=20.0))
-    driver.absorb()
-    command = next(one for one in decide(driver.world(), driver.clock.now()).commands if isinstance(one, Lease))
+    driver.observe()
+    command = next(one for one in driver.supervisor.decide().commands if isinstance(one, Lease))
     assert command.request.start_timeout_s >= 30.0
 
 
@@ -509,16 +506,17 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
     driver = Driver(workflow(group_plan(hang_s=30)), behaviour=lambda _: HANG)
     began = driver.clock.now()
     assert driver.settle() == began + 30
-    driver.alive_at["u1", "train", "t1"] = began + 20
+    driver.beat("t1", began + 20)
     driver.advance(49.0)
     assert driver.group().message == ""
     driver.advance(1.0)
     said = "may hang: no task has printed anything for 30 s (hang_timeout)"
-    said += "; where its processes are: distflow workflow stacks w-u1"
+    said += "; where its processes are: distflow workflow stacks w-1"
     assert (driver.group().state, driver.group().message) == (State.RUNNING, said)
     driver.advance(100.0)
     assert [event.text for event in driver.events].count(f"train: {said}") == 1
-    driver.alive_at["u1", "train", "t0"] = spoke = driver.clock.now()
+    spoke = driver.clock.now()
+    driver.beat("t0")
     wake_at = driver.settle()
     assert wake_at is not None
     driver.clock.advance(wake_at - driver.clock.now())
@@ -536,29 +534,29 @@ def test_only_what_changed_is_looked_at_again() -> None:
     gangs = [workflow(group_plan(tasks=1, gpus=1), uuid=f"u{number}") for number in range(3)]
     driver = Driver(*gangs, behaviour=lambda _: HANG)
     driver.settle()
-    before = driver.rest.glances
+    before = driver.supervisor.world().rest.glances
     driver.backend.kill(driver.backend.running[1].name)
     driver.settle()
-    after = driver.rest.glances
+    after = driver.supervisor.world().rest.glances
     assert [after[uuid] is before[uuid] for uuid in ("u0", "u1", "u2")] == [True, False, True]
     # A node that goes or comes may mean something to any of them.
     driver.backend.cut("n1")
     driver.settle()
-    assert not any(driver.rest.glances[uuid] is after[uuid] for uuid in after)
+    assert not any(driver.supervisor.world().rest.glances[uuid] is after[uuid] for uuid in ("u0", "u2"))
 
 
 def test_a_clock_that_is_set_back_lets_everything_be_looked_at_again() -> None:
     driver = Driver(workflow(), behaviour=lambda _: HANG)
     driver.settle()
-    before = driver.rest.glances["u1"]
+    before = driver.supervisor.world().rest.glances["u1"]
     driver.clock.advance(-3600.0)
     driver.settle()
-    assert driver.rest.glances["u1"] is not before
+    assert driver.supervisor.world().rest.glances["u1"] is not before
 
 
 def _held_by_others(driver: Driver, *nodes: str) -> None:
     """Let somebody have nodes of whom this supervisor knows nothing."""
-    driver.absorb()
+    driver.observe()
     for name in nodes:
         driver.backend.lease(
             LeaseRequest(
@@ -600,7 +598,7 @@ def test_a_gang_that_needs_the_node_that_refused_waits_for_it_and_holds_no_other
     assert driver.group().state is State.SCHEDULING
     assert driver.backend.alive == ["theirs/n2/t/0"]
     # Nor is it overtaken.
-    assert driver.group("u2").message == "Waiting for nodes: behind w-u1"
+    assert driver.group("u2").message == "Waiting for nodes: behind w-1"
 
 
 def test_nothing_new_begins_on_a_node_before_what_was_given_up_there_is_stopped() -> None:
@@ -612,9 +610,9 @@ def test_nothing_new_begins_on_a_node_before_what_was_given_up_there_is_stopped(
     driver.advance(10.0)
     assert (driver.group().attempt, driver.group().state) == (1, State.SCHEDULING)
     driver.backend.heal("n1")
-    driver.absorb()
-    assert [(type(command), command.key.attempt) for command in driver.decide().commands] == [(Stop, 0)]
-    assert "t0: n1: an earlier attempt is being stopped there" in driver.decide().records["u1"].groups[0].message
+    driver.observe()
+    assert [(type(command), command.key.attempt) for command in driver.supervisor.decide().commands] == [(Stop, 0)]
+    assert "t0: n1: an earlier attempt is being stopped there" in driver.supervisor.decide().records["u1"].groups[0].message
     driver.settle()
     assert (driver.group().state, driver.backend.running) == (
         State.RUNNING, [AttemptKey(workflow="u1", group="train", task="t0", attempt=1, node="n1")],

@@ -107,15 +107,14 @@ def test_a_lease_that_is_lost_before_the_start_is_asked_for_again_as_if_for_all(
 
 
 def test_nodes_that_were_failed_on_too_often_are_left_out_though_the_gang_is_smaller_without_them() -> None:
-    driver = Driver(
-        _elastic(2, 1, wait_s=5.0), on=pool(node("n0"), node("n1")),
-        behaviour=lambda key: Behaviour(refuses="no space") if key.node == "n1" else HANG,
-    )  # fmt: skip
-    one = driver.workflows["u1"]
+    one = _elastic(2, 1, wait_s=5.0)
     again = ExitActions(reschedule=((3003, 3003),))
     plan = one.plan.groups[0].with_launches(lambda launch: replace(launch, exit_actions=again))
     plan = replace(plan, retry=replace(plan.retry, avoid_after=1))
-    driver.workflows["u1"] = replace(one, plan=replace(one.plan, groups=(plan,)))
+    driver = Driver(
+        replace(one, plan=replace(one.plan, groups=(plan,))), on=pool(node("n0"), node("n1")),
+        behaviour=lambda key: Behaviour(refuses="no space") if key.node == "n1" else HANG,
+    )  # fmt: skip
     driver.settle()
     driver.advance(1.0)
     assert driver.group().attempt == 1

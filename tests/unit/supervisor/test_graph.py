@@ -10,7 +10,7 @@ from distflow.backends.base import AttemptKey, Collected, CollectFailed, Collect
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import InputSpec
-from distflow.state.record import CancelRequest, GroupRecord
+from distflow.state.record import GroupRecord
 from distflow.supervisor.commands import CollectOutput, CommandId
 from distflow.supervisor.handover import archives
 from distflow.supervisor.world import Workflow
@@ -117,11 +117,11 @@ def test_a_cancel_ends_groups_that_run_and_groups_that_wait(at: float) -> None:
     driver = Driver(diamond(), behaviour=lambda key: Behaviour(seconds=1) if key.group == "top" else HANG)
     driver.settle()
     driver.advance(at)
-    driver.change("u1", cancel=CancelRequest(at=at, by="ada", message="wrong data"))
+    driver.cancel(message="wrong data")
     driver.run()
     assert driver.record().state is WorkflowState.CANCELED
     bottom = group(driver, "bottom")
-    assert (bottom.state, bottom.reason, bottom.message) == (State.CANCELED, Reason.CANCELED, "canceled by ada: wrong data")
+    assert (bottom.state, bottom.reason, bottom.message) == (State.CANCELED, Reason.CANCELED, "canceled by me: wrong data")
     assert {one for name, one in states(driver).items() if name != "top"} == {State.CANCELED}
     assert driver.backend.alive == []
 
@@ -190,7 +190,7 @@ def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it()
     assert driver.backend.collected == ["u1/top/t0/0"]
     saved = group(driver, "top").task("t0").saved
     assert saved is not None
-    (file,) = driver.launches["u1/bottom/b/0"].files
+    (file,) = driver.backend.launches["u1/bottom/b/0"].files
     assert (file.path, file.blob, file.size, file.is_tar, file.only) == ("input/1", saved.digest, 10240, True, "a.*")
     assert any(event.text == "t0: its output is here: 10 KiB" for event in driver.events)
 
@@ -200,7 +200,7 @@ def test_an_output_is_asked_for_again_when_its_own_connection_broke_and_its_node
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(1.0)
-    (command,) = driver.in_flight.values()
+    (command,) = driver.supervisor.in_flight.values()
     driver.backend.holds_outputs = False
     # Nothing else happens: no node goes or comes, and no record changes.
     driver.seen.append(CollectUnanswered(at=driver.clock.now(), key=command.key))
@@ -217,7 +217,7 @@ def test_an_output_that_every_node_sees_stays_where_it_is() -> None:
     assert driver.record().state is WorkflowState.COMPLETED
     saved = group(driver, "top").task("t0").saved
     assert saved is not None
-    assert driver.launches["u1/bottom/b/0"].files[0].blob == saved.digest
+    assert driver.backend.launches["u1/bottom/b/0"].files[0].blob == saved.digest
     assert any(event.text == "t0: its output is on every node: 10 KiB" for event in driver.events)
 
 
@@ -271,7 +271,7 @@ def test_a_cancel_does_not_wait_for_an_output() -> None:
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(1.0)
-    driver.change("u1", cancel=CancelRequest(at=0.0, by="ada"))
+    driver.cancel()
     driver.settle()
     assert set(states(driver).values()) == {State.CANCELED}
 
@@ -294,7 +294,7 @@ def test_a_cancel_after_the_lead_completed_does_not_wait_either() -> None:
     driver.backend.holds_outputs = True
     driver.advance(1.0)
     assert group(driver, "top").state is State.STOPPING
-    driver.change("u1", cancel=CancelRequest(at=0.0, by="ada"))
+    driver.cancel()
     driver.settle()
     assert states(driver) == {"top": COMPLETED, "bottom": State.CANCELED}
     assert driver.record().state is WorkflowState.CANCELED
@@ -316,7 +316,7 @@ def test_progress_of_an_output_is_kept_while_it_lasts(is_good: bool) -> None:
     assert moving is not None
     assert (moving.sent, moving.total, moving.output) == (5, 9, "sends")
     # It is no answer: the command is still under way.
-    assert CommandId(CollectOutput, "u1", "top", "t0", 0) in driver.in_flight
+    assert CommandId(CollectOutput, "u1", "top", "t0", 0) in driver.supervisor.in_flight
     driver.seen.append(
         Collected(at=2.0, key=key, digest="d", size=1) if is_good else CollectFailed(at=2.0, key=key, message="gone")
     )

@@ -25,7 +25,7 @@ def gang(lines: tuple[str, ...] = STACK, *, after_s: float = 5.0, **plan: bool) 
         workflow(group_plan(**plan)),  # type: ignore[arg-type]
         behaviour=lambda key: Behaviour(seconds=after_s if key.task == "t1" else float("inf")),
     )
-    driver.lines[WORKER] = lines
+    driver.output("t1", lines)
     driver.settle()
     driver.advance(after_s)
     assert driver.group().task("t1").state is State.COMPLETED
@@ -60,7 +60,7 @@ def test_the_diagnosis_names_the_exception_and_the_hidden_exit_code() -> None:
 def test_tasks_that_make_progress_are_not_stopped() -> None:
     driver = gang()
     for _ in range(4):
-        driver.alive_at["u1", "train", "t0"] = driver.clock.now()
+        driver.beat("t0")
         driver.advance(MISSING_RANKS_S - 1)
     assert (driver.group().state, driver.group().message) == (State.RUNNING, SAID)
     driver.advance(MISSING_RANKS_S)
@@ -72,10 +72,10 @@ def test_signs_of_life_count_also_where_the_end_is_seen_late() -> None:
     task = driver.group().task("t1")
     # As a supervisor that comes later finds it.
     driver.advance(300)
-    driver.lines[WORKER] = STACK
-    driver.alive_at["u1", "train", "t0"] = driver.clock.now() - 1
+    driver.output("t1", STACK)
+    driver.beat("t0", driver.clock.now() - 1)
     unchecked = driver.record().with_group(driver.group().with_task(replace(task, is_output_checked=False)))
-    driver.workflows["u1"] = replace(driver.workflows["u1"], record=unchecked)
+    driver.rewrite(unchecked)
     driver.settle()
     assert driver.group().state is State.RUNNING
     assert driver.group().message == SAID
@@ -120,7 +120,7 @@ def test_tasks_whose_failures_do_not_count_and_groups_without_a_world_are_left_a
 
 def test_a_group_that_completes_all_the_same_has_completed() -> None:
     driver = Driver(workflow(group_plan()), behaviour=lambda key: Behaviour(seconds=5 if key.task == "t1" else 20))
-    driver.lines[WORKER] = STACK
+    driver.output("t1", STACK)
     driver.run()
     assert (driver.group().state, driver.group().cause, driver.group().message) == (State.COMPLETED, None, "")
 
@@ -130,7 +130,7 @@ def test_it_is_the_cause_also_when_the_others_give_up_first() -> None:
         workflow(group_plan()),
         behaviour=lambda key: Behaviour(seconds=5) if key.task == "t1" else Behaviour(seconds=20, exit_code=1),
     )
-    driver.lines[WORKER] = STACK
-    driver.lines["u1", "train", "t0"] = ("torch.distributed.DistStoreError: Timed out after 16 seconds waiting for clients.",)
+    driver.output("t1", STACK)
+    driver.output("t0", ("torch.distributed.DistStoreError: Timed out after 16 seconds waiting for clients.",))
     driver.run()
     assert driver.cause().task == "t1"

@@ -11,7 +11,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.pools.model import Node
 from distflow.spec.model import Retry
-from distflow.state.record import CancelRequest, Stray
+from distflow.state.record import Stray
 from distflow.supervisor.decide import decide
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -173,9 +173,7 @@ def test_a_group_that_rests_can_be_canceled() -> None:
     driver = failing(99)
     driver.settle()
     driver.advance(2.0)
-    one = driver.workflows["u1"]
-    request = CancelRequest(at=driver.clock.now(), by="me")
-    driver.workflows["u1"] = replace(one, record=replace(one.record, cancel=request))
+    driver.cancel()
     driver.run()
     group = driver.group()
     assert (group.state, group.attempt) == (State.CANCELED, 1)
@@ -273,4 +271,4 @@ def test_a_decision_is_the_same_however_often_it_is_made() -> None:
     driver = failing(1)
     driver.settle()
     driver.advance(2.0)
-    assert decide(driver.world(), driver.clock.now()).records == {}
+    assert decide(driver.supervisor.world(), driver.clock.now()).records == {}
