@@ -1,14 +1,15 @@
-# Every task of a developer: make demo | test | lint | bench | soak | clean. Each target installs its tools into .venv first.
+# Every task of a developer: make demo | check | test | lint | bench | soak | clean. Each target installs its tools into .venv first.
 SHELL := /bin/sh
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint format bench soak docs clean help
+.PHONY: demo check test lint format bench soak docs clean help
 
 help:
 	@echo "make demo    train the sample through distflow, on this machine"
+	@echo "make check   lint, unit tests and contract tests on this machine: for every save (tests/README.md)"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the node runtime, plain English"
 	@echo "make bench   speed against named peers: a bare interpreter, ssh loops, torchrun, pdsh, scp, rsync (more than half an hour)"
@@ -22,6 +23,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 
 demo: $(STAMP)
 	$(BIN)/distflow workflow submit workflow_specs/pytorch_dist.yaml --wait
+
+check: lint
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not ssh and not torch" tests/unit tests/contract $(ARGS)
 
 test: $(STAMP)
 	@sh scripts/install_sshd.sh
