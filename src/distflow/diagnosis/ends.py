@@ -197,10 +197,9 @@ def _signal(case: Case, witness: Witness) -> int:
     """Return the number of the signal that ended a task, or the rank of it that failed first; 0 when it was none."""
     if witness.signal is not None:
         return witness.signal
-    message = case.first.message if case.first and case.first.task == witness.task else ""
-    named = next((number for number, name in {**_CRASHES, 9: "SIGKILL"}.items() if f"by {name}" in message), 0)
-    if named:
-        return named
+    named = case.first.rank_signal if case.first and case.first.task == witness.task else None
+    if named == 9 or named in _CRASHES:
+        return named or 0
     code = witness.exit_code or 0
     return code - 128 if code in (137, *(128 + number for number in _CRASHES)) else 0
 

@@ -44,6 +44,7 @@ def _hidden(missing: MissingRanks, lines: Sequence[str]) -> First:
         task=missing.task.name,
         rank=(told.rank if told else "") or missing.task.ranks,
         message=missing.message,
+        rank_signal=told.signal if told else None,
         traceback=told.traceback if told else "",
     )
 
@@ -62,7 +63,7 @@ def _first(cause: Cause, tasks: Sequence[TaskRecord], lines: Mapping[str, Sequen
         # The verdict of an earlier distflow, which did not look for tracebacks in the output.
         end = next((task.end for task in tasks if task.name == cause.task), None)
         traceback = hear(end, lines.get(cause.task, ())).traceback
-    return First(task=cause.task, rank=cause.ranks, message=cause.message, traceback=traceback)
+    return First(task=cause.task, rank=cause.ranks, message=cause.message, rank_signal=cause.rank_signal, traceback=traceback)
 
 
 def _witness(task: TaskRecord, lines: Sequence[str]) -> Witness:

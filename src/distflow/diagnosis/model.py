@@ -57,6 +57,8 @@ class First:
     rank: str = ""
     """The rank that failed, or those of the task; empty without a world."""
     message: str = ""
+    rank_signal: int | None = None
+    """The signal that ended that rank, where a launcher reports it."""
     traceback: str = ""
     """Of the Python exception that ended it; empty where none is known."""
 

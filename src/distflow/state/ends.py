@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason
-from distflow.protocol import ends
+from distflow.protocol.ends import EndReason
 
 __all__ = ["Cause", "End", "RankText"]
 
@@ -31,8 +31,7 @@ class End:
     """How an attempt of a task ended, as its node recorded it (``docs/agent-protocol.md``); its times are by our clock."""
 
     ended_at: float
-    reason: str = ends.EXITED
-    """One of ``distflow.protocol.ends.REASONS``."""
+    reason: EndReason = EndReason.EXITED
     exit_code: int | None = None
     signal: int | None = None
     started_at: float | None = None
@@ -54,7 +53,7 @@ class End:
     @property
     def is_success(self) -> bool:
         """True when the command itself said so."""
-        return self.reason == ends.EXITED and self.exit_code == 0
+        return self.reason is EndReason.EXITED and self.exit_code == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +72,8 @@ class Cause:
     """The process that failed where it is known, else the task's command."""
     exit_code: int | None = None
     signal: int | None = None
+    rank_signal: int | None = None
+    """The signal that ended the rank that failed first, where a launcher reports it; the command then has an exit code."""
     clock: Clock | None = None
     """How sure ``at`` is, between nodes; ``None`` where nobody measured it."""
     rivals: tuple[str, ...] = ()

@@ -327,6 +327,8 @@ class GroupRecord:
     """It was rescheduled: until then it does not stand in its pool's queue."""
     refusals: tuple[Refusal, ...] = ()
     """Of the nodes that were asked for a lease and said no."""
+    waits_for: str = ""
+    """What it waited for last while it stood in the queue."""
     announced: tuple[str, ...] = ()
     """What it waited for while it stood in the queue, as far as events tell it."""
     announced_for: tuple[int, float | None] = (0, None)

@@ -37,6 +37,7 @@ from distflow.documents.words import few
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, Plan
+from distflow.protocol.ends import EndReason
 from distflow.state.event_details import (
     AttemptForgotten,
     EventDetails,
@@ -63,15 +64,13 @@ from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 from distflow.supervisor.world import NodeView
 
 __all__ = [
-    "REFUSED", "WAITING", "absorb", "absorb_node", "absorb_view", "announce_wait", "end_unstarted", "node_details",
+    "REFUSED", "absorb", "absorb_node", "absorb_view", "announce_wait", "end_unstarted", "node_details",
     "stop_unstarted",
 ]  # fmt: skip
 
 REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
 """Why an attempt that holds its lease will never start."""
 
-WAITING = "Waiting for nodes: "
-"""How the message of a group that waits for nodes begins."""
 _ANNOUNCED = 32
 """Messages of a waiting group that are remembered, so that no event is written again and again."""
 
@@ -192,7 +191,7 @@ def _leased(group: GroupRecord, binding: Binding, at: float) -> GroupRecord:
     left_out = tuple(task.name for task in group.tasks if task.name not in binding.tasks)
     return replace(
         group, state=State.INITIALIZING, binding=binding, tasks=tasks, left_out=left_out, initializing_at=at, message="",
-        refusals=(),
+        waits_for="", refusals=(),
     )  # fmt: skip
 
 
@@ -217,7 +216,8 @@ def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupW
 
     The obstacle may change back and forth every few seconds, for days.
     """
-    message = f"{WAITING}{message}"
+    group = group if group.waits_for == message else replace(group, waits_for=message)
+    message = f"Waiting for nodes: {message}"
     if group.message == message:
         return group, None
     announced = group.announced if group.announced_for == (group.attempt, group.scheduling_at) else ()
@@ -229,7 +229,9 @@ def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupW
     return waiting, GroupWaiting(message=message)
 
 
-_LEASE_LOST = ("start_timeout", "released", "runner_died", "keeper_died", "both_died")
+_LEASE_LOST = (
+    EndReason.START_TIMEOUT, EndReason.RELEASED, EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED,
+)  # fmt: skip
 """Ends of a pair that waited for its start."""
 
 _StatusReport = (

@@ -82,9 +82,12 @@ def rebuild(memo: Memo, places: Mapping[str, Place], *, nodes: Collection[str], 
     for group in record.groups:
         adopted = _group(record, group, places, nodes, now)
         groups.append(adopted)
-        if adopted.message == _UNSTARTED:
+        if not group.state.is_final and not _has_begun(group):
             notes.append(f"{group.name} {_UNSTARTED}: `distflow workflow restart` runs it")
-        notes += [f"{task.name}: {task.message}" for task in adopted.tasks if task.message == _no_node(task)]
+        was_over = {task.name for task in group.tasks if task.state.is_final}
+        if _has_begun(group):
+            gone = [one for one in adopted.tasks if one.reason is Reason.NODE_LOST and one.name not in was_over]
+            notes += [f"{task.name}: {task.message}" for task in gone]
     secret = sorted({name for group in memo.plan.groups for launch in group.launches for name in launch.secret_names})
     if secret:
         notes.append(f"the values of --set-env are gone ({', '.join(secret)}): a restart needs them again")
@@ -113,7 +116,7 @@ def _group(
     earlier = tuple(over(task) for task in group.earlier)
     if group.state.is_final:
         return replace(group, earlier=earlier, tasks=tuple(over(task) for task in group.tasks))
-    if group.state not in _BEGUN or group.withdrawing:
+    if not _has_begun(group):
         ended = end_unstarted(group, State.FAILED, Reason.UPSTREAM, _UNSTARTED, now)
         return replace(ended, earlier=earlier, withdrawing=False)
 
@@ -144,6 +147,11 @@ def _group(
         binding=_renamed(group.binding, tasks),
         running_at=group.running_at or min(times, default=now),
     )
+
+
+def _has_begun(group: GroupRecord) -> bool:
+    """Whether processes of the group's attempt may exist."""
+    return group.state in _BEGUN and not group.withdrawing
 
 
 def _no_node(task: TaskRecord) -> str:

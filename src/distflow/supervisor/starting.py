@@ -10,7 +10,7 @@ from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_fo
 from distflow.state.event_details import GroupStatus
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import TaskRecord
-from distflow.supervisor.absorb import REFUSED, WAITING, end_unstarted
+from distflow.supervisor.absorb import REFUSED, end_unstarted
 from distflow.supervisor.carrying import Carriage, carry_in
 from distflow.supervisor.commands import Prepare, Release, Start
 from distflow.supervisor.step import Step
@@ -53,7 +53,7 @@ class Starting(Step):
             return
         if self.now >= since + limit:
             waited = f"waited {seconds_text(limit)} for nodes (queue_timeout)"
-            message = f"{waited}; last: {self.group.message.removeprefix(WAITING)}" if self.group.message else waited
+            message = f"{waited}; last: {self.group.waits_for or self.group.message}" if self.group.message else waited
             self._end_unstarted(State.FAILED, Reason.QUEUE_TIMEOUT, message)
         else:
             self.decision.wake(since + limit)
@@ -125,7 +125,7 @@ class Starting(Step):
         # While it had nodes, it did not wait for any.
         had_s = max(0.0, self.now - (self.group.initializing_at or self.now))
         self.group = replace(
-            self.group, tasks=tasks, left_out=(), binding=None, withdrawing=False, initializing_at=None,
+            self.group, tasks=tasks, left_out=(), binding=None, withdrawing=False, initializing_at=None, waits_for="",
             scheduling_at=(self.group.scheduling_at or self.now) + had_s,
         )  # fmt: skip
         self._become(State.SCHEDULING, message="its lease was lost before the start; queued again", not_before=self.now + 1.0)

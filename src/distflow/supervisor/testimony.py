@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from distflow.protocol.ends import EndReason
 from distflow.protocol.error_file import ErrorReport, is_symptom, parse_error_file
 from distflow.state.ends import End
 from distflow.supervisor.printed_errors import (
@@ -37,6 +38,8 @@ class Told:
     rank: str = ""
     """The rank that failed first; empty when not known."""
     pid: int | None = None
+    signal: int | None = None
+    """The signal that ended that rank, as torchrun reports it."""
     traceback: str = ""
     is_symptom: bool = False
     """It only says that another process was gone."""
@@ -63,6 +66,7 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
         detail=_printable(detail) or (_reported(first) if first else ""),
         rank=str(rank) if rank is not None else "",
         pid=pid if pid is not None else first.pid if first else None,
+        signal=-first.exit_code if first is not None and first.exit_code < 0 and exception is None and not detail else None,
         traceback=traceback,
         is_symptom=_is_symptom(detail if exception is None else exception.text, lines, first),
         has_joined=exception is not None and exception.is_labeled,
@@ -95,7 +99,7 @@ def _reported(failed: ReportedRank) -> str:
 
 def _may_be_exception(end: End | None) -> bool:
     """Whether an exception in the output may be what ended the command."""
-    if end is None or end.reason != "exited" or end.oom_pid is not None:
+    if end is None or end.reason is not EndReason.EXITED or end.oom_pid is not None:
         return False
     code = -end.signal if end.signal else end.exit_code
     return code not in (None, 0, *_NOT_PYTHONS)

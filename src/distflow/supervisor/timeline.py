@@ -68,7 +68,7 @@ def show_end(end: End) -> str:
     """Return how a command ended: ``SIGKILL``, ``exit code 3``."""
     if end.signal is not None:
         return signal_name(end.signal)
-    return f"exit code {end.exit_code}" if end.exit_code is not None else end.reason.replace("_", " ")
+    return f"exit code {end.exit_code}" if end.exit_code is not None else end.reason.value.replace("_", " ")
 
 
 def _of_task(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> Iterator[Moment]:

@@ -9,40 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from distflow.documents.quantities import bytes_text
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import Action, ExitActions, action_of
 from distflow.lifecycle.states import Reason, State
+from distflow.protocol.ends import EndReason
 from distflow.state.record import Cause, End, GroupRecord, TaskRecord
 from distflow.supervisor.printed_errors import without_launcher
 from distflow.supervisor.testimony import Told, hear, signal_name
 
 __all__ = ["by_exit_actions", "conclude", "end_from", "first_cause"]
 
-_BY_NODE: Mapping[str, tuple[Reason, str]] = MappingProxyType(
-    {
-        "peer_failed": (Reason.PEER_FAILED, ""),
-        "unattended": (Reason.NODE_LOST, "its node had no contact for longer than self_stop_after, so it stopped itself"),
-        "evicted": (Reason.EVICTED, "it used more than it asked for"),
-        "start_error": (Reason.START_ERROR, "the command could not be started"),
-        "start_timeout": (Reason.START_TIMEOUT, "the start did not come in time"),
-        "rebooted": (Reason.NODE_LOST, "its node was rebooted"),
-    }
-)
-"""What a node's word for an end means, and what to say when it says no more itself."""
-
-_WATCHERS_DIED: Mapping[str, str] = MappingProxyType(
-    {
-        "runner_died": "the process that guards it on the node was killed, so it was stopped",
-        "keeper_died": "the process that runs it on the node was killed, so it was stopped",
-        "both_died": (
-            "both processes that guard it on the node were killed, so it was stopped"
-            " (by hand, out of memory, or by systemd at logout: `KillUserProcesses=no` in the node's logind.conf keeps them)"
-        ),
-    }
+_UNATTENDED = "its node had no contact for longer than self_stop_after, so it stopped itself"
+_RUNNER_DIED = "the process that guards it on the node was killed, so it was stopped"
+_KEEPER_DIED = "the process that runs it on the node was killed, so it was stopped"
+_BOTH_DIED = (
+    "both processes that guard it on the node were killed, so it was stopped"
+    " (by hand, out of memory, or by systemd at logout: `KillUserProcesses=no` in the node's logind.conf keeps them)"
 )
 
 _LINES = 20
@@ -69,6 +54,8 @@ def end_from(raw: dict[str, Any], at: float, clock: Clock | None = None) -> End:
     known = {name: raw[name] for name in End.__dataclass_fields__ if name in raw and raw[name] is not None}
     if clock is not None:
         known |= {name: clock.ours(known[name]) for name in _TIMES if name in known}
+    if known.get("reason") is not None:
+        known["reason"] = EndReason.of(known["reason"])
     kernel = raw.get("kernel") or {}
     known |= {"oom_pid": kernel.get("oom_pid"), "kernel": tuple(kernel.get("lines") or ())}
     return End(**known | {"ended_at": min(at, known.get("ended_at", at)), "clock": clock})
@@ -106,20 +93,43 @@ def by_exit_actions(task: TaskRecord, actions: ExitActions) -> TaskRecord:
     return task
 
 
-def _conclusion(group: GroupRecord, end: End) -> tuple[State, Reason | None, str]:
-    if end.reason in ("stopped", "released"):
-        if group.state is not State.STOPPING:
-            return State.FAILED, Reason.INTERNAL, "stopped on its node, but not by this supervisor"
-        return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
-    if end.exit_code == 0 and end.reason not in ("peer_failed", "unattended"):
-        return State.COMPLETED, None, ""
-    if end.reason in _BY_NODE:
-        reason, words = _BY_NODE[end.reason]
-        return State.FAILED, reason, end.message or words
-    if end.oom_pid is not None:
-        return State.FAILED, Reason.OOM_KILLED, _oom_words(end.oom_pid, end.kernel)
-    if end.reason in _WATCHERS_DIED:
-        return State.FAILED, Reason.INTERNAL, _WATCHERS_DIED[end.reason]
+_Conclusion = tuple[State, Reason | None, str]
+
+
+def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one case for each reason
+    match end.reason:
+        case EndReason.STOPPED | EndReason.RELEASED:
+            if group.state is not State.STOPPING:
+                return State.FAILED, Reason.INTERNAL, "stopped on its node, but not by this supervisor"
+            return _STOPPED.get(group.stop_reason, (State.FAILED, Reason.PEER_FAILED, ""))
+        case EndReason.PEER_FAILED:
+            return State.FAILED, Reason.PEER_FAILED, end.message or ""
+        case EndReason.UNATTENDED:
+            return State.FAILED, Reason.NODE_LOST, end.message or _UNATTENDED
+        case _ if end.exit_code == 0:
+            return State.COMPLETED, None, ""
+        case EndReason.EVICTED:
+            return State.FAILED, Reason.EVICTED, end.message or "it used more than it asked for"
+        case EndReason.START_ERROR:
+            return State.FAILED, Reason.START_ERROR, end.message or "the command could not be started"
+        case EndReason.START_TIMEOUT:
+            return State.FAILED, Reason.START_TIMEOUT, end.message or "the start did not come in time"
+        case EndReason.REBOOTED:
+            return State.FAILED, Reason.NODE_LOST, end.message or "its node was rebooted"
+        case _ if end.oom_pid is not None:
+            return State.FAILED, Reason.OOM_KILLED, _oom_words(end.oom_pid, end.kernel)
+        case EndReason.RUNNER_DIED:
+            return State.FAILED, Reason.INTERNAL, _RUNNER_DIED
+        case EndReason.KEEPER_DIED:
+            return State.FAILED, Reason.INTERNAL, _KEEPER_DIED
+        case EndReason.BOTH_DIED:
+            return State.FAILED, Reason.INTERNAL, _BOTH_DIED
+        case EndReason.EXITED | EndReason.UNKNOWN:
+            return _by_command(end)
+
+
+def _by_command(end: End) -> _Conclusion:
+    """Return what follows from the signal or the exit code of the command."""
     if end.signal is not None:
         return State.FAILED, Reason.SIGNAL, f"killed by {signal_name(end.signal)}"
     return State.FAILED, Reason.EXIT_CODE, f"exit code {end.exit_code}" if end.exit_code is not None else "ended"
@@ -161,6 +171,7 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
         pid=witness.pid or end.oom_pid or first.pid,
         exit_code=end.exit_code,
         signal=end.signal,
+        rank_signal=witness.signal,
         clock=end.clock,
         rivals=tuple(task.name for task in rivals),
         lines=tuple(map(str, without_launcher(lines.get(first.name, ()))[-_LINES:])),

@@ -12,6 +12,7 @@ import pytest
 from distflow.cli.live import watch_workflow
 from distflow.client.client import Client
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.protocol.ends import EndReason
 from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, Transfer
 from unit.cli.screen import Screen, Terminal, hold_against
@@ -218,9 +219,9 @@ def test_watching_what_has_ended_is_asking_once(screen: Screen) -> None:
 @pytest.mark.parametrize(
     ("end", "code", "shown"),
     [
-        (End(ended_at=T0 + 92, reason="stopped", exit_code=17), 17, " 17 "),
-        (End(ended_at=T0 + 92, reason="stopped", exit_code=0), 0, " 0 "),
-        (End(ended_at=T0 + 92, reason="stopped", signal=15), 143, " SIGTERM "),
+        (End(ended_at=T0 + 92, reason=EndReason.STOPPED, exit_code=17), 17, " 17 "),
+        (End(ended_at=T0 + 92, reason=EndReason.STOPPED, exit_code=0), 0, " 0 "),
+        (End(ended_at=T0 + 92, reason=EndReason.STOPPED, signal=15), 143, " SIGTERM "),
     ],
 )
 @pytest.mark.parametrize("reason", [Reason.PEER_FAILED, Reason.EXEC_TIMEOUT])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.protocol.ends import EndReason
 from distflow.runtime.files import records
 
 
@@ -69,7 +70,7 @@ def test_an_end_is_there_all_at_once_and_exactly(tmp_path: Path) -> None:
     dir_fd = os.open(tmp_path, os.O_RDONLY)
     fd = records.allocate(dir_fd, records.SPARE_END, records.END_BYTES)
     assert records.read_end(str(tmp_path)) is None
-    end = records.make_end({"started_at": 1.0, "why": None}, "exited", exit_code=3, ended_at=2.0)
+    end = records.make_end({"started_at": 1.0, "why": None}, EndReason.EXITED, exit_code=3, ended_at=2.0)
     records.write_end(dir_fd, fd, end)
     assert records.read_end(str(tmp_path)) == end
     assert (tmp_path / records.END).stat().st_size == len(json.dumps(end))

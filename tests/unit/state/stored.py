@@ -11,6 +11,7 @@ from pathlib import Path
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Pool
+from distflow.protocol.ends import EndReason
 from distflow.spec.model import Timeouts
 from distflow.state.directory import StateDirectory
 from distflow.state.event_details import Message
@@ -89,7 +90,7 @@ def completed_group() -> GroupRecord:
 def failed_group() -> GroupRecord:
     """Return a gang whose worker failed first."""
     failed = End(ended_at=T0 + 90, exit_code=1, output_bytes=48)
-    stopped = End(ended_at=T0 + 92, reason="stopped", signal=15)
+    stopped = End(ended_at=T0 + 92, reason=EndReason.STOPPED, signal=15)
     message = "exit code 1: RuntimeError: shapes differ"
     cause = Cause(
         task="worker",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.protocol.ends import EndReason
 from distflow.state.ends import End, RankText
 from distflow.supervisor.printed_errors import printed_exceptions, read_report, without_launcher
 from distflow.supervisor.testimony import hear
@@ -146,8 +147,8 @@ def test_a_script_without_a_launcher_is_understood_too() -> None:
         End(ended_at=1.0, exit_code=0),
         End(ended_at=1.0, signal=9),
         End(ended_at=1.0, exit_code=137),
-        End(ended_at=1.0, reason="stopped", signal=15),
-        End(ended_at=1.0, reason="start_error", exit_code=127),
+        End(ended_at=1.0, reason=EndReason.STOPPED, signal=15),
+        End(ended_at=1.0, reason=EndReason.START_ERROR, exit_code=127),
     ],
 )
 def test_an_exception_that_did_not_end_the_command_is_not_named(end: End | None) -> None:

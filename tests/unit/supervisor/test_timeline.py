@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.lifecycle.states import Reason, State
+from distflow.protocol.ends import EndReason
 from distflow.state.event_details import Message, NodeReachable, NodeUnreachable
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
 from distflow.supervisor.timeline import Moment, attempt_of, cause_of, moments, show_end
@@ -50,7 +51,7 @@ def test_every_reason_can_be_told(reason: Reason, cause: Cause | None) -> None:
 def test_ends_are_shown_as_people_call_them() -> None:
     assert show_end(End(ended_at=1.0, signal=9)) == "SIGKILL"
     assert show_end(End(ended_at=1.0, exit_code=3)) == "exit code 3"
-    assert show_end(End(ended_at=1.0, reason="both_died")) == "both died"
+    assert show_end(End(ended_at=1.0, reason=EndReason.BOTH_DIED)) == "both died"
 
 
 def test_one_attempt_is_told_without_the_others() -> None:

@@ -8,10 +8,12 @@ import pytest
 
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State
+from distflow.protocol.ends import EndReason
 from distflow.state.codec import decode
 from distflow.state.record import End, GroupRecord, TaskRecord
 from distflow.supervisor.verdict import conclude, end_from, first_cause
 
+STOPPED = EndReason.STOPPED
 RUNNING = GroupRecord(name="g", tasks=(), state=State.RUNNING)
 
 
@@ -28,17 +30,25 @@ def _stopping(reason: Reason | None) -> GroupRecord:
         (RUNNING, End(ended_at=1, signal=9, oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
         # torchrun ends well in its way when the kernel killed one of its ranks.
         (RUNNING, End(ended_at=1, exit_code=1, oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
-        (RUNNING, End(ended_at=1, reason="keeper_died", oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
+        (RUNNING, End(ended_at=1, reason=EndReason.KEEPER_DIED, oom_pid=7), (State.FAILED, Reason.OOM_KILLED)),
         (RUNNING, End(ended_at=1, exit_code=0, oom_pid=7), (State.COMPLETED, None)),
-        (RUNNING, End(ended_at=1, reason="start_error", exit_code=127), (State.FAILED, Reason.START_ERROR)),
-        (RUNNING, End(ended_at=1, reason="runner_died", signal=9), (State.FAILED, Reason.INTERNAL)),
-        (RUNNING, End(ended_at=1, reason="keeper_died", exit_code=0), (State.COMPLETED, None)),
-        (RUNNING, End(ended_at=1, reason="rebooted"), (State.FAILED, Reason.NODE_LOST)),
-        (RUNNING, End(ended_at=1, reason="stopped", signal=15), (State.FAILED, Reason.INTERNAL)),
-        (_stopping(Reason.CANCELED), End(ended_at=1, reason="stopped", signal=15), (State.CANCELED, Reason.CANCELED)),
-        (_stopping(Reason.PEER_FAILED), End(ended_at=1, reason="stopped", signal=15), (State.FAILED, Reason.PEER_FAILED)),
-        (_stopping(Reason.EXEC_TIMEOUT), End(ended_at=1, reason="stopped", signal=15), (State.FAILED, Reason.EXEC_TIMEOUT)),
-        (_stopping(None), End(ended_at=1, reason="stopped", signal=15), (State.COMPLETED, None)),
+        (RUNNING, End(ended_at=1, reason=EndReason.START_ERROR, exit_code=127), (State.FAILED, Reason.START_ERROR)),
+        (RUNNING, End(ended_at=1, reason=EndReason.RUNNER_DIED, signal=9), (State.FAILED, Reason.INTERNAL)),
+        (RUNNING, End(ended_at=1, reason=EndReason.KEEPER_DIED, exit_code=0), (State.COMPLETED, None)),
+        (RUNNING, End(ended_at=1, reason=EndReason.REBOOTED), (State.FAILED, Reason.NODE_LOST)),
+        (RUNNING, End(ended_at=1, reason=STOPPED, signal=15), (State.FAILED, Reason.INTERNAL)),
+        (_stopping(Reason.CANCELED), End(ended_at=1, reason=STOPPED, signal=15), (State.CANCELED, Reason.CANCELED)),
+        (
+            _stopping(Reason.PEER_FAILED),
+            End(ended_at=1, reason=STOPPED, signal=15),
+            (State.FAILED, Reason.PEER_FAILED),
+        ),
+        (
+            _stopping(Reason.EXEC_TIMEOUT),
+            End(ended_at=1, reason=STOPPED, signal=15),
+            (State.FAILED, Reason.EXEC_TIMEOUT),
+        ),
+        (_stopping(None), End(ended_at=1, reason=STOPPED, signal=15), (State.COMPLETED, None)),
         # It failed by itself just before the stop reached it.
         (_stopping(Reason.PEER_FAILED), End(ended_at=1, exit_code=1), (State.FAILED, Reason.EXIT_CODE)),
     ],
@@ -49,7 +59,7 @@ def test_an_end_has_one_reading(group: GroupRecord, end: End, expected: tuple[St
 
 
 def test_processes_that_vanish_together_have_the_usual_cause_named() -> None:
-    task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, reason="both_died"))
+    task = conclude(TaskRecord(name="t", state=State.RUNNING), RUNNING, End(ended_at=1, reason=EndReason.BOTH_DIED))
     assert "KillUserProcesses=no" in task.message
 
 

@@ -7,7 +7,7 @@ import os
 import select
 from typing import AbstractSet, List, Optional
 
-from distflow.protocol import ends
+from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, attempts, log_files, records, secret_files
 from distflow.runtime.guard import cgroups
@@ -57,10 +57,10 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
             _end_left(attempt, {})
         if state is None or records.read_end(directory) is not None or is_pair_alive(state):
             return {}
-        reason = ends.BOTH_DIED
+        reason = EndReason.BOTH_DIED
         message = "the two processes that watch a task were killed together (out of memory, or by hand?)"
         if state.get("boot_id") != processes.boot_id():
-            reason, message = ends.REBOOTED, "the node was restarted while the task was on it"
+            reason, message = EndReason.REBOOTED, "the node was restarted while the task was on it"
         else:
             if stopped is not None and state.get("stopped_at") is None and not state.get("exit"):
                 state.update(stopped)

@@ -11,7 +11,7 @@ import os
 import select
 from typing import TYPE_CHECKING, Any, Dict, Optional
 
-from distflow.protocol.ends import STOPPED
+from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files.masking import Mask, clean_error
@@ -214,7 +214,7 @@ def _sound(value: Any, depth: int) -> Any:
     return value
 
 
-def make_end(state: Json, reason: str, **known: Any) -> Json:
+def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
     """Put an ``End`` together; ``known`` holds exit_code, signal, ended_at, message, output_bytes, error."""
     end: Dict[str, Any] = {
         "exit_code": None,
@@ -239,13 +239,13 @@ def make_end(state: Json, reason: str, **known: Any) -> Json:
     return end
 
 
-def stop_reason(state: Json) -> Optional[str]:
+def stop_reason(state: Json) -> Optional[EndReason]:
     """Return the ``reason`` for which the keeper was stopping the command, or None when no stop came before the command's end.
 
     Whoever writes the end in the place of a dead keeper must prefer it to the keeper's death: the stop came first.
     """
     # Keepers of earlier versions recorded only that they were stopping the command.
-    return str(state.get("stop_reason") or STOPPED) if state.get("stopped_at") is not None else None
+    return EndReason.of(state.get("stop_reason") or EndReason.STOPPED) if state.get("stopped_at") is not None else None
 
 
 def write_end(dir_fd: int, record_fd: int, end: Json) -> int:

@@ -13,6 +13,7 @@ import os
 import subprocess
 from typing import Dict, List, Optional, Tuple
 
+from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.files.safe_paths import check_mounts
 from distflow.runtime.guard import apptainer
@@ -178,13 +179,13 @@ def labelled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
     ]
 
 
-def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[str], Optional[str]]:
+def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[EndReason], Optional[str]]:
     """The reason of an end that was not the command's own, and what to say; nothing when it was. Ask before ``remove``."""
     if exit_code == 125 and not os.path.exists(os.path.join(directory, CREATED)):
-        return "start_error", "the container could not be made; the last lines of its output say why"
+        return EndReason.START_ERROR, "the container could not be made; the last lines of its output say why"
     if exit_code == 137 and known.get("memory"):
         why = _ran_out(known)
-        return ("evicted", why) if why else (None, None)
+        return (EndReason.EVICTED, why) if why else (None, None)
     return None, None
 
 

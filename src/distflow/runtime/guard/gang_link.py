@@ -27,6 +27,7 @@ import time
 from typing import Callable, List, Optional, Set
 
 from distflow.protocol import ends
+from distflow.protocol.ends import EndReason
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json
 
@@ -51,7 +52,7 @@ Failed = Callable[[str, str], None]
 """Hears the name of the task that failed, and how."""
 
 
-def stops_gang(gang: Json, reason: str, end: Json) -> bool:
+def stops_gang(gang: Json, reason: EndReason, end: Json) -> bool:
     """Whether the end of a task stops its gang, by what the spec says of exit codes."""
     code = ends.code_of(end.get("exit_code"), end.get("signal"))
     return bool(gang["counts"]) and ends.counts_as_failure(reason, code, gang["success"], gang["failure"])

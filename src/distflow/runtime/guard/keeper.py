@@ -14,7 +14,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
 
-from distflow.protocol import ends
+from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import masking, records, secret_files
@@ -71,7 +71,7 @@ class _Keeper:
         self._launch: Optional[Json] = None
         self._command: Optional[command.Spawned] = None
         self._exit: Optional[Json] = None
-        self._reason: Optional[str] = None
+        self._reason: Optional[EndReason] = None
         self._message: Optional[str] = None
         self._release: Optional[Callable[[Json], None]] = None
         self._deadline = time.monotonic() + grip.start_timeout_s  # of the start, then of the ladder's next rung
@@ -125,7 +125,7 @@ class _Keeper:
             if was_attended or self._visitors.are_there:
                 self._attended_at = time.monotonic()
             elif time.monotonic() >= self._alone_until() and self._reason is None:
-                self._stop(float((self._launch or {}).get("stop_grace_s") or 0), "NODE_LOST", ends.UNATTENDED)
+                self._stop(float((self._launch or {}).get("stop_grace_s") or 0), "NODE_LOST", EndReason.UNATTENDED)
         self._finish()
 
     def _pause(self) -> Optional[float]:
@@ -148,7 +148,7 @@ class _Keeper:
     def _is_over(self) -> bool:
         self._orphaned = self._orphaned or os.getppid() != self._runner
         if self._orphaned and not self._killing:
-            self._reason = self._reason or (ends.RUNNER_DIED if self._exit is None else None)
+            self._reason = self._reason or (EndReason.RUNNER_DIED if self._exit is None else None)
             self._kill()
         if self._terminated:
             self._terminated = False
@@ -165,7 +165,7 @@ class _Keeper:
         if self._visitors.are_there and self._reason is None:
             self._deadline = time.monotonic() + self._grip.start_timeout_s
         else:
-            self._reason = self._reason or ends.START_TIMEOUT
+            self._reason = self._reason or EndReason.START_TIMEOUT
 
     def _has_ended(self, spawned: command.Spawned) -> bool:
         ended, are_left = processes.reap()
@@ -196,7 +196,7 @@ class _Keeper:
     def _evict(self, why: Optional[str]) -> None:
         """End a task that uses more than it asked for, at once: the memory is that of others."""
         if why is not None and self._reason is None and self._exit is None:
-            self._reason, self._message = ends.EVICTED, why
+            self._reason, self._message = EndReason.EVICTED, why
             self._memory = None
             self._kill()
 
@@ -211,7 +211,7 @@ class _Keeper:
         if self._gang is not None:
             from distflow.runtime.guard import gang_link
 
-            if gang_link.stops_gang(self._launch["gang"] if self._launch else {}, self._reason or ends.EXITED, end):
+            if gang_link.stops_gang(self._launch["gang"] if self._launch else {}, self._reason or EndReason.EXITED, end):
                 self._gang.fail(self._message or how(end))
 
     def _gang_failed(self, task: str, why: str) -> None:
@@ -220,7 +220,7 @@ class _Keeper:
         has_ended = self._command is not None and not processes.is_same(self._command.pid, self._command.start)
         if self._exit is None and self._reason is None and not has_ended:
             grace_s = float((self._launch or {}).get("gang", {}).get("grace_s") or 0)
-            self._stop(grace_s, "PEER_FAILED", ends.PEER_FAILED)
+            self._stop(grace_s, "PEER_FAILED", EndReason.PEER_FAILED)
             self._message = "{} failed ({}), as its own node told".format(task, why)
 
     def _kill(self) -> None:
@@ -241,7 +241,7 @@ class _Keeper:
         if spawned is not None:
             failure = command.read_failure(spawned.failure)
         if failure is not None and self._exit is not None and self._reason is None:
-            self._reason = ends.START_ERROR
+            self._reason = EndReason.START_ERROR
             self._message = str(failure.get("message"))
             self._exit.update(exit_code=failure.get("exit_code"), signal=None)
 
@@ -255,9 +255,9 @@ class _Keeper:
         known["kernel"] = self._ask_kernel(known)
         known["message"] = self._hunt.message or (self._mask.text(self._message or "") if self._mask else self._message)
         self._see_gpus_empty(known)
-        if self._reason == ends.RUNNER_DIED:
+        if self._reason is EndReason.RUNNER_DIED:
             known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
-        end = records.make_end(self._state, self._reason or ends.EXITED, **known)
+        end = records.make_end(self._state, self._reason or EndReason.EXITED, **known)
         # Given back before the end is told: who hears of it may want them at once, and the runner lives some instants longer.
         self._grip.unlock()
         record = records.write_end(self._grip.dir_fd, self._grip.record, end)
@@ -317,7 +317,7 @@ class _Keeper:
         elif op == "release":
             if self._command is not None:
                 raise OpError("conflict", "it has started: `stop` it")
-            self._reason = self._reason or ends.RELEASED
+            self._reason = self._reason or EndReason.RELEASED
             self._release = answer
         else:
             raise OpError("bad_request", "unknown op {!r}".format(op))
@@ -340,7 +340,7 @@ class _Keeper:
         try:
             spawned = command.spawn(self._launch, grip.attempt, grip.directory, self._output_write, grip.umask)
         except OSError as error:
-            self._reason = ends.START_ERROR
+            self._reason = EndReason.START_ERROR
             self._message = "no process could be made: {}".format(error.strerror)
             raise OpError("internal", self._message) from error
         self._command = spawned
@@ -357,7 +357,7 @@ class _Keeper:
             pass  # it was killed already: the next round reaps it
         os.close(spawned.go)
 
-    def _stop(self, grace_s: float, why: str, reason: str = ends.STOPPED) -> None:
+    def _stop(self, grace_s: float, why: str, reason: EndReason = EndReason.STOPPED) -> None:
         deadline = time.monotonic() + max(0.0, grace_s)
         if self._command is None:
             self._reason = self._reason or reason

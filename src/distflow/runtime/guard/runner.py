@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from distflow.protocol import ends
+from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import masking, records, secret_files
@@ -119,5 +119,5 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
     ended_at, pids = known.get("ended_at") or now(), {command, keeper_pid}
     known["kernel"] = kernel_log.ask(state.get("started_at"), ended_at, pids, is_killed=False, other_gpus=grip.other_gpus)
     known["message"] = hunt.message or trouble or "the process that keeps the task {}".format(tell(keeper_status))
-    end = records.make_end(state, records.stop_reason(state) or ends.KEEPER_DIED, **known)
+    end = records.make_end(state, records.stop_reason(state) or EndReason.KEEPER_DIED, **known)
     os.fsync(records.write_end(grip.dir_fd, grip.record, end))
