@@ -6,28 +6,28 @@
     ├── InputError                      2    a document or the command line is wrong
     │   ├── ProblemsFound               2    findings with file:line (documents.problems)
     │   └── NotFound                    2    a workflow, task, pool or node of that name does not exist
-    ├── NodeError                       3    something between us and a node
-    │   ├── TransportError              3    carrying a command or bytes there
+    ├── NodeError                       3    a node, or the connection to it, failed
+    │   ├── TransportError              3    a command or bytes could not be sent to it
     │   │   ├── NodeUnreachable         3    no connection, or it broke
-    │   │   │   ├── HostKeyUnknown      3    known_hosts says nothing of the host: trying again does not help
-    │   │   │   ├── HostKeyMismatch     3    its key is another one than known_hosts says, or revoked
-    │   │   │   └── AuthenticationRefused 3  it accepts none of the keys
-    │   │   └── BootstrapFailed         3    connected, but our runtime does not come up
+    │   │   │   ├── HostKeyUnknown      3    known_hosts does not have the host: retrying does not help
+    │   │   │   ├── HostKeyMismatch     3    its key differs from known_hosts, or is revoked
+    │   │   │   └── AuthenticationRefused 3  it accepts none of the user's keys
+    │   │   └── BootstrapFailed         3    connected, but distflow's runtime does not start
     │   └── AgentError                  3    the node's agent refused a request
-    ├── StorageError                    3    something between us and data at a URL, or with the files here
+    ├── StorageError                    3    data at a URL, or local files, could not be read or written
     │   ├── StorageUnreachable          3    no connection to the store, or it broke
-    │   ├── StorageRefused              3    the store knows us not, or forbids it: trying again does not help
+    │   ├── StorageRefused              3    the store refuses the credentials or the access: retrying does not help
     │   └── StorageMissing              3    there is no such bucket, object or file
     ├── SupervisorError                 3    the background process did not start
     ├── StateError                      5    this machine's state directory cannot be used
     │   ├── StoreTooNew                 5    written by a newer distflow
-    │   ├── RecordUnreadable            5    of one workflow, by another version of distflow
+    │   ├── RecordUnreadable            5    written by another version of distflow, for one workflow
     │   └── StoreBroken                 5    damaged: SQLite cannot read it
     ├── WaitTimeout                     3    a workflow has not ended within the time that was given
     └── WorkflowEnded                   1    the workflow ended and did not complete
 
-Errors say what happened, where, and what to do; the command line prints them as they are (``cli.app``). Anything that is not a
-``DistflowError`` is a bug in distflow and ends with exit code 70.
+Messages say what failed, where, and what to do. The command line prints them unchanged (``cli.app``). Every other exception is
+a bug in distflow, with exit code 70.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ __all__ = [
 
 
 class DistflowError(Exception):
-    """Root of everything distflow raises on purpose."""
+    """Base of all errors that distflow raises on purpose."""
 
     exit_code: int = 70
-    """What the process ends with when this reaches the command line."""
+    """The exit code of the process if the error reaches the command line."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         """Say what happened in ``message`` and what to do about it in ``hint``."""
@@ -88,7 +88,7 @@ class NotFound(InputError):
 
 
 class NodeError(DistflowError):
-    """Something between us and a node, or on it, failed."""
+    """A node, or the connection to it, failed."""
 
     exit_code = 3
 
@@ -97,7 +97,7 @@ class NodeError(DistflowError):
         super().__init__(f"{node}: {message}", hint=hint)
         self.node = node
         self.detail = message
-        """The message without the node, for where that is named already."""
+        """The message without the node's name."""
 
 
 class TransportError(NodeError):
@@ -109,7 +109,7 @@ class NodeUnreachable(TransportError):
 
 
 class HostKeyUnknown(NodeUnreachable):
-    """Nothing is known of the host's key; a person must compare it once, so trying again does not help."""
+    """known_hosts does not have the host's key. A person must compare it once; retrying does not help."""
 
 
 class HostKeyMismatch(NodeUnreachable):
@@ -117,11 +117,11 @@ class HostKeyMismatch(NodeUnreachable):
 
 
 class AuthenticationRefused(NodeUnreachable):
-    """The host accepts none of the keys that there are; trying again does not help."""
+    """The host accepts none of the user's keys; retrying does not help."""
 
 
 class BootstrapFailed(TransportError):
-    """The node was reached, but distflow's runtime did not come up there: because of its ``python``, or of its ``root``."""
+    """The node was reached, but distflow's runtime did not start there, because of its ``python`` or its ``root``."""
 
     def __init__(self, node: str, detail: str, *, hint: str = "", about: Literal["python", "root"] = "python") -> None:
         """Keep ``about``, so that a check can name the setting."""

@@ -18,7 +18,7 @@ from distflow.train.strategies.options import KINDS, MESH_SIZES, OPTIONS
 def test_what_the_spec_says_is_what_a_rank_reads() -> None:
     strategy, _ = parse_strategy({"kind": "hybrid", "tp_size": 2, "mixed_precision": "bf16"}, (2, 2))
     assert strategy is not None
-    read = current_strategy({"DISTFLOW_STRATEGY": json.dumps(strategy.normalised())})
+    read = current_strategy({"DISTFLOW_STRATEGY": json.dumps(strategy.normalized())})
     assert (read.kind, read.shape, read.names, read.options) == (
         strategy.kind,
         strategy.shape,

@@ -64,7 +64,7 @@ def _witness(folder: Path, rank: int, code: int) -> Witness:
 EXPECTED = {
     "master_unreachable": ("master-unreachable", r"rank 1 (worker on gpu2) did not reach 127.0.0.1, port "),
     "master_unknown": ("master-unreachable", "did not reach no-such-host.invalid, port "),
-    "rank_missing": ("rank-missing", "rank 2 (third on gpu3) did not come"),
+    "rank_missing": ("rank-missing", "rank 2 (third on gpu3) did not arrive"),
     "rank_twice": ("rank-twice", "rank 2 (third on gpu3) waits for rank 2 itself"),
     "world_size_differs": ("world-size-mismatch", "rank 0 (master on gpu1) waits for 3 ranks, but the layout has 2"),
     "another_collective": (
@@ -75,22 +75,25 @@ EXPECTED = {
         ),
     ),
     "another_shape": ("collective-mismatch", "called allreduce of shape [3, 3]"),
-    "another_size_unchecked": ("collective-mismatch", "rank 1 (worker on gpu2) was sent 4096 bytes where it expected 512"),
-    "barrier_missed": ("barrier-missed", "rank 1 (worker on gpu2) did not come; rank 0 (master on gpu1) waited"),
+    "another_size_unchecked": ("collective-mismatch", "rank 1 (worker on gpu2) received 4096 bytes but expected 512"),
+    "barrier_missed": ("barrier-missed", "rank 1 (worker on gpu2) did not arrive; rank 0 (master on gpu1) waited"),
     "collective_missed": ("collective-timeout", "rank 0 (master on gpu1) waited for 3 s; worker on gpu2 did not"),
     "rank_killed": ("killed", "rank 1 (worker on gpu2) was ended by SIGKILL"),
-    "rank_raises": ("peer-died", "rank 1 (worker on gpu2) failed first: exit code 1; rank 0 (master on gpu1) lost it"),
+    "rank_raises": (
+        "peer-died",
+        "rank 1 (worker on gpu2) failed first: exit code 1; rank 0 (master on gpu1) then lost the connection",
+    ),
     "no_such_interface": ("wrong-interface", "has no address on the interface nosuch0"),
     "mesh_too_big": ("mesh-too-big", "the mesh has 16 places, the world 2 ranks"),
     "parameters_unused": ("unused-parameters", "parameters number 2 3"),
-    "no_memory": ("host-memory", "asked for 4096.0 TiB"),
+    "no_memory": ("host-memory", "tried to allocate 4096.0 TiB"),
     "port_taken": ("port-taken", "rank 0 (master on gpu1) could not listen on port "),
     "variable_missing": ("variable-missing", "RANK is not set in rank 0 (master on gpu1), rank 1 (worker on gpu2)"),
-    "module_missing": ("module-missing", "no_such_module: missed by rank 0 (master on gpu1)"),
-    "file_missing": ("file-missing", "no/such/data.npz: missed by rank 0 (master on gpu1)"),
-    "told_missing": ("rank-missing", "rank 2 (third on gpu3) did not come"),
-    "told_twice": ("rank-twice", "rank 1, as seen by rank "),
-    "told_size": ("world-size-mismatch", "was told of"),
+    "module_missing": ("module-missing", "no_such_module: not found by rank 0 (master on gpu1)"),
+    "file_missing": ("file-missing", "no/such/data.npz: not found by rank 0 (master on gpu1)"),
+    "told_missing": ("rank-missing", "rank 2 (third on gpu3) did not arrive"),
+    "told_twice": ("rank-twice", "rank 1, seen by rank "),
+    "told_size": ("world-size-mismatch", "expects"),
     "devices_mixed": ("devices-mixed", "on rank 0 (master on gpu1), rank 1 (worker on gpu2)"),
     "states_mixed": ("devices-mixed", "on rank 0 (master on gpu1)"),
     "shared_memory_full": ("shared-memory", "on rank 0 (master on gpu1)"),
@@ -119,7 +122,7 @@ def test_each_fault_is_expected(cases: dict[str, Case]) -> None:
 def test_a_killed_rank_is_named_with_whom_it_left_behind(cases: dict[str, Case]) -> None:
     told: dict[str, Diagnosis] = {one.key: one for one in diagnose(cases["rank_killed"])}
     assert list(told) == ["killed", "peer-died"]
-    assert told["peer-died"].found.endswith("killed by SIGKILL; rank 0 (master on gpu1) lost it")
+    assert told["peer-died"].found.endswith("killed by SIGKILL; rank 0 (master on gpu1) then lost the connection")
 
 
 def test_the_words_of_the_first_to_fail_are_shown_and_not_those_of_its_peers(cases: dict[str, Case]) -> None:

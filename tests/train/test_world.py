@@ -277,7 +277,7 @@ def test_a_stuck_collective_ends_after_the_time_of_the_strategy(start: Start, st
             train.report(step=0, waited_s=time.monotonic() - begin, said=str(error))
             raise SystemExit(7)
         """,
-        "--size", "2", DISTFLOW_STRATEGY=json.dumps(strategy.normalised()),
+        "--size", "2", DISTFLOW_STRATEGY=json.dumps(strategy.normalized()),
     )  # fmt: skip
     assert run.wait() == 7, run.stderr
     (record,) = run.records
@@ -445,7 +445,7 @@ def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start: Start) ->
     for rank in (0, 1):
         said = {record["what"]: record["said"] for record in run.records if record["rank"] == rank}
         assert (said["nothing"], said["after"]) == ("", "True")
-        assert all("inside of join()" in said[name] for name in ("gradients", "stop", "save"))
+        assert all("inside join()" in said[name] for name in ("gradients", "stop", "save"))
         assert "under local_sgd()" in said["local"]
 
 
@@ -478,12 +478,12 @@ def test_all_ranks_meet() -> None:
 
 def test_missing_ranks_are_named() -> None:
     """By rank 0 at least: with it goes the store that another one would ask."""
-    assert meet([(0, 4), (2, 4)], 1)[0] == "ranks 1, 3 did not come within 1 s"
+    assert meet([(0, 4), (2, 4)], 1)[0] == "ranks 1, 3 did not join within 1 s"
 
 
 def test_a_rank_that_is_there_twice_is_named() -> None:
     said = meet([(0, 3), (1, 3), (1, 3)], 2)
-    assert sum(text.startswith("rank 1 is there twice") for text in said) == 1
+    assert sum(text.startswith("rank 1 joined twice") for text in said) == 1
 
 
 def test_ranks_of_another_world_are_named() -> None:
@@ -503,7 +503,7 @@ def test_a_master_that_is_not_there_is_named() -> None:
         ({"DISTFLOW_WORLD_SIZE": "8"}, "RANK is not set: start the script with"),
         ({"RANK": "two"}, "RANK is set, but not"),
         ({"DISTFLOW_WORLD_SIZE": "many"}, "DISTFLOW_WORLD_SIZE=many: not a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is no rank of a world of 2"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is not a rank of a world of 2"),
     ],
 )
 def test_an_environment_that_makes_no_world_is_explained(environment: dict[str, str], said: str) -> None:

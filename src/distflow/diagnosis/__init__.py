@@ -1,1 +1,1 @@
-"""From what a gang printed, and how it ended, to cause and remedy. Values in, values out."""
+"""Find cause and remedy of a failure from the output and the ends of a gang. Pure functions of values."""

@@ -1,4 +1,4 @@
-"""Which rules a case fulfils, and which of them tells the cause. Pure."""
+"""Find the rules that match a case, and choose the one that names the cause. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIBRARY = re.compile(r"^<frozen |/(?:site|dist)-packages/|/lib(?:64)?/python3")
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A rule that is fulfilled, and by which lines."""
+    """A rule that matches, and the lines that it matches."""
 
     rule: Rule
     hits: tuple[Hit, ...]
@@ -29,9 +29,9 @@ class _Shown:
         return any(hit.witness.task == task for hit in self.hits)
 
     def explains(self, first: First) -> bool:
-        """Whether it says more of the first failure than its traceback does.
+        """Whether it explains the first failure better than its traceback does.
 
-        Of waiting and of lost peers another rank of the task may have printed: they count where the traceback shows them.
+        Another rank of the task may have printed lines about waiting and lost peers: they count only if the traceback has them.
         """
         if self.rule.level is Level.CAUSE:
             return self.is_of(first.task)
@@ -39,11 +39,11 @@ class _Shown:
 
 
 def diagnose(case: Case) -> tuple[Diagnosis, ...]:
-    """Return what a case shows, the most specific first; nothing when no rule knows it.
+    """Return the diagnoses of a case, the most specific first; none if no rule matches.
 
-    What names a cause is believed before what tells of waiting, and that before what tells of a lost peer; and the first
-    task to fail before all others. Where its own words are of none of these, the exception that ended it is the cause, and
-    the others only lost it.
+    Lines that name a cause come before lines about waiting, and those before lines about a lost peer. The task that failed
+    first comes before all others. If no rule matches its output, the exception that ended it is the cause, and the other
+    tasks only lost their peer.
     """
     killed = by_kernel(case)
     if killed is not None:
@@ -69,7 +69,7 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
 
 
 def _shown(case: Case) -> list[_Shown]:
-    """Return the rules that are fulfilled. A line speaks for the most specific of them only."""
+    """Return the rules that match. Each line counts only for the most specific rule."""
     found: list[_Shown] = []
     taken: set[tuple[str, str]] = set()
     for rule in RULES:
@@ -88,7 +88,7 @@ def _shown(case: Case) -> list[_Shown]:
 
 def _diagnosis(case: Case, shown: _Shown) -> Diagnosis:
     first = case.first.task if case.first else None
-    # The last word of the first to fail, else the first word of another.
+    # The last line of the task that failed first, else the first line of another task.
     hit = next((hit for hit in reversed(shown.hits) if hit.witness.task == first), shown.hits[0])
     rule = shown.rule
     return Diagnosis(
@@ -97,7 +97,7 @@ def _diagnosis(case: Case, shown: _Shown) -> Diagnosis:
 
 
 def _exception(case: Case, first: First, shown: list[_Shown]) -> Diagnosis:
-    """Say which rank raised what, and where."""
+    """Return a diagnosis with the rank, its exception, and the place."""
     raised = _raised_text(first.traceback)
     return Diagnosis(
         key=EXCEPTION.key,
@@ -110,7 +110,7 @@ def _exception(case: Case, first: First, shown: list[_Shown]) -> Diagnosis:
 
 
 def _raised_text(traceback: str) -> str:
-    """Return the first line of a traceback's last message, and the last frame that is no library's."""
+    """Return the first line of a traceback's last message, and the last frame outside libraries."""
     lines = traceback.splitlines()
     frames = [(number, match) for number, line in enumerate(lines) if (match := _FRAME.match(line))]
     after = lines[frames[-1][0] + 1 :] if frames else lines
@@ -127,12 +127,12 @@ def _who_failed(case: Case, first: First) -> str:
 
 def _lost(shown: list[_Shown]) -> str:
     others = dict.fromkeys(hit.who for one in shown if one.rule.level is not Level.CAUSE for hit in one.hits)
-    return f"; {', '.join(others)} lost it" if others else ""
+    return f"; {', '.join(others)} then lost the connection" if others else ""
 
 
 def _peer_died(case: Case, shown: list[_Shown]) -> Diagnosis:
-    """Say who failed first, and whom of the others that touched."""
-    assert case.first is not None  # noqa: S101  (the caller has looked)
+    """Return a diagnosis with the rank that failed first, and the ranks that lost it."""
+    assert case.first is not None  # noqa: S101  (the caller has checked)
     task = case.first.task
     last = next((line for one in case.witnesses if one.task == task for line in reversed(one.lines) if line.strip()), "")
     return Diagnosis(

@@ -1,4 +1,4 @@
-"""Causes that an end, an event or the kernel shows, and not the output. Pure."""
+"""Causes that an end, an event or the kernel log shows, without the output. Pure."""
 
 from __future__ import annotations
 
@@ -15,45 +15,44 @@ KILLED = Rule(
     key="killed",
     shows="a task or rank that SIGKILL ended (exit code 137 in a shell), though distflow did not stop it",
     cause="something on the node killed a process with SIGKILL",
-    remedy="Most often it is the kernel, for want of memory, where its log may not be read: look at `dmesg` on the node as "
-    "root, and give the task more memory or fewer data workers. Else a person, an administrator's script or an engine "
-    "did it.",
+    remedy="Usually the kernel did it for lack of memory, and its log is not readable: check `dmesg` on the node as root, "
+    "and give the task more memory or fewer data workers. Otherwise it was a person, an administrator's script or a "
+    "container engine.",
 )
 CRASHED = Rule(
     key="crashed",
     shows="a task or rank that SIGSEGV, SIGABRT, SIGBUS, SIGILL or SIGFPE ended",
     cause="a process crashed in native code",
-    remedy="Set `PYTHONFAULTHANDLER=1` in the task's environment to see where. SIGBUS is mostly a full /dev/shm; SIGILL a "
-    "library built for another CPU. With torch 2.13 and gloo, TORCH_DISTRIBUTED_DEBUG=DETAIL makes DDP crash where "
+    remedy="Set `PYTHONFAULTHANDLER=1` in the task's environment to see where. SIGBUS usually means a full /dev/shm, "
+    "SIGILL a library built for another CPU. With torch 2.13 and gloo, TORCH_DISTRIBUTED_DEBUG=DETAIL makes DDP crash if "
     "parameters are unused: try without `debug: true`.",
 )
 LOST = Rule(
     key="node-lost",
     shows="the reason NODE_LOST",
     cause="a node was unreachable for longer than the pool allows",
-    remedy="See whether it runs and answers: `distflow pool check`. What may still run there is stopped when it is back. "
-    "`retry:` in the spec lets the gang start again without a person.",
+    remedy="Check whether it runs and answers: `distflow pool check`. Processes that still run there are stopped when it "
+    "is back. `retry:` in the spec restarts the gang automatically.",
 )
 TOO_LONG = Rule(
     key="too-long",
     shows="the reason EXEC_TIMEOUT",
     cause="the group ran longer than its exec_timeout",
-    remedy="If its steps went on to the end (`distflow workflow logs <id>`), allow more in `timeout: {exec_timeout: …}`. If "
-    "they stopped, it hung: set `timeout: {hang_timeout: 10m}`, and look at `distflow workflow stacks <id>` while it "
-    "runs.",
+    remedy="If the steps continued to the end (`distflow workflow logs <id>`), raise `timeout: {exec_timeout: …}`. If they "
+    "stopped, the group hung: set `timeout: {hang_timeout: 10m}`, and run `distflow workflow stacks <id>` while it runs.",
 )
 SLOW_START = Rule(
     key="start-timeout",
     shows="the reason START_TIMEOUT",
     cause="not all tasks of the gang got ready in time",
-    remedy="`distflow workflow events <id>` names the straggler; see to its node, or raise `start_barrier` of the pool.",
+    remedy="`distflow workflow events <id>` names the slow task. Check its node, or raise `start_barrier` of the pool.",
 )
 HIDDEN = Rule(
     key="exit-code-hidden",
     shows="a task that ended with code 0 although its ranks failed, while others of its world wait",
     cause="a script did not pass on the exit code of its ranks",
-    remedy="Begin the script with `set -e` (and `set -o pipefail`), or start the ranks with its last command: `exec …`. Then "
-    "the task fails, and the others are stopped at once. `stop_on_missing_ranks` of the group decides what happens "
+    remedy="Start the script with `set -e` (and `set -o pipefail`), or start the ranks with its last command: `exec …`. "
+    "The task then fails, and the others are stopped at once. `stop_on_missing_ranks` of the group decides what happens "
     "otherwise.",
 )
 NO_PROGRAM = Rule(
@@ -69,15 +68,14 @@ NOT_STARTED = Rule(
     key="start-error",
     shows="the reason START_ERROR without an exit code of the command",
     cause="a task could not be started on its node",
-    remedy="Correct what the message says. `distflow pool check` tries the same on every node of the pool.",
+    remedy="Correct the problem in the message. `distflow pool check` makes the same checks on every node of the pool.",
 )
 MEMORY_LIMIT = Rule(
     key="memory-limit",
     shows="the reason EVICTED",
     cause="a task used more memory than its resource asks for",
-    remedy="Ask for more in `resources` (`memory: 64Gi`), or need less: fewer workers of the data loader, smaller batches, "
-    "weights loaded on one rank only. `enforce_limits: false` of the pool or node lets tasks use more than they ask "
-    "for.",
+    remedy="Ask for more in `resources` (`memory: 64Gi`), or use less: fewer workers of the data loader, smaller batches, "
+    "weights loaded on one rank only. `enforce_limits: false` of the pool or node lets tasks use more than they ask for.",
 )
 NO_IMAGE = Rule(
     key="image-pull",
@@ -97,15 +95,15 @@ GUARD_DIED = Rule(
     key="guard-died",
     shows="the reason INTERNAL",
     cause="distflow's processes or files for a task were removed on its node",
-    remedy="Find out who did that: a person, an administrator's script, systemd at logout (`KillUserProcesses=no` in the "
-    "node's logind.conf keeps them), or the kernel (`dmesg`). Submit the workflow again, or let `retry` do that.",
+    remedy="Find out who removed them: a person, an administrator's script, systemd at logout (`KillUserProcesses=no` in "
+    "the node's logind.conf prevents that), or the kernel (`dmesg`). Submit the workflow again, or let `retry` do that.",
 )
 NO_TURN = Rule(
     key="queue-timeout",
     shows="the reason QUEUE_TIMEOUT",
     cause="the group waited for nodes longer than its queue_timeout",
-    remedy="`distflow workflow events <id>` says what it waited for, `distflow pool check` what the nodes have. Allow more "
-    "in `timeout: {queue_timeout: …}`, ask for less, or submit it with a higher priority.",
+    remedy="`distflow workflow events <id>` shows what it waited for, `distflow pool check` what the nodes have. Raise "
+    "`timeout: {queue_timeout: …}`, ask for less, or submit it with a higher priority.",
 )
 END_RULES = (
     NO_PROGRAM, NOT_STARTED, MEMORY_LIMIT, NO_IMAGE, NO_DATA, KILLED, CRASHED, LOST, GUARD_DIED, NO_TURN, TOO_LONG, SLOW_START,
@@ -131,21 +129,21 @@ _NOT_EXECUTED = (126, 127)
 
 
 def by_kernel(case: Case) -> Diagnosis | None:
-    """Return what the kernel said of the first to fail: that it was killed for want of memory. Nothing outranks that."""
+    """Return a diagnosis if the kernel killed the first task to fail for lack of memory. It has the highest priority."""
     for witness in _suspects(case):
         if witness.reason is Reason.OOM_KILLED:
-            told = case.first.message if case.first else ""
+            message = case.first.message if case.first else ""
             return _of(
                 HOST_MEMORY,
                 witness,
-                f"{witness.place}: {told or 'the kernel killed a process of it'}",
+                f"{witness.place}: {message or 'the kernel killed one of its processes'}",
                 witness.kernel[-1] if witness.kernel else "",
             )
     return None
 
 
 def by_other_ends(case: Case) -> tuple[Diagnosis, ...]:
-    """Return what the ends and events of a case show by themselves, the most specific first."""
+    """Return the causes that the ends and events of a case show without the output, the most specific first."""
     found = (_from_signal(case), _from_reason(case), _from_silence(case), _from_missing(case))
     return tuple(one for one in found if one is not None)
 
@@ -187,14 +185,14 @@ def _from_missing(case: Case) -> Diagnosis | None:
 
 
 def _suspects(case: Case) -> Iterator[Witness]:
-    """Yield the first to fail; all tasks where the verdict names none."""
+    """Yield the task that failed first; all tasks if the verdict names none."""
     for witness in case.witnesses:
         if case.first is None or witness.task == case.first.task:
             yield witness
 
 
 def _signal(case: Case, witness: Witness) -> int:
-    """Return the number of the signal that ended a task, or the rank of it that failed first; 0 when it was none."""
+    """Return the number of the signal that ended a task, or its rank that failed first; 0 without a signal."""
     if witness.signal is not None:
         return witness.signal
     named = case.first.rank_signal if case.first and case.first.task == witness.task else None

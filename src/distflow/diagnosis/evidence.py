@@ -1,4 +1,4 @@
-"""From records and log lines to a case: what is put before the rules. Pure."""
+"""Build a case for the rules from records and log lines. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINES = 300
 def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]], events: Sequence[Event]) -> Case:
     """Return one attempt of a group as a case.
 
-    ``lines`` are the last that its tasks printed, by task; ``events`` the workflow's, in order.
+    ``lines`` are the last lines of its tasks, by task. ``events`` are those of the workflow, in order.
     """
     tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
     missing = missing_ranks(replace(group, tasks=tasks))
@@ -50,7 +50,7 @@ def _hidden(missing: MissingRanks, lines: Sequence[str]) -> First:
 
 
 def _missing_text(tasks: Sequence[TaskRecord], cause: Cause | None, missing: MissingRanks | None) -> str:
-    """Return what there is to say of ranks that failed unnoticed: while others wait, or when that ended the group."""
+    """Return a message about ranks that failed unnoticed: while others wait, or after that ended the group."""
     if missing is not None:
         return missing.message
     blamed = any(task.hidden_failure is not None for task in tasks if cause is not None and task.name == cause.task)
@@ -60,7 +60,7 @@ def _missing_text(tasks: Sequence[TaskRecord], cause: Cause | None, missing: Mis
 def _first(cause: Cause, tasks: Sequence[TaskRecord], lines: Mapping[str, Sequence[str]]) -> First:
     traceback = cause.traceback
     if not traceback:
-        # The verdict of an earlier distflow, which did not look for tracebacks in the output.
+        # An earlier version wrote this verdict, without searching the output for tracebacks.
         end = next((task.end for task in tasks if task.name == cause.task), None)
         traceback = hear(end, lines.get(cause.task, ())).traceback
     return First(task=cause.task, rank=cause.ranks, message=cause.message, rank_signal=cause.rank_signal, traceback=traceback)
@@ -87,7 +87,7 @@ def _ranks(text: str) -> range:
 
 
 def _error_lines(error: Mapping[str, object] | None) -> Sequence[str]:
-    """Return what a process wrote to torch's error file, as lines."""
+    """Return the message in torch's error file, as lines."""
     message = (error or {}).get("message", "")
     if isinstance(message, Mapping):
         message = message.get("message", "")
@@ -95,7 +95,7 @@ def _error_lines(error: Mapping[str, object] | None) -> Sequence[str]:
 
 
 def _silence(group: GroupRecord, tasks: Sequence[TaskRecord], events: Sequence[Event]) -> str:
-    """Return the last word about a gang that prints nothing, unless it printed again or that was another attempt."""
+    """Return the last report about a silent gang, unless it printed again or the report is from another attempt."""
     begun = min((task.started_at for task in tasks if task.started_at is not None), default=None)
     ended = max((task.ended_at for task in tasks if task.ended_at is not None), default=None)
     said = ""

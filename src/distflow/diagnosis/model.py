@@ -1,4 +1,4 @@
-"""What a diagnosis is made from, and what it says: frozen values."""
+"""The input and the result of a diagnosis, as frozen values."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from distflow.lifecycle.states import Reason
 __all__ = ["Case", "Diagnosis", "First", "Hit", "Level", "Witness", "hits_in"]
 
 _RANK = re.compile(r"^(?:\[default\d+\]:)?\[rank ?(\d+)\]", re.IGNORECASE)
-"""How torch begins what a rank writes once it has joined its world."""
+"""The start of lines that torch prints for a rank after it has joined its world."""
 
 
 class Level(IntEnum):
-    """How near to the cause a symptom is; the nearest is believed."""
+    """How close a symptom is to the cause. The closest one is reported."""
 
     CAUSE = 0
-    """It names what was wrong."""
+    """It names the cause."""
     STALL = 1
     """Ranks waited for others, which may have died, hung, or never started."""
     BYSTANDER = 2
-    """It only says that another process was gone."""
+    """It only shows that another process disappeared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """One attempt of a task: what it printed, and how it ended."""
+    """One attempt of a task: its output and its end."""
 
     task: str
     node: str = ""
@@ -38,7 +38,7 @@ class Witness:
     lines: tuple[str, ...] = ()
     """The last lines that it printed, and those of its error file."""
     kernel: tuple[str, ...] = ()
-    """What its node's kernel said."""
+    """Lines of its node's kernel log."""
     reason: Reason | None = None
     exit_code: int | None = None
     signal: int | None = None
@@ -51,7 +51,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class First:
-    """The first cause as the verdict has it."""
+    """The first cause from the verdict."""
 
     task: str
     rank: str = ""
@@ -60,7 +60,7 @@ class First:
     rank_signal: int | None = None
     """The signal that ended that rank, where a launcher reports it."""
     traceback: str = ""
-    """Of the Python exception that ended it; empty where none is known."""
+    """The traceback of the Python exception that ended it; empty if none is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class Case:
     """All of its tasks, in the order of the spec."""
     first: First | None = None
     silence: str = ""
-    """What the supervisor said of a gang that prints nothing any more; empty when it printed to the end."""
+    """The supervisor's report that the gang is silent; empty if it printed to the end."""
     missing: str = ""
-    """What the supervisor said of ranks that failed although their task ended with code 0; empty without any."""
+    """The supervisor's report of ranks that failed although their task ended with code 0; otherwise empty."""
 
     @cached_property
     def world_size(self) -> int:
@@ -85,7 +85,7 @@ class Case:
         return next((witness for witness in self.witnesses if rank in witness.ranks), None)
 
     def rank_words(self, rank: int) -> str:
-        """Return ``rank 9 (worker on gpu2)``; only the rank where no task holds it."""
+        """Return ``rank 9 (worker on gpu2)``, or only the rank if no task holds it."""
         witness = self.holder(rank)
         return f"rank {rank} ({witness.place})" if witness else f"rank {rank}"
 
@@ -100,7 +100,7 @@ class Hit:
 
     @property
     def rank(self) -> int | None:
-        """The rank that wrote the line, where that is known."""
+        """The rank that wrote the line, if it is known."""
         own = _RANK.match(self.line)
         if own:
             return int(own[1])
@@ -114,26 +114,26 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """A cause, how it showed, and what to do about it."""
+    """A cause, its evidence, and its remedy."""
 
     key: str
     """For programs, such as ``rank-missing``."""
     cause: str
     """One clause in plain words."""
     found: str
-    """What of it is known in this case; may be empty."""
+    """Details of this case; may be empty."""
     remedy: str
     """``<id>`` in it stands for the workflow's."""
     task: str = ""
-    """Whose output, or end, shows it."""
+    """The task whose output or end shows it."""
     line: str = ""
-    """The line that shows it; empty where an end or an event did."""
+    """The line that shows it; empty if an end or an event does."""
     traceback: str = ""
-    """Of the Python exception that is the cause; empty where another line or an end shows it."""
+    """The traceback of the Python exception that is the cause; empty for other causes."""
 
 
 def hits_in(witness: Witness, patterns: tuple[re.Pattern[str], ...]) -> Iterator[Hit]:
-    """Yield the lines of a task, kernel's too, in which one of the patterns is found."""
+    """Yield the lines of a task and of its kernel log that match one of the patterns."""
     for line in (*witness.lines, *witness.kernel):
         for pattern in patterns:
             match = pattern.search(line)

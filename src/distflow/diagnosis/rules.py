@@ -1,7 +1,7 @@
-"""The table: how each cause shows in what ranks print, what it is in plain words, and what to do.
+"""The table of causes: the symptom in the output of ranks, the cause in plain words, and the remedy.
 
-The texts are those of torch 2.13 with gloo as real processes print them (``tests/train/faults.py``), of ``distflow.train``,
-and of CUDA and NCCL as their sources have them. The most specific rules stand first.
+The texts come from real processes with torch 2.13 and gloo (``tests/train/faults.py``), from ``distflow.train``, and from the
+sources of CUDA and NCCL. The most specific rules come first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distflow.diagnosis.model import Case, Hit, Level
 __all__ = ["EXCEPTION", "HANG", "HOST_MEMORY", "PEER_DIED", "RULES", "Rule"]
 
 Explain = Callable[[Case, Sequence[Hit]], str | None]
-"""From the lines that show a cause to what is known of it; ``None`` when they do not mean this cause after all."""
+"""Return the details of a cause from the lines that show it; ``None`` if the lines mean another cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,13 @@ class Rule:
 
     key: str
     shows: str
-    """How it shows, for people."""
+    """The symptom, for people."""
     cause: str
     remedy: str
     """``<id>`` stands for the workflow's."""
     level: Level = Level.CAUSE
     patterns: tuple[re.Pattern[str], ...] = ()
-    """One line of output fulfils one of them; without any, an end or an event shows the cause (``ends``)."""
+    """One line of output matches one of them. Rules without patterns are for ends and events (``ends``)."""
     explain: Explain = words.quoted
 
 
@@ -40,26 +40,26 @@ def _any(*patterns: str) -> tuple[re.Pattern[str], ...]:
 
 
 _RAISED = r"^(?:\[[^\]]*\]:? ?)*"
-"""Before the name of an exception in the last line of a traceback: a launcher's or torch's marks of the rank."""
+"""Prefixes of a launcher or of torch that mark the rank, before the name of an exception."""
 
 _KEY = r"wait timeout after \d+ms, keys: \S*default_pg/\S*//cpu//\d+/(?P<key>\d+)\s*$"
-"""Of gloo's store in the world of all ranks: the key ends with the rank that is waited for. Other groups count their own."""
+"""A key in gloo's store for the world of all ranks. It ends with the missing rank. Other groups count their own ranks."""
 
 HOST_MEMORY = Rule(
     key="host-memory",
-    shows="`can't allocate memory`, `MemoryError`, or the kernel's word that it killed a process (`OOM_KILLED`)",
+    shows="`can't allocate memory`, `MemoryError`, or the kernel's message that it killed a process (`OOM_KILLED`)",
     cause="the node's memory ran out",
-    remedy="Give the task more memory, or need less: fewer workers of the data loader, no copy of the data set in every "
-    "rank, loading weights on one rank only. A single huge number in it is a wrong shape.",
+    remedy="Give the task more memory, or use less: fewer workers of the data loader, no copy of the data set in every "
+    "rank, loading weights on one rank only. A single huge number in the message points to a wrong shape.",
     patterns=_any(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes", _RAISED + r"MemoryError\b"),
     explain=words.host_memory,
 )
 HANG = Rule(
     key="hang",
     shows="the event `may hang` (`hang_timeout`)",
-    cause="the gang has been silent for long: it may hang",
-    remedy="While it runs, `distflow workflow stacks <id>` shows where each rank is; who is elsewhere than most is the one "
-    "that the others wait for. `debug: true` in the group names ranks whose collectives differ.",
+    cause="the gang has been silent for a long time and may hang",
+    remedy="While it runs, `distflow workflow stacks <id>` shows where each rank is. The others usually wait for the rank "
+    "that is somewhere else. `debug: true` in the group names ranks whose collectives differ.",
     level=Level.STALL,
 )
 PEER_DIED = Rule(
@@ -67,7 +67,7 @@ PEER_DIED = Rule(
     shows="`Connection closed by peer`, `Connection reset by peer`, `Broken pipe`, `ncclRemoteError`, `remote process "
     "exited`",
     cause="one rank failed, and the others lost it",
-    remedy="Only what the first one says counts: `distflow workflow why <id>` has its traceback and last lines.",
+    remedy="Only the first failure matters: `distflow workflow why <id>` has its traceback and last lines.",
     level=Level.BYSTANDER,
     patterns=_any(
         r"Connection (?:closed|reset) by peer", r"Broken pipe", r"ncclRemoteError", r"remote process exited", r"Failed to recv",
@@ -80,15 +80,15 @@ EXCEPTION = Rule(
     key="exception",
     shows="a Python traceback that no other row of this table explains",
     cause="the script raised an exception",
-    remedy="Start with the last frame of the traceback that is your own code. `distflow workflow logs <id>` shows what the "
-    "rank printed before. An exception that occurs on one rank only often depends on that rank's part of the data.",
+    remedy="Start with the last frame of the traceback that is your own code. `distflow workflow logs <id>` shows the "
+    "rank's earlier output. An exception on a single rank often depends on that rank's part of the data.",
 )
 
 RULES: tuple[Rule, ...] = (
     Rule(
         key="collective-mismatch",
         shows="`Detected mismatch between collectives on ranks`, `Received data size doesn't match expected size`",
-        cause="ranks called collectives that do not fit together",
+        cause="ranks called different collectives",
         remedy="Every rank must call the same collectives in the same order with the same shapes. Look for one inside "
         "`if rank == 0`, for a last batch that is smaller on some ranks, and for a branch that depends on the data. "
         "`debug: true` in the group has torch name the ranks and their calls.",
@@ -100,13 +100,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="world-size-mismatch",
-        shows="`told of 2 ranks, another one of 3`, `2/3 clients joined` in a layout of 2, `mismatch in rank count from "
-        "procs`",
+        shows="`expects 2 ranks, another rank expects 3`, `2/3 clients joined` in a layout of 2, `mismatch in rank count "
+        "from procs`",
         cause="ranks disagree about the size of the world",
-        remedy="WORLD_SIZE must be the same everywhere: take it from the variable, or from {{world_size}}, never from a "
-        "number in the script; `distflow workflow submit --dry-run` shows what each task is given.",
+        remedy="WORLD_SIZE must be the same on all ranks. Read it from the variable, or use {{world_size}}; do not write a "
+        "number into the script. `distflow workflow submit --dry-run` shows the environment of each task.",
         patterns=_any(
-            r"rank (?P<rank>\d+) was told of (?P<one>\d+) ranks, another one of (?P<other>\d+)",
+            r"rank (?P<rank>\d+) (?:expects|was \w+ of) (?P<one>\d+) ranks, another (?:rank expects|one of) (?P<other>\d+)",
             r"mismatch in rank count from procs (?P<one>\d+) : (?P<other>\d+)",
             r"Timed out after \d+ seconds waiting for clients\. (?P<there>\d+)/(?P<wanted>\d+) clients joined",
             _KEY,
@@ -115,13 +115,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="rank-twice",
-        shows="`rank 1 is there twice`, `rank 1 of 2 ranks has already checked in`, a rank that waits for its own number",
+        shows="`rank 1 joined twice`, `rank 1 of 2 ranks has already checked in`, a rank that waits for its own number",
         cause="two processes hold the same rank",
-        remedy="Offsets must not overlap: `distflow workflow submit --dry-run` shows who holds which rank. A script that "
-        "numbers its ranks itself must add DISTFLOW_RANK_OFFSET. See also whether a process of an earlier run is left: "
+        remedy="Offsets must not overlap: `distflow workflow submit --dry-run` shows the ranks of each task. A script that "
+        "numbers its ranks itself must add DISTFLOW_RANK_OFFSET. Also check whether a process of an earlier run is left: "
         "`distflow node reap`.",
         patterns=_any(
-            r"rank (?P<rank>\d+) is there twice", r"rank (?P<rank>\d+) of \d+ ranks has already checked in",
+            r"rank (?P<rank>\d+) (?:joined|is there) twice", r"rank (?P<rank>\d+) of \d+ ranks has already checked in",
             _KEY,
         ),
         explain=words.twice,
@@ -141,9 +141,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="unused-parameters",
         shows="`Expected to have finished reduction in the prior iteration`",
-        cause="parameters took no part in the loss, so that DDP waits for their gradients",
-        remedy="Take layers that are not used out of the model, or freeze them (`requires_grad_(False)`); where it changes "
-        "from step to step, `DistributedDataParallel(model, find_unused_parameters=True)`, which costs time. "
+        cause="DDP waits for gradients of parameters that do not contribute to the loss",
+        remedy="Remove unused layers from the model, or freeze them (`requires_grad_(False)`). If the unused parameters "
+        "change from step to step, use `DistributedDataParallel(model, find_unused_parameters=True)`, which costs time. "
         "`TORCH_DISTRIBUTED_DEBUG=INFO` prints their names.",
         patterns=_any(r"Expected to have finished reduction in the prior iteration"),
         explain=words.unused,
@@ -152,9 +152,10 @@ RULES: tuple[Rule, ...] = (
         key="gpu-memory",
         shows="`CUDA out of memory. Tried to allocate`, `CUBLAS_STATUS_ALLOC_FAILED`",
         cause="a GPU's memory ran out",
-        remedy="Take smaller batches per rank (and accumulate), activation checkpointing, bf16, or a strategy that shards "
-        "(`distflow train advise` says which). If much is free, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; if "
-        "another process holds it, `distflow node reap`. `train.MemoryGuard` skips single steps on all ranks alike.",
+        remedy="Use smaller batches per rank (and accumulate), activation checkpointing, bf16, or a strategy that shards "
+        "(`distflow train advise` suggests one). If much memory is free, set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. If another process holds it, run `distflow node reap`. "
+        "`train.MemoryGuard` skips single steps on all ranks together.",
         patterns=_any(
             r"CUDA out of memory\.? Tried to allocate (?P<wanted>[\d.]+ \w+)"
             r"(?:.*?GPU (?P<gpu>\d+) has a total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free)?",
@@ -168,8 +169,8 @@ RULES: tuple[Rule, ...] = (
         shows="`Error while creating shared memory segment`, `DataLoader worker … Bus error`, `unable to allocate "
         "shared memory(shm) for file </torch_`",
         cause="the shared memory of a node or container (/dev/shm) is full or too small",
-        remedy="NCCL and the data loader's workers share memory there: give the container more (docker's default is 64 MB; "
-        "--shm-size), remove leftovers of dead processes from /dev/shm, or take fewer workers.",
+        remedy="NCCL and the data loader's workers use shared memory. Give the container more (docker's default is 64 MB; "
+        "--shm-size), remove files of dead processes from /dev/shm, or use fewer workers.",
         patterns=_any(
             r"Error while creating shared memory segment", r"DataLoader worker .*(?:Bus error|shared memory)",
             r"unable to mmap \d+ bytes from file </torch_", r"unable to write to file </torch_",
@@ -180,14 +181,13 @@ RULES: tuple[Rule, ...] = (
         key="disk-full",
         shows="`No space left on device`; of `torch.save`, `inline_container.cc … unexpected pos`",
         cause="a disk is full",
-        remedy="See `df -h` on the node; `distflow node clean` removes attempts that ended long ago, `keep_last` bounds "
-        "checkpoints.",
+        remedy="Run `df -h` on the node. `distflow node clean` removes old attempts, and `keep_last` limits checkpoints.",
         patterns=_any(r"No space left on device", r"inline_container\.cc:\d+\].*unexpected pos \d+ vs \d+"),
     ),
     Rule(
         key="nccl-versions",
         shows="`Mismatched NCCL version detected`",
-        cause="ranks run different versions of NCCL, so of torch",
+        cause="ranks run different versions of NCCL, and so of torch",
         remedy="Give all nodes the same environment: the same container image, or the same `python` in the pool. "
         "`distflow pool check` shows the torch of each node.",
         patterns=_any(r"Mismatched NCCL version detected : rank (\d+) version (\d+) rank (\d+) version (\d+)"),
@@ -198,8 +198,8 @@ RULES: tuple[Rule, ...] = (
         shows="`no kernel image is available for execution on the device`, `driver on your system is too old`, "
         "`not compiled with CUDA enabled`",
         cause="this torch does not fit the GPU or its driver",
-        remedy="Nodes of one gang should be alike: put unlike ones into platforms of their own, and name one in `resources`. "
-        "Else install the torch for this GPU and driver (torch.cuda.get_arch_list() says what it is built for).",
+        remedy="Nodes of one gang should be alike: put different ones into separate platforms, and name one in "
+        "`resources`. Or install the torch for this GPU and driver (torch.cuda.get_arch_list() lists the supported ones).",
         patterns=_any(
             r"no kernel image is available for execution on the device", r"driver on your system is too old.*",
             r"Torch not compiled with CUDA enabled", r"CUDA driver version is insufficient for CUDA runtime version",
@@ -209,8 +209,8 @@ RULES: tuple[Rule, ...] = (
         key="too-few-gpus",
         shows="`invalid device ordinal`, `wants GPU 4, but this machine shows 2`, `Duplicate GPU detected`",
         cause="a rank has no GPU of its own",
-        remedy="One rank, one GPU: ask for as many GPUs as the task has ranks (`gpu:` in `resources`), take LOCAL_RANK (not "
-        "RANK) as the number of the device, and see what CUDA_VISIBLE_DEVICES leaves.",
+        remedy="Each rank needs one GPU: ask for as many GPUs as the task has ranks (`gpu:` in `resources`), use "
+        "LOCAL_RANK (not RANK) as the device number, and check CUDA_VISIBLE_DEVICES.",
         patterns=_any(
             r"invalid device ordinal", r"rank \d+ wants GPU \d+, but this machine shows \d+",
             r"Duplicate GPU detected : rank \d+ and rank \d+ both on CUDA device \w+",
@@ -219,10 +219,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="devices-mixed",
         shows="`Expected all tensors to be on the same device`, `Tensor on device cpu is not on the expected device meta`",
-        cause="a calculation was given tensors of different devices",
-        remedy="Move the model to the rank's device before the optimizer is made, and every batch with its targets "
-        "(`world.device` of `train.init()`). Left behind are most often tensors made in the forward pass, and those that are "
-        "neither a parameter nor a registered buffer. What is on `meta` has no values yet: `train.parallelize` gives them.",
+        cause="an operation got tensors of different devices",
+        remedy="Move the model to the rank's device before you create the optimizer, and move every batch with its targets "
+        "(`world.device` of `train.init()`). Tensors that are created in the forward pass, and tensors that are neither a "
+        "parameter nor a registered buffer, are easily forgotten. Tensors on `meta` have no values yet: `train.parallelize` "
+        "sets them.",
         patterns=_any(
             r"Expected all tensors to be on the same device", r"Tensor on device \S+ is not on the expected device \S+",
             r"Input type \((?:torch\.\w+\) and weight type \(torch\.cuda\.\w+|torch\.cuda\.\w+\) and weight type "
@@ -234,9 +235,9 @@ RULES: tuple[Rule, ...] = (
         shows="`Unable to find address for: eth7`, `no socket interface found`, `timed out connecting … remote=[127.0.1.1]` "
         "between nodes",
         cause="ranks announce an address or interface that the others cannot use",
-        remedy="Unset GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and TP_SOCKET_IFNAME in the spec and the script: distflow sets "
-        "them to the interface that has the node's address. If that is the wrong one, give the node its `address` in "
-        "the configuration; `distflow pool check` tries it.",
+        remedy="Unset GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and TP_SOCKET_IFNAME in the spec and the script: distflow "
+        "sets them to the interface that has the node's address. If that is the wrong one, set the node's `address` in the "
+        "configuration; `distflow pool check` tests it.",
         patterns=_any(
             r"Unable to find address for: (?P<name>\S+)", r"[Nn]o socket interface found",
             r"(?:timed out connecting|failed to connect).*remote=\[(?P<address>127\.\d+\.\d+\.\d+)\]",
@@ -248,9 +249,9 @@ RULES: tuple[Rule, ...] = (
         key="port-taken",
         shows="`EADDRINUSE`, `Address already in use`, `cannot listen on port`",
         cause="the rendezvous port is taken on the master's node",
-        remedy="Leave the port out of the spec, or use {{master_port}}: distflow finds a free one and keeps it. If it must be "
-        "this one, see who has it: `ss -ltnp` on the node; `distflow node reap` ends what a job left. A second process "
-        "with rank 0 on the same node shows so, too.",
+        remedy="Leave the port out of the spec, or use {{master_port}}: distflow finds a free one and reserves it. If you "
+        "need this port, `ss -ltnp` on the node shows its user; `distflow node reap` ends processes of earlier jobs. A "
+        "second process with rank 0 on the same node causes the same error.",
         patterns=_any(
             r"failed to listen on any local network address\. port: (?P<port>\d+)", r"cannot listen on port (?P<port>\d+)",
             r"EADDRINUSE", r"[Aa]ddress already in use",
@@ -260,7 +261,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="variable-missing",
         shows="`environment variable RANK expected, but not set`, `RANK is not set`",
-        cause="the script was started as one process, and not as a rank",
+        cause="the script was started as a single process, not as a rank",
         remedy="A task with several ranks needs a launcher: `launcher: torchrun` (or `spawn`) in the task, or "
         "`python -m distflow.train.launch` in the command.",
         patterns=_any(r"environment variable (\w+) expected, but not set", r"but (RANK) is not set: start the script with"),
@@ -269,7 +270,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="module-missing",
         shows="`ModuleNotFoundError`, `cannot open shared object file`",
-        cause="a Python module or a library is not there",
+        cause="a Python module or a library is missing",
         remedy="Install it into the Python that the task runs on this node (`python` of the pool or node; `image` of the "
         "task), or send it with `files`. `setup:` of the pool is the place for `module load` and conda.",
         patterns=_any(_RAISED + r"ModuleNotFoundError: No module named '([^']+)'", r"(lib\S+): cannot open shared object file"),
@@ -278,9 +279,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="file-missing",
         shows="`FileNotFoundError`, `can't open file`, `command not found`",
-        cause="a file or a command is not there",
-        remedy="Send it with `files` (`localpath`), bring it with `inputs`, or name a path that every node has. A relative "
-        "path is below the task's working directory.",
+        cause="a file or a command is missing",
+        remedy="Send it with `files` (`localpath`), fetch it with `inputs`, or use a path that every node has. A relative "
+        "path starts in the task's working directory.",
         patterns=_any(
             _RAISED + r"FileNotFoundError: \[Errno 2\] No such file or directory: '([^']+)'",
             r"can't open file '([^']+)'", r"can't open (\S+): No such file",
@@ -292,37 +293,37 @@ RULES: tuple[Rule, ...] = (
         key="gpu-fault",
         shows="`NVRM: Xid` in the kernel's log, `uncorrectable ECC error`",
         cause="a GPU or its driver reported a fault",
-        remedy="Take the node out of the pool, run nvidia-smi and dcgmi diag there, and reset or reboot it. Xid 79 is a GPU "
-        "that fell off the bus, 48, 63, 64, 94 and 95 are memory errors, 31 and 13 are mostly the program's.",
+        remedy="Remove the node from the pool, run nvidia-smi and dcgmi diag there, and reset or reboot it. Xid 79: the "
+        "GPU fell off the bus. 48, 63, 64, 94 and 95: memory errors. 31 and 13: usually errors of the program.",
         patterns=_any(r"NVRM: Xid .*", r"uncorrectable ECC error"),
     ),
     Rule(
         key="nccl-system",
         shows="`ncclSystemError`, `ncclUnhandledCudaError`, `ncclInternalError`",
         cause="NCCL could not set up its connections",
-        remedy="Set NCCL_DEBUG=INFO in the task's environment: the line before the error says which call failed. Often it is "
-        "the interface, a limit on locked memory with InfiniBand (`ulimit -l unlimited`), or /dev/shm.",
+        remedy="Set NCCL_DEBUG=INFO in the task's environment: the line before the error names the call that failed. "
+        "Common causes are the interface, a limit on locked memory with InfiniBand (`ulimit -l unlimited`), and /dev/shm.",
         patterns=_any(r"ncclSystemError", r"ncclUnhandledCudaError", r"ncclInternalError"),
     ),
     Rule(
         key="barrier-missed",
         shows="`Ranks 1 failed to pass monitoredBarrier`",
-        cause="ranks did not come to a barrier",
-        remedy="Those ranks hang, are slow, or took another way: `distflow workflow logs <id> --rank N` shows what they did "
-        "last, `distflow workflow stacks <id>` where they are while it runs.",
+        cause="ranks did not reach a barrier",
+        remedy="Those ranks hang, are slow, or took another branch: `distflow workflow logs <id> --rank N` shows their "
+        "last output, and `distflow workflow stacks <id>` shows where they are while the workflow runs.",
         level=Level.STALL,
         patterns=_any(r"Ranks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier in (?P<ms>\d+) ms"),
         explain=words.absent,
     ),
     Rule(
         key="rank-missing",
-        shows="`wait timeout after …, keys: …/2`, `2/3 clients joined`, `ranks 1, 2 did not come within`",
-        cause="a rank did not come to the rendezvous",
-        remedy="See what its task does: `distflow workflow logs <id> --rank N`. It may still be loading (raise the timeout of "
-        "init_process_group), have taken another rank's number (print RANK), or have no way to the master.",
+        shows="`wait timeout after …, keys: …/2`, `2/3 clients joined`, `ranks 1, 2 did not join within`",
+        cause="a rank did not join the rendezvous",
+        remedy="Check its task: `distflow workflow logs <id> --rank N`. The rank may still be loading (raise the timeout "
+        "of init_process_group), use another rank's number (print RANK), or be unable to reach the master.",
         level=Level.STALL,
         patterns=_any(
-            r"(?:^|\W)ranks? (?P<ranks>\d[\d, ]*)(?: and \d+ others)? did not come within",
+            r"(?:^|\W)ranks? (?P<ranks>\d[\d, ]*)(?: and \d+ others)? did not (?:join|come) within",
             r"Timed out after \d+ seconds waiting for clients\. (?P<there>\d+)/(?P<wanted>\d+) clients joined",
             _KEY, r"wait timeout after \d+ms, keys: ",
         ),
@@ -333,8 +334,8 @@ RULES: tuple[Rule, ...] = (
         shows="`The client socket has timed out … while trying to connect to`, `does not reach the master at`",
         cause="ranks could not reach the master",
         remedy="Does rank 0's task run at all (`distflow workflow logs <id> --rank 0`)? Is MASTER_ADDR the address of its "
-        "node on the training network ({{master_addr}}; no name, no 127.0.0.1)? Does a firewall let that port through "
-        "between the nodes? `distflow pool check` tries it.",
+        "node on the training network ({{master_addr}}; not a name, not 127.0.0.1)? Does a firewall allow that port between "
+        "the nodes? `distflow pool check` tests it.",
         level=Level.STALL,
         patterns=_any(
             r"timed out after (?P<ms>\d+)ms while trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)",
@@ -346,10 +347,11 @@ RULES: tuple[Rule, ...] = (
         key="collective-timeout",
         shows="`Timed out waiting …ms for recv operation`, `Watchdog caught collective operation timeout`, `connectFullMesh "
         "failed`",
-        cause="ranks waited in a collective for others that did not come",
-        remedy="Some rank was slow, hung, or took another branch: `distflow workflow logs <id>` shows who stopped printing "
-        "first, `distflow workflow stacks <id>` where each is while it runs, and `debug: true` names differing "
-        "collectives. If it is only slow (a checkpoint, a first compilation), raise the timeout of init_process_group.",
+        cause="ranks waited in a collective for other ranks",
+        remedy="A rank was slow, hung, or took another branch: `distflow workflow logs <id>` shows which rank stopped "
+        "printing first, `distflow workflow stacks <id>` shows where each rank is while the workflow runs, and `debug: "
+        "true` names different collectives. If the rank is only slow (a checkpoint, a first compilation), raise the timeout "
+        "of init_process_group.",
         level=Level.STALL,
         patterns=_any(
             r"Timed out waiting (?P<ms>\d+)ms for (?P<op>\w+) operation", r"Gloo connectFullMesh failed",
@@ -359,4 +361,4 @@ RULES: tuple[Rule, ...] = (
     ),
     PEER_DIED,
 )  # fmt: skip
-"""The most specific first."""
+"""The most specific rules come first."""

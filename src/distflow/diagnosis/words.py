@@ -1,4 +1,4 @@
-"""What was found of a cause: from the lines that show it to one sentence, or ``None`` when they mean another cause. Pure."""
+"""Describe a cause in one sentence, from the lines that show it; ``None`` if the lines mean another cause. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 def quoted(case: Case, hits: Sequence[Hit]) -> str:
-    """Return who printed it."""
+    """Return the ranks or tasks that printed the lines."""
     return f"on {_who(hits)}"
 
 
@@ -34,17 +34,17 @@ def mismatch(case: Case, hits: Sequence[Hit]) -> str:
             return "; ".join(f"{case.rank_words(int(call['rank']))} called {_call(call)}" for call in calls)
     sizes = next((hit for hit in hits if hit.match.re.groups == 2), None)
     if sizes is not None:
-        return f"{sizes.who} was sent {sizes.match[1]} bytes where it expected {sizes.match[2]}"
+        return f"{sizes.who} received {sizes.match[1]} bytes but expected {sizes.match[2]}"
     return f"on {_who(hits)}"
 
 
 def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return both sizes; of torch's timeouts only those that wait for more ranks than the layout has, or for fewer."""
+    """Return both sizes. Torch's timeouts count only if they wait for more or fewer ranks than the layout has."""
     for hit in hits:
         found = hit.match.groupdict()
         if found.get("one"):
             who = case.rank_words(int(found["rank"])) if found.get("rank") else hit.who
-            return f"{who} was told of {found['one']} ranks, another one of {found['other']}"
+            return f"{who} expects {found['one']} ranks, another rank expects {found['other']}"
         # torchrun's own store counts machines.
         counts = (case.world_size, sum(bool(witness.ranks) for witness in case.witnesses))
         if found.get("wanted") and case.world_size and int(found["wanted"]) not in counts:
@@ -55,30 +55,30 @@ def world_size(case: Case, hits: Sequence[Hit]) -> str | None:
 
 
 def twice(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return the rank and the task that should hold it; of torch's timeouts those of a rank that waits for itself."""
+    """Return the rank and the task that should hold it. Torch's timeouts count if a rank waits for itself."""
     for hit in hits:
         found = hit.match.groupdict()
         if found.get("rank"):
             rank = int(found["rank"])
-            return f"rank {rank}, as seen by {_who(hits)}; by the layout it is of {_holder(case, rank)}"
+            return f"rank {rank}, seen by {_who(hits)}; in the layout it belongs to {_holder(case, rank)}"
         if len(hit.witness.ranks) == 1 and hit.witness.ranks.start == int(found["key"]):
             return f"{hit.who} waits for rank {found['key']} itself: it joined under another number"
     return None
 
 
 def absent(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return the ranks that were waited for, with the tasks that hold them; ranks that wait themselves are there."""
+    """Return the missing ranks with their tasks. Ranks that wait are not missing."""
     waiting = {hit.rank for hit in hits if hit.rank is not None}
     named = [int(rank) for hit in hits for rank in re.findall(r"\d+", hit.match.groupdict().get("ranks") or "")]
     keyed = [int(key) for hit in hits if (key := hit.match.groupdict().get("key"))]
     ranks = sorted({*named, *(rank for rank in keyed if rank not in waiting)})
     counted = next((hit for hit in hits if hit.match.groupdict().get("wanted")), None)
-    counts = f"{counted.match['there']} of {counted.match['wanted']} came" if counted else ""
+    counts = f"{counted.match['there']} of {counted.match['wanted']} arrived" if counted else ""
     if not ranks:
         there = waiting if counted and len(waiting) == int(counted.match["there"]) else set()
         ranks = [rank for rank in range(case.world_size) if rank not in there] if there else []
     held = ", ".join(case.rank_words(rank) for rank in ranks[:_SHOWN]) + (" and others" if len(ranks) > _SHOWN else "")
-    return "; ".join(filter(None, (f"{held} did not come" if held else "", f"{_who(hits)} waited", counts)))
+    return "; ".join(filter(None, (f"{held} did not arrive" if held else "", f"{_who(hits)} waited", counts)))
 
 
 def mesh(case: Case, hits: Sequence[Hit]) -> str:
@@ -87,10 +87,10 @@ def mesh(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def unused(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the numbers or names of the parameters, where torch says them."""
-    told = re.compile(r"[Pp]arameter(?:s| indices) which did not receive grad for rank \d+: (.+?)\s*$")
+    """Return the numbers or names of the parameters, if torch printed them."""
+    named = re.compile(r"[Pp]arameter(?:s| indices) which did not receive grad for rank \d+: (.+?)\s*$")
     for line in hits[0].witness.lines:
-        match = told.search(line)
+        match = named.search(line)
         if match:
             kind = "parameters number" if re.fullmatch(r"[\d ]+", match[1]) else "parameters"
             return f"on {_who(hits)}: {kind} {match[1]}"
@@ -98,31 +98,31 @@ def unused(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def gpu_memory(case: Case, hits: Sequence[Hit]) -> str:
-    """Return how much was asked for, and how much there was."""
+    """Return the requested and the available memory."""
     hit = next((one for one in hits if one.match.groupdict().get("wanted")), hits[0])
     found = hit.match.groupdict()
     if not found.get("wanted"):
         return f"on {_who(hits)}"
     has = f"; GPU {found['gpu']} has {found['total']}, of which {found['free']} were free" if found.get("gpu") else ""
-    return f"{hit.who} asked for {found['wanted']}{has}"
+    return f"{hit.who} tried to allocate {found['wanted']}{has}"
 
 
 def host_memory(case: Case, hits: Sequence[Hit]) -> str:
-    """Return how much was asked for."""
+    """Return the requested memory."""
     hit = next((one for one in hits if one.match.re.groups), hits[0])
-    return f"{hit.who} asked for {bytes_text(int(hit.match[1]))}" if hit.match.re.groups else f"on {_who(hits)}"
+    return f"{hit.who} tried to allocate {bytes_text(int(hit.match[1]))}" if hit.match.re.groups else f"on {_who(hits)}"
 
 
 def nccl_versions(case: Case, hits: Sequence[Hit]) -> str:
-    """Return which rank has which."""
+    """Return the version of each rank."""
     one, first, other, second = hits[0].match.groups()
     return f"{case.rank_words(int(one))} has {first}, {case.rank_words(int(other))} has {second}"
 
 
 def interface(case: Case, hits: Sequence[Hit]) -> str | None:
-    """Return the interface that is not there, or the address of this machine alone that was announced to another one.
+    """Return the missing interface, or the loopback address that a rank announced to another node.
 
-    Among ranks of a single node 127.0.0.1 is right.
+    127.0.0.1 is correct for the ranks of a single node.
     """
     for hit in hits:
         found = hit.match.groupdict()
@@ -132,11 +132,11 @@ def interface(case: Case, hits: Sequence[Hit]) -> str | None:
             return f"{hit.who} found no interface to use"
     if len({witness.node for witness in case.witnesses if witness.ranks}) < 2:
         return None
-    return f"{hits[0].who} was given {hits[0].match['address']} as the address of a rank of another node"
+    return f"{hits[0].who} got {hits[0].match['address']} as the address of a rank on another node"
 
 
 def port(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the port, where it is said."""
+    """Return the port, if the lines name it."""
     number = next((hit.match.groupdict().get("port") for hit in hits if hit.match.groupdict().get("port")), "")
     return f"{hits[0].who} could not listen" + (f" on port {number}" if number else "")
 
@@ -147,19 +147,19 @@ def variable(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def missing(case: Case, hits: Sequence[Hit]) -> str:
-    """Return what is not there, and where."""
+    """Return the missing names, and the tasks that miss them."""
     names = list(dict.fromkeys(hit.match[1] for hit in hits))
-    return f"{', '.join(names[:_SHOWN])}: missed by {_who(hits)}"
+    return f"{', '.join(names[:_SHOWN])}: not found by {_who(hits)}"
 
 
 def master(case: Case, hits: Sequence[Hit]) -> str:
-    """Return the address that was tried, and who should have answered."""
+    """Return the address that the ranks tried, and the task that should have answered."""
     first = hits[0]
-    return f"{_who(hits)} did not reach {first.match['host']}, port {first.match['port']}; rank 0 is of {_holder(case, 0)}"
+    return f"{_who(hits)} did not reach {first.match['host']}, port {first.match['port']}; rank 0 belongs to {_holder(case, 0)}"
 
 
 def timeout(case: Case, hits: Sequence[Hit]) -> str:
-    """Return who waited, and how long."""
+    """Return the ranks that waited, and how long."""
     found = next((hit.match.groupdict() for hit in hits if hit.match.groupdict().get("ms")), {})
     what = found.get("op") or ""
     # gloo names only its half of a transfer.
@@ -172,8 +172,8 @@ def timeout(case: Case, hits: Sequence[Hit]) -> str:
 
 
 def lost_peer(case: Case, hits: Sequence[Hit]) -> str:
-    """Return who lost a peer; who died first is not known here."""
-    return f"{_who(hits)} lost a peer; nothing says which rank was first"
+    """Return the ranks that lost a peer. The output does not show which rank failed first."""
+    return f"{_who(hits)} lost a peer; the output does not show which rank failed first"
 
 
 def _call(call: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""How far a node's clock is from ours, and how sure that is: measured from round trips, applied to its times. Pure."""
+"""The offset of a node's clock from this machine's, with its uncertainty, measured from round trips. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ __all__ = ["Clock", "best_clock"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """How far a node's clock is before ours; negative when it is behind."""
+    """The offset of a node's clock from this machine's clock."""
 
     offset_s: float
+    """Positive if the node's clock is ahead."""
     uncertainty_s: float
-    """Half of the quickest round trip: the truth lies that near."""
+    """Half of the fastest round trip: the largest possible error of the offset."""
 
     def ours(self, at: float) -> float:
-        """Return a time that the node told as our clock had it.
+        """Convert a time of the node's clock to this machine's clock.
 
         >>> Clock(offset_s=-30.0, uncertainty_s=0.01).ours(970.0)
         1000.0
@@ -26,7 +27,7 @@ class Clock:
 
 
 def best_clock(samples: Iterable[tuple[float, float, float]]) -> Clock | None:
-    """Return the clock from samples of (asked, said, answered): the quickest round trip tells it best.
+    """Return the clock from samples of (asked, said, answered). The fastest round trip is the most accurate.
 
     >>> best_clock([(10.0, 15.5, 11.0), (20.0, 25.1, 20.2)])
     Clock(offset_s=5.0, uncertainty_s=0.1)

@@ -60,14 +60,14 @@ class Action(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitActions:
-    """A task's ``exitActions``; no code stands in two of them."""
+    """A task's ``exitActions``. No code is in two of them."""
 
     complete: Codes = ()
     fail: Codes = ()
     reschedule: Codes = ()
 
     def action(self, code: int | None) -> Action | None:
-        """Return what the spec says of a code; ``None`` where it says nothing."""
+        """Return the spec's action for a code; ``None`` if it has none."""
         if code is None:
             return None
         for action, ranges in self.by_action().items():
@@ -95,7 +95,7 @@ def parse_codes(text: str) -> Codes:
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ValueError(f"`{part}` is no exit code and no range of them; {hint}")
+            raise ValueError(f"`{part}` is not an exit code or a range of exit codes; {hint}")
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise ValueError(f"the range `{part}` is empty; write `{last}-{first}`")
@@ -106,7 +106,7 @@ def parse_codes(text: str) -> Codes:
 
 
 def overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int | None:
-    """Return the smallest code that stands in both; ``None`` when there is none."""
+    """Return the smallest code that is in both; ``None`` if there is none."""
     shared = [max(first, low) for first, last in one for low, high in other if max(first, low) <= min(last, high)]
     return min(shared, default=None)
 
@@ -128,10 +128,10 @@ def exit_code_of(reason: Reason | None, exit_code: int | None, signal: int | Non
 def action_of(
     actions: ExitActions, reason: Reason | None, exit_code: int | None, signal: int | None, *, has_run: bool
 ) -> Action | None:
-    """Return what the spec says of an end; arguments as for ``exit_code_of``.
+    """Return the spec's action for an end; arguments as for ``exit_code_of``.
 
-    A kill for want of memory is 3004, and where nothing is said of that, what the command ended with (137): whether the
-    kernel's log can be read on a node must not decide about another attempt.
+    A kill for lack of memory has the code 3004. If the spec has no action for it, the command's own code (137) decides, so
+    that a retry does not depend on whether the node's kernel log is readable.
     """
     found = actions.action(exit_code_of(reason, exit_code, signal, has_run=has_run))
     if found is None and reason is Reason.OOM_KILLED:

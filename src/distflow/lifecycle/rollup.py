@@ -1,6 +1,6 @@
-"""How tasks make a group's end, and groups a workflow's: OSMO's rules, with the specific cause kept.
+"""How the ends of groups determine the end of a workflow: OSMO's rules, but the specific cause is kept.
 
-OSMO turns most causes into plain FAILED on the way up; distflow keeps the reason of what failed first (OSMO.md, quirk Q16).
+OSMO replaces most causes by plain FAILED. distflow keeps the reason of the first failure (docs/osmo-commands.md, Q16).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 __all__ = ["roll_up_workflow"]
 
 _ORDER = (Reason.INTERNAL, Reason.EXEC_TIMEOUT, Reason.QUEUE_TIMEOUT)
-"""Which reason a workflow shows when its groups failed for several."""
+"""The reasons that a workflow shows first if its groups failed for different reasons."""
 
 
 def roll_up_workflow(groups: Sequence[tuple[State, Reason | None]]) -> tuple[WorkflowState, Reason | None]:

@@ -1,4 +1,4 @@
-"""How groups depend on one another: what a waiting group waits for, and what ends it without having run. Pure."""
+"""Dependencies between groups: what a waiting group waits for, and what ends it before it ran. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["broken_upstream", "listed", "still_awaited", "waits_for"]
 
 
 def still_awaited(upstream: Sequence[str], states: Mapping[str, State]) -> tuple[str, ...]:
-    """Return which of the groups that a group depends on have not completed."""
+    """Return the dependencies of a group that have not completed."""
     return tuple(name for name in upstream if states[name] is not State.COMPLETED)
 
 
 def broken_upstream(upstream: Sequence[str], states: Mapping[str, State]) -> str | None:
-    """Return the first of them that ended and did not complete, so that what waits for it never can run."""
+    """Return the first dependency that ended without completing, so that the group can never run."""
     return next((name for name in upstream if states[name] in (State.FAILED, State.CANCELED)), None)
 
 
 def waits_for(names: Sequence[str]) -> str:
-    """Return in words what a group waits for: ``waits for crop, label and prepare``."""
+    """Return text such as ``waits for crop, label and prepare``."""
     return f"waits for {listed(names)}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as a list to read: ``crop, label and prepare``."""
+    """Return names as text such as ``crop, label and prepare``."""
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -25,7 +25,7 @@ def bind(
 ) -> dict[str, BoundLaunch]:
     """Return every task of a group with its placeholders filled in, all but ``@@ATTEMPT_DIR@@``.
 
-    ``nodes`` are the pool's nodes by name; what they set in ``environment`` stands below what the plan sets.
+    ``nodes`` are the pool's nodes by name; the plan's variables override their ``environment``.
     """
     return {launch.task: bind_task(group, launch.task, binding, workflow_id, nodes) for launch in group.launches}
 

@@ -88,7 +88,7 @@ def _group(
         launches=tuple(_as_member(launch, numbers) for launch in launches),
         world=world,
         barrier=group.barrier,
-        # One world lives and dies as one: its collectives cannot go on without a member.
+        # Collectives of a world cannot continue without a member.
         ignore_nonlead_status=ignore if ignore is not None else world is None,
         timeouts=group.timeouts,
         retry=group.retry,
@@ -216,7 +216,7 @@ def _file(file: FileSpec, rewrite: Rewrite, bundles: Mapping[str, Bundle], in_wo
 
 
 def _strategy_environment(strategy: Strategy | None) -> dict[str, str]:
-    return {"DISTFLOW_STRATEGY": json.dumps(strategy.normalised())} if strategy is not None else {}
+    return {"DISTFLOW_STRATEGY": json.dumps(strategy.normalized())} if strategy is not None else {}
 
 
 def _library(bundle: Bundle) -> PlannedFile:

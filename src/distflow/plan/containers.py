@@ -1,4 +1,4 @@
-"""Which container a task runs in on its node, and what a spec says of containers in vain."""
+"""The container that a task runs in on its node, and warnings about container keys that have no effect."""
 
 from __future__ import annotations
 

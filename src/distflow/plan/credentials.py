@@ -1,4 +1,4 @@
-"""What a task is given of credentials: names in the plan, values beside it, and the two put together for the node."""
+"""The credentials of a task: names in the plan, values separate from it, and both combined for the node."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def registry_of(image: str) -> str:
 
 
 def planned_credentials(uses: Sequence[CredentialUse]) -> tuple[PlannedCredential, ...]:
-    """Return the plan's part of what a spec says."""
+    """Return the plan's part of a task's credentials."""
     return tuple(
         PlannedCredential(
             name=use.name,

@@ -49,7 +49,7 @@ def distributed_environment(task: str, given: Mapping[str, str]) -> dict[str, st
 
 
 def distributed_files(group: GroupPlan, task: str) -> tuple[PlannedFile, ...]:
-    """Return the two files of a task, still symbolic; none for a task that is no member.
+    """Return the two files of a task, still symbolic; none for a task that is not a member.
 
     They are made for one task at a time and never stored: all files of a gang together grow with the square of its size.
     """

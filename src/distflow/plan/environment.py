@@ -1,7 +1,7 @@
 """The environment of a task: what torch, NCCL, gloo and torchrun need to form exactly the world that the spec says.
 
 Names and meaning are torch's (``torch.distributed.run``, environment variables of the launcher; ``env://``
-initialisation) and NCCL's (``NCCL_SOCKET_IFNAME``). ``PET_*`` are the defaults of torchrun's own options, so that a
+initialization) and NCCL's (``NCCL_SOCKET_IFNAME``). ``PET_*`` are the defaults of torchrun's own options, so that a
 bare ``torchrun train.py`` joins the right world with the right rank.
 """
 

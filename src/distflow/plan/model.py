@@ -102,7 +102,7 @@ class PlannedCheckpoint:
     shown: str
     """As the spec names it, such as ``/tmp/models``."""
     url: str
-    """The directory is written there under its own name; ``{{workflow_id}}`` may stand in it. Empty: it is written nowhere,
+    """The directory is written there under its own name; it may contain ``{{workflow_id}}``. Empty: it is written nowhere,
     and every task of the group is given it."""
     every_s: float
     regex: str = ""
@@ -121,7 +121,7 @@ class Launch:
     lead: bool
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """Complete but for the node's own ``environment``, which stands below it, and the values of ``--set-env``."""
+    """Complete except for the values of ``--set-env``. It overrides the node's own ``environment``."""
     secret_names: tuple[str, ...] = ()
     """Variables given by ``--set-env``: their values are stored apart."""
     credentials: tuple[PlannedCredential, ...] = ()
@@ -149,7 +149,7 @@ class Launch:
     member: int | None = None
     """Which member of its gang it is in ``distributed.json``; ``None``: it is given none (``plan.distributed``)."""
     python_path: tuple[str, ...] = ()
-    """Directories at the end of its PYTHONPATH, whatever stands there before."""
+    """Directories at the end of its PYTHONPATH, after all other entries."""
     path: tuple[str, ...] = ()
     """Directories at the beginning of its PATH."""
     folders: tuple[str, ...] = ()
@@ -220,7 +220,7 @@ class GroupPlan:
         return (self, *self.smaller)
 
     def sized(self, tasks: int) -> GroupPlan:
-        """Return what it runs as with so many tasks."""
+        """Return the plan of an attempt with that many tasks."""
         return next((one for one in self.smaller if len(one.launches) == tasks), self)
 
     def with_launches(self, change: Callable[[Launch], Launch]) -> GroupPlan:
@@ -251,7 +251,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLink:
-    """How a task hears of a failure in its gang, and tells of its own, without a supervisor."""
+    """How a task learns of a failure in its gang, and reports its own, without a supervisor."""
 
     task: str
     others: tuple[str, ...]
@@ -262,7 +262,7 @@ class GangLink:
     counts: bool
     """Whether its failure is one of the group."""
     success: Codes
-    """Exit codes besides 0 that count as a success."""
+    """Exit codes other than 0 that count as a success."""
     failure: Codes
     """Exit codes that count as a failure, should 0 be among them."""
 

@@ -1,6 +1,6 @@
 """Files that two tasks share without a word: paths in ``/tmp`` that both name, when one node runs both without containers.
 
-In OSMO each task has its own ``/tmp``. Here ``/tmp`` is the node's, so a task may read what another one wrote, also when that
+In OSMO each task has its own ``/tmp``. Here ``/tmp`` is the node's, so a task may read another task's files, also when that
 ended long ago.
 """
 

@@ -35,8 +35,8 @@ TOKEN = re.compile(r"\{\{ *([a-z_]+)(?: *: *([A-Za-z0-9_-]+))? *\}\}")
 """A token as the spec floor leaves it in strings."""
 
 _CONTINUES = re.compile(r"(?:(?<=[\w})\]./*])(?<!\b[bfruBFRU])(?<!\b[bfrBFR][bfrBFR])|\+ ?[bfruBFRU]?)[\"']\Z")
-"""What a path goes on: the end of a quoted text, as in ``"$FOLDER"/train.py``, but not the prefix of one in Python; or a sum of
-texts, as in ``folder + "/train.py"``."""
+"""What may follow a path: the end of a quoted text, as in ``"$FOLDER"/train.py``, but not the prefix of one in Python; or
+a sum of texts, as in ``folder + "/train.py"``."""
 
 Rewrite = Callable[[str], str]
 
@@ -91,7 +91,7 @@ def relative_paths(injected: Iterable[tuple[str, bool]], texts: Iterable[tuple[s
 
     These are relative paths of ``injected`` as seen from ``/``, and absolute ones whose relative form is mentioned.
     ``injected`` holds each path and whether it is a directory, ``texts`` each text of the task and the file that holds it
-    (empty: none does). What a file says of itself does not count.
+    (empty: none does). A file's mentions of itself do not count.
     """
     paths = [(posixpath.normpath(path), tree) for path, tree in injected]
     absolute = {path: tree for path, tree in paths if path.startswith("/")}

@@ -54,7 +54,7 @@ class Attempt:
 
     @property
     def due_at(self) -> float:
-        """When something becomes of it by itself."""
+        """The time of its next change by itself."""
         return self.ends_at if self.started_at > 0 else min(self.ends_at, self.expires_at)
 
     def finish(self, at: float, why: str = "") -> None:
@@ -89,7 +89,7 @@ class Attempt:
 
 
 class Attempts:
-    """What the nodes know of attempts, and who is told of which; found by node, as there may be thousands of those."""
+    """The nodes' view of attempts, and their watchers, by node, because there may be thousands of nodes."""
 
     def __init__(self) -> None:
         """Know nothing."""
@@ -124,7 +124,7 @@ class Attempts:
         self.known[attempt.key] = self.alive[attempt.key] = self._alive_on[attempt.key.node][attempt.key] = attempt
 
     def end(self, key: AttemptKey) -> None:
-        """It neither runs nor holds anything any more."""
+        """It no longer runs and holds nothing."""
         self.alive.pop(key, None)
         self._alive_on[key.node].pop(key, None)
 
@@ -134,7 +134,7 @@ class Attempts:
         self.known.pop(key, None)
 
     def forget(self, which: Callable[[AttemptKey], bool], *, unwatch: bool = False) -> None:
-        """Nothing is left of some of them; with ``unwatch`` nobody wants to hear that, either."""
+        """Forget some of them; with ``unwatch``, without a notification."""
         for key in [key for key in self.known if which(key)]:
             self.drop(key)
             if unwatch:

@@ -1,7 +1,7 @@
 """A backend in memory: nodes that lease, start and stop attempts when told, on a clock that is turned by hand.
 
-It keeps the contract of ``backends.base.Backend`` and can be told to misbehave as real nodes do: to be unreachable,
-to lose answers, to start anew, to kill an attempt. What runs there is described by ``Behaviour``.
+It keeps the contract of ``backends.base.Backend`` and can misbehave like real nodes on request: be unreachable,
+lose answers, restart, kill an attempt. What runs there is described by ``Behaviour``.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class FakeBackend:
         if not self._up.get(key.node):
             self._emit(CollectUnanswered(at=self._clock.now(), key=key, checkpoint=checkpoint))
             return
-        now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
+        now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it no longer exists"
         if spoils:
             self._say(CollectFailed(at=now, key=key, checkpoint=checkpoint, message=spoils), key)
         else:
@@ -292,7 +292,7 @@ class FakeBackend:
             self._emit(NodeDown(at=self._clock.now(), pool=self._pool.name, node=node, error="cut"))
 
     def silence(self, node: str) -> None:
-        """Let a node do what it is told and never answer; ``cut`` and ``heal`` end that, and no answer comes later."""
+        """Let a node execute commands and never answer, until ``cut`` or ``heal``. No answer comes later."""
         if self._up.get(node):
             self._silent.add(node)
 
@@ -339,12 +339,12 @@ class FakeBackend:
 
     @property
     def running(self) -> list[AttemptKey]:
-        """The attempts that run, also where nobody can see it."""
+        """The running attempts, including those on unreachable nodes."""
         return [key for key, attempt in self._attempts.alive.items() if attempt.is_running]
 
     @property
     def ends(self) -> dict[AttemptKey, dict[str, Any]]:
-        """How the attempts ended that nodes know of, whoever was told; times by our clock."""
+        """The ends of all attempts that nodes know of, reported or not, in this machine's time."""
         return {key: attempt.end for key, attempt in self._attempts.known.items() if attempt.end is not None}
 
     @property

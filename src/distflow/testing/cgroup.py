@@ -1,4 +1,4 @@
-"""A memory limit for processes that enter it, so that the kernel kills them for want of memory. Needs root."""
+"""A memory limit for processes that enter it, so that the kernel kills them for lack of memory. Needs root."""
 
 from __future__ import annotations
 

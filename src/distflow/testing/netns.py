@@ -1,6 +1,6 @@
 """Hosts in network namespaces, for tests as root: links that can be cut, healed and made slow.
 
-Names carry the id of the test process, so that several runs do not meet, and so that what a killed run has left can be told and
+Names carry the id of the test process, so that several runs do not meet, and so that remains of a killed run are recognized and
 taken down.
 """
 
@@ -29,7 +29,7 @@ _LOCK = "/tmp/distflow-netns.lock"  # noqa: S108  shared by all test runs of the
 
 
 def missing_netns() -> str:
-    """Return why there can be no such hosts here; empty when there can."""
+    """Return the reason why such hosts are impossible here; empty if they are possible."""
     if os.getuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -121,7 +121,7 @@ class NetnsHost:
         _ip("-n", namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
         _ip("-n", namespace, "link", "set", "lo", "up")
         _ip("-n", namespace, "link", "set", "eth0", "up")
-        # A known neighbour: packets to a host that is cut off vanish, instead of being answered with "no route" after 3 s.
+        # A known neighbor: packets to a host that is cut off vanish, instead of being answered with "no route" after 3 s.
         mac = json.loads(_ip("-n", namespace, "-j", "link", "show", "eth0"))[0]["address"]
         _ip(*there, "neigh", "replace", self.address, "lladdr", mac, "dev", bridge, "nud", "permanent")
         options = {"port": 22, "alias": namespace, "is_near": not inside, **self._options}
@@ -159,7 +159,7 @@ class NetnsHost:
         _ip("-n", self.namespace, "link", "set", name, "up")
 
     def cut(self) -> None:
-        """Let every packet vanish, both ways; nobody is told."""
+        """Drop every packet in both directions, without an error to the sender."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def heal(self) -> None:

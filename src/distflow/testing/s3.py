@@ -1,6 +1,6 @@
 """A real server that speaks S3 and checks signatures, for tests: on loopback, over a folder, no privileges needed.
 
-Each folder directly below ``data`` is a bucket. Whoever starts it ends it, by its id; one that is left over ends with the test
+Each folder directly below ``data`` is a bucket. The caller ends it by its id; a remaining one ends with the test
 process (PDEATHSIG where that exists).
 """
 
@@ -101,12 +101,12 @@ class S3Server:
             process.wait(10)
 
     def freeze(self) -> None:
-        """Stop it as it is: the kernel still accepts connections, nobody answers."""
+        """Suspend it: the kernel still accepts connections, but nothing answers."""
         if self._process is not None:
             os.kill(self._process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         if self._process is not None:
             os.kill(self._process.pid, signal.SIGCONT)
 
@@ -119,7 +119,7 @@ class S3Server:
 
 
 def _rclone() -> str | None:
-    """Return where the program is: beside this interpreter, on the path, or where its package was installed."""
+    """Return the path of the program: next to this interpreter, on PATH, or in its package."""
     beside = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which("rclone")
     if beside is not None:
         return beside

@@ -1,4 +1,4 @@
-"""A python whose clock is wrong: a node that is told to use it has a wrong clock, and nothing else about it differs."""
+"""A Python with a wrong clock, for nodes that differ from others only in their clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A real, private OpenSSH server for tests: own keys, own configuration, any loopback address, no privileges needed.
 
-Whoever starts it ends it, by its id; one that is left over ends with the test process (PDEATHSIG where that exists).
+The caller ends it by its id; a remaining one ends with the test process (PDEATHSIG where that exists).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port that nobody has at ``address`` now; empty: at any, which counts for who listens at all of them."""
+    """Return a port that is free at ``address`` now. An empty address means all addresses."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
@@ -51,7 +51,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 class Sshd:
     """One server; a context manager.
 
-    ``user_key`` is accepted, and is made beside the host keys when none is given. ``client_config`` and ``known_hosts`` are
+    ``user_key`` is accepted, and is created next to the host keys if none is given. ``client_config`` and ``known_hosts`` are
     files for a client that should get in as ``alias``; ``options`` are lines of ``sshd_config``; ``home`` is the user's there.
     """
 
@@ -172,11 +172,11 @@ class Sshd:
         self.start()
 
     def freeze(self) -> None:
-        """Stop every process of it: the kernel still accepts connections, nobody answers."""
+        """Suspend all of its processes: the kernel still accepts connections, but nothing answers."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         self._signal(signal.SIGCONT)
 
     def connections(self) -> int:
@@ -229,7 +229,7 @@ class Sshd:
 
 
 def die_with_parent() -> None:
-    """End with whoever started this process; called in a child before its program begins."""
+    """End together with the parent process; called in a child before its program starts."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 

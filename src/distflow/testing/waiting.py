@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
     """Call ``condition`` until it gives something true, and return that.
 
-    Looks again after twice the time that looking took, 0.02 to 1 s: who waits shall not hold up what is waited for.
+    Pauses for twice the duration of the last check, 0.02 to 1 s, so that waiting does not slow down the awaited process.
     Raises ``TimeoutError`` naming ``what`` after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s

@@ -80,7 +80,7 @@ class Distributed:
 
     @property
     def config(self) -> Config:
-        """All that the file says. Raises ``OSError`` when there is none, ``ValueError`` when it is no such file."""
+        """The content of the file. Raises ``OSError`` if it does not exist, and ``ValueError`` if it has another format."""
         if self._config is None:
             self._config = _read(Path(_folder()) / "distributed.json")
         return self._config
@@ -155,7 +155,7 @@ def _read(path: Path) -> Config:
             members=tuple(_member(entry, ranks) for entry in found["members"]),
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no distributed.json: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} is not a valid distributed.json: {type(error).__name__}: {error}") from error
 
 
 def _member(entry: Mapping[str, Any], ranks: Mapping[str, int]) -> Member:
@@ -173,7 +173,7 @@ def _member(entry: Mapping[str, Any], ranks: Mapping[str, int]) -> Member:
 
 
 def _ranks(ids: Sequence[str]) -> dict[str, int]:
-    """Return the rank of each member: in the order of the ids as numbers, or as texts when one of them is no number."""
+    """Return the rank of each member: in the order of the ids as numbers, or as texts if one of them is not a number."""
     try:
         order = sorted(ids, key=int)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A sign of life from the training loop itself: a loop that hangs gives none."""
+"""The heartbeat of the training loop: it stops when the loop hangs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _last = -_EVERY_S
 def beat() -> None:
     """Touch the file that ``DISTFLOW_HEARTBEAT`` names, at most once a second; without the variable, do nothing.
 
-    Call it once per step. No thread does it for you: that one would go on while the loop hangs. A file that cannot be touched
-    is no reason to stop training.
+    Call it once per step. No thread does it for you, because a thread would continue while the loop hangs. A file that
+    cannot be touched does not stop the training.
     """
     global _last  # noqa: PLW0603 (one file per process)
     path = os.environ.get("DISTFLOW_HEARTBEAT")

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max_restarts",
         type=int,
         default=0,
-        help="start all ranks anew so often after a failure (one machine only)",
+        help="restart all ranks up to this many times after a failure (one machine only)",
     )
     add("--stop-grace", type=float, default=30.0, metavar="S", help="seconds that ranks have after SIGTERM (default: 30)")
     add("--failure-grace", type=float, default=5.0, metavar="S", help="the same, when another rank failed (default: 5)")

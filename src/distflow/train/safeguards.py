@@ -156,7 +156,7 @@ class GradientGuard:
         if self._in_a_row > self._limit:
             raise NonFiniteGradients(
                 f"gradients were not finite in {self._in_a_row} steps in a row: lower the learning rate, clip the gradients, "
-                "or look at the data of these steps"
+                "or check the data of these steps"
             )
         return False
 

@@ -30,8 +30,8 @@ def listen_for_stop() -> None:
 def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
     """Tell whether any rank was asked to stop; all ranks get the same answer.
 
-    A small collective: every rank calls it at the same place, once per step. From the first call on SIGTERM does not end
-    the process any more; until then it does.
+    A small collective: every rank calls it at the same place, once per step. From the first call on, SIGTERM no longer
+    ends the process.
     """
     listen_for_stop()
     return any_rank(_asked, group=group)

@@ -143,8 +143,8 @@ def world() -> World:
 def control_group() -> dist.ProcessGroup | None:
     """Return the gloo group on which ranks decide together, apart from the training's reductions; ``None`` before ``init``.
 
-    Nobody may keep it: a gloo thread that lets go of a tensor while Python is ending aborts the process, and only a group
-    that nobody holds has its threads joined before.
+    The caller must not keep it: a gloo thread that releases a tensor while Python is ending aborts the process, and only a
+    group without references has its threads joined before.
     """
     return _control
 
@@ -208,7 +208,7 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
         )
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < size:
-        raise WorldError(f"RANK={rank} is no rank of a world of {size}: ranks are counted from 0")
+        raise WorldError(f"RANK={rank} is not a rank of a world of {size}: ranks are counted from 0")
     local_rank = _number(environment, "LOCAL_RANK", 0)
     has_cuda = torch.cuda.is_available()
     if backend == "auto":
@@ -218,7 +218,7 @@ def _place(environment: Mapping[str, str], backend: str) -> World:
         if local_rank >= torch.cuda.device_count():
             raise WorldError(
                 f"rank {rank} wants GPU {local_rank}, but this machine shows {torch.cuda.device_count()}: give --size "
-                f"{torch.cuda.device_count()} or less here, or look at CUDA_VISIBLE_DEVICES"
+                f"{torch.cuda.device_count()} or less here, or check CUDA_VISIBLE_DEVICES"
             )
         device = torch.device("cuda", local_rank)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", 1)
@@ -250,8 +250,8 @@ def _meet(environment: Mapping[str, str], place: World, timeout: timedelta) -> S
         if hosts:
             raise WorldError(f"rank 0 cannot listen on port {port}: {why}; give another MASTER_PORT") from error
         raise WorldError(
-            f"rank {place.rank} does not reach the master at {address}:{port}: {why}; does rank 0 run there, and is "
-            "MASTER_ADDR an address of its machine that this one reaches?"
+            f"rank {place.rank} does not reach the master at {address}:{port}: {why}; does rank 0 run "
+            "there, and can this machine reach MASTER_ADDR?"
         ) from error
     try:
         return _gather(_stores[key], environment, place, timeout, deadline)
@@ -268,12 +268,10 @@ def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: t
     said = store.compare_set("size", "", str(place.size)).decode()
     if said != str(place.size):
         raise WorldError(
-            f"rank {place.rank} was told of {place.size} ranks, another one of {said}: WORLD_SIZE must be the same"
+            f"rank {place.rank} expects {place.size} ranks, another rank expects {said}: WORLD_SIZE must be the same"
         )
     if store.add(f"rank/{place.rank}", 1) > 1:
-        raise WorldError(
-            f"rank {place.rank} is there twice: two machines have the same offset, or a process of before still runs"
-        )
+        raise WorldError(f"rank {place.rank} joined twice: two machines have the same offset, or an earlier process still runs")
     if store.add("arrived", 1) == place.size:
         store.set("all", "1")
     pause, pause_s = threading.Event(), 0.005
@@ -283,7 +281,7 @@ def _gather(tcp: Store, environment: Mapping[str, str], place: World, timeout: t
             missing = [rank for rank in range(place.size) if not store.check([f"rank/{rank}"])]
             if not missing:  # the last one came just now
                 break
-            raise WorldError(f"{_ranks(missing)} did not come within {timeout.total_seconds():g} s")
+            raise WorldError(f"{_ranks(missing)} did not join within {timeout.total_seconds():g} s")
         pause.wait(pause_s)
         pause_s = min(2 * pause_s, 0.25)
     return store

@@ -47,7 +47,7 @@ def test_programs_get_one_document(screen: Screen) -> None:
 def test_why_names_the_diagnosis(screen: Screen) -> None:
     record = failed(screen)
     assert screen.run("why", record.id) == 0
-    assert "\nDiagnosis  ranks called collectives that do not fit together\nRemedy     Every rank must call" in screen.out
+    assert "\nDiagnosis  ranks called different collectives\nRemedy     Every rank must call" in screen.out
     assert screen.out.endswith(f"\nDetails: distflow workflow diagnose {record.id}\n")
 
 
@@ -86,7 +86,7 @@ def test_an_earlier_attempt_is_diagnosed_when_it_is_asked_for(screen: Screen) ->
     assert "there is no failure to explain" in screen.out
     assert screen.run("diagnose", record.id, "-r", "0") == 0
     assert "Group training, attempt 1 of 2: RESCHEDULED" in screen.out
-    assert "ranks called collectives that do not fit together" in screen.out
+    assert "ranks called different collectives" in screen.out
     assert screen.run("diagnose", record.id, "-r", "2") == 2
     assert "the last is 1" in screen.err
 

@@ -55,7 +55,7 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
         (
             OUT_OF_MEMORY,
             "gpu-memory",
-            "rank 11 (worker on gpu2) asked for 2.00 GiB; GPU 3 has 79.11 GiB, of which 1.12 GiB were",
+            "rank 11 (worker on gpu2) tried to allocate 2.00 GiB; GPU 3 has 79.11 GiB, of which 1.12 GiB were",
         ),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling …", "gpu-memory", "worker on gpu2"),
         (SHARED, "shared-memory", "on worker on gpu2"),
@@ -67,9 +67,9 @@ CONVOLUTION = "RuntimeError: Input type (torch.FloatTensor) and weight type (tor
         (SAME_DEVICE, "devices-mixed", "on rank 11 (worker on gpu2)"),
         (CONVOLUTION, "devices-mixed", "worker on gpu2"),
         ("NCCL WARN Bootstrap : no socket interface found", "wrong-interface", "found no interface"),
-        (LOOPBACK, "wrong-interface", "was given 127.0.1.1 as the address of a rank of another node"),
-        ("Bootstrap Root : mismatch in rank count from procs 16 : 8", "world-size-mismatch", "told of 16 ranks, another"),
-        ("Bootstrap Root : rank 9 of 16 ranks has already checked in", "rank-twice", "it is of worker on gpu2"),
+        (LOOPBACK, "wrong-interface", "got 127.0.1.1 as the address of a rank on another node"),
+        ("Bootstrap Root : mismatch in rank count from procs 16 : 8", "world-size-mismatch", "expects 16 ranks, another"),
+        ("Bootstrap Root : rank 9 of 16 ranks has already checked in", "rank-twice", "it belongs to worker on gpu2"),
         ("ncclSystemError: System call or external library call failed", "nccl-system", "worker on gpu2"),
         (
             WATCHDOG.replace("Timeout(ms)=600000", "Timeout(ms)=1800123"),
@@ -121,7 +121,8 @@ def test_a_bystander_never_outranks_the_first_to_fail() -> None:
     (told,) = diagnose(case("ValueError: a label that is none", first="exit code 1: ValueError: a label that is none"))
     assert told.key == "peer-died"
     assert told.found == (
-        "rank 11 (worker on gpu2) failed first: exit code 1: ValueError: a label that is none; master on gpu1 lost it"
+        "rank 11 (worker on gpu2) failed first: exit code 1: ValueError: a label that is none; "
+        "master on gpu1 then lost the connection"
     )
 
 
@@ -172,7 +173,7 @@ def test_ends_tell_by_themselves(end: dict[str, Any], keys: list[str]) -> None:
 def test_torchruns_store_waits_for_machines_and_not_for_ranks() -> None:
     line = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
     (told,) = diagnose(case(line, other="step 12"))
-    assert (told.key, told.found) == ("rank-missing", "worker on gpu2 waited; 1 of 2 came")
+    assert (told.key, told.found) == ("rank-missing", "worker on gpu2 waited; 1 of 2 arrived")
     (wrong,) = diagnose(case(line.replace("1/2", "15/24"), other="step 12"))
     assert (wrong.key, wrong.found) == ("world-size-mismatch", "worker on gpu2 waits for 24 ranks, but the layout has 16")
 
@@ -180,7 +181,7 @@ def test_torchruns_store_waits_for_machines_and_not_for_ranks() -> None:
 def test_a_key_names_a_rank_only_in_the_world_of_all() -> None:
     line = "torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /{}//cpu//0/5"
     (told,) = diagnose(case(line.format("default_pg/0"), other="step 12"))
-    assert (told.key, told.found) == ("rank-missing", "rank 5 (master on gpu1) did not come; worker on gpu2 waited")
+    assert (told.key, told.found) == ("rank-missing", "rank 5 (master on gpu1) did not arrive; worker on gpu2 waited")
     (other,) = diagnose(case(line.format("7"), other="step 12"))
     assert (other.key, other.found) == ("rank-missing", "worker on gpu2 waited")
 
@@ -226,7 +227,7 @@ def test_an_exception_that_no_rule_knows_is_the_cause() -> None:
     assert (told.key, told.task, told.traceback) == ("exception", "worker", STACK)
     assert told.found == (
         "rank 11 (worker on gpu2) raised ValueError: bad label (/data/train.py, line 15); "
-        "master on gpu1, rank 12 (worker on gpu2) lost it"
+        "master on gpu1, rank 12 (worker on gpu2) then lost the connection"
     )
 
 

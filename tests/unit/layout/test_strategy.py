@@ -201,7 +201,7 @@ def test_the_normal_form_means_the_same(given_block: tuple[dict[str, Any], tuple
     strategy, problems = parse_strategy(block, sizes)
     assert isinstance(strategy, Strategy), problems
     assert strategy.world_size == sum(sizes)
-    again, found = parse_strategy(json.loads(json.dumps(strategy.normalised())), sizes)
+    again, found = parse_strategy(json.loads(json.dumps(strategy.normalized())), sizes)
     assert again == strategy, found
 
 

@@ -6,7 +6,7 @@ Four forms, which may be mixed as long as they do not contradict each other:
 * a mesh: ``mesh_shape: [[2, 2], ["fsdp", "tp"]]``, ``{shape, axis_names}`` (tunix writes both as text: ``"(2, 2)"``), and
   ``mesh: {shape, names}``; also inside ``model:``
 * blocks of NeMo RL's guide: ``cluster:`` with ``fsdp_config:`` or ``pipeline_config:``, and ``training:``
-* what ``Strategy.normalised`` gives: ``{kind, mesh: {shape, names}, options: {…}}``
+* what ``Strategy.normalized`` gives: ``{kind, mesh: {shape, names}, options: {…}}``
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Strategy:
         """How many ranks it is for."""
         return prod(self.shape)
 
-    def normalised(self) -> dict[str, Any]:
+    def normalized(self) -> dict[str, Any]:
         """Return it as the JSON object that the ranks read from ``DISTFLOW_STRATEGY``."""
         mesh = {"shape": list(self.shape), "names": list(self.names)}
         return {"kind": self.kind, "mesh": mesh, "options": dict(sorted(self.options.items()))}

@@ -1,1 +1,1 @@
-"""How each framework's processes are started and told of each other: one small module each, and one table of them."""
+"""How the processes of each framework are started and find each other: one small module each, and a table."""

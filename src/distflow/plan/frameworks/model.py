@@ -63,7 +63,7 @@ class Started:
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Beside what every task of a world has; what the spec gives stands above it."""
+    """Variables in addition to those of every task of a world. Variables of the spec override them."""
     files: tuple[PlannedFile, ...] = ()
 
 
@@ -77,5 +77,5 @@ class Framework:
 
 
 def config_file(name: str, text: str) -> PlannedFile:
-    """Return a file that lies beside ``distributed.json``, as ``@@ATTEMPT_DIR@@/config/<name>``."""
+    """Return a file next to ``distributed.json``, as ``@@ATTEMPT_DIR@@/config/<name>``."""
     return PlannedFile(path=f"config/{name}", shown=name, text=text, size=len(text.encode()))

@@ -1,7 +1,7 @@
 """PyTorch: ``torchrun``, or distflow's own launcher (``spawn``). Each becomes the parent of the task's ranks.
 
 torchrun's static rendezvous keeps the ranks as the spec has them, so it is the one that is taken. It cannot restart ranks: its
-store keeps what the last attempt left there, and the ranks hang or fail once more (pytorch/pytorch#135712). With
+store keeps what the last attempt left there, and the ranks hang or fail again (pytorch/pytorch#135712). With
 ``max_restarts`` the dynamic rendezvous takes its place, with a store of its own for each attempt; it numbers the nodes itself.
 
 Options: https://docs.pytorch.org/docs/stable/elastic/run.html

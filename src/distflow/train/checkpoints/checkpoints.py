@@ -108,7 +108,7 @@ class Checkpoints:
     def async_save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful
     ) -> None:
-        """Take a copy of the state, and write it while the training goes on; an earlier one is waited for.
+        """Copy the state, and write it while the training continues. Waits for an earlier asynchronous save.
 
         It is whole after ``wait()``, the next call of any method here, ``finish()``, or the end of the process. What goes
         wrong meanwhile is raised there.
@@ -132,7 +132,7 @@ class Checkpoints:
     def load_latest(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Stateful) -> int | None:
         """Load the newest checkpoint that is whole, and return its step; ``None`` when there is none.
 
-        Broken ones are passed over with a warning. Random numbers go on where they were if as many ranks load it as saved it;
+        Broken ones are skipped with a warning. Random numbers continue where they were if as many ranks load it as saved it;
         with another number of ranks they are left as they are. Raises ``CheckpointError`` for a whole checkpoint of another
         model, or without one of ``others``.
         """
@@ -233,7 +233,7 @@ class Checkpoints:
     def _whole(self, folder: Path) -> files.Manifest | None:
         """Return the manifest of a checkpoint that is whole in some place, after the others were given what they lack.
 
-        Each rank looks at its share of the files in its place.
+        Each rank checks its share of the files.
         """
         manifest, problems = None, []
         if self._places.is_holder:

@@ -166,7 +166,7 @@ def sync_file(path: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove what is no checkpoint any more. What somebody still reads on NFS cannot be, and goes with a later save."""
+    """Remove a former checkpoint. Files that are still read on NFS cannot be removed; a later save removes them."""
     try:
         shutil.rmtree(folder)
     except OSError as error:

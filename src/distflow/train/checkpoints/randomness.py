@@ -27,7 +27,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Make the generators go on as they would have from ``random_state()``."""
+    """Restore the generators to the state of ``random_state()``."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -41,7 +41,7 @@ class Places:
         return self.holders[self._rank]
 
     def share(self, names: Collection[str]) -> list[str]:
-        """Return this rank's part of files that the ranks of a place look at together."""
+        """Return this rank's part of files that the ranks of a place check together."""
         mates = [rank for rank, holder in enumerate(self.holders) if holder == self.holder]
         return sorted(names)[mates.index(self._rank) :: len(mates)]
 

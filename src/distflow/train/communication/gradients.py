@@ -99,7 +99,7 @@ def accumulate(model: nn.Module, every: int | None = None) -> Iterator[bool]:
 
 
 def begin_step(model: nn.Module) -> None:
-    """Count its passes anew: those that were made before a failure are no part of a step."""
+    """Restart the count of passes: passes before a failure do not belong to a step."""
     if model in _passes:
         _passes[model] = 0
 

@@ -29,7 +29,7 @@ def in_bfloat16(state: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.F
 def until_apart(state: tuple[PeriodicModelAverager, int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients over the ranks in the first steps, and leave them as they are from then on.
 
-    Unlike torch's own hook it asks the averager which step it is: so both go on together where a checkpoint was loaded.
+    Unlike torch's own hook it asks the averager which step it is: so both continue together after a checkpoint was loaded.
     """
     averager, warmup_steps = state
     if averager.step < warmup_steps:

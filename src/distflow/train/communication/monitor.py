@@ -84,7 +84,7 @@ class CommunicationMonitor:
             loss.backward()
         print(monitor.stats()["all_reduce"])
 
-    Timing waits for each collective before the program goes on, so nothing overlaps any more: watch a few steps, not all of
+    Timing waits for each collective before the program continues, so nothing overlaps: watch a few steps, not all of
     them. With ``timed=False`` it only counts, and changes nothing.
     """
 
@@ -120,7 +120,7 @@ class CommunicationMonitor:
         message = max(sizes, default=0) if name in ("all_gather", "reduce_scatter") else sum(sizes)
         if name == "all_gather" and len(tensors) == 1:
             message *= ranks
-        # To wait for a message before its counterpart is under way would stop both sides for ever.
+        # Waiting for a message before its counterpart is sent would block both sides forever.
         if not self._timed or name in ("send", "recv"):
             self._add(name, message, ranks, None)
             return call()
@@ -168,7 +168,7 @@ def scaling_efficiency(times: Mapping[int, float]) -> dict[int, float]:
     return {ranks: times[1] / ranks / elapsed for ranks, elapsed in sorted(times.items())}
 
 
-# -- looking at torch's operations ------------------------------------------------------------------------------------
+# -- inspecting torch's operations ------------------------------------------------------------------------------------
 
 
 class _Watch(TorchDispatchMode):

@@ -42,7 +42,7 @@ def write_failure(path: Path, message: str, callstack: str, more: Mapping[str, A
 
 
 def read_failure(path: Path) -> Failure | None:
-    """Return what the file says; ``None`` when it does not exist, or is not an error file."""
+    """Return the content of the file; ``None`` if it does not exist or is not an error file."""
     try:
         written_ns = path.stat().st_mtime_ns
         report = parse_error_file(json.loads(path.read_text(encoding="utf-8", errors="replace")))

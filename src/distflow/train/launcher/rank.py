@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RecordedFailure(AbstractContextManager[None]):
-    """Leaves an exception in the error file, and lets it go on. Being ended (``SystemExit``, Ctrl-C) is no failure."""
+    """Write an exception to the error file, and raise it again. ``SystemExit`` and Ctrl-C are not failures."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write the error file, if this is a failure."""
@@ -53,12 +53,12 @@ def keep_to_cpus() -> None:
 
 
 def take_own_output() -> None:
-    """Write to the pipe that distflow reads for this rank alone, where there is one and nobody redirected the output."""
+    """Write to the pipe that distflow reads for this rank alone, if there is one and the output is not redirected."""
     place = os.environ.get("DISTFLOW_ATTEMPT_DIR")
     if not place or "DISTFLOW_OUTPUT_PIPE" not in os.environ:
         return
     try:
-        # Not to wait: when nobody reads, the output of the task is as good.
+        # Does not wait: without a reader, the task's output works too.
         pipe = os.open(os.path.join(place, "ranks", os.environ["RANK"]), os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return

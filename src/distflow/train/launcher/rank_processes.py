@@ -58,7 +58,7 @@ class End:
 
     @property
     def is_stop(self) -> bool:
-        """Tell whether it ended because it was asked to, whoever asked."""
+        """Tell whether it ended on request."""
         return self.failure is None and self.code in (STOPPED, -signal.SIGTERM)
 
     @property
@@ -242,7 +242,7 @@ def woken() -> Iterator[Wake]:
     def ignore(_number: int, _frame: FrameType | None) -> None:
         """The byte in the pipe says it all."""
 
-    # Who ignores SIGHUP was told so by nohup, and is to outlive its terminal.
+    # A process that ignores SIGHUP was started with nohup, and must outlive its terminal.
     taken = [number for number in _STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     # Never is a signal taken of which no byte tells.
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -53,7 +53,7 @@ class Share:
     failure_grace_s: float = 5.0
     """The same, when another rank has failed."""
     numa: bool = False
-    """Bind each rank to the CPUs beside its GPU."""
+    """Bind each rank to the CPUs next to its GPU."""
 
     @property
     def is_whole(self) -> bool:

@@ -57,7 +57,7 @@ class EpochSampler(Sampler[int]):
         self.rank = own[0] if rank is None else rank
         self.world_size = own[1] if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} is no rank of a world of {self.world_size}")
+            raise ValueError(f"rank={self.rank} is not a rank of a world of {self.world_size}")
         self.epoch = 0
         self.position = 0
         """How many samples of the epoch all ranks together are past."""
@@ -87,7 +87,7 @@ class EpochSampler(Sampler[int]):
         return rest // self.world_size * self.world_size if self.uneven == "drop" else rest
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the one that is under way already goes on."""
+        """Begin an epoch; an epoch that has begun continues."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -102,7 +102,7 @@ class EpochSampler(Sampler[int]):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another sampler was. Raises ``ValueError`` when its samples are not these, in this order."""
+        """Continue at the position of another sampler. Raises ``ValueError`` if its samples or their order differ."""
         for name in ("length", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ValueError(f"the state is of a sampler with {name}={state[name]}, this one has {getattr(self, name)}")
@@ -184,7 +184,7 @@ class Loader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader was. Raises ``ValueError`` when its samples are not these, in this order."""
+        """Continue at the position of another loader. Raises ``ValueError`` if its samples or their order differ."""
         self.sampler.load_state_dict(state)
 
 
@@ -192,7 +192,7 @@ class Loader:
 
 
 class _Places(Sampler[tuple[int, int, int]]):
-    """Beside each index its epoch, and its place in the order of the epoch, whoever takes it and from where on."""
+    """Each index with its epoch and its position in the order of the epoch, independent of rank and start."""
 
     def __init__(self, sampler: EpochSampler) -> None:
         self._sampler = sampler
@@ -209,7 +209,7 @@ class _Places(Sampler[tuple[int, int, int]]):
 class _Seeded(Dataset[Any]):
     """A dataset in a worker: what it draws for a sample depends on the place of that alone, as the order of samples does.
 
-    So an epoch that is resumed goes on with the numbers that it would have had.
+    A resumed epoch therefore continues with the same random numbers.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:

@@ -122,7 +122,7 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
             )
         if enable and drifts(part):
             raise TypeError(
-                "join() cannot handle a model under local_sgd(), whose averages are no part of its passes: use a Loader with "
+                "join() cannot handle a model under local_sgd(), whose averages are not part of its passes: use a Loader with "
                 'uneven="pad"'
             )
     return _joined(list(parts)) if enable and dist.get_world_size() > 1 else contextlib.nullcontext()
@@ -131,8 +131,8 @@ def join(*parts: Any, enable: bool = True) -> contextlib.AbstractContextManager[
 @contextlib.contextmanager
 def _joined(parts: list[Joinable]) -> Iterator[None]:
     said = (
-        "inside of join() ranks that are done first answer no question (of guards, stop_requested, StepTimer, Checkpoints): "
-        'who asks one would wait for ever; use a Loader with uneven="pad", or ask outside'
+        "inside join(), ranks that finish early do not take part in guards, stop_requested, StepTimer and Checkpoints: "
+        'the others would wait forever; use a Loader with uneven="pad", or call them outside'
     )
     with Join(parts), without_votes(said):
         yield

@@ -1,4 +1,4 @@
-"""Which strategy this process is part of: what ``parallelize`` was told, or ``DISTFLOW_STRATEGY``, which distflow sets.
+"""The strategy of this process: the argument of ``parallelize``, or ``DISTFLOW_STRATEGY``, which distflow sets.
 
 The JSON has been checked before the process was started; without either, ranks replicate the model. Knows nothing of torch,
 so that a data loader can ask for its share before anything heavy is imported.
@@ -94,14 +94,14 @@ class Strategy:
 
 
 _chosen: tuple[Strategy, int] | None = None
-"""What ``parallelize`` was told last, and this process's rank in it."""
+"""The last strategy that ``parallelize`` got, and this process's rank in it."""
 
 
 def choose(strategy: Strategy, rank: int) -> None:
     """Let ``current_strategy`` and ``data_shard`` answer with this strategy from now on.
 
     The last one counts; one that gives this rank another share of the data than the one before is warned of. A model of kind
-    ``none``, such as a frozen teacher beside the one that is trained, changes nothing.
+    ``none``, such as a frozen teacher next to the trained model, changes nothing.
     """
     global _chosen  # noqa: PLW0603 (a process is in one world)
     before = said_strategy()
@@ -118,13 +118,13 @@ def choose(strategy: Strategy, rank: int) -> None:
 
 
 def forget() -> None:
-    """Undo ``choose``: what the variable says counts again."""
+    """Undo ``choose``: the variable counts again."""
     global _chosen  # noqa: PLW0603
     _chosen = None
 
 
 def current_strategy(environ: Mapping[str, str] | None = None) -> Strategy:
-    """Return the strategy of this process: what ``parallelize`` was told, else the variable's, else replicas of all ranks.
+    """Return the strategy of this process: that of ``parallelize``, else the variable's, else replicas of all ranks.
 
     With an ``environ`` it is the one that these variables say. Raises ``ValueError`` when the variable holds something else.
     """

@@ -4,7 +4,7 @@ A model is cut first; then its modules are filled one after the other, children 
 by its ``reset_parameters``, all ranks receive them, and each keeps its part. A rank thus holds its part of the model and one
 module. The values are those of rank 0's random numbers, whatever the ranks and the strategy.
 
-Source: "Meta device and parameter initialisation" of torch's FSDP tutorial, which fills shards in place; their random numbers
+Source: "Meta device and parameter initialization" of torch's FSDP tutorial, which fills shards in place; their random numbers
 would depend on the cut. https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html
 """
 
@@ -28,7 +28,7 @@ def check_empty(model: nn.Module) -> bool:
     """Return whether the model is on the meta device.
 
     Raises ``ValueError``, the same on every rank, when only a part of it is, when a module cannot set its tensors, and when two
-    modules share one (which is lost where tensors are made anew).
+    modules share one (which is lost when tensors are created again).
     """
     meta = {tensor.is_meta for module in model.modules() for tensor in _own(module).values()}
     if True not in meta:

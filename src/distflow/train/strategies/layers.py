@@ -41,7 +41,7 @@ def repeated_layers(model: nn.Module, class_names: Collection[str] = ()) -> list
 
 
 def large_modules(model: nn.Module, least: int = _LARGE) -> list[nn.Module]:
-    """Return modules, inner before outer, with at least so many parameters that no returned one inside of them has."""
+    """Return modules, inner before outer, with at least that many parameters that no returned one inside of them has."""
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:

@@ -35,7 +35,7 @@ AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "none": ("dp",),
     }
 )
-"""The mesh axes of each kind, in the order in which ranks fill them when nobody gave a mesh."""
+"""The mesh axes of each kind, in the order in which ranks fill them if no mesh is given."""
 KINDS = tuple(AXES)
 """What a strategy can be: replicated, sharded, tensor parallel, sharded × tensor parallel, in stages, or a plain module."""
 
@@ -160,7 +160,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "timeout_s": Option(kinds=KINDS, check=_number),
     }
 )
-"""Every option by its name. Sizes of mesh axes (``MESH_SIZES``) are read before and do not stand here."""
+"""Every option by its name. Sizes of mesh axes (``MESH_SIZES``) are read before and are not in it."""
 
 
 def normal_value(name: str, value: object) -> object:
@@ -179,7 +179,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(kind: str, names: Iterable[str]) -> Iterator[Misfit]:
-    """Yield the options that do not go with a kind; names that are no options are passed over."""
+    """Yield the options that do not go with a kind; unknown names are skipped."""
     for name in names:
         if name in OPTIONS and kind not in OPTIONS[name].kinds:
             option = OPTIONS[name]

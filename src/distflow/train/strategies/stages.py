@@ -142,8 +142,8 @@ def make_pipeline(
 
     elif example is None or not points:
         raise ValueError(
-            "pipeline: a model that is no nn.Sequential is traced: say split_points, the modules that begin a stage, and give "
-            "parallelize(…, example=(inputs of one micro-batch,))"
+            "pipeline: a model that is not an nn.Sequential is traced: set split_points, the modules that begin a stage, and "
+            "give parallelize(…, example=(inputs of one micro-batch,))"
         )
     elif any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError("pipeline: a model on the meta device cannot be traced; make it an nn.Sequential, or on the CPU")

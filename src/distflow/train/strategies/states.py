@@ -55,14 +55,14 @@ def training_state(
     optimizer = _inner(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         # torch makes states to load into by a step without a closure.
-        raise TypeError("the state of LBFGS cannot be loaded again: leave the optimizer out, and let it begin anew")
+        raise TypeError("the state of LBFGS cannot be loaded again: leave the optimizer out, and let it start again")
     is_new = not optimizer.state
     if is_new and saved is not None:
         optimizer.zero_grad()  # torch makes no states to load into where there are gradients
     model_state, optimizer_state = get_state_dict(_held(model), optimizer)
     states: dict[str, Any] = optimizer_state["state"]  # type: ignore[assignment]
     if is_new:
-        # torch took a step to make these, which counts: what never stepped is saved, and goes on, as such.
+        # torch took a step to make these, which counts: an optimizer that never stepped is saved and continues as such.
         optimizer.state.clear()
     if saved is not None:
         there = {name for name, values in states.items() if any(f"optimizer.state.{name}.{key}" in saved for key in values)}
@@ -98,7 +98,7 @@ def set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None
     )  # fmt: skip
     if optimizer is not None and (averager := getattr(optimizer, "averager", None)) is not None:
         averager.step = state.get("averager", {"step": 0})["step"]
-        # Loading has made the groups anew: what a scheduler changes is to be what is stepped with.
+        # Loading has replaced the groups: a scheduler must change the groups that the optimizer uses.
         optimizer.param_groups = _inner(optimizer).param_groups
 
 

@@ -43,7 +43,7 @@ _HEADS = ("n_heads", "n_head", "num_heads", "num_attention_heads", "num_key_valu
 def derive_plan(model: nn.Module) -> dict[str, str]:
     """Return a plan from the names of the model's linear layers; empty when no pair has a name that we know.
 
-    A matrix that holds query, key and value at once is left whole, and so are those beside it: cutting it would mix them.
+    A matrix that holds query, key and value at once stays whole, and so do those next to it: cutting it would mix them.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
