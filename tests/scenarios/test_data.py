@@ -69,7 +69,7 @@ def test_what_was_not_done_does_not_end_with_0(cli: Cli, s3: S3Server) -> None:
         (["delete", "s3://b/run"], 3, "nothing at s3://b/run"),
         (["delete", "/"], 2, "is a whole machine"),
         (["check", "s3://none", "-a", "WRITE"], 3, "no such bucket"),
-        (["check", "ftp://b"], 2, "not a place for data"),
+        (["check", "ftp://b"], 2, "not a scheme that distflow supports"),
     ):
         done = cli.run("data", *arguments)
         assert (done.code, done.out) == (code, ""), arguments

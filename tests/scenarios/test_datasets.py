@@ -40,7 +40,7 @@ def test_versions_are_made_shown_fetched_and_removed(where: str, cli: Cli, reque
         (["download", "mnist:1", "got"], 2, "has no version 1"),
         (["download", "mnist", "got", "-x", "z"], 2, "nothing of mnist:2 is matched"),
         (["upload", "mnist:3", "data"], 2, "a new one gets the next number"),
-        (["upload", "a/b", "data"], 2, "no name of a dataset"),
+        (["upload", "a/b", "data"], 2, "not a valid dataset name"),
         (["delete", "mnist"], 2, "--all"),
         (["info", "none"], 2, "no dataset `none`"),
         (["delete", "none", "--all"], 2, "no dataset `none`"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distflow.cli.tables import Paint
 from distflow.documents.printable import plain
-from distflow.documents.words import few
+from distflow.documents.text import few
 
 if TYPE_CHECKING:
     from distflow.client.running_tasks import TaskStacks

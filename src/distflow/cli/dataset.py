@@ -14,10 +14,10 @@ from distflow.cli.opening import open_client
 from distflow.cli.progress import ProgressLine
 from distflow.cli.tables import table
 from distflow.client.datasets import create_version, delete_versions, download_dataset, list_datasets, read_versions
-from distflow.documents.names import parse_dataset
 from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text
 from distflow.documents.times import iso, local_minute
+from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError
 
 if TYPE_CHECKING:

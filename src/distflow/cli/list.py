@@ -112,7 +112,7 @@ def _ends(statuses: Sequence[str]) -> list[tuple[WorkflowState, Reason | None]]:
                 known.setdefault(workflow_status_of(state, reason), []).append((state, reason))
     for status in statuses:
         if status.upper() not in {*known, *OSMO_STATUSES}:
-            from distflow.documents.words import did_you_mean
+            from distflow.documents.text import did_you_mean
 
             raise InputError(f"{status!r} is not a status of a workflow", hint=did_you_mean(status, known, what="statuses"))
     return [end for status in statuses for end in known.get(status.upper(), ())]

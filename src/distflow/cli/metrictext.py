@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distflow.cli.tables import table
 from distflow.client.workflows import held_ranks
 from distflow.documents.printable import plain
-from distflow.documents.words import few
+from distflow.documents.text import few
 
 if TYPE_CHECKING:
     from distflow.state.metrics import Latest, Scalar

@@ -96,7 +96,7 @@ def priorities(words: Sequence[str] | None) -> tuple[Priority, ...]:
 def one_of(word: str, known: Sequence[str], one: str, several: str) -> str:
     """Return a word as it is known, whatever its case. Raises ``InputError``."""
     if word.upper() not in known:
-        from distflow.documents.words import did_you_mean
+        from distflow.documents.text import did_you_mean
 
         article = "an" if one[0] in "aeiou" else "a"
         raise InputError(f"{word!r} is not {article} {one}", hint=did_you_mean(word.upper(), known, what=several))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from distflow.cli.collectivetext import collective_lines
 from distflow.cli.tables import Paint
 from distflow.documents.printable import plain
+from distflow.documents.text import few
 from distflow.documents.times import duration
-from distflow.documents.words import few
 
 if TYPE_CHECKING:
     from distflow.client.running_tasks import TaskStacks

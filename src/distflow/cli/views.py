@@ -10,8 +10,8 @@ from distflow.cli.reach import nodes_away
 from distflow.cli.tables import Paint, cut, table
 from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text
+from distflow.documents.text import few
 from distflow.documents.times import duration, local_minute, local_second
-from distflow.documents.words import few
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
 from distflow.lifecycle.upstream import waits_for

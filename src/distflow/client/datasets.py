@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distflow.client.client import Client
 from distflow.client.data import Moved, OnBytes
-from distflow.documents.names import parse_dataset
+from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError, NotFound
 from distflow.storage.datasets import Datasets, Manifest
 

@@ -92,7 +92,7 @@ def find_metrics(
         known = sorted(found.every_name())
         unknown = [key for key in keys if key not in known]
         if known and unknown:
-            from distflow.documents.words import did_you_mean
+            from distflow.documents.text import did_you_mean
 
             raise NotFound(f"{record.id} has no metric {unknown[0]!r}", hint=did_you_mean(unknown[0], known, what="metrics"))
     return found

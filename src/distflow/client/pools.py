@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 from distflow.errors import NotFound, RecordUnreadable
 from distflow.layout.placement.node_placement import Demand
 from distflow.lifecycle.states import State

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client
 from distflow.documents.problems import Problem
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NodeError, NodeUnreachable, NotFound
 from distflow.plan.earlier import Brought, with_earlier
 from distflow.plan.model import Plan

@@ -154,7 +154,7 @@ def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collecti
     known = {task.name for _, task in tasks}
     for name in names:
         if name not in known:
-            from distflow.documents.words import did_you_mean
+            from distflow.documents.text import did_you_mean
 
             raise NotFound(f"{record.id} has no task {name!r}", hint=did_you_mean(name, known, what="tasks"))
     chosen = set(names)
@@ -353,7 +353,7 @@ def group_of(record: WorkflowRecord, name: str) -> GroupRecord:
     """Return a group of a workflow. Raises ``NotFound`` that says which there are."""
     known = [one.name for one in record.groups]
     if name not in known:
-        from distflow.documents.words import did_you_mean
+        from distflow.documents.text import did_you_mean
 
         raise NotFound(f"{record.id} has no group {name!r}", hint=did_you_mean(name, known, what="groups"))
     return record.group(name)

@@ -1,19 +1,21 @@
-"""A document as values and places: what a YAML file says, and for every part of it where it was written.
+"""A parsed YAML document: its values, and the line and column of every part.
 
 Values follow YAML 1.1 as OSMO reads it, without its traps: dates, times of day (``12:30:45``) and numbers with a leading zero
-stay text. Whoever wants a text asks for it with ``Document.text_at`` and gets the scalar as it was written (``on`` stays
-``on``), whatever type YAML saw in it.
+stay text. ``Document.text_at`` returns a scalar as it was written (``on`` stays ``on``), whatever its YAML type is.
+
+``View`` reads a document after the check against its schema. All findings are reported at once, so later checks also see
+documents with wrong types: a ``View`` returns values of the right type and omits the others, which have been reported already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from distflow.documents.problems import Mark, Problem
+from distflow.documents.problems import Mark, Problem, Severity
 
-__all__ = ["Document", "Path", "Place", "Text", "path_text"]
+__all__ = ["Document", "Path", "Place", "Text", "View", "path_text"]
 
 Path = tuple[str | int, ...]
 """Keys and positions from the top of a document to one of its parts."""
@@ -21,7 +23,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A string of a document, and where each of its lines stands."""
+    """A string of a document, with the place of each of its lines."""
 
     value: str
     mark: Mark
@@ -37,7 +39,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one part of a document stands."""
+    """The place of one part of a document."""
 
     mark: Mark
     """Of the value (for a block scalar: its first line of content)."""
@@ -53,18 +55,18 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """What a file says, and where it says it."""
+    """The content of a file, with the place of every part."""
 
     file: str
     value: Any
     """Mappings, lists and scalars; ``None`` for an empty document."""
     places: Mapping[Path, Place]
-    """Of every part, the whole (the empty path) included."""
+    """By path; the empty path is the whole document."""
     warnings: tuple[Problem, ...] = ()
     """Keys that are given twice with the same value."""
 
     def value_at(self, path: Path) -> Any:
-        """Return the part at ``path``, or ``None`` where there is nothing."""
+        """Return the value at ``path``, or ``None`` if there is none."""
         value = self.value
         for step in path:
             try:
@@ -74,20 +76,20 @@ class Document:
         return value
 
     def mark_at(self, path: Path) -> Mark:
-        """Return where the value at ``path`` stands, or the nearest part above it."""
+        """Return the place of the value at ``path``, or of the nearest part above it."""
         return self._nearest(path).mark
 
     def key_mark_at(self, path: Path) -> Mark:
-        """Return where the key of ``path`` stands, or the nearest part above it."""
+        """Return the place of the key of ``path``, or of the nearest part above it."""
         return self._nearest(path).key
 
     def raw_at(self, path: Path) -> str | None:
-        """Return the scalar at ``path`` as written, or ``None`` when there is no scalar."""
+        """Return the scalar at ``path`` as written, or ``None`` if it is not a scalar."""
         place = self.places.get(path)
         return place.raw if place is not None else None
 
     def text_at(self, path: Path) -> Text | None:
-        """Return the scalar at ``path`` as a text with its places, or ``None`` when there is no scalar or it is null."""
+        """Return the scalar at ``path`` as a text with its places, or ``None`` if it is null or not a scalar."""
         place = self.places.get(path)
         if place is None or place.raw is None or self.value_at(path) is None:
             return None
@@ -106,3 +108,112 @@ def path_text(path: Path) -> str:
 
 def _nowhere(file: str) -> Place:
     return Place(mark=Mark(file), key=Mark(file))
+
+
+Parsed = TypeVar("Parsed")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A mapping of a document, with a list that collects findings."""
+
+    document: Document
+    path: Path
+    problems: list[Problem] = field(default_factory=list)
+    """Shared by all views of a document."""
+
+    @property
+    def mark(self) -> Mark:
+        """Where the mapping begins."""
+        return self.document.mark_at(self.path)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its keys."""
+        value = self.document.value_at(self.path)
+        return tuple(value) if isinstance(value, dict) else ()
+
+    def has(self, key: str) -> bool:
+        """Return whether the key has a value other than null, an empty list and an empty mapping."""
+        value = self.document.value_at((*self.path, key))
+        return value is not None and value not in ([], {})
+
+    def key_mark(self, key: str) -> Mark:
+        """Return the place of a key, or of the mapping if the key is missing."""
+        return self.document.key_mark_at((*self.path, key)) if key in self.keys else self.mark
+
+    def text(self, key: str) -> Text | None:
+        """Return a scalar as written."""
+        return self.document.text_at((*self.path, key))
+
+    def string(self, key: str) -> str | None:
+        """Return a scalar as written, without its places."""
+        text = self.text(key)
+        return text.value if text is not None else None
+
+    def texts(self, key: str) -> tuple[Text, ...]:
+        """Return the scalars of a list."""
+        values = self.document.value_at((*self.path, key))
+        found = (
+            [self.document.text_at((*self.path, key, position)) for position in range(len(values))]
+            if isinstance(values, list)
+            else []
+        )
+        return tuple(text for text in found if text is not None)
+
+    def flag(self, key: str) -> bool | None:
+        """Return true or false, also when given as a text of that name."""
+        value = self.document.value_at((*self.path, key))
+        if isinstance(value, str):
+            return {"true": True, "false": False}.get(value.lower())
+        return value if isinstance(value, bool) else None
+
+    def whole(self, key: str) -> int | None:
+        """Return a whole number, also when given as a text of digits."""
+        value = self.document.value_at((*self.path, key))
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
+            return int(value)
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def parsed(self, key: str, parse: Callable[[str | float], Parsed]) -> Parsed | None:
+        """Return ``parse(value)`` for a text or number. A ``ValueError`` becomes a finding."""
+        value = self.document.value_at((*self.path, key))
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            return None
+        try:
+            return parse(value)
+        except ValueError as error:
+            message, _, hint = str(error).partition("; ")
+            self.add(f"`{path_text((*self.path, key))}`: {message}", hint, key=key)
+            return None
+
+    def view(self, *keys: str | int) -> View:
+        """Return a part of the mapping; if it is missing, a view without keys."""
+        return View(self.document, (*self.path, *keys), self.problems)
+
+    def views(self, key: str) -> Iterator[View]:
+        """Yield the mappings of a list."""
+        values = self.document.value_at((*self.path, key))
+        for position, value in enumerate(values if isinstance(values, list) else ()):
+            if isinstance(value, dict):
+                yield self.view(key, position)
+
+    def add(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        key: str | None = None,
+        where: Mark | None = None,
+        severity: Severity = Severity.ERROR,
+    ) -> None:
+        """Add a finding at ``where``, or at a key, or at the mapping."""
+        place = where or (self.key_mark(key) if key is not None else self.mark)
+        path = path_text(self.path if key is None else (*self.path, key))
+        self.problems.append(Problem(where=place, message=message, hint=hint, path=path, severity=severity))
+
+    def warn(self, message: str, hint: str = "", *, key: str | None = None) -> None:
+        """Add a finding that does not stop anything."""
+        self.add(message, hint, key=key, severity=Severity.WARNING)

@@ -1,7 +1,7 @@
 """Findings about a document, collected and reported all at once.
 
-A check never raises for what a person wrote: it returns ``Problem`` values, each with its place, what is wrong and what to do.
-Whoever needs a correct document raises them together as one ``ProblemsFound``.
+A check of user input does not raise. It returns ``Problem`` values with the place, the message and a hint. Callers that need a
+correct document raise all of them as one ``ProblemsFound``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Durations and amounts of memory, as OSMO writes them; strict where OSMO shrugs (signs, booleans, two units)."""
+"""Durations and amounts of memory in OSMO's format. Unlike OSMO, signs, booleans and two units are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scalar of YAML means: the types of YAML 1.1, without the readings that surprise people."""
+"""The types of YAML scalars: those of YAML 1.1, without conversions that surprise users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CORE: Mapping[str, str] = MappingProxyType(
     {f"tag:yaml.org,2002:{name}": name for name in ("str", "int", "float", "bool", "null")}
     | {"tag:yaml.org,2002:seq": "list", "tag:yaml.org,2002:map": "map"}
 )
-"""The tags that a document may name, and what they stand for."""
+"""Supported tags, with the name of each type."""
 
 # As PyYAML (and so OSMO) resolves them, except that dates, sexagesimal numbers and those with a leading zero stay text.
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -71,9 +71,10 @@ def scalar_value(kind: str, raw: str) -> str | int | float | bool | None:
 
 
 def argument_value(raw: str) -> str | int | float | bool:
-    """Return what ``--set name=raw`` means: a YAML number, true or false, else a text.
+    """Return the value of ``--set name=raw``: a YAML number, true or false, or else a text.
 
-    Unlike in a file, ``no``, ``~`` and an empty value stay text: on a command line they are country codes, homes and nothing.
+    Unlike in a file, ``no``, ``~`` and an empty value stay text. On a command line they are country codes, home directories and
+    empty texts.
     """
     kind = resolve(raw)
     if kind == "bool" and raw.lower() not in ("true", "false"):

@@ -1,7 +1,7 @@
-"""A document against its JSON Schema: every difference as a finding in words for people, never the validator's own.
+"""Check a document against its JSON Schema, and report differences in plain language instead of the validator's messages.
 
-The schema tells what a value should be in ``x-expects`` ("a list of strings, such as …"); texts whose grammar has a parser
-with better words carry ``x-checked-by-parser`` and are not reported twice.
+The key ``x-expects`` of the schema describes a value ("a list of strings, such as …"). Values with ``x-checked-by-parser`` have
+a parser that reports better messages, so they are not reported here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from distflow.documents.document import Document, Path, path_text
 from distflow.documents.problems import Mark, Problem
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 
 __all__ = ["Explain", "load_schema", "schema_problems", "schema_text"]
 
 Explain = Callable[[str, Path, Any, Mapping[str, Any]], "tuple[str, str] | None"]
-"""Own words for a finding: (keyword, path, value, its schema) → (message, hint), or ``None`` for the usual ones."""
+"""A better message for a finding: (keyword, path, value, schema) → (message, hint), or ``None`` for the default one."""
 
 _NAMES: Mapping[str, str] = {
     "object": "a mapping (`key: value` lines)",
@@ -55,7 +55,7 @@ def schema_problems(document: Document, schema: Mapping[str, Any], explain: Expl
 
 
 def _pattern_errors(_validator: Any, pattern: str, value: Any, _rule: Mapping[str, Any]) -> Iterator[Any]:
-    """Hold a text against a pattern whose ``$`` is the end: Python's own matches in front of a last line break, too."""
+    """Match a pattern whose ``$`` means the end of the text. In Python ``$`` also matches before a final line break."""
     import jsonschema  # noqa: PLC0415  see above
 
     if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", pattern), value):
@@ -88,7 +88,7 @@ def _problems_of(document: Document, root: Mapping[str, Any], error: Any, explai
 
 
 def _is_about_a_key(error: Any) -> bool:
-    """Tell whether an error is about a key itself (``propertyNames``), not about a value."""
+    """Return whether an error is about a key (``propertyNames``), not about a value."""
     return "propertyNames" in error.absolute_schema_path
 
 
@@ -116,7 +116,7 @@ def _unknown_keys(
 
 
 def _homes(root: Mapping[str, Any], key: str) -> Iterable[str]:
-    """Return in words where a key is at home, by the titles of the schema's mappings."""
+    """Return the titles of the mappings in the schema that have this key."""
     candidates = [root, *root.get("properties", {}).values(), *root.get("$defs", {}).values()]
     return [rule["title"] for rule in candidates if "title" in rule and key in rule.get("properties", {})]
 
@@ -155,7 +155,7 @@ def _words(
 
 
 def _expects(rule: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Return in words what a schema wants: what it says itself, or what its reference says, or its type."""
+    """Describe the expected value: by ``x-expects``, by the referenced schema, or by the type."""
     if "x-expects" in rule:
         return str(rule["x-expects"])
     reference = str(rule.get("$ref", ""))

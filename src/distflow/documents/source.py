@@ -1,7 +1,4 @@
-"""Reading a file that a person named, safely.
-
-Never more than a bound, never a device, and one clear finding for each way to fail.
-"""
+"""Read a file that a user named: with a size limit, never from a device, and with one clear finding for each failure."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ _WORDS_OF_KIND: Mapping[int, str] = MappingProxyType(
 def read_bytes(path: str, *, shown: str | None = None, limit: int = LIMIT, kind: str = _YAML) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes.
 
-    ``shown`` is how messages name it (default: ``path``), ``kind`` what was wanted. Raises ``ProblemsFound``: one problem for
-    each thing that can be wrong.
+    ``shown`` is its name in messages (default: ``path``), ``kind`` the expected kind of file. Raises ``ProblemsFound``.
     """
     shown = path if shown is None else shown
     try:

@@ -1,6 +1,6 @@
-"""URLs of data: what `s3://bucket/path` and its kin name, checked before anything is asked. Pure.
+"""URLs of data such as ``s3://bucket/path``, and names of datasets such as ``mnist:3``, checked without any I/O.
 
-``{{workflow_id}}`` may stand in one; it is filled in before the URL is used.
+A URL may contain ``{{workflow_id}}``, which is replaced before the URL is used.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 from distflow.errors import InputError
 
-__all__ = ["READ_ONLY", "SCHEMES", "StorageUrl", "parse_url"]
+__all__ = ["READ_ONLY", "SCHEMES", "StorageUrl", "parse_dataset", "parse_url"]
 
 SCHEMES = ("file", "s3", "gs", "az", "azure", "http", "https", "sftp")
 READ_ONLY = ("http", "https")
@@ -36,7 +36,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageUrl:
-    """Where data lies: a container of some kind, and a key in it."""
+    """A location of data: a container, such as a bucket, and a key in it."""
 
     scheme: str
     """One of ``SCHEMES``; a plain absolute path is ``file``."""
@@ -44,9 +44,9 @@ class StorageUrl:
     """The bucket; ``account/container`` of ``azure``; ``[user@]host[:port]`` of ``http``, ``https`` and ``sftp``; of ``file``
     nothing."""
     key: str
-    """What is named in it, without a slash at either end; empty: all of it."""
+    """The path in the container, without a slash at either end; empty: the whole container."""
     is_folder: bool = False
-    """It was written with a slash at its end: what is below it is meant, not one object of that name."""
+    """Whether it ends with a slash, and so means all objects below it."""
     query: str = ""
     """Of ``http`` and ``https``: what follows the ``?``. It may be a signature, so it is never shown."""
 
@@ -65,16 +65,16 @@ class StorageUrl:
         return self.shown(self.key) + ("/" if self.is_folder and self.key else "") + ("?…" if self.query else "")
 
     def shown(self, key: str) -> str:
-        """Return how another key of the same container is written."""
+        """Return the URL of another key in the same container, for messages."""
         return "/".join(part for part in (f"{self.scheme}://{self.container}", key) if part)
 
     def below(self, name: str) -> StorageUrl:
-        """Return the URL of what lies below it."""
+        """Return the URL of ``name`` below this one."""
         return replace(self, key=f"{self.key}/{name}" if self.key else name, is_folder=False)
 
 
 def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
-    """Return what a URL names; with ``writes`` it must be one that can be written to. Raises ``InputError``.
+    """Parse a URL; with ``writes`` its scheme must support writing. Raises ``InputError``.
 
     >>> parse_url("s3://bucket/runs/7/").key
     'runs/7'
@@ -86,13 +86,13 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
     match = _URL.fullmatch(text)
     if match is None:
         hint = "write a URL such as s3://bucket/path, or an absolute path"
-        raise InputError(f"`{_short(text)}` is no URL of data", hint=hint)
+        raise InputError(f"`{_short(text)}` is not a data URL", hint=hint)
     scheme, rest = match.group(1).lower(), match.group(2)
     if scheme not in SCHEMES:
         if scheme in _WITHOUT_DRIVER:
             raise InputError(f"distflow has no driver for `{scheme}://`", hint=_NO_DRIVER)
         near = did_you_mean(scheme, SCHEMES, what="schemes")
-        raise InputError(f"`{scheme}://` is not a place for data that distflow knows", hint=near)
+        raise InputError(f"`{scheme}://` is not a scheme that distflow supports", hint=near)
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
         raise InputError(f"`{_short(text)}` holds a control character", hint="remove it")
     if writes and scheme in READ_ONLY:
@@ -134,7 +134,7 @@ def _what(scheme: str) -> str:
 
 def _file(path: str, text: str) -> StorageUrl:
     if not path.startswith("/"):
-        raise InputError(f"`{_short(text)}` is no absolute path", hint="write file:///directory/name")
+        raise InputError(f"`{_short(text)}` is not an absolute path", hint="write file:///directory/name")
     _check_parts(path, text)
     return StorageUrl(scheme="file", container="", key=path.strip("/"), is_folder=path.endswith("/") and path != "/")
 
@@ -149,3 +149,26 @@ def _check_parts(key: str, text: str) -> None:
 def _short(text: str) -> str:
     """Return a text for a message: without what may be a signature or a password."""
     return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])
+
+
+_DATASET = re.compile(r"([A-Za-z0-9_-]+)(?::([A-Za-z0-9_-]+))?")
+
+
+def parse_dataset(text: str) -> tuple[str, int | None]:
+    """Return the name of a dataset and the version; ``None``: the latest. Raises ``InputError``.
+
+    >>> parse_dataset("mnist:3")
+    ('mnist', 3)
+    >>> parse_dataset("mnist:latest")
+    ('mnist', None)
+    """
+    match = _DATASET.fullmatch(text)
+    if match is None:
+        hint = "use letters, digits, `-` and `_`; a version stands behind a colon: `mnist:3`"
+        raise InputError(f"`{text}` is not a valid dataset name", hint=hint)
+    name, version = match.group(1), match.group(2)
+    if version in (None, "latest"):
+        return name, None
+    if not re.fullmatch("[1-9][0-9]{0,8}", version):
+        raise InputError(f"`{version}` is not a dataset version", hint="versions are 1, 2, 3, …, and `latest`")
+    return name, int(version)

@@ -20,8 +20,7 @@ from distflow.plan.frameworks.table import FRAMEWORKS, start
 from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
 from distflow.plan.nametools import NAME_TOOLS, name_tools
 from distflow.plan.tokens import Rewrite, place_of, relative_paths, rewriter, uses_tmp
-from distflow.spec.bundles import Bundle
-from distflow.spec.library import LIBRARY, needs_library
+from distflow.spec.bundles import LIBRARY, Bundle, needs_library
 from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 
 __all__ = ["compile_plan", "demands"]

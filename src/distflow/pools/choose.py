@@ -1,4 +1,4 @@
-"""Which pool a command means: the one that is named, else the default one; a hostfile takes the place of its nodes."""
+"""Choose the pool of a command: the named one or the default one. A hostfile replaces its nodes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from distflow.pools.model import Configuration, Pool, ssh_node
 __all__ = ["HOSTFILE_POOL", "choose_pool", "with_hosts"]
 
 HOSTFILE_POOL = "hostfile"
-"""The name of a pool that nothing says anything of but a hostfile."""
+"""The name of the pool that consists of a hostfile alone."""
 
 
 def choose_pool(
     configuration: Configuration, *, given: str | None = None, wanted: str | None = None, hosts: Sequence[Host] | None = None
 ) -> Pool:
-    """Return the pool of the flag (``given``), else the one that a spec wants, else the default one.
+    """Return the pool of the flag (``given``), or that of the spec (``wanted``), or the default one.
 
-    With ``hosts``, those are its nodes: its settings hold when it is reached over SSH. One that is not is no choice of whoever
-    gives a hostfile, unless the flag says so, which is refused; then all settings have their defaults.
+    With ``hosts``, these are its nodes. A pool over SSH keeps its settings. Any other pool is an error if the flag names it,
+    and is otherwise replaced by a pool with default settings.
     """
     name = given or wanted or configuration.default_pool
     if hosts is not None and name == HOSTFILE_POOL and name not in configuration.pools:
@@ -44,7 +44,7 @@ def choose_pool(
 
 
 def with_hosts(configuration: Configuration, hosts: Sequence[Host] | None, *, given: str | None = None) -> Configuration:
-    """Return the configuration with the pool that a hostfile's machines are as its default one; as it is without any."""
+    """Return the configuration with the hostfile's pool as the default one; unchanged without a hostfile."""
     if hosts is None:
         return configuration
     chosen = choose_pool(configuration, given=given, hosts=hosts)

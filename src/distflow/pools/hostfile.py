@@ -1,4 +1,4 @@
-"""Hostfiles: the lists of machines that people have already, from Open MPI, DeepSpeed and MPICH.
+"""Hostfiles in the formats of Open MPI, DeepSpeed and MPICH.
 
 Pure: text in, hosts and findings out; ``nodes_of`` makes nodes of the hosts. A slot is a GPU here. A host that stands in
 several lines without slots has as many as lines, as in the machine files of batch systems; one that is given again with slots
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from distflow.documents.problems import Mark, Problem
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 from distflow.pools.model import Node
 
 __all__ = ["Host", "nodes_of", "parse_hostfile"]
@@ -68,9 +68,9 @@ def parse_hostfile(text: str, file: str) -> tuple[tuple[Host, ...], tuple[Proble
 
 
 def nodes_of(hosts: Iterable[Host], base: Node, known: Sequence[Node] = ()) -> tuple[Node, ...]:
-    """Return the hosts as nodes: what ``base`` says of every node, and for one that is known by that name what is said of it.
+    """Return the hosts as nodes with the settings of the known node of that name, or else those of ``base``.
 
-    The user and the slots of the hostfile win over both.
+    The user and the slots in the hostfile override both.
     """
     named = {node.name: node for node in known}
     found = []
@@ -104,7 +104,7 @@ def _parse_line(words: Sequence[str], where: Mark) -> tuple[Host | None, list[Pr
     place = _PLACE.fullmatch(words[0])
     host, hint = _host_name(place.group("host") if place else words[0], words[0])
     if host is None:
-        add(f"`{words[0]}` is no host", hint)
+        add(f"`{words[0]}` is not a host", hint)
     elif place is not None and place.group("count") is not None:
         count("slots", place.group("count"), words[0])
     for word in words[1:]:
@@ -167,7 +167,7 @@ def _joined(lines: Sequence[_Line], file: str) -> tuple[tuple[Host, ...], list[P
         problems += [
             Problem(
                 where=Mark(file, line.number),
-                message=f"the host `{first.host}` stands in line {same[0].number} already",
+                message=f"the host `{first.host}` is already in line {same[0].number}",
                 hint="give it one line, with all its slots and one user",
             )
             for line in same[1:]

@@ -14,16 +14,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from distflow.documents.document import Document, path_text
+from distflow.documents.document import Document, View, path_text
 from distflow.documents.document import Path as KeyPath
 from distflow.documents.problems import ProblemsFound, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
 from distflow.documents.schema import load_schema, schema_problems, schema_text
 from distflow.documents.source import read_text
+from distflow.documents.text import did_you_mean
 from distflow.documents.urls import parse_url
-from distflow.documents.view import View
-from distflow.documents.words import did_you_mean
-from distflow.documents.yaml_text import parse_yaml
+from distflow.documents.yaml_parser import parse_yaml
 from distflow.errors import InputError
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
 from distflow.pools.machine import Machine, this_machine

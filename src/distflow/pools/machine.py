@@ -1,4 +1,4 @@
-"""What this machine has: read from the kernel, never from a tool that may be missing."""
+"""The CPUs, memory and GPUs of this machine, read from the kernel without external tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEMORY = re.compile(r"^MemTotal:\s*([0-9]+) kB$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The means of a machine."""
+    """The resources of a machine."""
 
     cpus: int | None
     """Cores that this process may use."""
@@ -29,7 +29,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return what this machine has."""
+    """Return the resources of this machine."""
     return Machine(
         cpus=_cpus(),
         memory=parse_memory(_read(Path("/proc/meminfo"))),
@@ -39,12 +39,12 @@ def this_machine() -> Machine:
 
 
 def count_gpus(devices: Iterable[str]) -> int:
-    """Return how many of the names in ``/dev`` are GPUs (``nvidia0``; not ``nvidiactl``)."""
+    """Count the GPUs among the names in ``/dev`` (``nvidia0``; not ``nvidiactl``)."""
     return sum(1 for name in devices if _GPU.fullmatch(name))
 
 
 def parse_memory(meminfo: str) -> int | None:
-    """Return the total memory in bytes from the text of ``/proc/meminfo``; ``None`` when it does not say."""
+    """Return the total memory in bytes from the text of ``/proc/meminfo``; ``None`` if it is missing."""
     match = _MEMORY.search(meminfo)
     return int(match.group(1)) * 1024 if match else None
 

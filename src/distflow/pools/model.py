@@ -14,7 +14,7 @@ DEFAULT_MAX_LOG = 512 << 20
 ContainerRuntime = Literal["none", "auto", "docker", "podman", "apptainer"]
 
 _RESERVED_MEMORY = 0.1
-"""Which part of the installed memory a node may keep from programs without a word."""
+"""The share of the configured memory that may be missing from a node's report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class Node:
     """A machine of a pool."""
 
     name: str
-    """How people and specs call it."""
+    """Its name in specs and messages."""
     host: str
-    """Where its transport goes; for SSH an alias of ``~/.ssh/config``, a name or an address."""
+    """Where its transport connects; for SSH an alias of ``~/.ssh/config``, a name or an address."""
     port: int | None = None
     """Of SSH; ``None``: what the OpenSSH configuration says."""
     user: str | None = None
@@ -127,7 +127,7 @@ class Configuration:
     datasets: str | None = None
     """URL below which datasets lie; ``None``: in the state directory."""
     bases: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
-    """For each pool over SSH, what holds for a node there that nothing else is said of: what a hostfile's hosts become."""
+    """For each pool over SSH, the settings of a node without settings of its own, such as a host of a hostfile."""
 
 
 def ssh_node() -> Node:

@@ -1,4 +1,4 @@
-"""Whose a configuration file or a state directory is: one of another user would decide what runs with this user's rights."""
+"""Check who owns a configuration file or state directory: its owner decides what runs with this user's rights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["owned_by_stranger", "user_name", "why_not_trusted"]
 
 
 def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
-    """Return why other users may decide what a file holds; empty when only this user and root may. Raises ``OSError``.
+    """Return why other users can change a file; empty if only this user and root can. Raises ``OSError``.
 
-    A group that holds only its user is that user.
+    A group whose only member is its user counts as that user.
     """
     stranger, found = owned_by_stranger(path, environ), os.stat(path)
     if stranger is not None:
@@ -26,7 +26,7 @@ def why_not_trusted(path: Path, environ: Mapping[str, str]) -> str:
 
 
 def owned_by_stranger(path: Path, environ: Mapping[str, str]) -> int | None:
-    """Return the owner of a file, or of the link to it, who is neither this user nor root; ``None`` when there is none.
+    """Return the owner of a file, or of a link to it, if it is neither this user nor root; otherwise ``None``.
 
     As in git, root also trusts the user that called ``sudo``. Raises ``OSError``.
     """
@@ -37,7 +37,7 @@ def owned_by_stranger(path: Path, environ: Mapping[str, str]) -> int | None:
 
 
 def user_name(uid: int) -> str:
-    """Return words for a user: the name, or the number where there is none."""
+    """Describe a user by name, or by id if the name is unknown."""
     import pwd  # noqa: PLC0415  only for an error
 
     try:

@@ -1,7 +1,11 @@
-"""The files that a spec sends: read once at submission, addressed by their content, so that later edits change nothing.
+"""The files that a spec sends. They are read once at submission and stored by digest, so later edits have no effect.
 
 A directory becomes one gzipped tar with names in order and no times or owners, so that equal content has an equal digest.
-``.gitignore`` files in it are honoured; ``.git`` is never sent.
+``.gitignore`` files in it are honored; ``.git`` is never sent.
+
+``distflow.train`` is sent as well, as one archive, to nodes that run a task which needs it. The archive has its own
+``distflow/__init__.py``, which also finds a distflow that is installed on the node. ``distflow.train`` itself is always that of
+the machine where the workflow was submitted.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
+import io
 import os
 import re
 import stat
@@ -19,16 +24,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
+import distflow
 from distflow.documents.problems import Problem
 from distflow.errors import StateError
 from distflow.runtime.files.durable import publish
-from distflow.spec.library import LIBRARY, library_archive, sends_library
-from distflow.spec.model import FileSpec, WorkflowSpec
+from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-__all__ = ["Bundle", "bundle_files"]
+__all__ = ["LIBRARY", "Bundle", "bundle_files", "library_archive", "needs_library", "sends_library"]
 
 _TEXT_LIMIT = 1 << 20
 """Bytes up to which a single file may be text whose tokens are filled in, as OSMO does it."""
@@ -51,11 +56,10 @@ class Bundle:
 
 
 def bundle_files(spec: WorkflowSpec, blobs: Path) -> tuple[dict[str, Bundle], tuple[Problem, ...]]:
-    """Store everything that the spec sends in ``blobs`` (one file per digest) and return it by its path on this machine.
+    """Store all files that the spec sends in ``blobs`` (one file per digest) and return them by their path on this machine.
 
-    Inline files given as base64 are stored too, by the path that they have in the spec, and ``distflow.train`` under its name,
-    when a task needs it. What cannot be read is a problem at the
-    place of the file in the spec. Raises ``StateError`` where ``blobs`` cannot take it.
+    Inline base64 files are returned by their path in the spec, and ``distflow.train`` by its name. A file that cannot be read
+    is a problem at its place in the spec. Raises ``StateError`` if ``blobs`` cannot be written.
     """
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
     kept = _sizes(blobs)
@@ -90,7 +94,7 @@ def _files(spec: WorkflowSpec) -> Iterator[FileSpec]:
 
 @contextlib.contextmanager
 def _part(blobs: Path) -> Iterator[IO[bytes]]:
-    """Give a new file of ``blobs``, to be renamed when it is whole; nothing of it stays when it does not come to that."""
+    """Open a new file in ``blobs``, which the caller renames when it is complete; after an error it is deleted."""
     with tempfile.NamedTemporaryFile(dir=blobs, delete=False) as part:
         try:
             yield part
@@ -100,7 +104,7 @@ def _part(blobs: Path) -> Iterator[IO[bytes]]:
 
 
 def _is_whole(path: Path, size: int) -> bool:
-    """Return whether a blob is there in full: an earlier version left shorter ones behind after a power cut."""
+    """Return whether a blob is complete. An earlier version left shorter ones after a power failure."""
     try:
         return path.stat().st_size == size
     except FileNotFoundError:
@@ -229,3 +233,44 @@ def _as_text(data: bytes) -> str | None:
 
 def _mode(head: bytes, status_mode: int) -> int:
     return 0o700 if head[:2] == b"#!" or status_mode & 0o100 else 0o600
+
+
+LIBRARY = "distflow.train"
+"""Name of the archive among those of a spec, which are named by their paths."""
+
+_PACKAGE = """\
+\"\"\"distflow.train, as distflow brings it; the rest is the distflow that is installed here, if any.\"\"\"
+
+from pkgutil import extend_path
+
+__path__ = extend_path(__path__, __name__)
+__version__ = {version!r}
+"""
+
+
+def sends_library(spec: WorkflowSpec) -> bool:
+    """Return whether any task of the spec needs the archive."""
+    return any(needs_library(group, task) for group in spec.groups for task in group.tasks)
+
+
+def needs_library(group: GroupSpec, task: TaskSpec) -> bool:
+    """Return whether a task gets ``distflow.train``: its launcher is ``spawn``, or its group has a framework or strategy."""
+    return task.launcher.kind == "spawn" or group.framework is not None or group.strategy is not None
+
+
+def library_archive() -> bytes:
+    """Return a gzipped tar: the same bytes for the same sources, wherever and whenever it is made."""
+    top = Path(distflow.__file__).parent
+    modules = [top / "distributed.py", *(top / "protocol").rglob("*.py"), *(top / "train").rglob("*.py")]
+    sources = {f"distflow/{path.relative_to(top).as_posix()}": path.read_bytes() for path in modules}
+    sources["distflow/__init__.py"] = _PACKAGE.format(version=distflow.__version__).encode()
+    buffer = io.BytesIO()
+    with (
+        gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for name in sorted(sources):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(sources[name]), 0o600
+            archive.addfile(entry, io.BytesIO(sources[name]))
+    return buffer.getvalue()

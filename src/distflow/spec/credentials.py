@@ -1,4 +1,4 @@
-"""The ``credentials`` of a task: which it names, what it wants of them, and whether this machine has that."""
+"""The ``credentials`` of a task: parse them, and check that this machine has them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from distflow.documents.document import Text
+from distflow.documents.document import Text, View
 from distflow.documents.problems import Problem, Severity
-from distflow.documents.view import View
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 from distflow.spec.model import CredentialUse, WorkflowSpec
 
 __all__ = ["KnownCredential", "check_credentials", "parse_credentials"]
@@ -21,7 +20,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCredential:
-    """A credential that there is, without its values."""
+    """A credential of this machine, without its values."""
 
     keys: tuple[str, ...]
     unfit: str = ""
@@ -29,7 +28,7 @@ class KnownCredential:
 
 
 def parse_credentials(task: View) -> tuple[CredentialUse, ...]:
-    """Return what a task names; what it may not have beside them is a finding."""
+    """Return the credentials of a task; add findings for invalid ones and for conflicts with its files and variables."""
     entries = task.view("credentials")
     uses: list[CredentialUse] = []
     variables: dict[str, str] = dict.fromkeys(task.view("environment").keys, "`environment`")

@@ -1,14 +1,12 @@
-"""``inputs`` and ``outputs`` at URLs and in datasets: what a task takes from a store, and writes to one at its end."""
+"""``inputs`` and ``outputs`` at URLs and in datasets, and ``checkpoint`` and ``shared`` directories."""
 
 from __future__ import annotations
 
 from posixpath import normpath
 
-from distflow.documents.document import Text
-from distflow.documents.names import parse_dataset
+from distflow.documents.document import Text, View
 from distflow.documents.quantities import parse_duration
-from distflow.documents.urls import parse_url
-from distflow.documents.view import View
+from distflow.documents.urls import parse_dataset, parse_url
 from distflow.errors import InputError
 from distflow.spec.inputs import regex_finding
 from distflow.spec.model import CheckpointSpec, DataSpec
@@ -20,7 +18,7 @@ _SHARED_EVERY_S = 300.0
 
 
 def url_inputs(task: View) -> tuple[DataSpec, ...]:
-    """Return the entries of ``inputs`` that name a URL or a dataset; finds those that cannot be. The others are elsewhere."""
+    """Return the entries of ``inputs`` that name a URL or a dataset; add findings for invalid ones."""
     found = []
     for position, entry in enumerate(task.views("inputs")):
         if entry.has("url") and not entry.has("task"):
@@ -36,7 +34,7 @@ def url_inputs(task: View) -> tuple[DataSpec, ...]:
 
 
 def url_outputs(task: View) -> tuple[DataSpec, ...]:
-    """Return the entries of ``outputs`` that name a URL or a dataset; finds those that cannot be, tells of what is not done."""
+    """Return the entries of ``outputs``; add findings for invalid ones, and warnings for ignored keys."""
     found = []
     for position, entry in enumerate(task.views("outputs")):
         kind = next((key for key in ("url", "dataset", "update_dataset") if entry.has(key)), None)
@@ -54,7 +52,7 @@ def url_outputs(task: View) -> tuple[DataSpec, ...]:
 
 
 def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
-    """Return the entries of ``checkpoint``; finds those that cannot be."""
+    """Return the entries of ``checkpoint``; add findings for invalid ones."""
     found = []
     for position, entry in enumerate(task.views("checkpoint")):
         path, data = entry.text("path"), _data(entry, position, writes=True)
@@ -72,7 +70,7 @@ def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
 
 
 def shared_directory(group: View) -> CheckpointSpec | None:
-    """Return the directory that the tasks of a group share; finds one that cannot be."""
+    """Return the directory that the tasks of a group share; add a finding if it is invalid."""
     if not group.has("shared"):
         return None
     entry, key, every_s = group, "shared", None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container
 from itertools import combinations
 
+from distflow.documents.document import View
 from distflow.documents.problems import Problem, Severity
 from distflow.documents.quantities import parse_duration
-from distflow.documents.view import View
 from distflow.lifecycle.exits import Action, Codes, ExitActions, overlap, parse_codes
 from distflow.spec.model import Retry, WorkflowSpec
 

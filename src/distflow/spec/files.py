@@ -10,10 +10,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from distflow.documents.document import Text
+from distflow.documents.document import Text, View
 from distflow.documents.problems import ProblemsFound
 from distflow.documents.source import read_bytes
-from distflow.documents.view import View
 from distflow.spec.model import FileSpec
 
 __all__ = ["parse_files"]

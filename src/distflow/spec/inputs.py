@@ -1,7 +1,9 @@
-"""``inputs`` of tasks: what they name, and the order of groups that follows from them.
+"""``inputs`` of tasks, and the order of groups that follows from them.
 
 Dependencies run between groups: the group of a task with an input waits for the group of the task that it names. As in OSMO
-that group is written earlier in the file, so nothing waits for itself; what would be a cycle is shown as one.
+that group must come earlier in the file, so there are no cycles. An input that would cause a cycle is reported as one.
+
+An input may also name a task of an earlier workflow, as in OSMO: ``<workflow>:<task>``.
 """
 
 from __future__ import annotations
@@ -10,26 +12,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from distflow.documents.view import View
-from distflow.documents.words import did_you_mean
-from distflow.spec.earlier import is_earlier
-from distflow.spec.model import InputSpec, TaskSpec
+from distflow.documents.document import View
+from distflow.documents.text import did_you_mean
+from distflow.spec.model import EarlierInput, InputSpec, TaskSpec
 
-__all__ = ["Graph", "regex_finding", "upstream_of"]
+__all__ = ["Graph", "earlier_inputs", "is_earlier", "regex_finding", "upstream_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Home:
-    """Where a task is written."""
+    """The group of an entry of ``tasks``."""
 
     group: int
     """Position of its group in the file."""
     replicas: tuple[str, ...] = ()
-    """Names of the tasks that it stands for, when it has replicas; then it is no task itself."""
+    """Names of its replicas; an entry with replicas is not a task itself."""
 
 
 class Graph:
-    """All groups of a spec with the tasks that they hold, and which of them wait for which."""
+    """All groups of a spec with their tasks, and the dependencies between groups."""
 
     def __init__(self, groups: Sequence[tuple[str, Sequence[tuple[View, Sequence[str]]]]]) -> None:
         """Take the groups: their names (or the lone task's), their entries of ``tasks``, and the tasks of each entry."""
@@ -49,7 +50,7 @@ class Graph:
                 yield name
 
     def inputs(self, task: View, group: int) -> tuple[InputSpec, ...]:
-        """Return the inputs from other tasks of an entry of ``tasks`` in the group at ``group``; finds those that cannot be."""
+        """Return the inputs of an entry of ``tasks`` from other tasks; add findings for invalid ones."""
         found = []
         for position, entry in enumerate(task.views("inputs")):
             what = next((key for key in ("task", "url", "dataset") if entry.has(key)), None)
@@ -123,7 +124,7 @@ def upstream_of(tasks: Sequence[TaskSpec], homes: Mapping[str, str]) -> tuple[st
 
 
 def regex_finding(entry: View) -> None:
-    """Find a ``regex`` that is none."""
+    """Add a finding for an invalid ``regex``."""
     regex = entry.string("regex") or ""
     if _is_no_regex(regex):
         hint = r"write one of Python's, such as `.*\.pt`; it is matched from the start of the relative path"
@@ -137,3 +138,23 @@ def _is_no_regex(text: str) -> str:
     except (re.error, OverflowError, RecursionError) as error:
         return str(error)
     return ""
+
+
+_FORM = re.compile(r"([A-Za-z][A-Za-z0-9_-]*-[0-9]+|[0-9a-f]{32}):([A-Za-z][A-Za-z0-9_-]*)")
+
+
+def is_earlier(name: str) -> bool:
+    """Return whether an input names a task of another workflow, such as ``train-7:prepare``."""
+    return _FORM.fullmatch(name) is not None
+
+
+def earlier_inputs(task: View) -> tuple[EarlierInput, ...]:
+    """Return the entries of ``inputs`` that name tasks of earlier workflows; their existence is checked later."""
+    found = []
+    for position, entry in enumerate(task.views("inputs")):
+        match = _FORM.fullmatch(entry.string("task") or "")
+        if match is not None:
+            mark = entry.key_mark("task")
+            regex = entry.string("regex") or ""
+            found.append(EarlierInput(position=position, workflow=match[1], task=match[2], regex=regex, mark=mark))
+    return tuple(found)

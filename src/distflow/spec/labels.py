@@ -1,4 +1,4 @@
-"""Labels and tags: how they are written. Labels are given with a workflow and stay, tags come and go."""
+"""The format of labels and tags. Labels are set at submission; tags can be changed later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = "at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit a
 
 
 def is_label_key(key: str) -> bool:
-    """Return whether a label may be called so: ``[prefix/]name``."""
+    """Return whether ``key`` is a valid label key: ``[prefix/]name``."""
     return re.fullmatch(f"(?:{_PREFIX}/)?{_WORD}", key) is not None
 
 

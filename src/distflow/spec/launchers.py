@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from distflow.documents.document import Text
+from distflow.documents.document import Text, View
 from distflow.documents.quantities import parse_duration
-from distflow.documents.view import View
 from distflow.spec.model import Elastic, Launcher, Ranks, StrategyBlock, TaskSpec
 
 __all__ = ["parse_elastic", "parse_framework", "parse_launcher", "parse_strategy_block", "with_launchers"]

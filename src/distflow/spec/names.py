@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from distflow.documents.document import View
 from distflow.documents.problems import Mark
-from distflow.documents.view import View
-from distflow.documents.words import listed
+from distflow.documents.text import listed
 
 __all__ = ["Namespace", "lead_position"]
 

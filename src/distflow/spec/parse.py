@@ -13,11 +13,11 @@ from pathlib import Path
 from posixpath import normpath
 from types import MappingProxyType
 
+from distflow.documents.document import View
 from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
 from distflow.documents.source import decode, read_text
-from distflow.documents.view import View
-from distflow.documents.yaml_text import parse_yaml
+from distflow.documents.yaml_parser import parse_yaml
 from distflow.spec.data import shared_directory
 from distflow.spec.exits import parse_retry
 from distflow.spec.inputs import Graph, upstream_of

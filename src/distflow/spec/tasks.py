@@ -8,19 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from distflow.documents.document import Text
+from distflow.documents.document import Text, View
 from distflow.documents.problems import Severity
-from distflow.documents.view import View
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 from distflow.spec.credentials import parse_credentials
 from distflow.spec.data import checkpoints, url_inputs, url_outputs
-from distflow.spec.earlier import earlier_inputs
 from distflow.spec.exits import parse_exit_actions
 from distflow.spec.files import parse_files
+from distflow.spec.inputs import earlier_inputs
 from distflow.spec.model import InputSpec, Ranks, TaskSpec
-from distflow.spec.notices import notice_task, output_words
+from distflow.spec.task_warnings import notice_task, notice_variables, output_words
 from distflow.spec.tokens import TOKEN_NAMES, find_tokens
-from distflow.spec.variables import notice_variables
 
 __all__ = ["check_tokens", "parse_task", "replica_names"]
 
@@ -78,7 +76,7 @@ def _mounts(task: View) -> tuple[Text, ...]:
         parts = text.value.split(":")
         if len(parts) > 2 or not all(part.startswith("/") for part in parts):
             hint = "write a directory of the node, or two: `/data` or `/data:/mnt/data`"
-            task.add(f"`{text.value}` is no entry of `volumeMounts`", hint, where=text.mark_at(0))
+            task.add(f"`{text.value}` is not a valid entry of `volumeMounts`", hint, where=text.mark_at(0))
     return found
 
 

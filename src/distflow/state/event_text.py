@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distflow.documents.quantities import bytes_text, seconds_text
-from distflow.documents.words import few
+from distflow.documents.text import few
 from distflow.layout.ranks import rank_words
 from distflow.state import event_details as of
 

@@ -6,8 +6,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distflow.documents.names import parse_dataset
-from distflow.documents.urls import parse_url
+from distflow.documents.urls import parse_dataset, parse_url
 from distflow.storage.base import Progress, Store, nothing_told
 from distflow.storage.datasets import Datasets
 from distflow.storage.downloading import Moved, download, find

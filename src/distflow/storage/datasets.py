@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distflow.documents.names import parse_dataset
-from distflow.documents.urls import StorageUrl
+from distflow.documents.urls import StorageUrl, parse_dataset
 from distflow.errors import NotFound, StorageError, StorageUnreachable
 from distflow.runtime.untrusted import decode_object
 from distflow.storage.base import Progress, Store, nothing_told

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distflow.documents.names import parse_dataset
-from distflow.documents.urls import parse_url
+from distflow.documents.urls import parse_dataset, parse_url
 from distflow.errors import StorageError
 from distflow.storage.base import Progress, Store, nothing_told
 from distflow.storage.datasets import Datasets

@@ -33,7 +33,7 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
-from distflow.documents.words import few
+from distflow.documents.text import few
 from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, Plan

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 
 from distflow.backends.base import AttemptKey, CheckpointRef, Collected, CollectFailed
 from distflow.documents.quantities import bytes_text
-from distflow.documents.words import few
+from distflow.documents.text import few
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
 from distflow.state.event_details import CheckpointFailed, CheckpointFilesLeftOut, CheckpointWritten, EventDetails

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from distflow.backends.base import LeaseRequest
-from distflow.documents.words import few
+from distflow.documents.text import few
 from distflow.layout.placement.node_placement import Demand, Free, Placement, Unplaced
 from distflow.layout.placement.topology import place_near
 from distflow.plan.compile import demands

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.documents.names import parse_dataset
+from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError
 
 

@@ -31,10 +31,10 @@ def test_what_a_url_names(text: str, scheme: str, container: str, key: str, prof
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("bucket/path", "no URL of data"),
+        ("bucket/path", "not a data URL"),
         ("swift://endpoint/account/container/x", "no driver for `swift://`\na service that also speaks S3"),
         ("tos://endpoint/bucket/x", "no driver for `tos://`\na service that also speaks S3"),
-        ("data", "no URL of data"),
+        ("data", "not a data URL"),
         ("azur://account/c", "did you mean `azure`?"),
         ("s3://", "names no bucket"),
         ("s3:///x", "names no bucket"),
@@ -43,7 +43,7 @@ def test_what_a_url_names(text: str, scheme: str, container: str, key: str, prof
         ("s3://bucket/a/../b", "with `.`, `..` or an empty part"),
         ("s3://bucket/a//b", "with `.`, `..` or an empty part"),
         ("/data/./x", "with `.`, `..` or an empty part"),
-        ("file://data/x", "no absolute path"),
+        ("file://data/x", "not an absolute path"),
         ("s3://bucket/*.pt", "holds a `*`"),
         ("s3://bucket/a\nb", "control character"),
         ("https://ada:pass-word@host/x", "keeps no secrets in URLs"),

@@ -15,8 +15,7 @@ from distflow.plan.distributed import distributed_environment
 from distflow.plan.frameworks.table import FRAMEWORKS, LAUNCHERS
 from distflow.plan.model import GroupPlan, Launch
 from distflow.plan.render import script
-from distflow.spec.bundles import Bundle
-from distflow.spec.library import LIBRARY
+from distflow.spec.bundles import LIBRARY, Bundle
 from distflow.spec.parse import load_spec_text
 from distflow.spec.schema import schema_text
 

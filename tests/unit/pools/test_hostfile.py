@@ -90,7 +90,7 @@ def test_a_host_in_several_plain_lines_has_as_many_slots() -> None:
     ],
 )
 def test_a_host_given_again_with_slots_or_another_user_is_a_finding(first: str, again: str) -> None:
-    assert "hosts:3: error: the host `gpu1` stands in line 1 already" in refusal(f"{first}\ngpu2\n{again}\n")
+    assert "hosts:3: error: the host `gpu1` is already in line 1" in refusal(f"{first}\ngpu2\n{again}\n")
 
 
 def test_all_findings_come_at_once_with_their_lines() -> None:
@@ -101,18 +101,18 @@ def test_all_findings_come_at_once_with_their_lines() -> None:
     for expected in (
         "hosts:1: error: `slots=x`: the slots must be a whole number",
         "hosts:2: error: unknown word `slts=8`\n    did you mean `slots`?",
-        "hosts:3: error: `fd00::1` is no host\n    write an IPv6 address in brackets",
-        "hosts:4: error: `gpu[1-4]` is no host\n    name every host on a line of its own",
-        "hosts:5: error: `gpu5,gpu6` is no host\n    name every host on a line of its own",
-        "hosts:6: error: `-oProxyCommand=x` is no host",
+        "hosts:3: error: `fd00::1` is not a host\n    write an IPv6 address in brackets",
+        "hosts:4: error: `gpu[1-4]` is not a host\n    name every host on a line of its own",
+        "hosts:5: error: `gpu5,gpu6` is not a host\n    name every host on a line of its own",
+        "hosts:6: error: `-oProxyCommand=x` is not a host",
         "hosts:7: error: unknown word `8`\n    write `slots=8`",
         "hosts:8: error: `slots` is given twice in this line",
         "hosts:9: error: `slots` is given twice in this line",
         "hosts:10: error: max_slots=2 is less than slots=8",
         "hosts:11: error: unknown word `gpu9`\n    one host on each line",
-        "hosts:12: error: `@gpu1` is no host",
+        "hosts:12: error: `@gpu1` is not a host",
         "hosts:13: error: `gpu10:`: the slots must be a whole number",
-        "hosts:14: error: `[gpu1]` is no host",
+        "hosts:14: error: `[gpu1]` is not a host",
         "hosts:15: error: `slots=1000000`",
         "hosts:16: error: unknown word `slots`\n    did you mean `slots`?",
     ):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import StateError
-from distflow.spec.bundles import Bundle, bundle_files
-from distflow.spec.library import LIBRARY, library_archive
+from distflow.spec.bundles import LIBRARY, Bundle, bundle_files, library_archive
 from distflow.spec.parse import load_spec
 
 SPEC = """

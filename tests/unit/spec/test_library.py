@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 from distflow import __version__
-from distflow.spec.library import library_archive
+from distflow.spec.bundles import library_archive
 
 BARE = str(Path(sys.base_prefix) / "bin" / "python3")
 """An interpreter that knows nothing of distflow."""

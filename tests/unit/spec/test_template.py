@@ -270,7 +270,7 @@ def test_no_template_runs_past_its_deadline(template: str) -> None:
 def test_every_round_of_a_loop_looks_at_the_clock() -> None:
     from jinja2.exceptions import SecurityError
 
-    from distflow.spec.sandbox import BoundedEnvironment
+    from distflow.spec.jinja import BoundedEnvironment
 
     ticks = itertools.count()
     environment = BoundedEnvironment(limit_s=100, fence=None, clock=lambda: next(ticks))

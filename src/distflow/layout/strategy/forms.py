@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from distflow.documents.document import Path, path_text
 from distflow.documents.problems import Mark, Problem, Severity
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 from distflow.train.strategies.options import MESH_SIZES, OPTIONS
 
 __all__ = ["AXES", "Draft", "Given", "read_forms"]

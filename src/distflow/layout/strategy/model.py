@@ -17,7 +17,7 @@ from typing import Any
 
 from distflow.documents.document import Path
 from distflow.documents.problems import Mark, Problem, Severity, errors_of
-from distflow.documents.words import did_you_mean
+from distflow.documents.text import did_you_mean
 from distflow.layout.strategy.forms import Draft, read_forms
 from distflow.train.strategies.options import AXES, KINDS, MESH_SIZES, Misfit, Wrong, clashes, misfits, normal_value
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
 from distflow.documents.document import Document, Path, Place, path_text
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
 from distflow.documents.scalars import CORE, resolve, scalar_value
-from distflow.documents.text_lines import content_lines
 
-__all__ = ["MAX_DEPTH", "MAX_NODES", "parse_yaml"]
+__all__ = ["MAX_DEPTH", "MAX_NODES", "content_lines", "parse_yaml"]
 
 MAX_DEPTH = 100
 """Levels of nesting, aliases expanded."""
@@ -57,7 +56,7 @@ class _Node:
     """Line of the text of each line of a scalar that has several."""
     items: list[_Node] = field(default_factory=list)
     keys: list[_Node] = field(default_factory=list)
-    """Of a mapping, beside ``items``."""
+    """Keys of a mapping; its values are in ``items``."""
     open: bool = True
     """Still being read: an alias to it would contain itself."""
     size: int = 1
@@ -306,7 +305,7 @@ def _are_equal(one: _Node, other: _Node) -> bool:
 
 
 def _in_words(said: str, character: str) -> str:
-    """Return what is wrong in words for people; ``said`` are the parser's, ``character`` is the one it stopped at."""
+    """Return a message for people. ``said`` is the parser's message, ``character`` is where it stopped."""
     if character == "\t":
         return "this is not valid YAML: a tab cannot indent a line; use spaces"
     words = next((words for pattern, words in _READABLE if pattern in said), said)
@@ -326,3 +325,44 @@ def _drawn(text: str, starts: Sequence[int], index: int) -> str:
     content = text[starts[line - 1] :].split("\n", 1)[0].replace("\t", " ")
     column = index - starts[line - 1]
     return f"{content}\n{' ' * column}^" if content.strip() and len(content) <= 200 else ""
+
+
+def content_lines(text: str, start: int, end: int, style: str, value: str, first: int) -> tuple[int, ...]:
+    """Return the line of the text for each line of ``value``; empty when it cannot be said.
+
+    ``start`` and ``end`` are the offsets of the scalar, ``style`` is ``|``, ``>``, a quote or empty, ``first`` the line of
+    ``start``.
+    """
+    wanted = len(value.split("\n")) - (1 if value.endswith("\n") and style in ("|", ">") else 0)
+    if style == "|":
+        return tuple(range(first + 1, first + 1 + wanted))
+    source = text[start:end].split("\n")
+    found = _folded(source[1:], first + 1) if style == ">" else _flow(source, first)
+    return tuple(found[:wanted]) if len(found) >= wanted else ()
+
+
+def _folded(source: list[str], first: int) -> list[int]:
+    """Lines of a ``>`` scalar: neighbours of equal indentation are joined, empty and deeper lines keep their breaks."""
+    filled = [len(line) - len(line.lstrip(" ")) for line in source if line.strip()]
+    if not filled:
+        return [first + position for position in range(len(source))]
+    indent = filled[0]
+    found = [first]
+    for position, (before, line) in enumerate(pairwise(source), start=1):
+        empty, was_empty = not line[indent:].strip(" "), not before[indent:].strip(" ")
+        deeper, was_deeper = line[indent : indent + 1] in (" ", "\t"), before[indent : indent + 1] in (" ", "\t")
+        if was_empty and not empty and not deeper:
+            # The break before an empty line was folded away; the one after it counts, and was counted with that line.
+            found[-1] = first + position
+        elif empty or deeper or was_deeper:
+            found.append(first + position)
+    return found
+
+
+def _flow(source: list[str], first: int) -> list[int]:
+    """Lines of a plain or quoted scalar: each empty line is one break, all others are joined."""
+    found = [first]
+    for position, line in enumerate(source[1:], start=1):
+        if not line.strip():
+            found.append(first + position + 1)
+    return found

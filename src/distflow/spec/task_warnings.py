@@ -1,8 +1,7 @@
-"""Variables of NCCL and torch that a spec misspells, or that never existed: neither says so by itself.
+"""Warnings about a task: keys of OSMO that distflow ignores, and misspelled variables of NCCL and torch.
 
-NCCL ignores what it does not know. A name that is no slip of a known one is left alone, because every release brings new ones.
-
-Sources: NCCL's user guide (``docs/userguide/source/env.rst``), ``torch/csrc/distributed/c10d`` of torch 2.13.
+NCCL ignores unknown variables without a message. Names that are not similar to a known one are accepted, because every release
+adds new ones. Sources: NCCL's user guide (``docs/userguide/source/env.rst``) and ``torch/csrc/distributed/c10d`` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -11,9 +10,36 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from distflow.documents.view import View
+from distflow.documents.document import View
 
-__all__ = ["notice_variables"]
+__all__ = ["notice_task", "notice_variables", "output_words"]
+
+_TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "downloadType": ("`downloadType` is ignored", ""),
+        "cacheSize": ("`cacheSize` is ignored", ""),
+        "kpis": ("`kpis` is ignored: nothing is uploaded", "write them to a URL, with `outputs`"),
+    }
+)
+
+
+def notice_task(task: View) -> None:
+    """Warn about keys of a task that distflow ignores."""
+    for key, (message, hint) in _TASK_WARNINGS.items():
+        if task.has(key):
+            task.warn(message, hint, key=key)
+
+
+def output_words(task: View) -> tuple[str, ...]:
+    """Describe where the task's output goes, for people."""
+    words = []
+    for entry in task.views("outputs"):
+        for key, verb in (("url", "upload to"), ("dataset", "store as dataset"), ("update_dataset", "add to dataset")):
+            what = entry.string(key) or entry.view(key).string("name")
+            if what:
+                words.append(f"{verb} {what}")
+    return tuple(words)
+
 
 _NCCL = (
     "ALGO", "ALLOC_P2P_NET_LL_BUFFERS", "ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "BUFFSIZE", "CGA_CLUSTER_SIZE",
@@ -36,7 +62,7 @@ _NCCL = (
     "SOCKET_RETRY_CNT", "SOCKET_RETRY_SLEEP_MSEC", "SYM_GIN_KERNELS_ENABLE", "TOPO_DUMP_FILE", "TOPO_DUMP_FILE_RANK",
     "TOPO_FILE", "TREE_THRESHOLD", "TUNER_PLUGIN", "UID_STAGGER_RATE", "UID_STAGGER_THRESHOLD", "WIN_ENABLE",
 )  # fmt: skip
-"""After ``NCCL_``: the manual's, and torch's former names, which it still reads."""
+"""Names after ``NCCL_``: those of the manual, and torch's former names, which it still reads."""
 _TORCH_NCCL = (
     "ASYNC_ERROR_HANDLING", "AVOID_RECORD_STREAMS", "BLOCKING_WAIT", "DEBUG_INFO_TEMP_FILE", "DESYNC_DEBUG",
     "DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "ENABLE_TIMING", "HEARTBEAT_TIMEOUT_SEC", "TRACE_BUFFER_SIZE", "TRACE_CPP_STACK",
@@ -47,11 +73,11 @@ _WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {"NCCL_P2P_CONNECT_TIMEOUT": "there is none; write `init_process_group(timeout=…)` in the script"}
 )
 _NEAR = 0.88
-"""How like a known name a slip is, from 0 to 1."""
+"""Similarity from which a name counts as a misspelled known name, from 0 to 1."""
 
 
 def notice_variables(task: View) -> None:
-    """Warn of variables in the task's environment that nobody will read."""
+    """Warn about misspelled variables of NCCL and torch in the task's environment."""
     environment = task.view("environment")
     for name in environment.keys:
         if name in _KNOWN or not name.startswith(("NCCL_", "TORCH_NCCL_")):
@@ -59,4 +85,4 @@ def notice_variables(task: View) -> None:
         near = difflib.get_close_matches(name, sorted(_KNOWN), n=1, cutoff=_NEAR)
         hint = _WITHOUT_EFFECT.get(name) or (f"did you mean {near[0]}?" if near else "")
         if hint:
-            environment.warn(f"`{name}` is no variable that NCCL or torch reads", hint, key=name)
+            environment.warn(f"`{name}` is not a variable that NCCL or torch reads", hint, key=name)

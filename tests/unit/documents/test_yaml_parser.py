@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distflow.documents.document import Document, path_text
 from distflow.documents.problems import Mark, ProblemsFound, Severity
-from distflow.documents.yaml_text import MAX_DEPTH, parse_yaml
+from distflow.documents.yaml_parser import MAX_DEPTH, parse_yaml
 
 
 def parsed(text: str, line_map: tuple[int, ...] = ()) -> Document:

@@ -1,4 +1,4 @@
-"""Words for findings: suggestions for what was mistyped, and lists that read well."""
+"""Text for findings: suggestions for mistyped names, and lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["did_you_mean", "few", "listed"]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str:
-    """Return a hint: the nearest of the known names, when one is near, and all of them."""
+    """Return a hint with the most similar known name, if there is one, and all known names."""
     names = sorted(set(known))
     if not names:
         return f"there are no {what} names here"
@@ -22,15 +22,15 @@ def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as a list to read: ```a`, `b` and `c```."""
+    """Return names as a list in a sentence: ```a`, `b` and `c```."""
     quoted = [f"`{name}`" for name in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}" if quoted else "nothing"
 
 
 def few(words: Sequence[str], between: str = ", ", *, most: int = 4, spare: int = 1) -> str:
-    """Join words for one line, the first of many and how many more there are: a pool may have a thousand nodes.
+    """Join the first ``most`` words for one line and count the rest: a pool may have a thousand nodes.
 
-    ``spare``: so many beyond the ``most`` are shown rather than counted.
+    Up to ``spare`` further words are shown instead of counted.
     """
     more = [f"and {len(words) - most} more"] if len(words) > most + spare else []
     return between.join([*(words[:most] if more else words), *more])
