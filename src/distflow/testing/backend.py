@@ -237,7 +237,7 @@ class FakeBackend:
         if not self._up.get(key.node):
             self._emit(CollectUnanswered(at=self._clock.now(), key=key, checkpoint=checkpoint))
             return
-        now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it no longer exists"
+        now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
         if spoils:
             self._say(CollectFailed(at=now, key=key, checkpoint=checkpoint, message=spoils), key)
         else:
