@@ -19,6 +19,7 @@ from distflow.backends.machines.connection.link import AgentLink, Event
 from distflow.backends.machines.transfer.staging import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.runtime.files.root_directory import PRIVATE, mark
+from distflow.testing.runtime import install_runtime
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Transport
@@ -173,11 +174,18 @@ def launch_of(argv: list[str], **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def node(transport: Transport, tmp_path: Path) -> Iterator[NodeUnderTest]:
-    """A node that is reached over ``transport``."""
+def fresh_node(transport: Transport, tmp_path: Path) -> Iterator[NodeUnderTest]:
+    """A node that is reached over ``transport``, for the first time."""
     made = NodeUnderTest(transport, tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def node(fresh_node: NodeUnderTest) -> NodeUnderTest:
+    """A node that is reached over ``transport``, and was before: it has the runtime."""
+    install_runtime(fresh_node.top)
+    return fresh_node
 
 
 def cleaned(link: AgentLink, workflow: str) -> bool:

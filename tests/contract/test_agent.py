@@ -90,19 +90,19 @@ def test_what_a_login_script_prints_is_kept_and_skipped(node: NodeUnderTest, tmp
     assert link.request("ping")["now"] > 0
 
 
-def test_the_runtime_is_sent_once_and_found_afterwards(node: NodeUnderTest) -> None:
+def test_the_runtime_is_sent_once_and_found_afterwards(fresh_node: NodeUnderTest) -> None:
     for _ in range(2):
-        node.connect().request("ping")
-    assert [path.name for path in (node.root / "runtime").iterdir()] == [RUNTIME.digest]
-    assert stat.S_IMODE(node.root.stat().st_mode) == 0o700
+        fresh_node.connect().request("ping")
+    assert [path.name for path in (fresh_node.root / "runtime").iterdir()] == [RUNTIME.digest]
+    assert stat.S_IMODE(fresh_node.root.stat().st_mode) == 0o700
 
 
-def test_agents_that_race_to_unpack_all_come_up(node: NodeUnderTest) -> None:
+def test_agents_that_race_to_unpack_all_come_up(fresh_node: NodeUnderTest) -> None:
     outcome: list[object] = []
 
     def race() -> None:
         try:
-            outcome.append(node.connect().request("ping")["now"] > 0)
+            outcome.append(fresh_node.connect().request("ping")["now"] > 0)
         except NodeError as error:
             outcome.append(error)
 
@@ -112,7 +112,7 @@ def test_agents_that_race_to_unpack_all_come_up(node: NodeUnderTest) -> None:
     for thread in threads:
         thread.join()
     assert outcome == [True] * 4
-    assert [path.name for path in (node.root / "runtime").iterdir()] == [RUNTIME.digest]
+    assert [path.name for path in (fresh_node.root / "runtime").iterdir()] == [RUNTIME.digest]
 
 
 def test_the_archive_is_the_same_whenever_it_is_made() -> None:

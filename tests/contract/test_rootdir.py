@@ -92,18 +92,18 @@ def test_a_directory_of_a_uuids_name_without_our_marker_is_left_alone(node: Node
     assert f"{node.root / OTHERS_UUID}: it is not distflow's" in said["left"]
 
 
-def test_a_directory_in_our_place_that_is_not_ours_is_refused(node: NodeUnderTest) -> None:
-    (node.root / MARKER).unlink()
-    (node.root / "thesis.tex").write_text("mine")
+def test_a_directory_in_our_place_that_is_not_ours_is_refused(fresh_node: NodeUnderTest) -> None:
+    (fresh_node.root / MARKER).unlink()
+    (fresh_node.root / "thesis.tex").write_text("mine")
     with pytest.raises(BootstrapFailed, match="holds files that distflow did not put there") as caught:
-        node.connect()
+        fresh_node.connect()
     assert "`root:`" in caught.value.hint
-    assert [path.name for path in node.root.iterdir()] == ["thesis.tex"]
-    (node.root / MARKER).write_text("something else\n")
+    assert [path.name for path in fresh_node.root.iterdir()] == ["thesis.tex"]
+    (fresh_node.root / MARKER).write_text("something else\n")
     with pytest.raises(BootstrapFailed, match="holds files that distflow did not put there"):
-        node.connect()
-    (node.root / "thesis.tex").unlink()
-    node.connect().request("ping")
+        fresh_node.connect()
+    (fresh_node.root / "thesis.tex").unlink()
+    fresh_node.connect().request("ping")
 
 
 def test_a_link_in_our_place_is_not_followed(node: NodeUnderTest, tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_a_link_in_our_place_is_not_followed(node: NodeUnderTest, tmp_path: Path
 
 @needs_root
 @pytest.mark.parametrize("place", ["root", "private", "runtime", "hash"])
-def test_nothing_is_imported_from_a_directory_of_another_user(node: NodeUnderTest, tmp_path: Path, place: str) -> None:
+def test_nothing_is_imported_from_a_directory_of_another_user(fresh_node: NodeUnderTest, tmp_path: Path, place: str) -> None:
     """Another user made it first, open to all, with a runtime of his own in it."""
     trap = tmp_path / "trap"
-    home = node.root / "runtime" / RUNTIME.digest
+    home = fresh_node.root / "runtime" / RUNTIME.digest
     package = home / "distflow" / "runtime"
     package.mkdir(parents=True)
     (home / "distflow" / "__init__.py").write_text(f"open({str(trap)!r}, 'w').close()")
@@ -128,15 +128,15 @@ def test_nothing_is_imported_from_a_directory_of_another_user(node: NodeUnderTes
     (package / "__init__.py").touch()
     (package / "agent" / "__init__.py").touch()
     (package / "agent" / "server.py").write_text("def serve(*_): pass")
-    chosen = {"root": node.top, "private": node.root, "runtime": node.root / "runtime", "hash": home}[place]
+    chosen = {"root": fresh_node.top, "private": fresh_node.root, "runtime": fresh_node.root / "runtime", "hash": home}[place]
     os.chown(chosen, NOBODY, NOBODY)
     chosen.chmod(0o777)
     if place == "hash":  # the files in it are those of another user; they are replaced
-        node.connect().request("ping")
+        fresh_node.connect().request("ping")
         assert home.stat().st_uid == os.getuid()
     else:
         with pytest.raises(BootstrapFailed, match="who could replace what root runs there") as caught:
-            node.connect()
+            fresh_node.connect()
         assert str(chosen) in caught.value.detail
         assert "`root:`" in caught.value.hint
     assert not trap.exists()
