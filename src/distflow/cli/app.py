@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import typer
 
-from distflow.cli.lazy import LazyGroup, commands
+from distflow.cli.lazy_groups import LazyGroup, commands
 from distflow.errors import DistflowError, InputError, WorkflowEnded
 
 __all__ = ["app", "main", "run", "spread_sets", "wants_json"]
@@ -58,15 +58,15 @@ class _Root(LazyGroup):
 
     table = commands(
         {
-            "workflow": ("distflow.cli.workflow:app", "Submit, watch and end workflows."),
+            "workflow": ("distflow.cli.workflow.group:app", "Submit, watch and end workflows."),
             "task": ("distflow.cli.task:app", "Look at tasks across workflows."),
-            "pool": ("distflow.cli.pool:app", "Show the pools that workflows can run in, and check their nodes."),
-            "resource": ("distflow.cli.resource:app", "Show what the nodes have, and what is in use of it."),
+            "pool": ("distflow.cli.pool.pool:app", "Show the pools that workflows can run in, and check their nodes."),
+            "resource": ("distflow.cli.pool.resource:app", "Show what the nodes have, and what is in use of it."),
             "train": ("distflow.cli.train:app", "Choose a training strategy, and measure how ranks communicate."),
-            "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
-            "dataset": ("distflow.cli.dataset:app", "Named, versioned collections of files."),
+            "data": ("distflow.cli.data.data:app", "Upload, download, list and delete data at URLs."),
+            "dataset": ("distflow.cli.data.dataset:app", "Named, versioned collections of files."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
-            "profile": ("distflow.cli.profile:app", "Say which pool you mean when you name none."),
+            "profile": ("distflow.cli.pool.profile:app", "Say which pool you mean when you name none."),
             "credential": ("distflow.cli.credential:app", "Keep secrets, and give them to tasks by name."),
             "schema": ("distflow.cli.schema:app", "Print the JSON Schema of workflow specs."),
             "version": ("distflow.cli.version:app", "Print distflow's version."),

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.command import Format
 from distflow.cli.opening import open_client
-from distflow.cli.tables import table
+from distflow.cli.options import Format
+from distflow.cli.render.tables import table
 from distflow.client.credentials import (
     LONGEST_VALUE,
     Credential,

@@ -1,26 +1,42 @@
-"""``distflow node``."""
+"""``distflow node``: what distflow keeps on the nodes, and removing it."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
 
-from distflow.cli.command import Format, FormatOption, HostfileOption
 from distflow.cli.opening import open_client
-from distflow.cli.reap import PoolOption, reap
-from distflow.cli.tables import table
-from distflow.cli.uninstall import uninstall
-from distflow.client.nodes import Cleaned, choose_nodes, clean_nodes
+from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, PoolOption
+from distflow.cli.render.tables import table, terminal_width
+from distflow.client.nodes import (
+    Cleaned,
+    Leftover,
+    PoolNode,
+    Reaped,
+    Uninstalled,
+    choose_nodes,
+    clean_nodes,
+    reap_nodes,
+    replace_uuids,
+    uninstall_nodes,
+)
+from distflow.client.workflows import workflow_ids
 from distflow.documents.printable import plain
 from distflow.documents.quantities import parse_duration
-from distflow.errors import InputError, NodeUnreachable
+from distflow.documents.times import duration
+from distflow.errors import DistflowError, InputError, NodeError, NodeUnreachable
 
-__all__ = ["app"]
+__all__ = [
+    "app",
+    "clean",
+    "reap",
+    "uninstall",
+]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -30,11 +46,6 @@ def _node() -> None:
     """Look after what distflow keeps on the nodes."""
 
 
-app.command(epilog="Examples: distflow node reap --dry-run  ·  distflow node reap --pool lab --node gpu2")(reap)
-app.command(epilog="Examples: distflow node uninstall --pool lab  ·  distflow node uninstall --node gpu2 --yes")(uninstall)
-
-
-@app.command(epilog="Examples: distflow node clean --dry-run  ·  distflow node clean --older-than 2d")
 def clean(
     pool: PoolOption = None,
     older_than: Annotated[
@@ -53,7 +64,7 @@ def clean(
     with open_client() as client:
         nodes = choose_nodes(client, pool, hosts=client.hosts(hostfile))
         results = clean_nodes(client, nodes, older_than_s=age_s, is_dry_run=dry_run)
-    _show(results, dry_run, format_type)
+    _show_cleaned(results, dry_run, format_type)
     failed = [result for result in results if result.error]
     if failed and format_type is Format.JSON:
         # The document has said it all.
@@ -69,7 +80,7 @@ def _seconds(text: str) -> float:
         raise InputError(f"--older-than {text!r}: {error}", hint="for example 12h or 14d") from None
 
 
-def _show(results: Sequence[Cleaned], dry_run: bool, format_type: Format) -> None:
+def _show_cleaned(results: Sequence[Cleaned], dry_run: bool, format_type: Format) -> None:
     if format_type is Format.JSON:
         rows = [
             {"node": one.node, "removed": list(one.removed), "kept": one.kept, "freed_bytes": one.freed_bytes,
@@ -85,3 +96,144 @@ def _show(results: Sequence[Cleaned], dry_run: bool, format_type: Format) -> Non
     print(table(("Node", "Would remove" if dry_run else "Removed", "Kept", "Freed", "Error"), text), end="")
     if os.isatty(sys.stderr.fileno()) and dry_run:
         print("nothing was removed: this was a dry run", file=sys.stderr)
+
+
+def reap(
+    pool: PoolOption = None,
+    nodes: NodesOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Name what is left, stop nothing.")] = False,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Find and stop what earlier attempts left on the nodes: processes and containers that nobody watches any more.
+
+    A task that runs is never touched, whoever submitted it; what belongs to another root or user is named, and left alone.
+    """
+    with open_client() as client:
+        chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
+        ids = workflow_ids(client)
+    results = reap_nodes(chosen, is_dry_run=dry_run)
+    if format_type is Format.JSON:
+        print(json.dumps({"dry_run": dry_run, "nodes": [_reaped_json(one) for one in results]}, indent=2))
+    else:
+        _show_reaped(results, dry_run, ids)
+    error = _worst_error(results, ids)
+    if error is None:
+        return
+    if format_type is Format.JSON:
+        # The document has said it all.
+        raise typer.Exit(error.exit_code)
+    raise error
+
+
+def _worst_error(results: Sequence[Reaped], ids: Mapping[str, str]) -> DistflowError | None:
+    for one in results:
+        if one.error:
+            return NodeError(one.node, replace_uuids(one.error.removeprefix(f"{one.node}: "), ids))
+    for one in results:
+        for left in one.found:
+            if left.error:
+                what = left.name if left.pid is None else f"{left.name} (pid {left.pid})"
+                return NodeError(one.node, f"{what} is still there: {replace_uuids(left.error, ids)}")
+    return None
+
+
+def _show_reaped(results: Sequence[Reaped], dry_run: bool, ids: Mapping[str, str]) -> None:
+    rows = [_reaped_row(one.node, left, dry_run, ids) for one in results for left in one.found]
+    if rows:
+        header = ("Node", "Pid", "Name", "Age", "GPUs", "Task", "Done", "Why")
+        print(table(header, rows, width=terminal_width(sys.stdout)), end="")
+    for one in results:
+        if one.settled:
+            verb = "would be recorded" if dry_run else "is recorded now"
+            names = plain(replace_uuids(", ".join(one.settled), ids))
+            print(f"{one.node}: the end of {len(one.settled)} that nobody watched {verb}: {names}")
+    reached = sum(1 for one in results if not one.error)
+    if not rows and reached:
+        print(f"nothing is left on {reached} node{'s' if reached > 1 else ''}")
+    elif dry_run and reached:
+        print("nothing was stopped: this was a dry run", file=sys.stderr)
+
+
+def _reaped_row(node: str, left: Leftover, dry_run: bool, ids: Mapping[str, str]) -> tuple[str, ...]:
+    done = "left alone" if not left.is_ours else "would stop" if dry_run else "still there" if left.error else "stopped"
+    return (
+        node,
+        "-" if left.pid is None else str(left.pid),
+        plain(left.name),
+        "-" if left.age_s is None else duration(left.age_s),
+        ",".join(str(gpu) for gpu in left.gpus),
+        plain(replace_uuids(left.attempt, ids)),
+        done,
+        plain(replace_uuids(left.error or left.why, ids)),
+    )
+
+
+def _reaped_json(one: Reaped) -> dict[str, object]:
+    return {
+        "node": one.node,
+        "found": [
+            {"pid": left.pid, "name": left.name, "user": left.user or None, "attempt": left.attempt, "age_s": left.age_s,
+             "gpus": list(left.gpus), "why": left.why, "is_ours": left.is_ours, "error": left.error or None}
+            for left in one.found
+        ],
+        "settled": list(one.settled),
+        "error": one.error or None,
+    }  # fmt: skip
+
+
+def uninstall(
+    pool: PoolOption = None,
+    nodes: NodesOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Remove distflow from the nodes, with all that its tasks left there: outputs, logs, files, locks.
+
+    Refused on a node where a task lives. What is in its root and not distflow's stays, and is named.
+    """
+    with open_client() as client:
+        chosen = choose_nodes(client, pool, hosts=client.hosts(hostfile), names=nodes)
+        if not yes:
+            _ask_first(chosen)
+        results = uninstall_nodes(client, chosen)
+    if format_type is Format.JSON:
+        rows = [
+            {"node": one.node, "removed": list(one.removed), "left": list(one.left), "error": one.error or None}
+            for one in results
+        ]
+        print(json.dumps({"nodes": rows}, indent=2))
+    else:
+        _show_uninstalled(results)
+    failed = [one for one in results if one.error]
+    if failed and format_type is Format.JSON:
+        # The document has said it all.
+        raise typer.Exit(NodeError.exit_code)
+    if failed:
+        raise NodeError(failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "))
+
+
+def _ask_first(nodes: Sequence[PoolNode]) -> None:
+    names = ", ".join(f"{node.name} ({node.root})" for _, node in nodes)
+    if not sys.stdin.isatty():
+        raise InputError(f"this removes what tasks left on {names}", hint="add --yes when that is meant")
+    print(f"this removes distflow and all that its tasks left, outputs too, from: {names}", file=sys.stderr)
+    print("go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        print("nothing was removed", file=sys.stderr)
+        raise typer.Exit(0)
+
+
+def _show_uninstalled(results: Sequence[Uninstalled]) -> None:
+    for one in results:
+        if one.error:
+            continue
+        print(f"{one.node}: {'removed' if one.removed else 'nothing was there'}{', but for:' if one.left else ''}")
+        for left in one.left:
+            print(f"  {plain(left)}")
+
+
+app.command(epilog="Examples: distflow node reap --dry-run  ·  distflow node reap --pool lab --node gpu2")(reap)
+app.command(epilog="Examples: distflow node uninstall --pool lab  ·  distflow node uninstall --node gpu2 --yes")(uninstall)
+app.command(epilog="Examples: distflow node clean --dry-run  ·  distflow node clean --older-than 2d")(clean)

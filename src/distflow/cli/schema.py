@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distflow.cli.command import command_app
+from distflow.cli.options import command_app
 from distflow.client.specs import schema_text
 
 __all__ = ["app"]

@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.command import Format, FormatOption
 from distflow.cli.opening import open_client, until_closed
-from distflow.cli.searching import (
+from distflow.cli.options import Format, FormatOption
+from distflow.cli.render.tables import Paint, table
+from distflow.cli.render.workflow_text import elapsed_s
+from distflow.cli.search_options import (
     OSMO_STATUSES,
     AllUsersOption,
     OffsetOption,
@@ -25,8 +27,6 @@ from distflow.cli.searching import (
     one_of,
     priorities,
 )
-from distflow.cli.tables import Paint, table
-from distflow.cli.views import elapsed_s
 from distflow.client.client import now
 from distflow.client.tasks import ListedTask, list_tasks
 from distflow.documents.times import iso, local_minute

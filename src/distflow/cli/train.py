@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.command import Format, FormatOption
-from distflow.cli.tables import table
+from distflow.cli.options import Format, FormatOption
+from distflow.cli.render.tables import table
 from distflow.documents.quantities import parse_bytes
 from distflow.errors import InputError
 from distflow.layout.strategy.memory import Advice, Choice, advise, guess_model, parse_count

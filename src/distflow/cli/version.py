@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from distflow import __version__
-from distflow.cli.command import Format, FormatOption, command_app
+from distflow.cli.options import Format, FormatOption, command_app
 
 __all__ = ["app"]
 

@@ -82,7 +82,7 @@ distflow.cli.entry.main()
         ("distflow.cli.app", -signal.SIGINT),
         ("typer", -signal.SIGINT),
         ("distflow.errors", -signal.SIGINT),
-        ("distflow.cli.list", 130),
+        ("distflow.cli.workflow.list", 130),
         ("at the end", -signal.SIGINT),
     ],
 )

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from distflow.backends.machines.inspection.stacks import Asked, TaskStacks
-from distflow.cli.collectivetext import collective_lines
-from distflow.cli.stacktext import stacks_json
-from distflow.cli.tables import Paint
+from distflow.cli.render.collectives import collective_lines
+from distflow.cli.render.stacks import stacks_json
+from distflow.cli.render.tables import Paint
 from distflow.pools.model import Node
 
 Place = tuple[int, str, bool, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from distflow.cli.documents import workflow_json
+from distflow.cli.render.workflow_json import workflow_json
 from distflow.lifecycle.states import State
 from distflow.plan.model import Plan
 from distflow.spec.model import DataSpec, Timeouts

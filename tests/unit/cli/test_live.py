@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.cli.live import follow_workflow
+from distflow.cli.render.live import follow_workflow
 from distflow.client.logs import WorkflowWatch
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import End, GroupRecord, WorkflowRecord
@@ -126,7 +126,7 @@ def test_only_the_chosen_tasks_must_be_complete(screen: Screen) -> None:
 
 
 def test_many_tasks_are_counted(screen: Screen) -> None:
-    from distflow.cli.views import changes, status_line
+    from distflow.cli.render.workflow_text import changes, status_line
 
     tasks = tuple(task(f"worker{number}", State.RUNNING) for number in range(60))
     waiting = tuple(task(f"late{number}", State.INITIALIZING) for number in range(4))

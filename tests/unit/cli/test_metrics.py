@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cli.plot import plot
+from distflow.cli.render.metrics import plot
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.record import WorkflowRecord
 from unit.cli.screen import Screen, hold_against

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from distflow.cli import progress
-from distflow.cli.progress import ProgressLine
+from distflow.cli.render import terminal_line
+from distflow.cli.render.terminal_line import ProgressLine
 
 
 class Screen(io.StringIO):
@@ -16,7 +16,7 @@ class Screen(io.StringIO):
 
 
 def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    monkeypatch.setattr(terminal_line, "_EVERY_S", 0.0)
     screen = Screen()
     with ProgressLine(screen, "sent") as line:
         line.told(1 << 20, 4 << 20)
@@ -28,7 +28,7 @@ def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.Mo
 
 
 def test_a_pipe_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    monkeypatch.setattr(terminal_line, "_EVERY_S", 0.0)
     pipe = io.StringIO()
     with ProgressLine(pipe, "sent") as line:
         line.told(1, 2)

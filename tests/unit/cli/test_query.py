@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.cli.live import watch_workflow
+from distflow.cli.render.live import watch_workflow
 from distflow.client.client import Client
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.protocol.ends import EndReason

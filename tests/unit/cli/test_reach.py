@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from distflow.cli.reach import cancel_json, cancel_words, left_behind
-from distflow.cli.views import changes
+from distflow.cli.render.workflow_text import cancel_json, cancel_words, changes, left_behind
 from distflow.documents.times import local_second
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import GroupRecord, OutOfReach, Stray, WorkflowRecord

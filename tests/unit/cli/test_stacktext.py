@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.backends.machines.inspection.stacks import Asked, TaskStacks
-from distflow.cli.stacktext import stacks_json, stacks_text
-from distflow.cli.tables import Paint
+from distflow.cli.render.stacks import stacks_json, stacks_text
+from distflow.cli.render.tables import Paint
 from distflow.pools.model import Node
 
 

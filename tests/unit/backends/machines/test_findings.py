@@ -417,8 +417,8 @@ def test_a_python_that_says_nothing_is_an_error_in_words(code: int | None, stdou
 
 def test_everything_that_is_measured_is_json() -> None:
     from distflow.backends.machines.checks.checking import Checked
-    from distflow.cli.checks import check_json, check_text
-    from distflow.cli.tables import Paint
+    from distflow.cli.render.pool_check import check_json, check_text
+    from distflow.cli.render.tables import Paint
     from distflow.pools.model import Pool
 
     apps = (GpuApp(gpu_uuid="GPU-0", pid=1, name="x\x1b[31m", used_mib=None),)

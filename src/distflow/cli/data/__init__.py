@@ -1,0 +1,1 @@
+"""Commands of ``distflow data`` and ``dataset``."""

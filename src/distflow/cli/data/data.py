@@ -1,0 +1,227 @@
+"""``distflow data``: data at URLs, from this machine and without any workflow."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distflow.cli.opening import open_client
+from distflow.cli.options import Format, FormatOption
+from distflow.cli.render.terminal_line import ProgressLine
+from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
+from distflow.documents.printable import plain, plain_lines
+from distflow.documents.quantities import bytes_text
+from distflow.documents.times import iso
+from distflow.errors import DistflowError, InputError
+
+if TYPE_CHECKING:
+    from distflow.client.data import Moved, Wanted
+    from distflow.documents.urls import StorageUrl
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+UrlArgument = Annotated[
+    str, typer.Argument(metavar="URL", help="Such as s3://bucket/path; also gs, az, azure, sftp, file, and http(s) to read.")
+]
+RegexOption = Annotated[
+    str,
+    typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose relative path it matches, from the start of that."),
+]
+ThreadsOption = Annotated[int, typer.Option("--threads", "-T", min=1, max=256, help="Files that are moved at the same time.")]
+ProcessesOption = Annotated[
+    int | None, typer.Option("--processes", "-p", min=1, help="Taken and not used: threads are enough.")
+]
+BenchmarkOption = Annotated[
+    Path | None, typer.Option("--benchmark-out", "-b", metavar="DIR", help="Write there, as JSON, how long it took.")
+]
+
+
+class _Access(str, Enum):
+    """What one may want to do."""
+
+    READ = "READ"
+    WRITE = "WRITE"
+    DELETE = "DELETE"
+
+
+@app.callback()
+def _data() -> None:
+    """Upload, download, list and delete data at URLs."""
+
+
+@app.command(
+    epilog="Examples: distflow data upload s3://bucket/run7 results  ·  distflow data upload s3://bucket/run7 results/*"
+)
+def upload(
+    url: UrlArgument,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories of this machine.")],
+    regex: RegexOption = "",
+    processes: ProcessesOption = None,  # noqa: ARG001  OSMO's
+    threads: ThreadsOption = 8,
+    benchmark_out: BenchmarkOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Write files below a URL; a directory keeps its name.
+
+    What is there already, with the sum that the store tells, is not sent again. Each file is looked at afterwards. What was
+    interrupted is made whole by the same command.
+    """
+    with open_client() as client, ProgressLine(sys.stderr, "sent") as line:
+        moved = upload_data(client, url, paths, regex=regex, threads=threads, on_progress=line.told)
+        seconds = line.seconds
+    _report("upload", parse_data_url(url), moved, seconds, benchmark_out, format_type)
+
+
+@app.command(epilog="Example: distflow data download s3://bucket/run7 results --regex '.*\\.pt$'")
+def download(
+    url: UrlArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it must be there.")],
+    regex: RegexOption = "",
+    resume: Annotated[bool, typer.Option("--resume", "-r", help="Leave what is there with the right content.")] = False,
+    processes: ProcessesOption = None,  # noqa: ARG001  OSMO's
+    threads: ThreadsOption = 8,
+    benchmark_out: BenchmarkOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Fetch what a URL names into a directory: paths are relative to the URL, one object keeps its name.
+
+    A file appears when it is whole and has the sum that the store tells. Half a file is gone on with by the same command.
+    """
+    with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
+        moved = download_data(client, url, directory, regex=regex, resume=resume, threads=threads, on_progress=line.told)
+        seconds = line.seconds
+    _report("download", parse_data_url(url), moved, seconds, benchmark_out, format_type)
+
+
+@app.command("list", epilog="Examples: distflow data list s3://bucket/run7  ·  distflow data list -r s3://bucket files.txt")
+def list_command(
+    url: UrlArgument,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Write the list there; it must not be there yet.")
+    ] = None,
+    regex: RegexOption = "",
+    prefix: Annotated[str, typer.Option("--prefix", "-p", help="Only paths that begin so.")] = "",
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Every object, not one line for each folder.")] = False,
+    no_pager: Annotated[bool, typer.Option("--no-pager", help="Taken for OSMO's sake: there is no pager.")] = False,  # noqa: ARG001
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """List what lies at a URL, one relative path in each line; a folder's ends with a slash."""
+    source = parse_data_url(url)
+    if file is not None and file.exists():
+        raise InputError(f"{file} is there already", hint="name another file")
+    with open_client() as client:
+        found = list_data(client, url, regex=regex, prefix=prefix)
+    rows = _rows(source, found, recursive)
+    if format_type is Format.JSON:
+        body = {"url": str(source), "objects": rows, "count": len(rows), "bytes": sum(one.entry.size for one in found)}
+        text = json.dumps(body, indent=2) + "\n"
+    else:
+        text = "".join(f"{plain(str(row['name']))}\n" for row in rows)
+    if file is not None:
+        try:
+            # Names are bytes to this machine: they come out as they are there.
+            file.write_text(text, encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise InputError(f"{file}: {error.strerror}") from error
+    else:
+        print(text, end="")
+    if format_type is Format.TEXT:
+        print(f"{_count(len(found), 'object')}, {bytes_text(sum(one.entry.size for one in found))}", file=sys.stderr)
+
+
+@app.command(epilog="Example: distflow data delete s3://bucket/run7 --regex 'checkpoints/'")
+def delete(url: UrlArgument, regex: RegexOption = "", format_type: FormatOption = Format.TEXT) -> None:
+    """Remove the objects at a URL, without asking. `distflow data list -r` shows them first.
+
+    A symbolic link is removed itself; the files that it leads to stay.
+    """
+    goal = parse_data_url(url, writes=True)
+    with open_client() as client:
+        count = delete_data(client, url, regex=regex)
+    if format_type is Format.JSON:
+        print(json.dumps({"url": str(goal), "deleted": count}, indent=2))
+    else:
+        print(f"deleted {_count(count, 'object')} at {goal}")
+
+
+@app.command(epilog="Example: distflow data check s3://bucket/run7 --access-type WRITE")
+def check(
+    url: UrlArgument,
+    access_type: Annotated[
+        _Access, typer.Option("--access-type", "-a", case_sensitive=False, help="What is to be allowed.")
+    ] = _Access.READ,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Find out whether a URL can be read, written or deleted at, by doing so: an empty object is written and removed.
+
+    Ends with another code than 0 when it cannot.
+    """
+    goal = parse_data_url(url, writes=access_type is not _Access.READ)
+    try:
+        with open_client() as client:
+            check_data_access(client, url, access_type.value)
+    except DistflowError as error:
+        if format_type is Format.JSON:
+            print(json.dumps({"status": "fail", "error": error.message, "hint": error.hint}, indent=2))
+            print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        raise
+    if format_type is Format.JSON:
+        print(json.dumps({"status": "pass"}, indent=2))
+    else:
+        print(f"{goal}: {access_type.value}: pass")
+
+
+def _report(verb: str, url: StorageUrl, moved: Moved, seconds: float, benchmark_out: Path | None, format_type: Format) -> None:
+    body = {"url": str(url), "files": moved.files, "bytes": moved.size, "already_there": moved.skipped}
+    if benchmark_out is not None:
+        measured = {
+            "verb": verb,
+            **body,
+            "seconds": round(seconds, 3),
+            "bytes_per_second": round(moved.size / max(seconds, 0.001)),
+        }
+        _write_benchmark(benchmark_out, verb, measured)
+    if format_type is Format.JSON:
+        print(json.dumps(body, indent=2))
+        return
+    there = f"; {moved.skipped} {'was' if moved.skipped == 1 else 'were'} there already" if moved.skipped else ""
+    print(f"{verb}ed {_count(moved.files, 'file')}, {bytes_text(moved.size)}{there}")
+
+
+def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) -> None:
+    path = directory / f"{verb}-{time.strftime('%Y%m%dT%H%M%S')}.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measured, indent=2) + "\n")
+    except OSError as error:
+        raise InputError(f"--benchmark-out: {error.filename or path}: {error.strerror}") from error
+
+
+def _rows(url: StorageUrl, found: Sequence[Wanted], recursive: bool) -> list[dict[str, object]]:
+    rows: dict[str, dict[str, object]] = {}
+    for one in found:
+        first, slash, _ = one.name.partition("/")
+        if slash and not recursive:
+            row = rows.setdefault(
+                f"{first}/", {"name": f"{first}/", "url": f"{url.below(first)}/", "bytes": 0, "modified": None}
+            )
+            row["bytes"] = int(str(row["bytes"])) + one.entry.size
+        else:
+            rows[one.name] = {
+                "name": one.name, "url": url.shown(one.entry.key), "bytes": one.entry.size, "modified": iso(one.entry.modified),
+            }  # fmt: skip
+    return list(rows.values())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,173 @@
+"""``distflow dataset``: named collections of files, in versions that never change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distflow.cli.opening import open_client
+from distflow.cli.options import Format, FormatOption
+from distflow.cli.render.tables import table
+from distflow.cli.render.terminal_line import ProgressLine
+from distflow.client.datasets import create_version, delete_versions, download_dataset, list_datasets, read_versions
+from distflow.documents.printable import plain
+from distflow.documents.quantities import bytes_text
+from distflow.documents.times import iso, local_minute
+from distflow.documents.urls import parse_dataset
+from distflow.errors import InputError
+
+if TYPE_CHECKING:
+    from distflow.client.datasets import Manifest
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME[:VERSION]", help="Such as mnist, mnist:3 or mnist:latest.")]
+RegexOption = Annotated[
+    str, typer.Option("--regex", "-x", metavar="REGEX", help="Only files whose path it matches, from the start of that.")
+]
+
+
+@app.callback()
+def _dataset() -> None:
+    """Keep named collections of files, in versions that never change.
+
+    They lie below the URL that `datasets` of the configuration names, else in the state directory.
+    """
+
+
+@app.command("list", epilog="Example: distflow dataset list --format-type json")
+def list_command(format_type: FormatOption = Format.TEXT) -> None:
+    """List the datasets, each with its latest version."""
+    with open_client() as client:
+        found = list_datasets(client)
+    if format_type is Format.JSON:
+        rows = [{"name": one.name, "versions": versions, "latest": _json(one)} for one, versions in found]
+        print(json.dumps({"datasets": rows}, indent=2))
+        return
+    if not found:
+        print("there are no datasets", file=sys.stderr)
+        return
+    cells = [
+        (
+            one.name,
+            str(len(versions)),
+            str(one.number),
+            str(len(one.files)),
+            bytes_text(one.size),
+            local_minute(one.created),
+        )
+        for one, versions in found
+    ]
+    print(table(("Name", "Versions", "Latest", "Files", "Size", "Created"), cells), end="")
+
+
+@app.command(epilog="Examples: distflow dataset info mnist  ·  distflow dataset info mnist:3")
+def info(name: NameArgument, format_type: FormatOption = Format.TEXT) -> None:
+    """Show the versions of a dataset; with a version, the files that it holds."""
+    plain_name, _ = parse_dataset(name)
+    with open_client() as client:
+        found = read_versions(client, name)
+    if format_type is Format.JSON:
+        print(json.dumps({"name": plain_name, "versions": [{**_json(one), "files": _files(one)} for one in found]}, indent=2))
+    elif ":" in name:
+        rows = [(plain(one.path), str(one.size), one.sha256) for one in found[0].files]
+        print(table(("Path", "Bytes", "SHA-256"), rows), end="")
+    else:
+        cells = [(str(one.number), str(len(one.files)), bytes_text(one.size), local_minute(one.created)) for one in found]
+        print(table(("Version", "Files", "Size", "Created"), cells), end="")
+
+
+@app.command(epilog="Example: distflow dataset upload mnist data/mnist/*")
+def upload(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, - and _.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories; a directory keeps its name.")],
+    regex: RegexOption = "",
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Make a new version of a dataset from files of this machine. It is there when all of it is."""
+    _make(name, paths, regex, format_type, is_update=False)
+
+
+@app.command(epilog="Example: distflow dataset update mnist labels.csv")
+def update(
+    name: NameArgument,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…", help="Files and directories; a directory keeps its name.")],
+    regex: RegexOption = "",
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Make a new version of what the latest one holds, or the named one, and of files of this machine over it.
+
+    What is taken over is not sent again.
+    """
+    _make(name, paths, regex, format_type, is_update=True)
+
+
+@app.command(epilog="Example: distflow dataset download mnist:3 data")
+def download(
+    name: NameArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of the dataset's name is made there.")],
+    regex: RegexOption = "",
+    resume: Annotated[bool, typer.Option("--resume", "-r", help="Leave what is there with the right content.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Fetch a version of a dataset; each file is held against the SHA-256 of its manifest."""
+    with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
+        manifest, moved = download_dataset(client, name, directory, regex=regex, resume=resume, on_progress=line.told)
+    if format_type is Format.JSON:
+        body = {"name": manifest.name, "version": manifest.number, "files": moved.files, "bytes": moved.size}
+        print(json.dumps(body, indent=2))
+    else:
+        print(f"{manifest.name}:{manifest.number}: {_count(moved.files)}, {bytes_text(moved.size)}")
+
+
+@app.command(epilog="Examples: distflow dataset delete mnist:3  ·  distflow dataset delete mnist --all")
+def delete(
+    name: NameArgument,
+    all_versions: Annotated[bool, typer.Option("--all", help="All versions.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Remove a version of a dataset, or all. Nobody is asked first; a number is not used again."""
+    plain_name, _ = parse_dataset(name)
+    if (":" in name) == all_versions:
+        raise InputError(
+            "name a version or say --all, one of the two", hint=f"`distflow dataset info {plain_name}` shows the versions"
+        )
+    with open_client() as client:
+        gone = delete_versions(client, name, all_versions=all_versions)
+    if format_type is Format.JSON:
+        print(json.dumps({"name": plain_name, "deleted": gone}, indent=2))
+    else:
+        print("".join(f"deleted {plain_name}:{one}\n" for one in gone), end="")
+
+
+def _make(name: str, paths: list[Path], regex: str, format_type: Format, *, is_update: bool) -> None:
+    with open_client() as client, ProgressLine(sys.stderr, "sent") as line:
+        made = create_version(client, name, paths, regex=regex, is_update=is_update, on_progress=line.told)
+    if format_type is Format.JSON:
+        print(json.dumps(_json(made), indent=2))
+    else:
+        print(f"{made.name}:{made.number}: {_count(len(made.files))}, {bytes_text(made.size)}")
+
+
+def _json(one: Manifest) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "version": one.number,
+        "created": iso(one.created),
+        "file_count": len(one.files),
+        "bytes": one.size,
+    }
+
+
+def _files(one: Manifest) -> list[dict[str, object]]:
+    return [{"path": file.path, "bytes": file.size, "sha256": file.sha256} for file in one.files]
+
+
+def _count(files: int) -> str:
+    return f"{files:,} file{'' if files == 1 else 's'}"

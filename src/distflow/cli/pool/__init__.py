@@ -1,0 +1,1 @@
+"""Commands of ``distflow pool``, ``resource`` and ``profile``."""

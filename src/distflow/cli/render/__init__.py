@@ -1,0 +1,1 @@
+"""Records, plans and measurements as text for people and as JSON for programs."""

@@ -1,0 +1,258 @@
+"""Failures as people and programs see them: first causes with their timelines, and diagnoses with remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from distflow.cli.render.tables import Paint, table
+from distflow.cli.render.workflow_json import cause_json
+from distflow.cli.render.workflow_text import cause_words
+from distflow.client.failures import GroupFailure, missing_ranks
+from distflow.documents.printable import plain
+from distflow.documents.times import duration, iso, local_milli
+from distflow.lifecycle.clocks import Clock
+from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
+from distflow.state.record import Cause, WorkflowRecord
+
+if TYPE_CHECKING:
+    from distflow.client.failures import DiagnosedGroup, Diagnosis
+    from distflow.state.record import WorkflowRecord
+
+
+__all__ = [
+    "diagnoses_json",
+    "diagnoses_text",
+    "no_verdict",
+    "remedy_of",
+    "verdict_json",
+    "verdict_text",
+]
+
+
+def no_verdict(record: WorkflowRecord) -> str:
+    """Return why there is no failure to explain."""
+    if record.state is WorkflowState.COMPLETED:
+        words = f"{record.id} completed: there is no failure to explain"
+    elif record.state is WorkflowState.CANCELED:
+        who = f" by {record.cancel.by}" if record.cancel else ""
+        message = f": {record.cancel.message}" if record.cancel and record.cancel.message else ""
+        words = f"{record.id} was canceled{who}{message}"
+    elif record.state.is_final:
+        words = f"{record.id}: {record.status}: {REASON_TEXT[record.reason] if record.reason else 'no group of it failed'}"
+    else:
+        words = f"{record.id} has not ended, and no task of it has failed: {record.status}"
+        for missing in filter(None, map(missing_ranks, record.groups)):
+            words += f"\n{plain(missing.message)}\nDetails: distflow workflow diagnose {record.id}"
+    again = [group for group in record.groups if group.earlier_causes]
+    for group in again:
+        many = len(group.earlier_causes)
+        words += f"\n{group.name} was tried again after {_times(many)}; why: distflow workflow why {record.id} -r {many - 1}"
+    return words
+
+
+def verdict_text(record: WorkflowRecord, verdicts: Sequence[GroupFailure], *, paint: Paint, width: int | None) -> str:
+    """Return what ``why`` shows."""
+    lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
+    for verdict in verdicts:
+        group = verdict.group
+        number = "" if not group.attempt else f", attempt {verdict.attempt + 1} of {group.attempt + 1}"
+        status = group.status if verdict.is_last else State.RESCHEDULED.value
+        lines += ["", f"{paint.strong(f'Group {group.name}')}{number}: {paint.status(status)}"]
+        if verdict.cause is not None:
+            lines.append(paint.bad(f"First cause: {cause_words(verdict.cause)}"))
+            lines += [f"  {line}" for line in _facts(verdict.cause)]
+        elif group.message:
+            lines += [plain(line) for line in group.message.splitlines()]
+        if verdict.moments:
+            lines += ["", *_timeline(verdict, width)]
+        if verdict.clocks:
+            lines += ["", *(f"Clock of {node}: {_clock_words(clock)}" for node, clock in verdict.clocks.items())]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words: str) -> dict[str, object]:
+    """Return what ``why --format-type json`` prints.
+
+    ``message`` says why there are no ``groups``. Of a group: ``retry_id``, ``first_cause`` as in ``query``, ``clocks`` of its
+    nodes (``offset_s`` before this machine's, ``uncertainty_s``) and the ``timeline``, whose times are by this machine's
+    clock; ``offset_s`` is that from the first cause.
+    """
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "status": record.status,
+        "message": words or None,
+        "groups": [
+            {
+                "name": one.group.name,
+                "status": one.group.status if one.is_last else State.RESCHEDULED.value,
+                "retry_id": one.attempt,
+                "message": one.group.message if one.is_last else None,
+                "first_cause": cause_json(one.cause) if one.cause else None,
+                "clocks": [
+                    {"node": node, "offset_s": clock.offset_s, "uncertainty_s": clock.uncertainty_s}
+                    for node, clock in one.clocks.items()
+                ],
+                "timeline": [
+                    {
+                        "time": iso(moment.at),
+                        "offset_s": round(moment.at - _origin(one), 6),
+                        "node": moment.node or None,
+                        "task": moment.task or None,
+                        "text": moment.text,
+                        "because": moment.because or None,
+                    }
+                    for moment in one.moments
+                ],
+            }
+            for one in verdicts
+        ],
+    }
+
+
+def _times(count: int) -> str:
+    return "a failure" if count == 1 else f"{count} failures"
+
+
+def _facts(cause: Cause) -> Iterator[str]:
+    yield f"Process     pid {cause.pid if cause.pid is not None else 'not known'}"
+    sure = f" ±{_small(cause.clock.uncertainty_s)}" if cause.clock else ""
+    yield f"Time        {local_milli(cause.at)}{sure}"
+    if cause.rivals:
+        others = ", ".join(cause.rivals)
+        yield f"Also failed {others}: at the same time, as far as the clocks of the nodes can tell"
+    for title, texts in (
+        ("Kernel", cause.kernel),
+        ("Traceback", cause.traceback.splitlines()),
+        ("Last lines", cause.lines),
+    ):
+        yield from (f"{title if number == 0 else '':<11} | {plain(text)}".rstrip() for number, text in enumerate(texts))
+
+
+def _timeline(verdict: GroupFailure, width: int | None) -> list[str]:
+    rows = [
+        (
+            _offset(moment.at - _origin(verdict)),
+            moment.node,
+            moment.task,
+            plain(moment.text),
+            plain(moment.because),
+        )
+        for moment in verdict.moments
+    ]
+    return table(("Time", "Node", "Task", "What", "Because"), rows, width=width).splitlines()
+
+
+def _origin(verdict: GroupFailure) -> float:
+    if verdict.cause is not None:
+        return verdict.cause.at
+    ended = verdict.group.stopping_at or verdict.group.ended_at
+    return ended if ended is not None else verdict.moments[0].at if verdict.moments else 0.0
+
+
+def _offset(seconds: float) -> str:
+    """Return a distance in time: ``+0.012 s``, ``-1:02:03``."""
+    if abs(seconds) < 100:
+        return f"{seconds:+.3f} s"
+    return f"{'-' if seconds < 0 else '+'}{duration(abs(seconds))}"
+
+
+def _clock_words(clock: Clock) -> str:
+    sure = f"±{_small(clock.uncertainty_s)}"
+    if abs(clock.offset_s) <= clock.uncertainty_s:
+        return f"equal to this machine's {sure}"
+    side = "before" if clock.offset_s > 0 else "behind"
+    return f"{_small(abs(clock.offset_s))} {side} this machine's {sure}; its times above are corrected"
+
+
+def _small(seconds: float) -> str:
+    """Return a short time: ``0.4 ms``, ``30.0 s``."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+_SHOWN_LINES = 5
+"""The last lines of a task, where no rule explains its failure."""
+
+
+def diagnoses_text(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], paint: Paint) -> str:
+    """Return what ``diagnose`` shows."""
+    lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
+    for one in examined:
+        number = f", attempt {one.attempt + 1} of {one.group.attempt + 1}" if one.group.attempt else ""
+        lines += ["", f"{paint.strong(f'Group {one.group.name}')}{number}: {paint.status(one.status)}"]
+        for position, diagnosis in enumerate(one.diagnoses):
+            lines += [""] * bool(position) + list(_rows(record, diagnosis, paint))
+        if not one.diagnoses:
+            lines += [f"  {line}" for line in _unknown(record, one)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], words: str) -> dict[str, object]:
+    """Return what ``diagnose --format-type json`` prints.
+
+    ``message`` says why there are no ``groups``. Of a group: ``retry_id``, and its ``diagnoses``, the most specific first:
+    ``key`` (such as ``rank-missing``), ``cause``, ``found``, ``remedy``, and the ``task`` with the ``line`` or ``traceback``
+    that shows it. Where there are none, the group's ``message`` says what to look at.
+    """
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "status": record.status,
+        "message": words or None,
+        "groups": [
+            {
+                "name": one.group.name,
+                "status": one.status,
+                "retry_id": one.attempt,
+                "message": None if one.diagnoses else " ".join(line.strip() for line in _unknown(record, one)),
+                "diagnoses": [
+                    {
+                        "key": diagnosis.key,
+                        "cause": diagnosis.cause,
+                        "found": diagnosis.found or None,
+                        "remedy": remedy_of(record, diagnosis),
+                        "task": diagnosis.task or None,
+                        "line": diagnosis.line or None,
+                        "traceback": diagnosis.traceback or None,
+                    }
+                    for diagnosis in one.diagnoses
+                ],
+            }
+            for one in examined
+        ],
+    }
+
+
+def _rows(record: WorkflowRecord, diagnosis: Diagnosis, paint: Paint) -> Iterator[str]:
+    yield f"  Cause   {paint.bad(diagnosis.cause)}"
+    if diagnosis.found:
+        yield f"  Found   {plain(diagnosis.found)}"
+    if diagnosis.line:
+        yield f"  Shown   [{diagnosis.task}] {plain(diagnosis.line)}"
+    for number, line in enumerate(diagnosis.traceback.splitlines()):
+        yield f"  {'' if number else 'Shown':<7} | {plain(line)}"
+    yield f"  Remedy  {remedy_of(record, diagnosis)}"
+
+
+def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
+    """Return what to do, with the commands for this workflow."""
+    return diagnosis.remedy.replace("<id>", record.id)
+
+
+def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:
+    """Say that no rule knows this failure, and where to look."""
+    retry = f" -r {one.attempt}" if one.attempt < one.group.attempt else ""
+    cause = one.group.cause if one.attempt == one.group.attempt else one.group.earlier_causes[one.attempt]
+    if cause is None:
+        message = one.group.message.splitlines()[0] if one.group.message else one.status
+        yield f"Cause   no task failed by itself: {plain(message)}"
+        yield f"Remedy  The timeline shows what happened when: distflow workflow why {record.id}{retry}"
+        return
+    yield f"Cause   not known; no rule explains this end: {cause_words(cause)}"
+    for number, line in enumerate(cause.lines[-_SHOWN_LINES:]):
+        yield f"{'' if number else 'Shown':<7} | {plain(line)}"
+    yield f"Remedy  Read its whole output: distflow workflow logs {record.id} --task {cause.task}{retry}"
+    yield f"        The timeline shows what happened when: distflow workflow why {record.id}{retry}"
+    yield "        If it happens again, `debug: true` in the group checks collectives, and"
+    yield "        `timeout: {hang_timeout: 10m}` reports a gang that has become silent."

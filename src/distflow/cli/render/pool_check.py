@@ -1,0 +1,189 @@
+"""What ``distflow pool check`` shows: a table of nodes, findings in words, one sentence; or one JSON document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distflow.cli.render.tables import Paint, table
+from distflow.client.checking import AllReduce, Checked, Finding, Grade, Measured, Pair, Verdict
+from distflow.documents.printable import plain
+from distflow.documents.quantities import bytes_text
+from distflow.pools.model import Pool
+
+__all__ = ["check_json", "check_text", "findings_text"]
+
+_HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs")
+
+
+def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
+    """Return the table, the findings and the sentence."""
+    rows = [_row(measured, _state(measured, verdict), paint) for measured in checked.nodes]
+    parts = [table(_HEADER, rows), *(_finding_text(finding, paint) for finding in verdict.findings)]
+    sentence = verdict.text if verdict.can_run else paint.bad(verdict.text)
+    if checked.all_reduce is not None:
+        parts.append(_all_reduce_text(checked.all_reduce))
+    return "\n".join([*parts, f"{sentence}\n"])
+
+
+def findings_text(verdict: Verdict, paint: Paint) -> list[str]:
+    """Return what may keep a gang from running, without mere notes."""
+    return [_finding_text(finding, paint) for finding in verdict.findings if finding.grade is not Grade.NOTE]
+
+
+def check_json(pool: Pool, checked: Checked, verdict: Verdict) -> dict[str, Any]:
+    """Return everything as one document (docs/pool-check.md)."""
+    return {
+        "pool": pool.name,
+        "backend": pool.backend,
+        "can_run": verdict.can_run,
+        "verdict": verdict.text,
+        "nodes": [_node_json(measured, _state(measured, verdict)) for measured in checked.nodes],
+        "pairs": [_pair_json(pair) for pair in checked.pairs],
+        "all_reduce": _all_reduce_json(checked.all_reduce) if checked.all_reduce is not None else None,
+        "findings": [
+            {
+                "grade": finding.grade.value,
+                "about": finding.about,
+                "nodes": list(finding.nodes),
+                "message": finding.message,
+                "hint": finding.hint,
+            }
+            for finding in verdict.findings
+        ],
+    }
+
+
+def _all_reduce_text(found: AllReduce) -> str:
+    if found.skipped:
+        return f"no all-reduce was made: {plain(found.skipped)}"
+    if found.failed is not None:
+        return f"all-reduce over {len(found.nodes)} nodes: failed"
+    times = ", ".join(f"{bytes_text(size)} in {seconds * 1000:.2f} ms" for size, seconds in found.times)
+    return f"all-reduce over {len(found.nodes)} nodes (gloo): {times}; bus bandwidth {found.best / 1e6:,.0f} MB/s"
+
+
+def _all_reduce_json(found: AllReduce) -> dict[str, Any]:
+    return {
+        "nodes": list(found.nodes),
+        "skipped": found.skipped or None,
+        "failed": {"node": found.failed[0], "message": found.failed[1]} if found.failed else None,
+        "sizes": [
+            {"bytes": size, "seconds": seconds, "bus_bandwidth": found.bus_bandwidth(size, seconds)}
+            for size, seconds in found.times
+        ],
+    }
+
+
+def _state(measured: Measured, verdict: Verdict) -> str:
+    """Return the worst grade of what was found about a node; ``ok`` when that is no more than a note."""
+    grades = {finding.grade for finding in verdict.findings if measured.node.name in finding.nodes}
+    return next((grade.value for grade in (Grade.ERROR, Grade.WARNING) if grade in grades), "ok")
+
+
+def _finding_text(finding: Finding, paint: Paint) -> str:
+    text = "\n".join(plain(line) for line in finding.as_text().splitlines())
+    head, colon, rest = text.partition(":")
+    return (paint.bad(head) if finding.grade is Grade.ERROR else head) + colon + rest
+
+
+def _row(measured: Measured, state: str, paint: Paint) -> tuple[str, ...]:
+    shown = paint.bad(state) if state == "error" else state
+    if measured.error is not None:
+        return (measured.node.name, shown, "", "", "", "", "", "")
+    torch, clock = measured.torch, measured.clock
+    address = f"{measured.address} ({measured.interface})" if measured.interface else measured.address
+    free = (measured.probe.get("root") or {}).get("free_bytes")
+    return (
+        measured.node.name,
+        shown,
+        plain(address),
+        plain((torch and torch.python) or str(measured.facts.get("python_version", ""))),
+        plain((torch and torch.version) or ""),
+        f"{free / (1 << 30):.0f} GiB" if free is not None else "",
+        # Adding 0 takes the sign from a zero.
+        f"{round(clock.offset_s, 2) + 0:+.2f} s" if clock is not None else "",
+        plain(_gpus_text(measured)),
+    )
+
+
+def _gpus_text(measured: Measured) -> str:
+    if measured.gpus is None:
+        return str(measured.facts.get("gpus") or 0)
+    names = [gpu.name for gpu in measured.gpus]
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    memory = next((gpu.memory_mib for gpu in measured.gpus), None)
+    size = f", {memory / 1024:.0f} GiB" if memory and len(counts) == 1 else ""
+    return " + ".join(f"{count} × {name}" for name, count in counts.items()) + size or "0"
+
+
+def _node_json(measured: Measured, state: str) -> dict[str, Any]:
+    node, torch, clock = measured.node, measured.torch, measured.clock
+    shown: dict[str, Any] = {"name": node.name, "host": node.host, "state": state}
+    if measured.error is not None:
+        return {**shown, "error": measured.error.message}
+    facts, probe = measured.facts, measured.probe
+    indices = {gpu.uuid: gpu.index for gpu in measured.gpus or ()}
+    owners = probe.get("gpu_owners") or {}
+    return {
+        **shown,
+        "error": None,
+        "address": measured.address,
+        "interface": measured.interface or None,
+        "hostname": facts.get("hostname"),
+        "user": facts.get("user"),
+        "cpus": facts.get("cpus"),
+        "memory": facts.get("memory"),
+        "clock_offset_s": clock.offset_s if clock else None,
+        "clock_uncertainty_s": clock.uncertainty_s if clock else None,
+        "free_memory": (probe.get("memory") or {}).get("available_bytes"),
+        "shm": probe.get("shm"),
+        "limits": probe.get("limits"),
+        "xids": probe.get("xids") or [],
+        "paths": probe.get("paths") or {},
+        "root": probe.get("root"),
+        "lease_dir": probe.get("leases"),
+        "python": {"version": torch.python, "executable": torch.executable} if torch and torch.python else None,
+        "torch": {
+            "version": torch.version,
+            "cuda": torch.cuda,
+            "is_available": torch.is_available,
+            "devices": torch.devices,
+            "nccl": torch.nccl,
+        }
+        if torch and torch.version
+        else None,
+        "gpus_configured": node.gpus,
+        "gpus": [
+            {
+                "index": gpu.index,
+                "name": gpu.name,
+                "driver": gpu.driver,
+                "memory_mib": gpu.memory_mib,
+                "used_mib": gpu.used_mib,
+                "ecc_errors": gpu.ecc_errors,
+            }
+            for gpu in measured.gpus or ()
+        ],
+        "gpu_processes": [
+            {
+                "gpu": indices.get(app.gpu_uuid),
+                "pid": app.pid,
+                "name": app.name,
+                "used_mib": app.used_mib,
+                "user": owners.get(str(app.pid), {}).get("user"),
+                "attempt": owners.get(str(app.pid), {}).get("attempt"),
+            }
+            for app in measured.apps
+        ],
+    }
+
+
+def _pair_json(pair: Pair) -> dict[str, Any]:
+    return {
+        "source": pair.source,
+        "target": pair.target,
+        "address": pair.address,
+        "kind": pair.kind,
+        "message": pair.message,
+        "ms": pair.ms,
+    }

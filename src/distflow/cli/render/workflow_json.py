@@ -1,0 +1,257 @@
+"""Records as documents for programs: OSMO's field names where it has them, and distflow's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from distflow.cli.render.metrics import NO_METRICS, GroupMetrics
+from distflow.cli.render.workflow_text import NO_LINES, LastLines, elapsed_s, queued_s, task_words
+from distflow.documents.times import iso
+from distflow.lifecycle.states import State
+from distflow.lifecycle.upstream import still_awaited
+from distflow.state.metrics import Latest
+from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
+
+if TYPE_CHECKING:
+    from distflow.plan.model import GroupPlan, Plan
+
+__all__ = ["cause_json", "event_json", "list_json", "workflow_json"]
+
+
+def workflow_json(
+    record: WorkflowRecord,
+    plan: Plan,
+    *,
+    now: float | None = None,
+    last_lines: LastLines = NO_LINES,
+    metrics: GroupMetrics = NO_METRICS,
+    verbose: bool = False,
+) -> dict[str, object]:
+    """Return a workflow as ``query --format-type json`` prints it.
+
+    OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``parent_name`` (the id
+    of the workflow that it restarts) and ``parent_job_id`` (the number in it), ``submit_time``,
+    ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``exec_timeout`` and ``queue_timeout`` (seconds;
+    null without one, or when groups have different ones), ``status``, ``pool``, ``priority``,
+    ``labels``, ``tags``, ``warnings``, ``groups``; of a group ``name``, ``status``, its times,
+    ``remaining_upstream_groups`` (that have not completed), ``downstream_groups``, ``failure_message``, ``tasks``; of a
+    task ``name``, ``retry_id``, ``status``,
+    ``failure_message``, ``exit_code``, ``node_name``, ``lead``, its times: ``start_time``, ``end_time``; of the latest
+    attempt also ``scheduling_start_time`` and ``initializing_start_time`` of its group, ``input_download_start_time`` and
+    ``input_download_end_time`` of what was fetched here for it, ``output_upload_start_time``.
+    Times are ISO 8601 in UTC without a zone; what is not known is null.
+
+    distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group its ``exec_timeout`` and
+    ``queue_timeout``, ``upstream_groups``, ``message`` (what it waits for, or why it ended), ``left_out`` (tasks that this
+    attempt of an elastic group runs without), ``kept_from`` (the id of the workflow in which it completed, when this one
+    restarts that), ``first_cause`` (``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the
+    command, ``signal``, ``time`` by this machine's clock and how sure that is between nodes, ``rivals`` that failed at the
+    same time as far as the clocks tell, ``lines``, ``traceback``, what the ``kernel`` said) and ``earlier_causes`` (one for
+    each earlier attempt), ``metrics`` (the latest of its first rank, as far as the end of its log shows them: ``task``,
+    ``retry_id``, ``rank``, ``step``, ``values``; null without any); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``,
+    ``transfer`` (of its files or output that are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``, the
+    ``url`` that they come from or go to, the ``image`` that is pulled), ``pid``, ``signal``, ``duration``, ``last_line``,
+    ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
+
+    Groups and tasks stand in the order of the spec; with ``verbose`` earlier attempts of a task follow it, the latest first.
+    ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node; of a task that was
+    stopped it is that of its command. Without ``now``, durations of what has not ended are null.
+    """
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "submitted_by": record.user,
+        "cancelled_by": record.cancel.by if record.cancel else None,
+        "parent_name": record.parent,
+        "parent_job_id": int(record.parent.rpartition("-")[2]) if record.parent else None,
+        "exec_timeout": _common(group.timeouts.exec_s for group in plan.groups),
+        "queue_timeout": _common(group.timeouts.queue_s for group in plan.groups),
+        **_workflow_fields(record, now),
+        "warnings": list(record.warnings),
+        "groups": [
+            _group_json(record, plan.group(group.name), group, now, last_lines, verbose)
+            | {"metrics": _metrics_json(metrics.get(group.name))}
+            for group in record.groups
+        ],
+    }
+
+
+def list_json(records: Sequence[WorkflowRecord], *, now: float) -> dict[str, object]:
+    """Return workflows as ``list --format-type json`` prints them: OSMO's names, and ``state`` and ``reason``."""
+    return {
+        "workflows": [
+            {"user": record.user, "name": record.id, "workflow_uuid": record.uuid, **_workflow_fields(record, now)}
+            for record in records
+        ]
+    }
+
+
+def event_json(event: Event) -> dict[str, object]:
+    """Return an event as ``events --format-type json`` prints it."""
+    return {
+        "sequence": event.sequence,
+        "time": iso(event.at),
+        "kind": event.kind,
+        "code": event.code,
+        "group": event.group,
+        "task": event.task,
+        "retry_id": event.attempt,
+        "text": event.text,
+        "fields": asdict(event.details) if event.code is not None else {},
+    }
+
+
+def cause_json(cause: Cause) -> dict[str, object]:
+    """Return a first cause as ``query`` and ``why`` print it."""
+    return {
+        "task": cause.task,
+        "node": cause.node,
+        "ranks": cause.ranks,
+        "pid": cause.pid,
+        "reason": cause.reason.value,
+        "message": cause.message,
+        "exit_code": cause.exit_code,
+        "signal": cause.signal,
+        "time": iso(cause.at),
+        "time_uncertainty_s": cause.clock.uncertainty_s if cause.clock else None,
+        "rivals": list(cause.rivals),
+        "lines": list(cause.lines),
+        "traceback": cause.traceback or None,
+        "kernel": list(cause.kernel),
+    }
+
+
+def _workflow_fields(record: WorkflowRecord, now: float | None) -> dict[str, object]:
+    return {
+        "submit_time": iso(record.submitted_at),
+        "start_time": iso(record.started_at),
+        "end_time": iso(record.ended_at),
+        "queued_time": queued_s(record, now),
+        "duration": elapsed_s(record.started_at, record.ended_at, now),
+        "status": record.status,
+        "state": record.state.value,
+        "reason": record.reason.value if record.reason else None,
+        "pool": record.pool,
+        "priority": record.priority.value,
+        "labels": dict(record.labels),
+        "tags": list(record.tags),
+    }
+
+
+def _group_json(
+    record: WorkflowRecord, plan: GroupPlan, group: GroupRecord, now: float | None, last_lines: LastLines, verbose: bool
+) -> dict[str, object]:
+    states = {one.name: one.state for one in record.groups}
+    return {
+        "name": group.name,
+        "status": group.status,
+        "state": group.state.value,
+        "reason": group.reason.value if group.reason else None,
+        "scheduling_start_time": iso(group.scheduling_at),
+        "initializing_start_time": iso(group.initializing_at),
+        "start_time": iso(group.running_at),
+        "end_time": iso(group.ended_at),
+        "exec_timeout": plan.timeouts.exec_s,
+        "queue_timeout": plan.timeouts.queue_s,
+        "upstream_groups": list(group.upstream),
+        "remaining_upstream_groups": list(still_awaited(group.upstream, states)),
+        "downstream_groups": [one.name for one in record.groups if group.name in one.upstream],
+        "failure_message": group.message or None if group.state in (State.FAILED, State.CANCELED) else None,
+        "message": group.message,
+        "left_out": list(group.left_out),
+        "kept_from": group.kept.id if group.kept else None,
+        "first_cause": cause_json(group.cause) if group.cause else None,
+        "earlier_causes": [cause_json(cause) for cause in group.earlier_causes],
+        "tasks": [
+            _task_json(plan, group, task, now, last_lines.get((group.name, task.name, task.attempt)))
+            for task in (group.attempts if verbose else group.tasks)
+        ],
+    }
+
+
+def _metrics_json(latest: Latest | None) -> dict[str, object] | None:
+    if latest is None:
+        return None
+    return {
+        "task": latest.task,
+        "retry_id": latest.attempt,
+        "rank": latest.rank,
+        "step": latest.step,
+        "values": dict(latest.values),
+    }
+
+
+def _transfer_json(files: Transfer) -> dict[str, object]:
+    return {
+        "sent_bytes": files.sent,
+        "total_bytes": files.total,
+        "bytes_per_second": round(files.bytes_per_s),
+        "image": files.image or None,
+        "url": files.url or None,
+    }
+
+
+def _task_json(
+    plan: GroupPlan, group: GroupRecord, task: TaskRecord, now: float | None, last_line: str | None
+) -> dict[str, object]:
+    moving = group.moving(task)
+    failed = task.state in (State.FAILED, State.CANCELED, State.RESCHEDULED)
+    return {
+        "name": task.name,
+        "retry_id": task.attempt,
+        "lead": task.lead,
+        "status": task.status,
+        "state": task.state.value,
+        "reason": task.reason.value if task.reason else None,
+        "failure_message": (task_words(task) or None) if failed else None,
+        "exit_code": task.exit_code,
+        "signal": task.end.signal if task.end else None,
+        "node_name": task.node,
+        "ranks": task.ranks,
+        "gpu_ids": list(task.gpu_ids),
+        "transfer": _transfer_json(moving) if moving else None,
+        "pid": task.pid,
+        **_steps_json(plan, group, task),
+        "start_time": iso(task.started_at),
+        "end_time": iso(task.ended_at),
+        "duration": elapsed_s(task.started_at, task.ended_at, now),
+        "last_line": last_line,
+        "outputs": list(task.outputs),
+        "output_dir": task.output_dir,
+        "out_of_reach": _away_json(task),
+    }
+
+
+def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[str, object]:
+    """Return when a task came how far before and after it ran; the record has that of the latest attempt only."""
+    from distflow.client.transfers import fetched_for, written_of  # not for commands that show no tasks
+
+    is_latest = task.attempt == group.attempt
+    scheduling = group.scheduling_at if is_latest else None
+    initializing = group.initializing_at if is_latest else None
+    if scheduling is not None and initializing is not None and initializing < scheduling:
+        initializing = None  # that was the attempt before
+    fetched = fetched_for(plan, group, task.name) if is_latest else []
+    begun = [one.since for one in fetched if one.since is not None]
+    written = [one.since for one in written_of(group, task.name) if one.since is not None] if is_latest else []
+    return {
+        "scheduling_start_time": iso(scheduling),
+        "initializing_start_time": iso(initializing),
+        "input_download_start_time": iso(min(begun, default=None)),
+        "input_download_end_time": iso(max((one.at for one in fetched), default=None)),
+        "output_upload_start_time": iso(min(written, default=None)),
+    }
+
+
+def _common(values: Iterable[float | None]) -> float | None:
+    """Return the value that all have, or ``None``."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
+
+
+def _away_json(task: TaskRecord) -> dict[str, object] | None:
+    if task.out_of_reach is None or task.state.is_final:
+        return None
+    return {"since": iso(task.out_of_reach.since), "error": task.out_of_reach.error}

@@ -1,0 +1,354 @@
+"""Workflows as people see them, and nodes that are unreachable: pure functions from records to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from distflow.cli.render.metrics import NO_METRICS, GroupMetrics, metric_lines
+from distflow.cli.render.tables import Paint, cut, table
+from distflow.documents.printable import plain
+from distflow.documents.quantities import bytes_text
+from distflow.documents.text import few
+from distflow.documents.times import duration, iso, local_minute, local_second
+from distflow.layout.ranks import rank_words
+from distflow.lifecycle.states import REASON_TEXT, Reason, State
+from distflow.lifecycle.upstream import waits_for
+from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
+
+__all__ = [
+    "NO_LINES",
+    "LastLines",
+    "NodeAway",
+    "cancel_json",
+    "cancel_words",
+    "cause_words",
+    "changes",
+    "elapsed_s",
+    "event_line",
+    "left_behind",
+    "list_table",
+    "nodes_away",
+    "queued_s",
+    "status_line",
+    "task_words",
+    "workflow_text",
+]
+
+LastLines = Mapping[tuple[str, str, int], str]
+"""The last line that tasks printed, by group, task and attempt."""
+
+NO_LINES: LastLines = MappingProxyType({})
+_LINE_WIDTH = 60
+"""Columns of the last log line where there is no terminal to fit."""
+_FEW_TASKS = 8
+_FEW_ATTEMPTS = 3
+
+
+def workflow_text(
+    record: WorkflowRecord,
+    *,
+    now: float,
+    last_lines: LastLines = NO_LINES,
+    metrics: GroupMetrics = NO_METRICS,
+    paint: Paint | None = None,
+    width: int | None = None,
+    verbose: bool = False,
+) -> str:
+    """Return what ``query`` shows: the workflow, then each group with its first cause and its tasks."""
+    paint = paint or Paint()
+    lines = [
+        f"Workflow ID  {paint.strong(record.id)}",
+        f"Status       {paint.status(record.status)}",
+        f"Pool         {record.pool}",
+        f"User         {record.user}",
+        f"Submitted    {local_minute(record.submitted_at)}",
+    ]
+    if record.parent is not None:
+        lines.append(f"Restarts     {record.parent}")
+    if record.started_at is None:
+        lines.append(f"Queued       {duration(queued_s(record, now))}")
+    else:
+        lines.append(f"Elapsed      {duration(elapsed_s(record.started_at, record.ended_at, now))}")
+    if verbose:
+        lines.append(f"UUID         {record.uuid}")
+    if verbose or record.priority is not Priority.NORMAL:
+        lines.append(f"Priority     {record.priority.value}")
+    lines += [f"{name:<12} {words}" for name, words in _marks(record).items() if words]
+    if record.cancel is not None:
+        words = f": {record.cancel.message}" if record.cancel.message else ""
+        lines.append(f"Canceled by  {record.cancel.by}{words}")
+    lines += [f"Warning: {warning}" for warning in record.warnings]
+    for group in record.groups:
+        lines += ["", f"{paint.strong(f'Group {group.name}')}: {paint.status(group.status)}"]
+        lines += [f"  {line}" for line in _group_words(record, group, paint)]
+        if group.name in metrics:
+            lines += [f"  {line}" for line in metric_lines(group, metrics[group.name])]
+        lines += [f"  {line}" for away in nodes_away(group) for line in _lines(away.words)]
+        tasks = group.attempts if verbose else group.tasks
+        rows = [_task_row(group, task, now, last_lines, paint, verbose) for task in tasks]
+        if width is None:
+            rows = [(*row[:-1], cut(row[-1], _LINE_WIDTH)) for row in rows]
+        lines.append(table(_task_header(verbose), rows, width=width).rstrip("\n"))
+        if verbose:
+            lines += [f"  {_attempt_name(task)}: {task_words(task)}" for task in tasks if task_words(task)]
+    outputs = [task for group in record.groups for task in group.tasks if task.outputs and task.output_dir]
+    if outputs:
+        lines += ["", "Outputs stay where they were written:"]
+        lines += [f"  {task.name}  {task.node}:{task.output_dir}" for task in outputs]
+    written = [one for group in record.groups for one in group.carried if one.is_written and one.files]
+    if written:
+        lines += ["", "Outputs were written to:"]
+        lines += [f"  {one.task}  {one.url}  ({one.files:,} file{'' if one.files == 1 else 's'})" for one in written]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | None = None) -> str:
+    """Return what ``list`` shows."""
+    paint = paint or Paint()
+    # Few workflows have labels or tags: where none has, there is no column of dashes.
+    more = [name for name in ("Labels", "Tags") if any(_marks(record)[name] for record in records)]
+    rows = [
+        (
+            record.user,
+            record.id,
+            local_minute(record.submitted_at),
+            paint.status(record.status),
+            record.priority.value,
+            *(_marks(record)[name] for name in more),
+            record.pool,
+            duration(elapsed_s(record.started_at, record.ended_at, now)),
+        )
+        for record in records
+    ]
+    return table(("User", "Workflow ID", "Submit Time", "Status", "Priority", *more, "Pool", "Elapsed"), rows)
+
+
+def _marks(record: WorkflowRecord) -> dict[str, str]:
+    labels = " ".join(f"{key}={value}" for key, value in record.labels.items())
+    return {"Labels": labels, "Tags": " ".join(record.tags)}
+
+
+def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = None) -> str:
+    """Return a workflow in one line: ``pytorch-dist-3 RUNNING 0:42  master RUNNING · worker RUNNING``."""
+    paint = paint or Paint()
+    begun = record.started_at if record.started_at is not None else record.submitted_at
+    head = f"{record.id} {paint.status(record.status)} {duration(elapsed_s(begun, record.ended_at, now))}"
+    tasks = [(group, task) for group in record.groups for task in group.tasks]
+    if len(tasks) <= _FEW_TASKS:
+        parts = [f"{task.name} {paint.status(task.status)}{_transfer_words(group, task, ' (', ')')}" for group, task in tasks]
+    else:
+        counts: dict[str, int] = {}
+        for _, task in tasks:
+            counts[task.status] = counts.get(task.status, 0) + 1
+        parts = [f"{count} {paint.status(status)}" for status, count in counts.items()]
+    waiting = [group.message for group in record.groups if group.state is State.SCHEDULING and group.message]
+    return f"{head}  {' · '.join(parts)}{f'  ({plain(waiting[0])})' if waiting else ''}"
+
+
+def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[str]:
+    """Yield one line for each status that differs between two looks at a workflow; every status when there was none before."""
+    if before is None or before.status != after.status:
+        yield f"{after.id}: {after.status}"
+    old_groups = {group.name: group for group in before.groups} if before else {}
+    for group in after.groups:
+        old = old_groups.get(group.name)
+        if old is None or (old.status, old.message) != (group.status, group.message):
+            if group.earlier_causes and (old is None or old.attempt != group.attempt):
+                yield f"{group.name}: tried again after {cause_words(group.earlier_causes[-1])}"
+            yield f"{group.name}: {group.status}{f': {plain(group.message)}' if group.message else ''}"
+        old_away = {away.node: away.error for away in nodes_away(old)} if old else {}
+        away = {one.node: one.error for one in nodes_away(group)}
+        news = (node for node, error in away.items() if old_away.get(node) != error)
+        yield from (f"{node}: unreachable: {plain(away[node].partition(chr(10))[0])}" for node in news)
+        yield from (f"{node}: reachable again" for node in old_away if node not in away and not group.state.is_final)
+        old_tasks = {task.name: task.status for task in old.tasks} if old else {}
+        for task in group.tasks:
+            if old_tasks.get(task.name) == task.status:
+                continue
+            failed_itself = task.state is State.FAILED and task.reason is not Reason.PEER_FAILED
+            if (len(group.tasks) <= _FEW_TASKS and before is not None) or failed_itself:
+                yield f"{task.name}: {task.status}{f': {task_words(task)}' if task_words(task) else ''}"
+
+
+def event_line(event: Event) -> str:
+    """Return an event as OSMO shows it: ``2025/04/11 14:31:07 [worker] started on gpu2``."""
+    if event.task is None:
+        return f"{local_second(event.at)} {plain(event.text)}"
+    retry = f" retry-{event.attempt}" if event.attempt else ""
+    return f"{local_second(event.at)} [{event.task}{retry}] {plain(event.text.removeprefix(f'{event.task}: '))}"
+
+
+def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> float | None:
+    """Return how long something took, or takes already; ``None`` when it has not begun."""
+    end = ended if ended is not None else now
+    return None if begun is None or end is None else max(0.0, end - begun)
+
+
+def queued_s(record: WorkflowRecord, now: float | None) -> float | None:
+    """Return how long a workflow waited for its first start, or waits already."""
+    begun = record.started_at if record.started_at is not None else record.ended_at
+    return elapsed_s(record.submitted_at, begun, now)
+
+
+def cause_words(cause: Cause) -> str:
+    """Return a first cause in one line: ``worker on gpu2, rank 11: exit code 1: ValueError: bad label``."""
+    where = f" on {cause.node}" if cause.node else ""
+    ranks = f", {rank_words(cause.ranks)}" if cause.ranks else ""
+    message = plain(cause.message) or REASON_TEXT[cause.reason]
+    how = _exit_words(cause.exit_code, cause.signal)
+    if how and how not in message:
+        message += f" ({how})"
+    return f"{cause.task}{where}{ranks}: {message}"
+
+
+def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> Iterator[str]:
+    if group.left_out:
+        verb = "ran" if group.state.is_final else "runs"
+        yield f"{verb} without {few(group.left_out, ', ')}, for want of room (elastic)"
+    older = len(group.earlier_causes) - _FEW_ATTEMPTS
+    if older > 0:
+        yield f"Attempts 1 to {older} are shown by `query -v` and `events`"
+    for number, cause in enumerate(group.earlier_causes):
+        if number >= older:
+            yield f"Attempt {number + 1}: {cause_words(cause)}"
+    if group.cause is not None:
+        yield paint.bad(f"First cause: {cause_words(group.cause)}")
+        pid = f", pid {group.cause.pid}" if group.cause.pid is not None else ""
+        yield f"{local_second(group.cause.at)}{pid}; details: distflow workflow why {record.id}"
+    elif group.state is State.WAITING:
+        yield plain(group.message) or waits_for(group.upstream or ("the groups before it",))
+    elif group.state is State.SCHEDULING:
+        yield from _lines(group.message or "Waiting for nodes")
+    elif group.message:
+        yield from _lines(group.message)
+
+
+def _lines(message: str) -> Iterator[str]:
+    """Yield a message line by line, those after the first set off: remedies have commands that stand on lines of their own."""
+    first, *rest = message.splitlines() or [""]
+    yield plain(first)
+    yield from (f"  {plain(line)}" for line in rest)
+
+
+def _exit_words(exit_code: int | None, signal: int | None) -> str:
+    if signal is not None:
+        from distflow.client.failures import signal_name  # few ended by one
+
+        return signal_name(signal)
+    return f"exit code {exit_code}" if exit_code is not None else ""
+
+
+def _task_header(verbose: bool) -> tuple[str, ...]:
+    more = ("Retry ID", "PID", "Start Time") if verbose else ()
+    return ("Task", *more, "Node", "Ranks", "GPUs", "Status", "Exit", "Elapsed", "Last log line")
+
+
+def _task_row(
+    group: GroupRecord, task: TaskRecord, now: float, last_lines: LastLines, paint: Paint, verbose: bool
+) -> tuple[str, ...]:
+    end = task.end
+    exit_shown = _exit_words(end.exit_code, end.signal).removeprefix("exit code ") if end else ""
+    pid = str(task.pid) if task.pid is not None else ""
+    more = (str(task.attempt), pid, local_minute(task.started_at)) if verbose else ()
+    return (
+        task.name,
+        *more,
+        task.node or "",
+        task.ranks,
+        _numbers(task.gpu_ids),
+        paint.status(task.status),
+        exit_shown,
+        duration(elapsed_s(task.started_at, task.ended_at, now)),
+        _transfer_words(group, task) or plain(last_lines.get((group.name, task.name, task.attempt), "")).strip(),
+    )
+
+
+def _transfer_words(group: GroupRecord, task: TaskRecord, before: str = "", after: str = "") -> str:
+    files = group.moving(task)
+    if files is None:
+        return ""
+    if files.image:
+        return f"{before}pulls its image {files.image}{after}"
+    doing = f"{files.output} its output" if files.output else "receives its files"
+    if files.url:
+        doing = f"{doing} to {files.url}" if files.output else f"fetches {files.url}"
+    share = f"{bytes_text(files.sent)} of {bytes_text(files.total)}"
+    return f"{before}{doing}: {share}, {bytes_text(files.bytes_per_s)}/s{after}"
+
+
+def _attempt_name(task: TaskRecord) -> str:
+    return f"{task.name} retry-{task.attempt}" if task.attempt else task.name
+
+
+def task_words(task: TaskRecord) -> str:
+    """Return why a task ended so; empty when there is nothing to say."""
+    return plain(task.message) if task.message else REASON_TEXT[task.reason] if task.reason else ""
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """Return ``0-3,6`` for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and runs[-1][1] == value - 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAway:
+    """An unreachable node, and the unfinished tasks of one group there."""
+
+    node: str
+    since: float
+    error: str
+    tasks: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        """One sentence."""
+        return f"{self.node} has been unreachable since {local_second(self.since)}: {self.error}"
+
+
+def nodes_away(group: GroupRecord) -> list[NodeAway]:
+    """Return the unreachable nodes of a group, in the order of its tasks."""
+    found: dict[str, NodeAway] = {}
+    for task in group.tasks:
+        if task.node is None or task.out_of_reach is None or task.state.is_final:
+            continue
+        others = found[task.node].tasks if task.node in found else ()
+        found[task.node] = NodeAway(
+            node=task.node, since=task.out_of_reach.since, error=task.out_of_reach.error, tasks=(*others, task.name)
+        )
+    return list(found.values())
+
+
+def cancel_words(record: WorkflowRecord, node_lost_after_s: float) -> Iterator[str]:
+    """Yield what a request to end the workflow means where a node is unreachable: what is known, and what will happen."""
+    for group in record.groups:
+        for away in nodes_away(group):
+            yield away.words
+            yield (
+                f"  {' and '.join(away.tasks)} may run on there, and will be stopped as soon as {away.node} answers;"
+                f" if that takes longer than node_lost_after ({node_lost_after_s:g} s), {record.id} ends without it"
+            )
+
+
+def left_behind(record: WorkflowRecord) -> Iterator[str]:
+    """Yield a sentence for each task of an ended workflow whose end nobody has seen."""
+    for group in record.groups:
+        for task in group.tasks:
+            if task.stray is not None:
+                yield f"{task.name}: {task.message}; it may still run there, and is stopped as soon as {task.node} answers"
+
+
+def cancel_json(record: WorkflowRecord) -> list[dict[str, object]]:
+    """Return the unreachable nodes as ``cancel --format-type json`` prints them."""
+    return [
+        {"node": away.node, "since": iso(away.since), "error": away.error, "tasks": list(away.tasks)}
+        for group in record.groups
+        for away in nodes_away(group)
+    ]

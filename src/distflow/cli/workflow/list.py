@@ -1,0 +1,118 @@
+"""``distflow workflow list``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from distflow.cli.opening import open_client, until_closed
+from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.render.tables import Paint
+from distflow.cli.render.workflow_json import list_json
+from distflow.cli.render.workflow_text import list_table
+from distflow.cli.search_options import (
+    OSMO_STATUSES,
+    AllUsersOption,
+    CountOption,
+    OffsetOption,
+    Order,
+    OrderOption,
+    PoolsOption,
+    PrioritiesOption,
+    UsersOption,
+    choose_users,
+    days,
+    label_key,
+    label_selectors,
+    priorities,
+)
+from distflow.client.client import now
+from distflow.client.workflows import list_workflows
+from distflow.errors import InputError
+from distflow.lifecycle.states import Reason, WorkflowState, workflow_status_of
+from distflow.state.search import Search
+
+__all__ = ["app"]
+
+app = command_app()
+
+
+@app.command(
+    "list", epilog="Examples: distflow workflow list  ·  distflow workflow list -s RUNNING PENDING --label team=vision"
+)
+def list_command(
+    count: CountOption = 20,
+    offset: OffsetOption = 0,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="Only those with this in their id.")] = None,
+    status: Annotated[
+        list[str] | None, typer.Option("--status", "-s", help="Only those of this status; may be repeated.")
+    ] = None,
+    user: UsersOption = None,
+    all_users: AllUsersOption = False,
+    pool: PoolsOption = None,
+    priority: PrioritiesOption = None,
+    submitted_after: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those submitted on this day or later.")
+    ] = None,
+    submitted_before: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only those submitted before this day.")
+    ] = None,
+    tags: Annotated[list[str] | None, typer.Option("--tags", metavar="TAG", help="Only those with any of these tags.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=SELECTOR", help="Only those with this label: * is any run, (a|b) one of them."),
+    ] = None,
+    no_label: Annotated[
+        list[str] | None, typer.Option("--no-label", metavar="KEY", help="Only those without this label.")
+    ] = None,
+    order: OrderOption = Order.ASC,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """List workflows, the newest at the bottom.
+
+    All filters must hold; of several values of one any will do, but labels must all be there.
+    """
+    after, before = days(submitted_after, submitted_before, "submitted")
+    search = Search(
+        ends=None if status is None else tuple(_ends(status)),
+        name=name,
+        users=choose_users(user, all_users),
+        pools=pool or (),
+        priorities=priorities(priority),
+        tags=tags or (),
+        labels=label_selectors(label),
+        without_labels=tuple(label_key(key, "--no-label") for key in no_label or ()),
+        submitted_after=after,
+        submitted_before=before,
+    )
+    with open_client() as client:
+        records = list_workflows(client, search, count=min(count, sys.maxsize), offset=min(offset, sys.maxsize))
+    if order is Order.ASC:
+        records.reverse()
+    with until_closed():
+        if format_type is Format.JSON:
+            import json
+
+            print(json.dumps(list_json(records, now=now()), indent=2))
+        elif records:
+            print(list_table(records, now=now(), paint=Paint.of(sys.stdout)), end="")
+        else:
+            print("No workflow matches." if offset or search != Search() else "There are no workflows yet.")
+
+
+def _ends(statuses: Sequence[str]) -> list[tuple[WorkflowState, Reason | None]]:
+    """Return every state and reason that people see as one of these statuses. Raises ``InputError`` for words that are none."""
+    known: dict[str, list[tuple[WorkflowState, Reason | None]]] = {}
+    for state in WorkflowState:
+        for reason in (None, *Reason):
+            if state.is_final or reason is None:
+                known.setdefault(workflow_status_of(state, reason), []).append((state, reason))
+    for status in statuses:
+        if status.upper() not in {*known, *OSMO_STATUSES}:
+            from distflow.documents.text import did_you_mean
+
+            raise InputError(f"{status!r} is not a status of a workflow", hint=did_you_mean(status, known, what="statuses"))
+    return [end for status in statuses for end in known.get(status.upper(), ())]

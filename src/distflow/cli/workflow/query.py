@@ -1,0 +1,76 @@
+"""``distflow workflow query``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.options import Format, FormatOption, command_app
+from distflow.cli.render.tables import Paint, terminal_width
+from distflow.cli.render.workflow_json import workflow_json
+from distflow.cli.render.workflow_text import workflow_text
+from distflow.client.client import now
+from distflow.client.workflows import plan_of, read_status
+from distflow.lifecycle.states import WorkflowState
+from distflow.state.record import WorkflowRecord
+
+__all__ = ["app"]
+
+app = command_app()
+
+_FAILED, _NOT_ENDED = 1, 4
+
+
+@app.command(epilog="Examples: distflow workflow query pytorch-dist-3  ·  distflow workflow query pytorch-dist-3 --watch")
+def query(
+    workflow: WorkflowArgument,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also earlier attempts, process ids, start times, messages.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until it ends.")] = False,
+    exit_status: Annotated[
+        bool, typer.Option("--exit-status", help="Exit with 0 completed, 1 ended otherwise, 4 not ended yet.")
+    ] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Show where a workflow stands: its groups, their first cause, and each task with the last line it printed."""
+    with open_workflow(workflow) as (client, found):
+        record, paint = found, Paint.of(sys.stdout)
+
+        def shown(one: WorkflowRecord) -> str:
+            status = read_status(client, one)
+            return workflow_text(
+                one,
+                now=now(),
+                last_lines=status.last_lines,
+                metrics=status.metrics,
+                paint=paint,
+                width=terminal_width(sys.stdout),
+                verbose=verbose,
+            )
+
+        if watch:
+            from distflow.cli.render.live import watch_workflow
+
+            quiet = format_type is Format.JSON
+            record = watch_workflow(client, record, shown, out=None if quiet else sys.stdout)
+        if format_type is Format.JSON:
+            import json
+
+            status = read_status(client, record)
+            document = workflow_json(
+                record,
+                plan_of(client, record),
+                now=now(),
+                last_lines=status.last_lines,
+                metrics=status.metrics,
+                verbose=verbose,
+            )
+            print(json.dumps(document, indent=2))
+        else:
+            print(shown(record), end="")
+    if exit_status and record.state is not WorkflowState.COMPLETED:
+        raise typer.Exit(_FAILED if record.state.is_final else _NOT_ENDED)

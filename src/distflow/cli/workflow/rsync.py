@@ -1,0 +1,262 @@
+"""``distflow workflow rsync``: rsync itself, to a running task, through the connection that distflow has to its node."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from distflow.cli.opening import WorkflowArgument, complete_workflow, open_client
+from distflow.cli.options import Format, FormatOption
+from distflow.cli.render.tables import table
+from distflow.client.client import Client
+from distflow.client.rsync import (
+    DEBOUNCE_S,
+    LOG_BYTES,
+    POLL_S,
+    RECONCILE_S,
+    Sync,
+    Syncs,
+    list_syncs,
+    local_path,
+    remote_path,
+    rsync_options,
+    rsync_with_task,
+    start_sync,
+    start_sync_to_first_lead,
+    stop_syncs,
+)
+from distflow.documents.printable import plain
+from distflow.documents.times import iso, local_second
+from distflow.errors import InputError
+from distflow.state.record import WorkflowRecord
+
+__all__ = ["app", "copy_to_first_lead", "split_local", "split_pair"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+_PairArgument = Annotated[
+    list[str], typer.Argument(metavar="[TASK] PATHS", help="The task (else the lead of the first group).")
+]
+_TimeoutOption = Annotated[
+    int | None, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up when nothing came for so long.")
+]
+_RateOption = Annotated[
+    int | None, typer.Option("--rate-limit", "--upload-rate-limit", metavar="BYTES", min=1024, help="Bytes a second at most.")
+]
+_ConnectOption = Annotated[
+    int, typer.Option("--connect-timeout", metavar="SECONDS", min=1, help="How long the node may take to answer.")
+]
+_VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Name every file.")]
+_QuietOption = Annotated[bool, typer.Option("--no-progress", help="Do not show how far it is, in a terminal.")]
+
+
+@app.callback()
+def _rsync() -> None:
+    """Copy files to and from a running task, as rsync does: only what differs, and nothing is ever deleted."""
+
+
+@app.command(
+    epilog="Examples: distflow workflow rsync upload pytorch-dist-3 worker ./src:src  ·  "
+    "distflow workflow rsync upload pytorch-dist-3 ./src/:/scratch/src --daemon"
+)
+def upload(
+    workflow: WorkflowArgument,
+    words: _PairArgument,
+    timeout: _TimeoutOption = None,
+    rate_limit: _RateOption = None,
+    connect_timeout: _ConnectOption = 60,
+    verbose: _VerboseOption = False,
+    no_progress: _QuietOption = False,
+    daemon: Annotated[
+        bool, typer.Option("--daemon", help="Go on in the background: copy what changes, until the task has ended.")
+    ] = False,
+    poll_interval: Annotated[
+        float | None,
+        typer.Option("--poll-interval", metavar="SECONDS", min=0.1, help="With --daemon: between two looks at the files (1)."),
+    ] = None,
+    debounce_delay: Annotated[
+        float | None,
+        typer.Option("--debounce-delay", metavar="SECONDS", min=0, help="With --daemon: rest after the last change (1)."),
+    ] = None,
+    reconcile_interval: Annotated[
+        float | None,
+        typer.Option("--reconcile-interval", metavar="SECONDS", min=1, help="With --daemon: copy at least so often (60)."),
+    ] = None,
+    max_log_size: Annotated[
+        int | None,
+        typer.Option("--max-log-size", metavar="BYTES", min=1024, help="With --daemon: begin a new log after so much (2 MiB)."),
+    ] = None,
+) -> None:
+    r"""Copy LOCAL to REMOTE, given as LOCAL:REMOTE.
+
+    A relative REMOTE begins at the task's working directory; {{output}} is its output. A directory keeps its name, and with a
+    slash at its end its contents are copied. A colon in LOCAL is written \:. rsync is needed here and on the node.
+    """
+    task, pair = _parse(words)
+    local, remote = split_local(pair)
+    rhythm = {
+        "--poll-interval": poll_interval, "--debounce-delay": debounce_delay, "--reconcile-interval": reconcile_interval,
+        "--max-log-size": max_log_size,
+    }  # fmt: skip
+    if not daemon:
+        if useless := [name for name, value in rhythm.items() if value is not None]:
+            raise InputError(f"{useless[0]} is for --daemon: without it, files are copied once")
+        options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
+        _run(workflow, task, connect_timeout, [*options, "--", local, f"node:{remote}"])
+        return
+    with open_client() as client:
+        sync = start_sync(
+            client, workflow, task, local, remote,
+            options=rsync_options(timeout, rate_limit, verbose=verbose, progress=False),
+            connect_timeout=connect_timeout,
+            poll_s=POLL_S if poll_interval is None else poll_interval,
+            debounce_s=DEBOUNCE_S if debounce_delay is None else debounce_delay,
+            reconcile_s=RECONCILE_S if reconcile_interval is None else reconcile_interval,
+            max_log_size=LOG_BYTES if max_log_size is None else max_log_size,
+        )  # fmt: skip
+        _print_started(client, sync)
+
+
+@app.command(
+    epilog="Examples: distflow workflow rsync download pytorch-dist-3 worker {{output}}/:results  ·  "
+    "distflow workflow rsync download pytorch-dist-3 logs/train.txt:."
+)
+def download(
+    workflow: WorkflowArgument,
+    words: _PairArgument,
+    timeout: _TimeoutOption = None,
+    rate_limit: _RateOption = None,
+    connect_timeout: _ConnectOption = 60,
+    verbose: _VerboseOption = False,
+    no_progress: _QuietOption = False,
+) -> None:
+    r"""Copy REMOTE into the directory LOCAL, given as REMOTE:LOCAL.
+
+    A relative REMOTE begins at the task's working directory; {{output}} is its output. A directory keeps its name, and with a
+    slash at its end its contents are copied. A colon in REMOTE is written \:. rsync is needed here and on the node.
+    """
+    task, pair = _parse(words)
+    remote, local = split_pair(pair, "REMOTE:LOCAL")
+    if os.path.lexists(local) and not os.path.isdir(local):
+        raise InputError(f"{local} is no directory", hint="LOCAL is the directory that the files go to")
+    options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
+    _run(workflow, task, connect_timeout, [*options, "--", f"node:{remote_path(remote)}", f"{local_path(local).rstrip('/')}/"])
+
+
+@app.command(epilog="Example: distflow workflow rsync status")
+def status(format_type: FormatOption = Format.TEXT) -> None:
+    """Show what copies files to tasks in the background, or did so in the last days."""
+    with open_client() as client:
+        syncs = list_syncs(client)
+    found = syncs.list()
+    if format_type is Format.JSON:
+        print(json.dumps(_syncs_json(syncs, found), indent=2))
+    elif found:
+        print(_syncs_text(syncs, found), end="")
+    else:
+        print("Nothing copies files in the background.")
+
+
+@app.command(epilog="Examples: distflow workflow rsync stop pytorch-dist-3  ·  distflow workflow rsync stop")
+def stop(
+    workflow: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="Only of this workflow: its id or uuid.", autocompletion=complete_workflow),
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only of this task.")] = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """End what copies files in the background: all of it, or that of a workflow. What was copied stays."""
+    with open_client() as client:
+        syncs, chosen = list_syncs(client), stop_syncs(client, workflow, task)
+    if format_type is Format.TEXT:
+        for one in chosen:
+            print(f"{one.workflow_id} {one.task}: stopped")
+    if format_type is Format.JSON:
+        names = {(one.workflow, one.task) for one in chosen}
+        print(json.dumps(_syncs_json(syncs, [one for one in syncs.list() if (one.workflow, one.task) in names]), indent=2))
+    elif not chosen:
+        print("Nothing copies files in the background.")
+
+
+def split_local(pair: str) -> tuple[str, str]:
+    """Return both paths of LOCAL:REMOTE as rsync takes them. Raises ``InputError``, also when there is no LOCAL."""
+    local, remote = split_pair(pair, "LOCAL:REMOTE")
+    if not os.path.lexists(local):
+        raise InputError(f"there is no {local} here")
+    return local_path(local), remote_path(remote)
+
+
+def split_pair(pair: str, form: str) -> tuple[str, str]:
+    r"""Return the two paths of ``A:B``; ``\:`` is a colon of the first. Raises ``InputError``.
+
+    >>> split_pair(r"a\:b/c:d:e", "LOCAL:REMOTE")
+    ('a:b/c', 'd:e')
+    """
+    at = next((at for at, letter in enumerate(pair) if letter == ":" and pair[at - 1 : at] != "\\"), -1)
+    first, second = pair[: max(at, 0)].replace("\\:", ":"), pair[at + 1 :]
+    if at < 0 or not first or not second:
+        raise InputError(f"{pair!r} is not of the form {form}", hint="write `.` for the present directory, or the task's own")
+    return first, second.replace("\\:", ":")
+
+
+def copy_to_first_lead(client: Client, record: WorkflowRecord, local: str, remote: str) -> None:
+    """Start copying to the lead of a workflow's first group, from when it runs, and say so."""
+    _print_started(client, start_sync_to_first_lead(client, record, local, remote))
+
+
+def _print_started(client: Client, sync: Sync) -> None:
+    log = list_syncs(client).log(sync)
+    print(f"{sync.local} is copied to {sync.task} until it has ended; log: {log}", file=sys.stderr)
+
+
+def _parse(words: Sequence[str]) -> tuple[str | None, str]:
+    if len(words) > 2:
+        raise InputError(f"one pair of paths is copied at a time; these are {len(words) - 1}", hint="name their directory")
+    return (words[0] if len(words) == 2 else None), words[-1]
+
+
+def _progress(no_progress: bool) -> bool:
+    return not no_progress and sys.stdout.isatty()
+
+
+def _run(workflow: str, task: str | None, connect_timeout: int, words: Sequence[str]) -> None:
+    with open_client() as client:
+        rsync_with_task(client, workflow, task, connect_timeout, words)
+
+
+def _syncs_text(syncs: Syncs, found: Sequence[Sync]) -> str:
+    """Return a table of them, and below it why the last copy of some did not end well."""
+    header = ("Workflow ID", "Task Name", "PID", "Status", "Last Synced", "Local Path", "Remote Path", "Log File")
+    rows = [
+        (
+            one.workflow_id, one.task, str(one.pid), _status(syncs, one),
+            local_second(one.synced_at) if one.synced_at is not None else "", plain(one.local), plain(one.remote),
+            str(syncs.log(one)),
+        )
+        for one in found
+    ]  # fmt: skip
+    errors = [f"{one.workflow_id} {one.task}: the last copy failed: {plain(one.error)}\n" for one in found if one.error]
+    return table(header, rows) + "".join(errors)
+
+
+def _syncs_json(syncs: Syncs, found: Sequence[Sync]) -> dict[str, object]:
+    return {
+        "daemons": [
+            {
+                "workflow_id": one.workflow_id, "workflow_uuid": one.workflow, "task_name": one.task, "pid": one.pid,
+                "status": _status(syncs, one), "last_synced": iso(one.synced_at), "local_path": one.local,
+                "remote_path": one.remote, "log_file": str(syncs.log(one)), "error": one.error or None,
+            }
+            for one in found
+        ]
+    }  # fmt: skip
+
+
+def _status(syncs: Syncs, sync: Sync) -> str:
+    return "RUNNING" if syncs.is_running(sync) else "STOPPED"
