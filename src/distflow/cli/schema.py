@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from distflow.cli.options import command_app
-from distflow.client.specs import schema_text
+from distflow.client.submitting.specs import schema_text
 
 __all__ = ["app"]
 

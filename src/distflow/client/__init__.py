@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from distflow.client.nodes import choose_nodes, clean_nodes, reap_nodes, uninstall_nodes
     from distflow.client.pools import check_pool, list_nodes, list_pools, prefer_pool
     from distflow.client.port_forwarding import forward_ports
-    from distflow.client.restarting import plan_restart, restart
-    from distflow.client.rsync import rsync_with_task, start_sync, stop_syncs
+    from distflow.client.rsync.copies import rsync_with_task, start_sync, stop_syncs
     from distflow.client.running_tasks import find_running_task, read_stacks, run_on_tasks
-    from distflow.client.specs import Overrides, check_spec, validate
-    from distflow.client.submission import SubmitRequest, plan, submit
+    from distflow.client.submitting.restarting import plan_restart, restart
+    from distflow.client.submitting.specs import Overrides, check_spec, validate
+    from distflow.client.submitting.submission import SubmitRequest, plan, submit
     from distflow.client.tasks import list_tasks
     from distflow.client.workflows import (
         cancel,
@@ -117,11 +117,11 @@ _MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "nodes": ("choose_nodes", "clean_nodes", "reap_nodes", "uninstall_nodes"),
         "pools": ("check_pool", "list_nodes", "list_pools", "prefer_pool"),
         "port_forwarding": ("forward_ports",),
-        "restarting": ("plan_restart", "restart"),
-        "rsync": ("rsync_with_task", "start_sync", "stop_syncs"),
+        "submitting.restarting": ("plan_restart", "restart"),
+        "rsync.copies": ("rsync_with_task", "start_sync", "stop_syncs"),
         "running_tasks": ("find_running_task", "read_stacks", "run_on_tasks"),
-        "specs": ("Overrides", "check_spec", "validate"),
-        "submission": ("SubmitRequest", "plan", "submit"),
+        "submitting.specs": ("Overrides", "check_spec", "validate"),
+        "submitting.submission": ("SubmitRequest", "plan", "submit"),
         "tasks": ("list_tasks",),
         "workflows": (
             "cancel",

@@ -6,7 +6,7 @@ import itertools
 import os
 from pathlib import Path
 
-from distflow.client.file_changes import CopySchedule, take_snapshot
+from distflow.client.rsync.file_changes import CopySchedule, take_snapshot
 
 
 def test_every_kind_of_change_is_seen(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from distflow.client import rsync_daemon
-from distflow.client.rsync_daemon import Daemon
+from distflow.client.rsync import daemon as rsync_daemon
+from distflow.client.rsync.daemon import Daemon
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store

@@ -11,7 +11,7 @@ from typing import TextIO
 from distflow.cli.options import Format
 from distflow.cli.render.terminal_line import Bottom
 from distflow.client.client import Client
-from distflow.client.previous_outputs import FetchProgress
+from distflow.client.submitting.previous_outputs import FetchProgress
 from distflow.documents.printable import plain_lines
 from distflow.documents.problems import Problem
 from distflow.documents.quantities import bytes_text

@@ -11,7 +11,7 @@ from distflow.cli.opening import WorkflowArgument, open_client
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.submission import FetchLine, print_submitted, wait_for_end, warn
 from distflow.cli.workflow.submit import parse_overrides
-from distflow.client.restarting import plan_restart, restart
+from distflow.client.submitting.restarting import plan_restart, restart
 
 __all__ = ["app"]
 

@@ -17,9 +17,9 @@ from distflow.cli.options import Format, FormatOption, HostfileOption, command_a
 from distflow.cli.render.submission import FetchLine, print_submitted, wait_for_end, warn
 from distflow.cli.render.tables import Paint
 from distflow.cli.search_options import priorities
-from distflow.client.labels import check_label, join_labels
-from distflow.client.specs import CheckedSpec, Overrides, validate
-from distflow.client.submission import PlannedWorkflow, SubmitRequest, plan, submit, write_scripts
+from distflow.client.submitting.labels import check_label, join_labels
+from distflow.client.submitting.specs import CheckedSpec, Overrides, validate
+from distflow.client.submitting.submission import PlannedWorkflow, SubmitRequest, plan, submit, write_scripts
 from distflow.documents.printable import plain_lines
 from distflow.documents.problems import Problem, ProblemsFound
 from distflow.errors import InputError, NodeError
@@ -218,7 +218,7 @@ def _stdin(file: str) -> str | None:
 def _rsync_paths(pair: str) -> tuple[str, str]:
     """Return what is to be copied where. Raises ``InputError``, also when there is no rsync here."""
     from distflow.cli.workflow.rsync import split_local
-    from distflow.client.rsync import check_rsync_here
+    from distflow.client.rsync.copies import check_rsync_here
 
     check_rsync_here()
     return split_local(pair)

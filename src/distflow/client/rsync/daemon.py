@@ -1,4 +1,4 @@
-"""The process that copies to a task in the background: ``python -m distflow.client.rsync_daemon STATE HANDLE``.
+"""The process that copies to a task in the background: ``python -m distflow.client.rsync.daemon STATE HANDLE``.
 
 What it is to do comes on its standard input (a ``Sync``); to the pipe HANDLE it says ``ready``, or ``other`` when another
 process copies to that task already. It waits until the task runs, follows it from attempt to attempt, and ends with its group.
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from distflow.client.client import now
-from distflow.client.file_changes import CopySchedule, take_snapshot
-from distflow.client.rsync import exit_text, rsync_command
+from distflow.client.rsync.copies import exit_text, rsync_command
+from distflow.client.rsync.file_changes import CopySchedule, take_snapshot
 from distflow.documents.times import local_second
 from distflow.errors import DistflowError
 from distflow.lifecycle.states import State

@@ -1,6 +1,6 @@
 """The program that rsync is given as its remote shell.
 
-``python -m distflow.client.rsync_shell WORKFLOW TASK SECONDS HOST COMMAND...`` runs the command (``rsync --server …``) next
+``python -m distflow.client.rsync.shell WORKFLOW TASK SECONDS HOST COMMAND...`` runs the command (``rsync --server …``) next
 to the task, in its working directory, and carries bytes both ways.
 """
 

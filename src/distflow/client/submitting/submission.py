@@ -12,11 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from distflow.client.client import Client, user_name
-from distflow.client.labels import join_labels
-from distflow.client.previous_outputs import FetchProgress, OnFetch, add_previous_outputs
-from distflow.client.resubmission import find_previous
-from distflow.client.specs import CheckedSpec, Overrides, check_spec, propose_placement
-from distflow.client.workflow_secrets import gather_secrets
+from distflow.client.submitting.labels import join_labels
+from distflow.client.submitting.previous_outputs import FetchProgress, OnFetch, add_previous_outputs
+from distflow.client.submitting.resubmission import find_previous
+from distflow.client.submitting.specs import CheckedSpec, Overrides, check_spec, propose_placement
+from distflow.client.submitting.workflow_secrets import gather_secrets
 from distflow.documents.problems import ProblemsFound, in_document_order
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError

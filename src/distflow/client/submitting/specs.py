@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.client.client import Client
-from distflow.client.previous_outputs import previous_output_problems
-from distflow.client.workflow_secrets import credential_problems
+from distflow.client.submitting.previous_outputs import previous_output_problems
+from distflow.client.submitting.workflow_secrets import credential_problems
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world

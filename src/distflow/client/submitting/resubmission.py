@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.client.client import Client
-from distflow.client.specs import CheckedSpec, Overrides, check_stored_spec
+from distflow.client.submitting.specs import CheckedSpec, Overrides, check_stored_spec
 from distflow.errors import InputError
 from distflow.pools.choose import choose_pool
 from distflow.pools.hostfile import Host

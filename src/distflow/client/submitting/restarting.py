@@ -6,10 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distflow.client.client import Client, now
-from distflow.client.previous_outputs import FetchProgress, OnFetch, add_previous_outputs, fetch_outputs, output_source
-from distflow.client.resubmission import PreviousWorkflow, find_previous
-from distflow.client.specs import Overrides
-from distflow.client.submission import PlannedWorkflow, plan_checked, store_workflow
+from distflow.client.submitting.previous_outputs import (
+    FetchProgress,
+    OnFetch,
+    add_previous_outputs,
+    fetch_outputs,
+    output_source,
+)
+from distflow.client.submitting.resubmission import PreviousWorkflow, find_previous
+from distflow.client.submitting.specs import Overrides
+from distflow.client.submitting.submission import PlannedWorkflow, plan_checked, store_workflow
 from distflow.errors import InputError
 from distflow.lifecycle.states import State, WorkflowState
 from distflow.plan.model import Plan

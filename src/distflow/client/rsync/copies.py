@@ -1,6 +1,6 @@
 """Copies by rsync between this machine and running tasks, once or in the background, over distflow's own connection.
 
-``rsync_shell`` is the remote shell that rsync is given, ``rsync_daemon`` the process that copies in the background.
+``shell`` is the remote shell that rsync is given, ``daemon`` the process that copies in the background.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def rsync_command(workflow: str, task: str, connect_timeout: int, words: Sequenc
     To be run in ``/``, where no file of the person's can be taken for a module of ours. Raises ``InputError``.
     """
     # rsync itself splits what it is to use as its remote shell, with quotes as a shell has them.
-    shell = [sys.executable, "-m", "distflow.client.rsync_shell", workflow, task, str(connect_timeout)]
+    shell = [sys.executable, "-m", "distflow.client.rsync.shell", workflow, task, str(connect_timeout)]
     quoted = " ".join("'{}'".format(word.replace("'", "''")) for word in shell)
     return [check_rsync_here(), "-e", quoted, *words]
 
@@ -268,7 +268,7 @@ def _launch(directory: StateDirectory, log: Path, tell: int) -> subprocess.Popen
     try:
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "distflow.client.rsync_daemon", str(directory.path), str(tell)],
+                [sys.executable, "-m", "distflow.client.rsync.daemon", str(directory.path), str(tell)],
                 stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=(tell,), start_new_session=True, cwd="/",
             )  # fmt: skip
     finally:

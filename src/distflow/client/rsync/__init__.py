@@ -1,0 +1,1 @@
+"""Copies between this machine and running tasks, by rsync."""

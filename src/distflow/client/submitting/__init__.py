@@ -1,0 +1,1 @@
+"""From a spec to a stored workflow: checking, planning, submitting again, restarting."""
