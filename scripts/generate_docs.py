@@ -466,6 +466,7 @@ RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
             ("strategy_unknown_kind", "Its words are known."),
             ("strategy_without_ranks", "There are ranks."),
             ("strategy_of_ray", "What it asks for is done, or refused."),
+            ("strategy_of_a_guide", "A block from another guide is converted (a warning)."),
             ("strategy_beside_a_framework", "Somebody reads it (a warning)."),
         ),
     ),

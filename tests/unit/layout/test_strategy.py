@@ -1,4 +1,4 @@
-"""Strategy blocks: every form of the guides, every rule, and the way there and back."""
+"""Strategy blocks: the form of a spec, the conversion of other guides' blocks, and every rule."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.documents.problems import Mark, Severity
+from distflow.layout.strategy.forms import FOREIGN_KEYS
 from distflow.layout.strategy.model import Strategy, parse_strategy
 from distflow.train.strategies.options import KINDS, OPTIONS
 
@@ -21,12 +22,21 @@ ROW = re.compile(r"^\| `(\{.*\})` \| ([0-9 +]+) \| (.*) \|$", re.MULTILINE)
 
 
 def rows() -> list[tuple[str, tuple[int, ...], str]]:
-    """The table of docs/strategy-forms.md."""
+    """The table of converted blocks in docs/strategy-forms.md."""
     return [(block, tuple(map(int, sizes.split("+"))), answer) for block, sizes, answer in ROW.findall(PAGE.read_text())]
 
 
+def converted(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
+    """The answer to a block, as the table has it."""
+    strategy, problems = parse_strategy(block, sizes)
+    if strategy is None:
+        return f"problem: {problems[0].message}"
+    text = yaml.safe_dump(strategy.as_block(), default_flow_style=True, sort_keys=False, width=10_000).strip()
+    return f"`{text}`" + (f"; warning: {problems[0].message}" if problems else "")
+
+
 def said(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
-    """A block's meaning, as the table has it."""
+    """A block's meaning."""
     strategy, problems = parse_strategy(block, sizes)
     if strategy is None:
         return f"problem: {problems[0].message}"
@@ -36,8 +46,13 @@ def said(block: dict[str, Any], sizes: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize(("block", "sizes", "answer"), rows())
-def test_the_table_of_forms_is_true(block: str, sizes: tuple[int, ...], answer: str) -> None:
-    assert said(yaml.safe_load(block), sizes) == answer
+def test_blocks_of_other_guides_are_converted_as_the_page_says(block: str, sizes: tuple[int, ...], answer: str) -> None:
+    assert converted(yaml.safe_load(block), sizes) == answer
+    strategy, _ = parse_strategy(yaml.safe_load(block), sizes)
+    if strategy is not None:
+        again, _ = parse_strategy(strategy.as_block(), sizes)
+        assert again == strategy
+        assert not set(strategy.as_block()) & set(FOREIGN_KEYS)
 
 
 def test_the_table_is_found() -> None:
@@ -69,14 +84,14 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
 @pytest.mark.parametrize(
     ("block", "sizes", "message", "hint"),
     [
-        ("{knd: ddp}", (2,), "`knd` is no key of a strategy", "did you mean `kind`?"),
-        ("{kind: fdsp}", (2,), "`fdsp` is no kind of strategy", "did you mean `fsdp`?"),
-        ("{mesh_shape: [2, 2]}", (4,), "[2, 2] is no mesh", "mesh_shape: [[2, 2]"),
+        ("{knd: ddp}", (2,), "`knd` is not a key of a strategy", "did you mean `kind`?"),
+        ("{kind: fdsp}", (2,), "`fdsp` is not a kind of strategy", "did you mean `fsdp`?"),
+        ("{mesh_shape: [2, 2]}", (4,), "[2, 2] is not a mesh", "mesh_shape: [[2, 2]"),
         ("{mesh_shape: [[2, 2], [fsdp]]}", (4,), "a mesh needs as many names as sizes: [2, 2] and ['fsdp']", "[[2, 2]"),
-        ("{mesh_shape: [[0, 2], [fsdp, tp]]}", (4,), "0 is no size of a mesh axis", "at least 1"),
-        ("{mesh_shape: [[-1, 2], [fsdp, tp]]}", (4,), "'-1' is no size of a mesh axis", "at least 1"),
-        ("{mesh_shape: [[2, 2], [fsdp, tpp]]}", (4,), "`tpp` is no mesh axis that we know", "did you mean `tp`?"),
-        ("{mesh_shape: [[2, 2], [dp, data]]}", (4,), "a mesh axis stands twice: dp, data", "once"),
+        ("{mesh_shape: [[0, 2], [fsdp, tp]]}", (4,), "0 is not a valid size of a mesh axis", "at least 1"),
+        ("{mesh_shape: [[-1, 2], [fsdp, tp]]}", (4,), "'-1' is not a valid size of a mesh axis", "at least 1"),
+        ("{mesh_shape: [[2, 2], [fsdp, tpp]]}", (4,), "`tpp` is not a known mesh axis", "did you mean `tp`?"),
+        ("{mesh_shape: [[2, 2], [dp, data]]}", (4,), "the mesh has an axis twice: dp, data", "once"),
         ("{mesh_shape: [[2, 2], [dp, tp]]}", (4,), "there is no strategy for a mesh of dp and tp", "fsdp and tp"),
         ("{mesh_shape: [[2, 2], [tp, fsdp]]}", (4,), "`tp` is not the last axis of the mesh", "[[2, 2], [fsdp, tp]]"),
         ("{mesh_shape: [[2, 4], [fsdp, tp]]}", (2, 2, 2, 2), "tp is 4, but a task has 2 ranks", "tp can be 1, 2"),
@@ -130,17 +145,22 @@ def test_what_is_left_out_follows_from_the_ranks(block: str, sizes: tuple[int, .
         ("{kind: ddp, global_batch_size: 64, micro_batch_size: 4}", (4,), "64 is not 4 × 4 data ranks", "say 16"),
         ("{kind: tp, plan: {q: diagonal}}", (2,), "`plan` is {'q': 'diagonal'}", "`colwise` or `rowwise`"),
         ("{cluster: 3}", (2,), "`cluster` is 3", "keys and values"),
-        ("{cluster: {nmae: ray}}", (2,), "`nmae` is no key of `cluster`", "did you mean `name`?"),
-        ("{cluster: {name: slurm}}", (2,), "`slurm` is no cluster that we know", "ray"),
-        ("{cluster: {name: [ray]}}", (2,), "is no cluster that we know", "ray"),
+        ("{cluster: {nmae: ray}}", (2,), "`nmae` is not a key of `cluster`", "did you mean `name`?"),
+        ("{cluster: {name: slurm}}", (2,), "`slurm` is not a known cluster", "ray"),
+        ("{cluster: {name: [ray]}}", (2,), "is not a known cluster", "ray"),
         ("{cluster: {num_gpus: 4}}", (2,), "`num_gpus` is 4, but the group has 2 ranks", "4 ranks"),
         ("{cluster: {placement_group: {strategy: SPREAD}}}", (2, 1), "SPREAD, but a task of the group has 2 ranks", "size: 1"),
         ("{cluster: {placement_group: {strategy: PAK}}}", (2,), "`PAK` is not a placement", "did you mean `PACK`?"),
         ("{cluster: {num_gpus: x}}", (2,), "`num_gpus` is 'x'", "whole number"),
-        ("{cluster: {fsdp_config: {bucket_cap_mb: 2}}}", (2,), "`bucket_cap_mb` is no key of `fsdp_config`", "keys"),
-        ("{training: {batchsize: 3}}", (2,), "`batchsize` is no key of `training`", "did you mean `batch_size`?"),
-        ("{mesh: {shape: [2], nams: [dp]}}", (2,), "`nams` is no key of a mesh", "did you mean `names`?"),
-        ("{kind: fsdp, mesh_shape: [[2], [fsdp]], shard_size: 2}", (2,), "`shard_size` beside a mesh", "keep one"),
+        ("{cluster: {fsdp_config: {bucket_cap_mb: 2}}}", (2,), "`bucket_cap_mb` is not a key of `fsdp_config`", "keys"),
+        ("{training: {batchsize: 3}}", (2,), "`batchsize` is not a key of `training`", "did you mean `batch_size`?"),
+        ("{mesh: {shape: [2], axis_nams: [dp]}}", (2,), "`axis_nams` is not a key of a mesh", "did you mean `axis_names`?"),
+        (
+            "{kind: fsdp, mesh_shape: [[2], [fsdp]], shard_size: 2}",
+            (2,),
+            "`shard_size` and a mesh exclude each other",
+            "keep one",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_remedy(block: str, sizes: tuple[int, ...], message: str, hint: str) -> None:
@@ -150,7 +170,7 @@ def test_what_is_wrong_is_said_with_its_remedy(block: str, sizes: tuple[int, ...
 
 
 def test_all_problems_are_reported_at_once_at_their_places() -> None:
-    block = {"kind": "ddpp", "bucket_cap_mb": -1, "mesh": {"shape": [2, 2], "names": ["fsdp"]}}
+    block = {"kind": "ddpp", "bucket_cap_mb": -1, "mesh": {"shape": [2, 2], "axis_names": ["fsdp"]}}
     path = ("workflow", "groups", 0, "strategy")
     _, problems = parse_strategy(block, (4,), path=path, locate=lambda path: Mark("a.yaml", len(path)))
     assert [problem.path.removeprefix("workflow.groups[0].strategy.") for problem in problems] == [
@@ -196,18 +216,21 @@ def strategies(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, ...]]:
 
 
 @given(strategies())
-def test_the_normal_form_means_the_same(given_block: tuple[dict[str, Any], tuple[int, ...]]) -> None:
+def test_the_block_of_a_strategy_means_the_same(given_block: tuple[dict[str, Any], tuple[int, ...]]) -> None:
     block, sizes = given_block
     strategy, problems = parse_strategy(block, sizes)
     assert isinstance(strategy, Strategy), problems
     assert strategy.world_size == sum(sizes)
-    again, found = parse_strategy(json.loads(json.dumps(strategy.normalized())), sizes)
-    assert again == strategy, found
+    for form in (strategy.as_block(), json.loads(json.dumps(strategy.normalized()))):
+        again, found = parse_strategy(form, sizes)
+        assert again == strategy, found
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([*OPTIONS, "kind", "mesh", "mesh_shape", "cluster", "training", "model", "options", "stages", "x"]),
+        st.sampled_from(
+            [*OPTIONS, "kind", "mesh", "mesh_shape", "cluster", "training", "model", "options", "shape", "stages", "x"]
+        ),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(KINDS) | st.floats(),
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),

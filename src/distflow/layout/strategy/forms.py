@@ -1,12 +1,12 @@
-"""The forms in which people write a strategy, read into one draft: kind, mesh, options. Pure.
+"""Read a strategy block into a draft: kind, mesh and options. Pure.
 
-Four forms, which may be mixed as long as they do not contradict each other:
+A spec has one form: ``{kind: hybrid, mesh_shape: [[2, 2], [fsdp, tp]], mixed_precision: bf16}``, where each key
+is optional and options stand next to ``kind``. Blocks that were copied from other guides are converted, with a warning that
+shows the result (``layout.strategy.groups``):
 
-* our own: ``{kind: fsdp, sharding_strategy: SHARD_GRAD_OP}``
-* a mesh: ``mesh_shape: [[2, 2], ["fsdp", "tp"]]``, ``{shape, axis_names}`` (tunix writes both as text: ``"(2, 2)"``), and
-  ``mesh: {shape, names}``; also inside ``model:``
-* blocks of NeMo RL's guide: ``cluster:`` with ``fsdp_config:`` or ``pipeline_config:``, and ``training:``
-* what ``Strategy.normalized`` gives: ``{kind, mesh: {shape, names}, options: {…}}``
+* tunix: ``mesh: {shape: "(2, 2)", axis_names: "('fsdp', 'tp')"}``, and ``shape`` and ``axis_names`` without ``mesh``
+* ``DISTFLOW_STRATEGY``: ``{kind, mesh: {shape, names}, options: {…}}``
+* NeMo RL: ``cluster:`` with ``fsdp_config:`` or ``pipeline_config:``, ``training:``, and ``model:`` with ``mesh_shape:``
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from distflow.documents.problems import Mark, Problem, Severity
 from distflow.documents.text import did_you_mean
 from distflow.train.strategies.options import MESH_SIZES, OPTIONS
 
-__all__ = ["AXES", "Draft", "Given", "read_forms"]
+__all__ = ["AXES", "FOREIGN_KEYS", "Draft", "Given", "read_block"]
 
 AXES = {"dp": "dp", "data": "dp", "replicate": "dp", "fsdp": "fsdp", "shard": "fsdp", "tp": "tp", "pp": "pp"}
-"""Names of mesh axes as people write them, and what we call them."""
+"""Names of mesh axes in specs and other guides, and their names here."""
 
 _CLUSTER_KINDS = {"ray": "ddp", "ddp": "ddp", "fsdp": "fsdp", "tp": "tp", "pipeline": "pipeline"}
 _CLUSTER_KEYS = (
@@ -45,12 +45,13 @@ _PIPELINE = {
     "micro_batches": "micro_batches",
     "gradient_accumulation_steps": "micro_batches",
 }
-_OWN = ("kind", "mesh", "mesh_shape", "shape", "axis_names", "options", "cluster", "training", "model")
+FOREIGN_KEYS = ("mesh", "shape", "axis_names", "options", "cluster", "training", "model")
+"""The keys of blocks that are converted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value, and the path of keys under which it was written."""
+    """A value and its path in the document."""
 
     value: object
     path: Path
@@ -58,24 +59,24 @@ class Given:
 
 @dataclass(slots=True)
 class Draft:
-    """What was written, before it is known whether it fits together."""
+    """A block as it was written, before its parts are checked against each other."""
 
     path: Path
     """The path of the block itself."""
     locate: Callable[[Path], Mark]
-    """Gives the place of a path in the document."""
+    """Returns the position of a path in the document."""
     kind: Given | None = None
     shape: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     mesh_path: Path = ()
-    """Where the mesh was written; empty without one."""
+    """The path of the mesh; empty if there is none."""
     options: dict[str, Given] = field(default_factory=dict)
     worlds: list[Given] = field(default_factory=list)
-    """Numbers of ranks that were claimed."""
+    """Numbers of ranks that the block claims."""
     sizes: Given | None = None
-    """Ranks of each task that were claimed (a list)."""
+    """Numbers of ranks in each task that the block claims (a list)."""
     placement: Given | None = None
-    """How the ranks are to lie on nodes, in Ray's words."""
+    """The requested placement of ranks on nodes, in Ray's terms."""
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, path: Path, message: str, hint: str = "", *, severity: Severity = Severity.ERROR) -> None:
@@ -84,7 +85,7 @@ class Draft:
         self.problems.append(Problem(where=where, path=path_text(path), message=message, hint=hint, severity=severity))
 
     def set_option(self, name: str, value: object, path: Path) -> None:
-        """Take an option; twice with different values is a problem."""
+        """Set an option; a second, different value is a problem."""
         before = self.options.get(name)
         if before is not None and before.value != value:
             at = path_text(before.path)
@@ -95,7 +96,7 @@ class Draft:
         self.options[name] = Given(value, path)
 
     def set_kind(self, kind: object, path: Path) -> None:
-        """Take the kind; a second, different one is a problem."""
+        """Set the kind; a second, different one is a problem."""
         if self.kind is not None and self.kind.value != kind:
             at = path_text(self.kind.path)
             self.add(path, f"`{path[-1]}` means {kind}, but `{at}` means {self.kind.value}", "keep one of the two")
@@ -103,10 +104,10 @@ class Draft:
         self.kind = Given(kind, path)
 
 
-def read_forms(block: Mapping[str, object], path: Path, locate: Callable[[Path], Mark]) -> Draft:
-    """Read a strategy block in any form. Unknown keys and values of wrong shape are among the draft's problems."""
+def read_block(block: Mapping[str, object], path: Path, locate: Callable[[Path], Mark]) -> Draft:
+    """Read a strategy block. The problems of the draft include unknown keys and malformed values."""
     draft = Draft(path, locate)
-    known = (*_OWN, *OPTIONS, *MESH_SIZES)
+    known = ("kind", "mesh_shape", *OPTIONS, *MESH_SIZES)
     for key, value in block.items():
         here = (*path, key)
         if key == "kind":
@@ -115,8 +116,8 @@ def read_forms(block: Mapping[str, object], path: Path, locate: Callable[[Path],
             _mesh(draft, value, here)
         elif key in OPTIONS or key in MESH_SIZES:
             draft.set_option(key, value, here)
-        elif key not in known:
-            draft.add(here, f"`{key}` is no key of a strategy", did_you_mean(key, known, what="keys"))
+        elif key not in FOREIGN_KEYS:
+            draft.add(here, f"`{key}` is not a key of a strategy", did_you_mean(key, known, what="keys"))
     if "shape" in block or "axis_names" in block:
         _axes(draft, block.get("shape"), block.get("axis_names"), (*path, "shape" if "shape" in block else "axis_names"))
     for name, read in (("options", _options), ("cluster", _cluster), ("model", _model), ("training", _training)):
@@ -133,10 +134,9 @@ _MESH_HINT = 'write mesh_shape: [[2, 2], ["fsdp", "tp"]]: the sizes, then as man
 def _mesh(draft: Draft, value: object, path: Path) -> None:
     if isinstance(value, Mapping):
         for key in value:
-            if key not in ("shape", "names", "axis_names"):
-                draft.add(
-                    (*path, key), f"`{key}` is no key of a mesh", did_you_mean(str(key), ["shape", "names", "axis_names"])
-                )
+            if key not in ("shape", "axis_names", "names"):
+                hint = did_you_mean(str(key), ["shape", "axis_names"])
+                draft.add((*path, key), f"`{key}` is not a key of a mesh", hint)
         _axes(draft, value.get("shape"), value.get("names", value.get("axis_names")), path)
         return
     if isinstance(value, str):
@@ -145,26 +145,26 @@ def _mesh(draft: Draft, value: object, path: Path) -> None:
     if isinstance(value, list | tuple) and len(value) == 2 and not any(isinstance(part, int) for part in value):
         _axes(draft, value[0], value[1], path)
     else:
-        draft.add(path, f"{value!r} is no mesh", _MESH_HINT)
+        draft.add(path, f"{value!r} is not a mesh", _MESH_HINT)
 
 
 def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
-    """Take sizes and names, as lists or as text such as ``"(2, 2)"`` and ``"('fsdp', 'tp')"``."""
+    """Set the sizes and names, from lists or from text such as ``"(2, 2)"`` and ``"('fsdp', 'tp')"``."""
     sizes = [int(word) if word.isdigit() else word for word in _words(shape)]
     words = _words(names)
     if not sizes or not words or len(sizes) != len(words):
         draft.add(path, f"a mesh needs as many names as sizes: {shape!r} and {names!r}", _MESH_HINT)
         return
     if bad := [size for size in sizes if not isinstance(size, int) or size < 1]:
-        draft.add(path, f"{bad[0]!r} is no size of a mesh axis", "sizes are whole numbers of at least 1")
+        draft.add(path, f"{bad[0]!r} is not a valid size of a mesh axis", "sizes are whole numbers of at least 1")
         return
     for word in words:
         if word not in AXES:
-            draft.add(path, f"`{word}` is no mesh axis that we know", did_you_mean(word, AXES, what="axes"))
+            draft.add(path, f"`{word}` is not a known mesh axis", did_you_mean(word, AXES, what="axes"))
             return
     axes = tuple(AXES[word] for word in words)
     if len(set(axes)) < len(axes):
-        draft.add(path, f"a mesh axis stands twice: {', '.join(words)}", "give each axis once")
+        draft.add(path, f"the mesh has an axis twice: {', '.join(words)}", "write each axis once")
         return
     if draft.mesh_path:
         draft.add(path, f"the mesh is also written at `{path_text(draft.mesh_path)}`", "keep one of the two")
@@ -173,7 +173,7 @@ def _axes(draft: Draft, shape: object, names: object, path: Path) -> None:
 
 
 def _words(value: object) -> list[str]:
-    """Return the words of a list, or of a list written as text; nothing for anything else."""
+    """Return the items of a list, or of a list written as text; nothing for any other value."""
     if isinstance(value, str):
         value = [word for word in (part.strip(" \t'\"") for part in value.strip("[]() \t").split(",")) if word]
     if not isinstance(value, Sequence):
@@ -192,11 +192,11 @@ def _options(draft: Draft, block: Mapping[str, object], path: Path) -> None:
 def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
     for key in block:
         if key not in _CLUSTER_KEYS:
-            draft.add((*path, key), f"`{key}` is no key of `cluster`", did_you_mean(key, _CLUSTER_KEYS, what="keys"))
+            draft.add((*path, key), f"`{key}` is not a key of `cluster`", did_you_mean(key, _CLUSTER_KEYS, what="keys"))
     name = str(block.get("name", "ray"))
     if name not in _CLUSTER_KINDS:
         hint = did_you_mean(name, _CLUSTER_KINDS, what="names")
-        draft.add((*path, "name"), f"`{name}` is no cluster that we know", hint)
+        draft.add((*path, "name"), f"`{name}` is not a known cluster", hint)
     else:
         draft.set_kind(_CLUSTER_KINDS[name], (*path, "name") if "name" in block else path)
     _claims(draft, block, path)
@@ -212,14 +212,14 @@ def _cluster(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         here = (*path, "placement_group")
         for key in group:
             if key != "strategy":
-                hint = "say what the tasks need under `resources`; distflow gives each task of a world a node"
-                draft.add((*here, key), f"`{key}` of `placement_group` is not done", hint)
+                hint = "request what the tasks need under `resources`; each task of a world gets a node of its own"
+                draft.add((*here, key), f"`{key}` of `placement_group` is not supported", hint)
         if "strategy" in group:
             draft.placement = Given(group["strategy"], (*here, "strategy"))
 
 
 def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
-    """Take what a cluster says of the number of ranks."""
+    """Note the numbers of ranks that a cluster claims."""
     counts: dict[str, int] = {}
     for key in ("num_workers", "num_nodes", "num_gpus", "gpus_per_node"):
         value = block.get(key)
@@ -238,7 +238,7 @@ def _claims(draft: Draft, block: Mapping[str, object], path: Path) -> None:
     if gpus != 1:
         where = (*path, "resources_per_worker", "GPU")
         message = f"each worker gets {gpus} GPUs, but a rank has exactly one: NCCL refuses ranks that share a GPU"
-        draft.add(where, message, "say GPU: 1, and num_workers as many as there are GPUs")
+        draft.add(where, message, "write GPU: 1, and the number of GPUs as num_workers")
     resources = block.get("resources")
     if resources is not None:
         sizes = [item.get("GPU") for item in resources if isinstance(item, Mapping)] if isinstance(resources, list) else []
@@ -266,7 +266,7 @@ def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         here = (*path, key)
         if key == "profile_communication":
             if value:
-                message = "`profile_communication` does nothing here: profiling is a call of the program"
+                message = "`profile_communication` has no effect: the program starts profiling itself"
                 hint = "remove it, and use distflow.train.CommunicationMonitor around a step: it reports times and bandwidths"
                 draft.add(here, message, hint)
             continue
@@ -274,7 +274,7 @@ def _training(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         if piped and key == "gradient_accumulation_steps":
             name = "micro_batches"
         if replicated and key == "mixed_precision":
-            # The guide's "use lower precision for communication".
+            # In the guide this option lowers the precision of communication.
             name, value = "compression", {True: "bf16", False: "none"}.get(value, value) if isinstance(value, bool) else value  # noqa: PLW2901
         _known_option(draft, key, value, here, _TRAINING, name)
 
@@ -284,7 +284,7 @@ def _model(draft: Draft, block: Mapping[str, object], path: Path) -> None:
         if key in ("mesh_shape", "mesh"):
             _mesh(draft, value, (*path, key))
         else:
-            message = f"`model.{key}` is your program's: a strategy reads only `mesh_shape` of it"
+            message = f"`model.{key}` has no effect: distflow reads only `mesh_shape` of `model`"
             draft.add((*path, key), message, "pass it to your program by its arguments", severity=Severity.WARNING)
 
 
@@ -294,7 +294,7 @@ def _known_option(
     if key in known:
         draft.set_option(name or key, value, path)
     else:
-        draft.add(path, f"`{key}` is no key of `{path[-2]}`", did_you_mean(str(key), known, what="keys"))
+        draft.add(path, f"`{key}` is not a key of `{path[-2]}`", did_you_mean(str(key), known, what="keys"))
 
 
 def _mapping(draft: Draft, value: object, path: Path) -> Mapping[str, object] | None:

@@ -1,4 +1,4 @@
-"""How a group trains: one ``Strategy`` from what a spec says, or the problems that forbid it. Pure; knows nothing of torch.
+"""How a group trains: a ``Strategy`` from a block of a spec, or the problems in it. Pure; needs no torch.
 
 A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fill the mesh row by row, as torch does: in
 ``[[2, 2], ["fsdp", "tp"]]`` the ranks 0 and 1 share a tensor, and so do 2 and 3; 0 and 2 share the shards of one half.
@@ -18,7 +18,7 @@ from typing import Any
 from distflow.documents.document import Path
 from distflow.documents.problems import Mark, Problem, Severity, errors_of
 from distflow.documents.text import did_you_mean
-from distflow.layout.strategy.forms import Draft, read_forms
+from distflow.layout.strategy.forms import Draft, read_block
 from distflow.train.strategies.options import AXES, KINDS, MESH_SIZES, Misfit, Wrong, clashes, misfits, normal_value
 
 __all__ = ["Strategy", "parse_strategy"]
@@ -62,6 +62,11 @@ class Strategy:
         mesh = {"shape": list(self.shape), "names": list(self.names)}
         return {"kind": self.kind, "mesh": mesh, "options": dict(sorted(self.options.items()))}
 
+    def as_block(self) -> dict[str, Any]:
+        """Return the block that means this strategy, in the form of a spec."""
+        mesh = {"mesh_shape": [list(self.shape), list(self.names)]} if len(self.shape) > 1 else {}
+        return {"kind": self.kind, **mesh, **dict(sorted(self.options.items()))}
+
 
 def parse_strategy(
     block: Mapping[str, object],
@@ -70,12 +75,12 @@ def parse_strategy(
     path: Path = ("strategy",),
     locate: Callable[[Path], Mark] = lambda _: Mark("-"),
 ) -> tuple[Strategy | None, tuple[Problem, ...]]:
-    """Return the strategy that a block means for tasks with these numbers of ranks, and all findings.
+    """Return the strategy of a block for tasks with these numbers of ranks, and all findings.
 
-    ``locate`` gives the place of a path in the document (``Document.key_mark_at``). With an error among the findings there is
-    no strategy; warnings may stand beside one.
+    ``locate`` returns the position of a path in the document (``Document.key_mark_at``). If a finding is an error, there is
+    no strategy; warnings may come with one.
     """
-    draft = read_forms(block, path, locate)
+    draft = read_block(block, path, locate)
     options = _values(draft)
     if errors_of(draft.problems):
         return None, tuple(draft.problems)
@@ -123,17 +128,17 @@ def _values(draft: Draft) -> dict[str, Any]:
         draft.add(draft.options["state_dict_type"].path, message, hint, severity=Severity.WARNING)
     kind = draft.kind
     if kind is not None and kind.value not in KINDS:
-        draft.add(kind.path, f"`{kind.value}` is no kind of strategy", did_you_mean(str(kind.value), KINDS, what="kinds"))
+        draft.add(kind.path, f"`{kind.value}` is not a kind of strategy", did_you_mean(str(kind.value), KINDS, what="kinds"))
     return options
 
 
 def _kind(draft: Draft, world: int) -> str:
-    """Return the kind that was written, or the one that the mesh means; without both it is ddp."""
+    """Return the kind of the block, or the one that its mesh implies; ddp if it has neither."""
     active = frozenset(name for name, size in zip(draft.names, draft.shape, strict=True) if size > 1)
     meant = _FROM_AXES.get(active)
     if meant is None:
         axes = " and ".join(sorted(active))
-        hint = "meshes that we can train on: dp; fsdp; dp and fsdp; tp; fsdp and tp; pp; dp and pp"
+        hint = "supported meshes: dp; fsdp; dp and fsdp; tp; fsdp and tp; pp; dp and pp"
         draft.add(draft.mesh_path, f"there is no strategy for a mesh of {axes}", hint)
         return "none"
     if draft.kind is None:
@@ -150,7 +155,7 @@ def _kind(draft: Draft, world: int) -> str:
 
 
 def _one_of(draft: Draft) -> frozenset[str]:
-    """Return the axes of size 1: written, but without effect."""
+    """Return the axes of size 1, which have no effect."""
     return frozenset(name for name, size in zip(draft.names, draft.shape, strict=True) if size == 1)
 
 
@@ -168,7 +173,7 @@ def _claims(draft: Draft, sizes: Sequence[int]) -> None:
 
 
 def _placement(draft: Draft, sizes: Sequence[int]) -> None:
-    """Report a placement that the tasks do not have: each task of a world is on a node of its own."""
+    """Report a placement that differs from that of the tasks: each task of a world has its own node."""
     wanted = draft.placement
     if wanted is None:
         return
@@ -184,7 +189,7 @@ def _placement(draft: Draft, sizes: Sequence[int]) -> None:
 
 
 def _ranks(sizes: Sequence[int]) -> str:
-    """Return how the ranks lie, such as ``8 ranks (4 + 4)``."""
+    """Return how the ranks are spread, such as ``8 ranks (4 + 4)``."""
     world = sum(sizes)
     spread = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
     return f"{world} rank{'s' if world != 1 else ''}{spread}"
@@ -194,7 +199,7 @@ def _ranks(sizes: Sequence[int]) -> str:
 
 
 def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return shape and names of the mesh: as written, or from the kind and the sizes of its axes."""
+    """Return the shape and the names of the mesh: those of the block, or from the kind and the sizes of its axes."""
     world = sum(sizes)
     if draft.mesh_path:
         shape, names = _written(draft, kind, options)
@@ -225,10 +230,10 @@ def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[i
 
 
 def _written(draft: Draft, kind: str, options: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the mesh as written, without axes of size 1 that mean nothing for the kind."""
+    """Return the mesh of the block, without axes of size 1 that the kind does not use."""
     for name in ("tp_size", "shard_size", "stages"):
         if name in options:
-            draft.add(draft.options[name].path, f"`{name}` beside a mesh: the mesh says it", "keep one of the two")
+            draft.add(draft.options[name].path, f"`{name}` and a mesh exclude each other", "keep one of the two")
     two = kind == "hybrid" or (kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD")
     found = dict(zip(draft.names, draft.shape, strict=True))
     if two:
@@ -251,7 +256,7 @@ def _written(draft: Draft, kind: str, options: Mapping[str, Any]) -> tuple[tuple
 def _split(
     draft: Draft, option: str, default: int | None, world: int, *, names: tuple[str, str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return a mesh whose last axis has the size of an option, and whose first takes what is left."""
+    """Return a mesh whose last axis has the size of an option, and whose first axis takes the other ranks."""
     given = draft.options.get(option)
     inner = given.value if given is not None else default
     path = given.path if given is not None else draft.path
