@@ -14,10 +14,9 @@ import pytest
 from distflow.backends.machines.transfer.direct import bring_there, deliver_there
 from distflow.documents.urls import parse_url
 from distflow.errors import StorageError
-from distflow.storage.arrival import Arrival
-from distflow.storage.delivery import Delivered, Delivery, NotDirect
-from distflow.storage.failures import Halted
-from distflow.storage.identity import identity_of
+from distflow.storage.credentials import identity_of
+from distflow.storage.failures import TransferCanceled
+from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayRequired
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.waiting import wait_until
 
@@ -96,18 +95,18 @@ def test_the_way_to_the_store_is_the_nodes_and_who_we_are_is_ours(deliver: Deliv
     theirs = {"AWS_ACCESS_KEY_ID": "theirs", "AWS_PROFILE": "theirs", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}
     deliver(Delivery(url="s3://b/x"), **theirs)
     assert there(s3) == {"x/a": b""}
-    with pytest.raises(NotDirect, match="tried 3 times"):
+    with pytest.raises(RelayRequired, match="tried 3 times"):
         deliver(Delivery(url="s3://b/x"), http_proxy="http://127.0.0.1:9")
 
 
 def test_a_dataset_repeated_is_one_version(deliver: Deliver, output: Path, s3: S3Server) -> None:
     (output / "m").mkdir()
     (output / "m" / "a.pt").write_bytes(b"weights")
-    order = Delivery(url="s3://b/sets", dataset="model", paths=("m",), mark="0123456789abcdef", at=5.0)
+    order = Delivery(url="s3://b/sets", dataset="model", paths=("m",), upload_id="0123456789abcdef", at=5.0)
     assert [deliver(order).words for _ in range(2)] == ["dataset model:1"] * 2
     assert there(s3)["sets/data/model/1/m/a.pt"] == b"weights"
-    with pytest.raises(StorageError, match="there is no `n` in it"):
-        deliver(Delivery(url="s3://b/sets", dataset="model", paths=("n",), mark="0123456789abcdee"))
+    with pytest.raises(StorageError, match="the output has no `n`"):
+        deliver(Delivery(url="s3://b/sets", dataset="model", paths=("n",), upload_id="0123456789abcdee"))
 
 
 @pytest.mark.parametrize("what", ["a link out", "an output that is gone", "a bucket that is not there"])
@@ -131,7 +130,7 @@ def test_what_a_relay_may_do_is_left_to_it_and_no_secret_is_said(
 ) -> None:
     (output / "a").touch()
     other = {"AWS_SECRET_ACCESS_KEY": f"{CANARY}-wrong"} if what == "refused" else {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    with pytest.raises(NotDirect, match="refused" if what == "refused" else "tried 3 times") as caught:
+    with pytest.raises(RelayRequired, match="refused" if what == "refused" else "tried 3 times") as caught:
         deliver(Delivery(url="s3://b/x"), environ=other)
     assert CANARY not in str(caught.value)
     assert [path for path in node.root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()] == []
@@ -148,9 +147,9 @@ def test_while_it_goes_its_secret_is_nowhere_and_it_ends_when_nobody_waits(
         seen.append(sorted(holders(node)))
         # Nor may another process of the same user look into it (of root, this says nothing).
         assert {os.stat(f"/proc/{pid}/mem").st_uid for pid in at_work(node)} == {0}
-        raise Halted
+        raise TransferCanceled
 
-    with pytest.raises(Halted):
+    with pytest.raises(TransferCanceled):
         deliver(Delivery(url="s3://b/x"), progress=halt)
     s3.thaw()
     # The server of the test has it in its arguments.
@@ -162,7 +161,7 @@ def test_while_it_goes_its_secret_is_nowhere_and_it_ends_when_nobody_waits(
 def bring(node: NodeUnderTest, output: Path, s3: S3Server) -> Callable[..., dict[str, bytes]]:
     """Have the node fetch an input of the attempt; return what is in its directory then."""
 
-    def act(arrival: Arrival, place: str = "input/0", *, environ: dict[str, str] | None = None) -> dict[str, bytes]:
+    def act(arrival: InputRequest, place: str = "input/0", *, environ: dict[str, str] | None = None) -> dict[str, bytes]:
         identity = identity_of(parse_url(arrival.url), None, s3.environment | (environ or {}))
         assert identity is not None
         attempt = output.parent.relative_to(node.root).as_posix()
@@ -183,12 +182,12 @@ def test_an_input_comes_to_its_place_and_nothing_else_stays_there(
     (bucket / "in" / "m").mkdir(parents=True)
     (bucket / "in" / "m" / "a.pt").write_bytes(b"weights")
     (bucket / "in" / "log").write_bytes(b"x")
-    assert bring(Arrival(url="s3://b/in")) == {"m/a.pt": b"weights", "log": b"x"}
-    assert bring(Arrival(url="s3://b/in", regex="m/"), "input/1") == {"m/a.pt": b"weights"}
+    assert bring(InputRequest(url="s3://b/in")) == {"m/a.pt": b"weights", "log": b"x"}
+    assert bring(InputRequest(url="s3://b/in", regex="m/"), "input/1") == {"m/a.pt": b"weights"}
     # Again: what is gone from the store meanwhile does not stay; and a regex without a match is an empty directory.
     (bucket / "in" / "log").unlink()
-    assert bring(Arrival(url="s3://b/in")) == {"m/a.pt": b"weights"}
-    assert bring(Arrival(url="s3://b/in", regex="none"), "input/2") == {}
+    assert bring(InputRequest(url="s3://b/in")) == {"m/a.pt": b"weights"}
+    assert bring(InputRequest(url="s3://b/in", regex="none"), "input/2") == {}
     assert (output.parent / "input" / "2").is_dir()
 
 
@@ -197,26 +196,26 @@ def test_an_input_from_a_dataset_is_that_version(
 ) -> None:
     for number in (b"1", b"2"):
         (output / "a").write_bytes(number)
-        deliver(Delivery(url="s3://b/sets", dataset="m", mark=f"012345678{number.decode()}"))
-    assert bring(Arrival(url="s3://b/sets", dataset="m:1")) == {"m/a": b"1"}
-    assert bring(Arrival(url="s3://b/sets", dataset="m:2"), "input/1") == {"m/a": b"2"}
+        deliver(Delivery(url="s3://b/sets", dataset="m", upload_id=f"012345678{number.decode()}"))
+    assert bring(InputRequest(url="s3://b/sets", dataset="m:1")) == {"m/a": b"1"}
+    assert bring(InputRequest(url="s3://b/sets", dataset="m:2"), "input/1") == {"m/a": b"2"}
 
 
 def test_an_input_that_cannot_be_had_says_why(
     bring: Callable[..., dict[str, bytes]], output: Path, s3: S3Server, tmp_path: Path
 ) -> None:
     with pytest.raises(StorageError, match="no such bucket"):
-        bring(Arrival(url="s3://none/in"))
-    assert bring(Arrival(url="s3://b/in")) == {}
+        bring(InputRequest(url="s3://none/in"))
+    assert bring(InputRequest(url="s3://b/in")) == {}
     (s3.bucket("b") / "in").write_bytes(b"x")
-    with pytest.raises(NotDirect, match="refused") as caught:
-        bring(Arrival(url="s3://b/in"), environ={"AWS_SECRET_ACCESS_KEY": f"{CANARY}-wrong"})
+    with pytest.raises(RelayRequired, match="refused") as caught:
+        bring(InputRequest(url="s3://b/in"), environ={"AWS_SECRET_ACCESS_KEY": f"{CANARY}-wrong"})
     assert CANARY not in str(caught.value)
     with pytest.raises(StorageError, match=r"\.\."):
-        bring(Arrival(url="s3://b/in"), "../elsewhere")
+        bring(InputRequest(url="s3://b/in"), "../elsewhere")
     (output.parent / "trap").symlink_to(tmp_path)
     with pytest.raises(StorageError, match="trap"):
-        bring(Arrival(url="s3://b/in"), "trap/0")
+        bring(InputRequest(url="s3://b/in"), "trap/0")
     assert not (tmp_path / "0").exists()
 
 

@@ -52,7 +52,7 @@ def test_what_serves_a_silent_connection_ends(here: NodeUnderTest) -> None:
         service("services.session", FRAME.pack(len(session), REQUEST) + session),
         # A command that takes no input, and more of it than is kept.
         service("services.session", (FRAME.pack(len(session), REQUEST) + session) + (FRAME.pack(1 << 20, 2) + bytes(1 << 20))),
-        service("onnode", b"", STORAGE),
+        service("node_service", b"", STORAGE),
         # Before the runtime has arrived.
         here.transport.open(service_argv(str(here.top / "other"), sys.executable, "nonce", "agent.server")),
     ]

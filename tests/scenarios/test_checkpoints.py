@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.storage.base import is_part
+from distflow.storage.files import is_part
 from distflow.testing.s3 import S3Server
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli

@@ -65,7 +65,7 @@ def test_what_was_not_done_does_not_end_with_0(cli: Cli, s3: S3Server) -> None:
         (["download", "s3://b/run", "nowhere"], 2, "mkdir -p nowhere"),
         (["download", "s3://b/run", "results"], 3, "nothing at s3://b/run"),
         (["list", "s3://none"], 3, "no such bucket"),
-        (["list", "s3://b", "-x", "("], 2, "no regular expression"),
+        (["list", "s3://b", "-x", "("], 2, "not a valid regular expression"),
         (["delete", "s3://b/run"], 3, "nothing at s3://b/run"),
         (["delete", "/"], 2, "is a whole machine"),
         (["check", "s3://none", "-a", "WRITE"], 3, "no such bucket"),

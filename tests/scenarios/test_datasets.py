@@ -141,7 +141,7 @@ def test_a_dataset_that_is_not_there_ends_the_group(cli: Cli) -> None:
     spec = "workflow:\n  name: lost\n  tasks:\n  - {name: a, command: ['true'], outputs: [{dataset: {name: m, path: x}}]}\n"
     done = cli.run("workflow", "submit", cli.spec(spec), "--wait")
     assert done.code == 1
-    assert "its output cannot be written: dataset m: there is no `x` in it" in done.err
+    assert "its output cannot be written: dataset m: the output has no `x`" in done.err
 
 
 def test_a_wrong_place_for_datasets_is_said(cli: Cli) -> None:

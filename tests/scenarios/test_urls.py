@@ -267,7 +267,7 @@ def test_a_driver_that_is_not_installed_is_missed_at_once(cli: Cli, what: str) -
         env=cli.environment, cwd=cli.folder,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "`only`: s3://b/x needs the driver s3fs, which is not installed here" in done.stderr
+    assert "`only`: s3://b/x needs the driver s3fs, which is not installed" in done.stderr
     assert "pip install 'distflow[data]'" in done.stderr
     assert json.loads(cli.run("workflow", "list", "-t", "json").out)["workflows"] == []
 

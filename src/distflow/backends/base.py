@@ -20,8 +20,8 @@ from distflow.protocol.attempts import attempt_name
 
 if TYPE_CHECKING:
     from distflow.storage.base import Progress
-    from distflow.storage.delivery import Delivered, Delivery
-    from distflow.storage.identity import Identity
+    from distflow.storage.credentials import Identity
+    from distflow.storage.task_data import Delivered, Delivery
 
 __all__ = [
     "Absent",

@@ -9,14 +9,13 @@ from pathlib import Path
 from distflow.client.client import Client
 from distflow.documents.urls import StorageUrl, parse_url
 from distflow.errors import InputError, NotFound
-from distflow.storage.base import Store
-from distflow.storage.downloading import Moved
-from distflow.storage.selecting import Wanted
+from distflow.storage.base import SelectedObject, Store
+from distflow.storage.transfers import TransferResult
 
 __all__ = [
-    "Moved",
     "OnBytes",
-    "Wanted",
+    "SelectedObject",
+    "TransferResult",
     "check_data_access",
     "delete_data",
     "download_data",
@@ -42,7 +41,7 @@ def upload_data(
     regex: str = "",
     threads: int = 8,
     on_progress: OnBytes = lambda *_: None,
-) -> Moved:
+) -> TransferResult:
     """Write files below a URL; a directory keeps its name. What is there already with the same content is not sent again.
 
     Args:
@@ -59,14 +58,15 @@ def upload_data(
         StorageError: when the store cannot be reached or refuses.
 
     """
-    from distflow.storage.uploading import sources, upload
+    from distflow.storage.files import find_sources
+    from distflow.storage.transfers import upload
 
     goal = parse_url(url, writes=True)
-    files = sources(paths, regex)
+    files = find_sources(paths, regex)
     if not files:
         raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
     with _open_store(client, goal) as store:
-        return upload(store, goal, files, at_once=threads, told=on_progress)
+        return upload(store, goal, files, at_once=threads, on_progress=on_progress)
 
 
 def download_data(
@@ -78,33 +78,33 @@ def download_data(
     resume: bool = False,
     threads: int = 8,
     on_progress: OnBytes = lambda *_: None,
-) -> Moved:
+) -> TransferResult:
     """Fetch what a URL names into a directory; the arguments are those of ``upload_data``.
 
     ``resume`` leaves files alone that are there with the right content. Raises ``InputError`` without such a directory,
     ``NotFound`` when nothing matches, and ``StorageError``.
     """
-    from distflow.storage.downloading import download
+    from distflow.storage.transfers import download
 
     source = parse_url(url)
     if not directory.is_dir():
         raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
     with _open_store(client, source) as store:
-        moved = download(store, source, directory, regex=regex, resume=resume, at_once=threads, told=on_progress)
+        moved = download(store, source, directory, regex=regex, resume=resume, at_once=threads, on_progress=on_progress)
     if not moved.files:
         raise NotFound(f"nothing at {source} is matched by `{regex}`", hint="`distflow data list -r` shows the paths")
     return moved
 
 
-def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") -> list[Wanted]:
+def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") -> list[SelectedObject]:
     """Return the objects at a URL whose relative path a regex matches and begins with ``prefix``. Raises ``StorageError``."""
-    from distflow.storage.selecting import compile_regex, select
-    from distflow.storage.trying import Patience
+    from distflow.storage.base import compile_regex, select
+    from distflow.storage.failures import Retries
 
     source = parse_url(url)
     compile_regex(regex)
     with _open_store(client, source) as store:
-        entries = Patience().keep_trying(lambda: store.find(source.key))
+        entries = Retries().call(lambda: store.find(source.key))
     return [one for one in select(source, entries, regex) if one.name.startswith(prefix)]
 
 
@@ -113,7 +113,7 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
 
     Raises ``InputError`` for a URL that is a whole machine, ``NotFound`` when nothing matches, and ``StorageError``.
     """
-    from distflow.storage.tending import delete, find_removable
+    from distflow.storage.transfers import delete, find_removable
 
     goal = parse_url(url, writes=True)
     if goal.scheme in ("file", "sftp") and not goal.key:
@@ -127,7 +127,7 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
 
 def check_data_access(client: Client, url: str, access: str) -> None:
     """Check that a URL allows ``READ``, ``WRITE`` or ``DELETE``, by doing so. Raises ``StorageError`` when it does not."""
-    from distflow.storage.tending import Access, check_access
+    from distflow.storage.stores import Access, check_access
 
     goal = parse_url(url, writes=access != "READ")
     with _open_store(client, goal) as store:
@@ -136,7 +136,7 @@ def check_data_access(client: Client, url: str, access: str) -> None:
 
 @contextmanager
 def _open_store(client: Client, url: StorageUrl) -> Iterator[Store]:
-    from distflow.storage.opening import open_store
+    from distflow.storage.stores import open_store
 
     store = open_store(url, client.credentials_for())
     try:

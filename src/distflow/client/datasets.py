@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distflow.client.client import Client
-from distflow.client.data import Moved, OnBytes
+from distflow.client.data import OnBytes, TransferResult
 from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError, NotFound
 from distflow.storage.datasets import Datasets, Manifest
@@ -59,25 +59,25 @@ def create_version(
         StorageError: when the store cannot be reached or refuses.
 
     """
-    from distflow.storage.uploading import sources
+    from distflow.storage.files import find_sources
 
     if not is_update and ":" in name:
         raise InputError(
             f"`{name}` names a version: a new one gets the next number", hint="leave the colon and what follows out"
         )
     parse_dataset(name)
-    files = sources(paths, regex)
+    files = find_sources(paths, regex)
     if not files:
         raise NotFound("there is no file to upload" + (f" that `{regex}` matches" if regex else ""))
     with _open_datasets(client) as datasets:
         write = datasets.update if is_update else datasets.add
         at = time.time()  # noqa: TID251  the moment of creation
-        return write(name, files, mark=secrets.token_hex(8), at=at, told=on_progress)
+        return write(name, files, upload_id=secrets.token_hex(8), at=at, on_progress=on_progress)
 
 
 def download_dataset(
     client: Client, name: str, directory: Path, *, regex: str = "", resume: bool = False, on_progress: OnBytes = lambda *_: None
-) -> tuple[Manifest, Moved]:
+) -> tuple[Manifest, TransferResult]:
     """Fetch a version of a dataset into a directory of its name below ``directory``; return the version and what was moved.
 
     Raises ``InputError`` without such a directory, ``NotFound`` when nothing matches, and ``StorageError``.
@@ -87,7 +87,7 @@ def download_dataset(
         raise InputError(f"{directory} is no directory", hint=f"mkdir -p {directory}")
     with _open_datasets(client) as datasets:
         manifest = datasets.manifest(plain_name, number)
-        moved = datasets.fetch(manifest, directory / plain_name, regex=regex, resume=resume, told=on_progress)
+        moved = datasets.fetch(manifest, directory / plain_name, regex=regex, resume=resume, on_progress=on_progress)
     if not moved.files and regex:
         raise NotFound(f"nothing of {plain_name}:{manifest.number} is matched by `{regex}`")
     return manifest, moved
@@ -110,7 +110,7 @@ def delete_versions(client: Client, name: str, *, all_versions: bool = False) ->
 @contextmanager
 def _open_datasets(client: Client) -> Iterator[Datasets]:
     from distflow.documents.urls import parse_url
-    from distflow.storage.opening import open_store
+    from distflow.storage.stores import open_store
 
     base = parse_url(client.datasets_url(client.configuration()), writes=True)
     store = open_store(base, client.credentials_for())

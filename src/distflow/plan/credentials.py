@@ -10,7 +10,7 @@ from distflow.plan.model import Launch, PlannedCredential
 from distflow.plan.tokens import place_of
 from distflow.shell import Secret
 from distflow.spec.model import CredentialUse
-from distflow.storage.identity import Identity
+from distflow.storage.credentials import Identity
 
 __all__ = ["GivenSecrets", "given_secrets", "login_name", "planned_credentials", "registry_of", "stored_name"]
 

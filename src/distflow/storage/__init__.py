@@ -1,1 +1,1 @@
-"""Data at URLs: listed, fetched, written and removed, whatever kind of store holds it."""
+"""Data at URLs: list, download, upload and delete it, in every kind of store."""

@@ -1,41 +1,40 @@
-"""What a store is: objects by key, in one container. It knows nothing of files here, of patterns or of second tries."""
+"""What a store is, and which of its objects a URL selects. Pure; the keys of a store are not trusted."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
-__all__ = ["PART_BYTES", "Entry", "Progress", "Sink", "Store", "is_part", "nothing_told", "open_source", "part_name"]
+from distflow.documents.urls import StorageUrl
+from distflow.errors import InputError, StorageError, StorageMissing
+
+__all__ = [
+    "PART_BYTES", "Entry", "Progress", "SelectedObject", "Sink", "Store", "check_names", "compile_regex", "ignore_progress",
+    "part_size", "select", "select_existing", "why_not_a_file",
+]  # fmt: skip
 
 PART_BYTES = 16 << 20
 """Large objects are written in parts of this size, and read in pieces of it."""
+_MOST_PARTS = 9000
+"""S3 allows 10 000 parts for one object."""
+_LONGEST_NAME = 255
 
 Sink = Callable[[bytes], None]
 Progress = Callable[[int, int], None]
-"""Takes how many bytes are done, and how many there are."""
+"""Takes the number of bytes done, and the number of all bytes."""
 
 
-def part_name(mark: str) -> str:
-    """Return the name of a file of this machine that is not whole yet; ``mark``: 16 hexadecimal digits."""
-    return f".{mark}.distflow-part"
+def ignore_progress(done: int, total: int) -> None:
+    """Take a report of progress, and do nothing."""
 
 
-def is_part(name: str) -> bool:
-    """Whether a file of this name is one that was not whole."""
-    return re.fullmatch(r"\.[0-9a-f]{16}\.distflow-part", name) is not None
-
-
-def open_source(path: Path) -> BinaryIO:
-    """Open a file of this machine for reading, if it is not a symbolic link. Raises ``OSError``."""
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb")
-
-
-def nothing_told(done: int, total: int) -> None:
-    """Be told how far it is, and do nothing."""
+def part_size(size: int) -> int:
+    """Return the bytes of one part for an object of ``size`` bytes that is written in parts."""
+    return max(PART_BYTES, -(-size // _MOST_PARTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,56 +42,127 @@ class Entry:
     """One object as its store describes it."""
 
     key: str
-    """In its container; nothing is known of it: it may be meant to lead elsewhere."""
+    """Its key in the container. Not trusted: it may be meant to escape from the target directory."""
     size: int
     """Bytes."""
-    mark: str = ""
+    tag: str = ""
     """Differs when the content differs (an ETag, a generation, a time); empty: the store has none."""
     md5: str = ""
-    """Of the content, hexadecimal; ``<md5>-<parts>``: of the parts' sums, as S3 has it; empty: not known."""
+    """MD5 of the content, hexadecimal; ``<md5>-<parts>``: MD5 of the MD5s of the parts, as in S3; empty: not known."""
     modified: float | None = None
     """Seconds since the epoch."""
 
 
 class Store(Protocol):
-    """One container, and who may use it.
+    """One container, accessed with one set of credentials. It knows nothing of local files, regexes or retries.
 
     Contract, held by tests/integration/storage/test_stores.py for every implementation:
 
-    1. ``find`` returns what has exactly this key, or lies below it; with an empty key everything. Nothing there: no entries.
-       A container that is not there raises ``StorageMissing``.
-    2. ``read`` gives the content from a byte on to ``sink``, in pieces.
-    3. ``write`` puts a file there, whole or not at all, over what has the key already.
-    4. ``delete`` of an object that is not there does nothing. It never follows a symbolic link below ``top``: a link itself is
-       removed.
-    5. All raise ``StorageError`` and its subclasses only, which name the object: ``StorageUnreachable`` when another try may
-       help. What ``sink`` and ``told`` raise comes out as it is.
-    6. All but ``close`` may be called from several threads at once.
+    1. ``find`` returns the object with exactly this key and all objects below it; all objects for an empty key. It returns no
+       entries when there are none, and raises ``StorageMissing`` when the container does not exist.
+    2. ``read`` passes the content from a byte offset to ``sink``, in pieces.
+    3. ``write`` stores a whole file or nothing, and replaces an object that has the key.
+    4. ``delete`` does nothing when the object does not exist. It never follows a symbolic link below ``top``: it removes the
+       link itself.
+    5. All methods raise only ``StorageError`` and its subclasses, which name the object: ``StorageUnreachable`` if a retry may
+       help. Exceptions from ``sink`` and ``on_bytes`` pass through unchanged.
+    6. All methods but ``close`` may be called from several threads at once.
     """
 
     def find(self, key: str) -> Sequence[Entry]:
-        """Return what is at a key and below it."""
+        """Return the objects at a key and below it."""
 
     def find_removable(self, key: str) -> Sequence[Entry]:
         """Return the objects that ``delete`` removes at a key and below it: a symbolic link itself, never its target."""
 
     def stat(self, key: str) -> Entry:
-        """Return one object, with what its store can say of its content for certain. Raises ``StorageMissing``."""
+        """Return one object, with a checksum only if the store is certain of it. Raises ``StorageMissing``."""
 
     def read(self, entry: Entry, start: int, sink: Sink) -> None:
-        """Give the content from ``start`` on to ``sink``."""
+        """Pass the content from byte ``start`` to ``sink``."""
 
-    def write(self, key: str, source: Path, told: Callable[[int], None]) -> None:
-        """Put a file there; ``told`` hears how many more bytes are on their way."""
+    def write(self, key: str, source: Path, on_bytes: Callable[[int], None]) -> None:
+        """Upload a file; ``on_bytes`` takes the number of bytes that were sent since its last call."""
 
     def delete(self, key: str, *, top: str = "") -> None:
         """Remove an object. ``top``: the key of the directory that the user named, if ``key`` lies below it."""
 
     def check_readable(self, key: str) -> None:
-        """Return when what is at the key, if anything, may be listed. Raises ``StorageError``."""
+        """Return when objects at the key may be listed. Raises ``StorageError``."""
 
     def check_writable(self, key: str) -> None:
-        """Return when objects can be written below the key, which leaves nothing there. Raises ``StorageError``."""
+        """Return when objects can be written below the key; nothing is left there. Raises ``StorageError``."""
 
     def close(self) -> None:
-        """Give back what the store holds."""
+        """Release connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectedObject:
+    """An object that a URL selects."""
+
+    entry: Entry
+    name: str
+    """Its path relative to the URL; for a URL that names one object, the last part of the URL."""
+
+
+def compile_regex(regex: str) -> re.Pattern[str] | None:
+    """Return the pattern; ``None`` for an empty one, which matches everything. Raises ``InputError``."""
+    try:
+        return re.compile(regex) if regex else None
+    except (re.error, OverflowError, RecursionError) as error:
+        hint = r"write a Python regular expression such as `.*\.pt`; it is matched from the start of the relative path"
+        raise InputError(f"`{regex}` is not a valid regular expression: {error}", hint=hint) from error
+
+
+def select(url: StorageUrl, entries: Iterable[Entry], regex: str = "") -> tuple[SelectedObject, ...]:
+    """Return the objects that a URL selects from the entries of its store, ordered by name.
+
+    If an object has exactly the key of the URL, only that object is selected; otherwise all objects below it. ``regex`` is
+    matched from the start of the name. Folder markers (keys that end with a slash) are left out.
+    """
+    pattern = compile_regex(regex)
+    found = list(entries)
+    exact = [entry for entry in found if entry.key == url.key and url.key and not url.is_folder]
+    top = f"{url.key}/" if url.key else ""
+    named = [(entry, url.name) for entry in exact] or [
+        (entry, entry.key.removeprefix(top)) for entry in found if entry.key.startswith(top) and not entry.key.endswith("/")
+    ]
+    selected = [SelectedObject(entry=entry, name=name) for entry, name in named if pattern is None or pattern.match(name)]
+    return tuple(sorted(selected, key=lambda one: os.fsencode(one.name)))
+
+
+def select_existing(url: StorageUrl, entries: Iterable[Entry], regex: str = "") -> tuple[SelectedObject, ...]:
+    """Return the same as ``select``. Raises ``StorageMissing`` when there is no object at the URL at all."""
+    found = list(entries)
+    selected = select(url, found, regex)
+    if not selected and not select(url, found):
+        raise StorageMissing(f"there is nothing at {url}", hint="`distflow data list` shows what there is")
+    return selected
+
+
+def check_names(url: StorageUrl, objects: Sequence[SelectedObject]) -> None:
+    """Refuse names that cannot be files below a directory, each and together. Raises ``StorageError``."""
+    names = {one.name for one in objects}
+    for one in objects:
+        why = why_not_a_file(one.name, names)
+        if why:
+            raise StorageError(
+                f"{url.shown(one.entry.key)!r} cannot be kept as a file: {why}",
+                hint="rename it in the store, or leave it out with a regex",
+            )
+
+
+def why_not_a_file(name: str, names: Container[str]) -> str:
+    """Return why an object cannot be a file with this name in a directory that gets all of ``names``; empty when it can."""
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts:
+        return "its name leads out of the directory"
+    if "" in parts or "." in parts:
+        return "its name has a part that is empty or `.`"
+    if "\0" in name:
+        return "its name contains a null byte"
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
+        return f"a part of its name is longer than {_LONGEST_NAME} bytes"
+    above = next(("/".join(parts[:end]) for end in range(1, len(parts)) if "/".join(parts[:end]) in names), None)
+    return f"`{above}` would have to be a file and a directory" if above is not None else ""

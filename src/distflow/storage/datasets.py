@@ -1,15 +1,15 @@
-"""Datasets: named collections of files in versions that never change, below one URL.
+"""Datasets: named collections of files below one URL, with versions that never change.
 
 ::
 
-    <base>/claims/<name>/<n>.<mark>     who took the number; stays, so that no number is used twice
-    <base>/data/<name>/<n>/<path>       the files; those of a version that adds to another one may lie in that one's
-    <base>/versions/<name>/<n>.json     the manifest, written last: with it, the version is there, whole
-    <base>/turns/<name>/<mark>          who adds to the dataset just now; only while the new manifest is made
+    <base>/claims/<name>/<n>.<upload id>   reserves the number; kept, so that no number is used twice
+    <base>/data/<name>/<n>/<path>          the files; a version that adds to another one may share its files
+    <base>/versions/<name>/<n>.json        the manifest, written last: with it, the version exists and is complete
+    <base>/turns/<name>/<upload id>        a lock of the upload that adds to the dataset, held while it writes the manifest
 
-Nobody is asked for a number: whoever wants one writes a claim and looks again. Of two who wrote at the same time, at least one
-sees the other, and steps back; so no two get the same. Those who add take turns in the same way, so that nobody's files are
-lost.
+Stores have no locks, so writers reserve a number optimistically: they write a claim and list the claims again. Of two
+concurrent writers, at least one sees the other and withdraws its claim, so that no number is given twice. Uploads that add to a
+dataset take turns in the same way, so that no files are lost.
 """
 
 from __future__ import annotations
@@ -27,38 +27,34 @@ from typing import Any
 from distflow.documents.urls import StorageUrl, parse_dataset
 from distflow.errors import NotFound, StorageError, StorageUnreachable
 from distflow.runtime.untrusted import decode_object
-from distflow.storage.base import Progress, Store, nothing_told
-from distflow.storage.downloading import Moved, download
-from distflow.storage.failures import local_errors
-from distflow.storage.selecting import compile_regex, select, why_not_a_file
-from distflow.storage.sums import sha256
-from distflow.storage.tending import delete
-from distflow.storage.trying import Patience
-from distflow.storage.uploading import Source, upload
+from distflow.storage.base import Progress, Store, compile_regex, ignore_progress, select, why_not_a_file
+from distflow.storage.failures import Retries, local_errors
+from distflow.storage.files import Source, sha256
+from distflow.storage.transfers import TransferResult, delete, download, upload
 
 __all__ = ["Datasets", "File", "Manifest", "Version"]
 
 _CLAIMS, _DATA, _VERSIONS, _TURNS = "claims", "data", "versions", "turns"
 _ROUNDS = 30
 _MANIFEST_BYTES = 256 << 20
-"""More than a million files."""
+"""Enough for more than a million files."""
 _LATEST_S = 253402300799
 """The last second of the year 9999."""
 _SHOWN = 100
-"""Characters of a path that an error shows."""
+"""Characters of a path that an error message shows."""
 _MOST_PAUSE_S = 0.5
 _LONGEST_TURN_S = 600.0
-"""Who has not ended its turn after that never will; a turn takes two small reads and two small writes."""
+"""A turn that is older was abandoned: a turn takes only two small reads and two small writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """One version, as the list of them tells."""
+    """One version in the list of versions."""
 
     name: str
     number: int
     at: float | None
-    """When it appeared, as far as the store knows."""
+    """Its modification time in the store, if the store has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +65,17 @@ class File:
     size: int
     sha256: str
     number: int
-    """The version in whose data it lies."""
+    """The version whose data directory holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a version holds."""
+    """The content of a version."""
 
     name: str
     number: int
     created: float
-    """Seconds since the epoch, by the clock of who wrote it."""
+    """Seconds since the epoch, by the clock of its writer."""
     files: tuple[File, ...]
 
     @property
@@ -88,7 +84,7 @@ class Manifest:
         return sum(one.size for one in self.files)
 
     def matching(self, regex: str) -> tuple[File, ...]:
-        """Return the files of which ``regex`` matches the path, from its start; empty: all of them."""
+        """Return the files whose paths ``regex`` matches from their start; all files for an empty regex."""
         pattern = compile_regex(regex)
         return tuple(one for one in self.files if pattern is None or pattern.match(one.path))
 
@@ -96,14 +92,14 @@ class Manifest:
 class Datasets:
     """The datasets below one URL."""
 
-    def __init__(self, store: Store, base: StorageUrl, patience: Patience | None = None) -> None:
-        """Take the store that holds ``base``; nothing is asked yet."""
+    def __init__(self, store: Store, base: StorageUrl, retries: Retries | None = None) -> None:
+        """Use the store of ``base``; this sends no request."""
         self._store = store
         self._base = base
-        self._patience = patience or Patience()
+        self._retries = retries or Retries()
 
     def versions(self, name: str = "") -> tuple[Version, ...]:
-        """Return the versions of a dataset, or of all, by name and number."""
+        """Return the versions of one dataset, or of all datasets, ordered by name and number."""
         found = []
         for path, at in self._names(f"{_VERSIONS}/{name}" if name else _VERSIONS):
             match = re.fullmatch(r"([A-Za-z0-9_-]+)/([1-9][0-9]{0,17})\.json", f"{name}/{path}" if name else path)
@@ -112,110 +108,121 @@ class Datasets:
         return tuple(sorted(found, key=lambda one: (one.name, one.number)))
 
     def manifest(self, name: str, number: int | None = None) -> Manifest:
-        """Return what a version holds; of the latest one without a number. Raises ``NotFound``."""
+        """Return the content of a version, the latest one if no number is given. Raises ``NotFound``."""
         there = [one.number for one in self.versions(name)]
         if not there:
             raise NotFound(
-                f"there is no dataset `{name}` in {self._base}", hint="`distflow dataset list` shows the ones there are"
+                f"there is no dataset `{name}` in {self._base}", hint="`distflow dataset list` shows the existing datasets"
             )
         if number is None:
             number = there[-1]
         if number not in there:
             known = ", ".join(str(one) for one in there[-10:])
-            raise NotFound(f"the dataset `{name}` has no version {number}", hint=f"there is: {known}")
+            raise NotFound(f"the dataset `{name}` has no version {number}", hint=f"existing versions: {known}")
         return self._load(name, number)
 
-    def add(self, name: str, files: Sequence[Source], *, mark: str, at: float, told: Progress = nothing_told) -> Manifest:
+    def add(
+        self, name: str, files: Sequence[Source], *, upload_id: str, at: float, on_progress: Progress = ignore_progress
+    ) -> Manifest:
         """Write a new version and return its manifest.
 
-        ``mark`` tells this writing from every other one: with the same, it goes on with what was begun, and does nothing when
-        that was done. Raises ``StorageError``.
+        A repeated call with the same ``upload_id`` continues the same upload, and does nothing if that is complete. Raises
+        ``StorageError``.
         """
         parse_dataset(name)
-        number = self._claim(name, mark)
+        number = self._claim(name, upload_id)
         if any(one.number == number for one in self.versions(name)):
             return self.manifest(name, number)
-        listed = self._send(name, number, files, told)
+        listed = self._send(name, number, files, on_progress)
         manifest = Manifest(name=name, number=number, created=at, files=listed)
         self._put(manifest)
         return manifest
 
-    def update(self, name: str, files: Sequence[Source], *, mark: str, at: float, told: Progress = nothing_told) -> Manifest:
-        """Write a new version of what another one holds (of ``name``, with or without its number) and, over it, of ``files``.
+    def update(
+        self, name: str, files: Sequence[Source], *, upload_id: str, at: float, on_progress: Progress = ignore_progress
+    ) -> Manifest:
+        """Write a new version: the files of another one (of ``name``, with or without its number), and ``files`` over them.
 
-        What is taken over is not written again. ``mark`` is as in ``add``. Without a number, what others add at the same time
-        is in the latest version as well. Raises ``NotFound`` when there is nothing to add to, and ``StorageError``.
+        Files of the other version are not written again. ``upload_id`` is as in ``add``. Without a number, the new version has
+        also the files that others add at the same time. Raises ``StorageError``, and ``NotFound``
+        if the version does not exist.
         """
         plain, wanted = parse_dataset(name)
-        self.manifest(plain, wanted)  # before anything is sent
-        number = self._claim(plain, mark)
+        self.manifest(plain, wanted)  # fails before anything is uploaded
+        number = self._claim(plain, upload_id)
         there = [one.number for one in self.versions(plain)]
         if number in there:
             return self.manifest(plain, number)
-        listed = self._send(plain, number, files, told)
-        with self._turn(plain, mark):
+        listed = self._send(plain, number, files, on_progress)
+        with self._turn(plain, upload_id):
             old = self.manifest(plain, wanted)
             latest = self.versions(plain)[-1].number
             if latest > number:
-                number = self._claim(plain, mark, above=latest)
-            whole = tuple(sorted((*_uncovered(old.files, listed), *listed), key=lambda one: one.path))
+                number = self._claim(plain, upload_id, above=latest)
+            whole = tuple(sorted((*_not_replaced(old.files, listed), *listed), key=lambda one: one.path))
             manifest = Manifest(name=plain, number=number, created=at, files=whole)
             self._put(manifest)
             if not any(one.number == old.number for one in self.versions(plain)):
-                # Who removed it has not seen that its files are still wanted.
+                # Its remover has not seen that the new version shares its files.
                 self.remove(plain, number)
-                raise StorageError(f"version {old.number} of the dataset `{plain}` was removed while it was added to")
+                raise StorageError(f"version {old.number} of the dataset `{plain}` was removed during the update")
         return manifest
 
-    def _send(self, name: str, number: int, files: Sequence[Source], told: Progress) -> tuple[File, ...]:
+    def _send(self, name: str, number: int, files: Sequence[Source], on_progress: Progress) -> tuple[File, ...]:
         before = [(one.path.stat().st_mtime_ns, sha256(one.path)) for one in files]
         goal = self._data(name, number)
-        upload(self._store, goal, files, patience=self._patience, told=told)
+        upload(self._store, goal, files, retries=self._retries, on_progress=on_progress)
         for one, (changed, _) in zip(files, before, strict=True):
             with local_errors(one.path):
                 if one.path.stat().st_mtime_ns != changed:
-                    raise StorageError(f"{one.path}: it was changed while it was sent", hint="upload it again")
+                    raise StorageError(f"{one.path} was changed during its upload", hint="upload it again")
         listed = (
             File(path=one.name, size=one.size, sha256=sha, number=number) for one, (_, sha) in zip(files, before, strict=True)
         )
         return tuple(sorted(listed, key=lambda one: one.path))
 
     def fetch(
-        self, manifest: Manifest, target: Path, *, regex: str = "", resume: bool = False, told: Progress = nothing_told
-    ) -> Moved:
-        """Fetch a version into ``target``; every file is held against its SHA-256 before it gets its name.
+        self,
+        manifest: Manifest,
+        target: Path,
+        *,
+        regex: str = "",
+        resume: bool = False,
+        on_progress: Progress = ignore_progress,
+    ) -> TransferResult:
+        """Download a version to ``target``; the SHA-256 of every file is checked before it gets its name.
 
         Raises ``StorageError``.
         """
         wanted = {one.path: one for one in manifest.matching(regex)}
         if not wanted:
-            return Moved()
-        moved, whole = Moved(), sum(one.size for one in wanted.values())
+            return TransferResult()
+        result, whole = TransferResult(), sum(one.size for one in wanted.values())
         for number in sorted({one.number for one in wanted.values()}):
             part = download(
                 self._store, self._data(manifest.name, number), target,
-                sums={one.path: one.sha256 for one in wanted.values() if one.number == number}, resume=resume,
-                patience=self._patience,
-                told=lambda done, _, before=moved.size: told(before + done, whole),  # type: ignore[misc]
+                checksums={one.path: one.sha256 for one in wanted.values() if one.number == number}, resume=resume,
+                retries=self._retries,
+                on_progress=lambda done, _, before=result.size: on_progress(before + done, whole),  # type: ignore[misc]
             )  # fmt: skip
-            moved = Moved(
-                files=moved.files + part.files, size=moved.size + part.size, skipped=moved.skipped + part.skipped
+            result = TransferResult(
+                files=result.files + part.files, size=result.size + part.size, skipped=result.skipped + part.skipped
             )  # fmt: skip
-        return moved
+        return result
 
     def remove(self, name: str, number: int) -> None:
-        """Remove a version: first that it is there, then its files that no other has. Its number is not used again."""
+        """Remove a version: first its manifest, then its files that no other version shares. Its number is not used again."""
         parse_dataset(name)
         there = any(one.number == number for one in self.versions(name))
         gone = self._load(name, number).files if there else ()
-        self._patience.keep_trying(lambda: self._store.delete(self._manifest(name, number).key))
+        self._retries.call(lambda: self._store.delete(self._manifest(name, number).key))
         held = {(one.number, one.path) for other in self.versions(name) for one in self._load(name, other.number).files}
         for at in sorted({number, *(one.number for one in gone)}):
             data = self._data(name, at)
-            found = select(data, self._patience.keep_trying(lambda data=data: self._store.find_removable(data.key)))  # type: ignore[misc]
+            found = select(data, self._retries.call(lambda data=data: self._store.find_removable(data.key)))  # type: ignore[misc]
             own = {one.path for one in gone if one.number == at}
             doomed = [one for one in found if (at, one.name) not in held and (at == number or one.name in own)]
-            delete(self._store, data, doomed, patience=self._patience)
+            delete(self._store, data, doomed, retries=self._retries)
 
     def _data(self, name: str, number: int) -> StorageUrl:
         return self._base.below(f"{_DATA}/{name}/{number}")
@@ -234,47 +241,47 @@ class Datasets:
         self._write(self._manifest(manifest.name, manifest.number), _text(manifest))
 
     @contextmanager
-    def _turn(self, name: str, mark: str) -> Iterator[None]:
-        """Be the only one that adds to a dataset, of those who take turns."""
-        mine = self._base.below(f"{_TURNS}/{name}/{mark}")
+    def _turn(self, name: str, upload_id: str) -> Iterator[None]:
+        """Be the only upload that adds to a dataset while the block runs."""
+        mine = self._base.below(f"{_TURNS}/{name}/{upload_id}")
         try:
             while True:
                 self._write(mine, "")
                 since = dict(self._names(f"{_TURNS}/{name}"))
-                now = since.pop(mark, None)
+                now = since.pop(upload_id, None)
                 if not any(_is_alive(other, now) for other in since.values()):
                     break
-                self._patience.keep_trying(lambda: self._store.delete(mine.key))
-                self._patience.check()
-                self._patience.halt.wait(random.uniform(0.0, _MOST_PAUSE_S))  # noqa: S311  so that the two do not meet again
+                self._retries.call(lambda: self._store.delete(mine.key))
+                self._retries.check()
+                self._retries.canceled.wait(random.uniform(0.0, _MOST_PAUSE_S))  # noqa: S311  so that two writers do not collide again
             yield
         finally:
-            with suppress(StorageError):  # else it passes with time
+            with suppress(StorageError):  # an abandoned turn expires
                 self._store.delete(mine.key)
 
-    def _claim(self, name: str, mark: str, above: int = 0) -> int:
+    def _claim(self, name: str, upload_id: str, above: int = 0) -> int:
         for _ in range(_ROUNDS):
-            self._patience.check()
+            self._retries.check()
             taken: dict[int, set[str]] = {}
             for path, _at in self._names(f"{_CLAIMS}/{name}"):
                 number, _, who = path.partition(".")
                 if re.fullmatch("[0-9]{1,18}", number):
                     taken.setdefault(int(number), set()).add(who)
-            mine = [number for number, marks in taken.items() if mark in marks]
-            if mine and taken[max(mine)] == {mark} and max(mine) > above:
+            mine = [number for number, marks in taken.items() if upload_id in marks]
+            if mine and taken[max(mine)] == {upload_id} and max(mine) > above:
                 return max(mine)
             if mine and max(mine) > above:
-                claim = self._base.below(f"{_CLAIMS}/{name}/{max(mine)}.{mark}")
-                self._patience.keep_trying(lambda claim=claim: self._store.delete(claim.key))  # type: ignore[misc]
-                self._patience.halt.wait(random.uniform(0.0, _MOST_PAUSE_S))  # noqa: S311  so that the two do not meet again
+                claim = self._base.below(f"{_CLAIMS}/{name}/{max(mine)}.{upload_id}")
+                self._retries.call(lambda claim=claim: self._store.delete(claim.key))  # type: ignore[misc]
+                self._retries.canceled.wait(random.uniform(0.0, _MOST_PAUSE_S))  # noqa: S311  so that two writers do not collide again
                 continue
             there = [one.number for one in self.versions(name)]
-            self._write(self._base.below(f"{_CLAIMS}/{name}/{max([above, *there, *taken]) + 1}.{mark}"), "")
-        raise StorageUnreachable(f"{self._base}: no number for a version of `{name}` was free: others write it all the time")
+            self._write(self._base.below(f"{_CLAIMS}/{name}/{max([above, *there, *taken]) + 1}.{upload_id}"), "")
+        raise StorageUnreachable(f"{self._base}: could not reserve a version number of `{name}`: too many concurrent uploads")
 
     def _names(self, below: str) -> list[tuple[str, float | None]]:
         url = self._base.below(below)
-        found = self._patience.keep_trying(lambda: self._store.find(url.key))
+        found = self._retries.call(lambda: self._store.find(url.key))
         return [(one.name, one.entry.modified) for one in select(url, found)]
 
     def _read(self, url: StorageUrl) -> bytes:
@@ -284,29 +291,29 @@ class Datasets:
             def keep(piece: bytes) -> None:
                 content.extend(piece)
                 if len(content) > _MANIFEST_BYTES:
-                    raise StorageError(f"{url} is longer than a manifest can be ({_MANIFEST_BYTES >> 20} MiB)")
+                    raise StorageError(f"{url} is too large for a manifest (limit: {_MANIFEST_BYTES >> 20} MiB)")
 
             self._store.read(self._store.stat(url.key), 0, keep)
             return bytes(content)
 
-        return self._patience.keep_trying(read)
+        return self._retries.call(read)
 
     def _write(self, url: StorageUrl, text: str) -> None:
         with tempfile.NamedTemporaryFile(prefix="distflow-", suffix=".json") as file:
             file.write(text.encode())
             file.flush()
-            self._patience.keep_trying(lambda: self._store.write(url.key, Path(file.name), lambda _: None))
+            self._retries.call(lambda: self._store.write(url.key, Path(file.name), lambda _: None))
 
 
 def _manifest_of(body: Mapping[str, Any], name: str, number: int) -> Manifest:
-    """Return a manifest, all of which was checked: whoever may write to the store can write anything into it."""
+    """Return a manifest after checking all of it: other users of the store may have written it."""
     created = body["created"]
     if type(created) not in (int, float) or not 0 <= created <= _LATEST_S:
         raise ValueError("`created` is not a time")
     files = tuple(_file_of(one, number) for one in body["files"])
     names = {one.path for one in files}
     if len(names) != len(files):
-        raise ValueError("it names a path twice")
+        raise ValueError("it lists a path twice")
     for one in files:
         why = why_not_a_file(one.path, names)
         if why:
@@ -319,7 +326,7 @@ def _file_of(one: Mapping[str, Any], number: int) -> File:
     if not isinstance(path, str) or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise ValueError("a file has no path or no SHA-256")
     if type(size) is not int or size < 0 or type(at) is not int or at < 1:
-        raise ValueError(f"the size or the version of {path[:_SHOWN]!r} is not a number that can be right")
+        raise ValueError(f"the size or the version of {path[:_SHOWN]!r} is not valid")
     return File(path=path, size=size, sha256=digest, number=at)
 
 
@@ -335,8 +342,8 @@ def _text(manifest: Manifest) -> str:
     return json.dumps(body, indent=1) + "\n"
 
 
-def _uncovered(old: Sequence[File], new: Sequence[File]) -> list[File]:
-    """Return the files in whose place no new one is: neither of the path, nor where one of the two would be a directory."""
+def _not_replaced(old: Sequence[File], new: Sequence[File]) -> list[File]:
+    """Return the old files that no new file replaces, under the same path or as a directory in one of the two paths."""
     names = {one.path for one in new}
     folders = {folder for one in new for folder in _folders(one.path)}
     return [
@@ -350,5 +357,5 @@ def _folders(path: str) -> list[str]:
 
 
 def _is_alive(since: float | None, now: float | None) -> bool:
-    """Whether a turn that began at ``since`` may still go on; both are times of the store."""
+    """Whether a turn that began at ``since`` may still be held; both are times of the store."""
     return since is None or now is None or now - since < _LONGEST_TURN_S

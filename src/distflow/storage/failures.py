@@ -1,6 +1,6 @@
-"""What drivers raise, as errors of distflow: what happened to which object, and what to do about it.
+"""Failures of stores: drivers' exceptions as errors of distflow, and retries.
 
-Drivers are known here by the names of their exceptions, so that none has to be imported.
+Exceptions of drivers are recognized by their class names, so that no driver has to be imported.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from distflow.errors import DistflowError, StorageError, StorageMissing, StorageRefused, StorageUnreachable
 from distflow.shell import Secret, mask
 
-__all__ = ["Halted", "driver_errors", "local_errors", "no_credentials"]
+__all__ = ["Retries", "TransferCanceled", "driver_errors", "local_errors", "no_credentials"]
 
 _NO_KEYS = {
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "TokenRetrievalError",
@@ -22,9 +24,9 @@ _NO_KEYS = {
 }  # fmt: skip
 _REFUSED = {"PermissionError", "ClientAuthenticationError", "AuthenticationRequiredError"}
 _MISSING = {"FileNotFoundError", "ResourceNotFoundError", "NoSuchBucket", "NoSuchKey"}
-_WRONG = {"ParamValidationError", "InvalidRegionError", "ValueError", "InvalidEndpointDiscoveryConfigurationError"}
-_WRONG_NUMBERS = {errno.EINVAL, errno.ENAMETOOLONG, errno.EPERM, errno.ENOSYS, errno.EMSGSIZE}
-_HINT_KEYS = {
+_INVALID = {"ParamValidationError", "InvalidRegionError", "ValueError", "InvalidEndpointDiscoveryConfigurationError"}
+_INVALID_NUMBERS = {errno.EINVAL, errno.ENAMETOOLONG, errno.EPERM, errno.ENOSYS, errno.EMSGSIZE}
+_KEYS_HINTS = {
     "s3": "store them with `distflow credential set NAME --type DATA` (docs/credentials.md), or set AWS_ACCESS_KEY_ID and"
     " AWS_SECRET_ACCESS_KEY (and AWS_ENDPOINT_URL where the store is not Amazon's)",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or sign in with gcloud",
@@ -32,25 +34,62 @@ _HINT_KEYS = {
     "azure": "set AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_CONNECTION_STRING",
 }
 
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+"""Five attempts, as in OSMO; an attempt that transferred something resets the count."""
 
-class Halted(Exception):
-    """Another transfer failed, or nobody waits for this one any more."""
+_R = TypeVar("_R")
+
+
+class TransferCanceled(Exception):
+    """The transfer was canceled, or another file of it failed."""
+
+
+class Retries:
+    """How often a request to a store is retried, and whether the transfer was canceled."""
+
+    def __init__(self, canceled: threading.Event | None = None, pauses_s: Sequence[float] = _PAUSES_S) -> None:
+        """Wait ``pauses_s`` between attempts, which makes one attempt more than pauses; ``canceled`` ends everything."""
+        self.canceled = canceled or threading.Event()
+        self._pauses_s = pauses_s
+
+    def check(self) -> None:
+        """Raise ``TransferCanceled`` if the transfer was canceled."""
+        if self.canceled.is_set():
+            raise TransferCanceled
+
+    def call(self, request: Callable[[], _R], transferred: Callable[[], int] = lambda: 0) -> _R:
+        """Return what ``request`` returns, after retries if the store is unreachable.
+
+        An attempt after which ``transferred`` has grown does not count as a failure. Raises the error of the last attempt.
+        """
+        failures, before = 0, transferred()
+        while True:
+            self.check()
+            try:
+                return request()
+            except StorageUnreachable as error:
+                failures = 0 if transferred() > before else failures + 1
+                before = transferred()
+                if failures > len(self._pauses_s):
+                    error.message = f"{error.message} (tried {failures} times)"
+                    raise
+                self.canceled.wait(self._pauses_s[max(0, failures - 1)] if self._pauses_s else 0.0)
 
 
 @contextmanager
 def driver_errors(where: str, secrets: Sequence[Secret] = ()) -> Iterator[None]:
-    """Turn whatever a driver raises into a ``StorageError`` that names ``where``, an URL as it may be shown."""
+    """Convert any exception of a driver to a ``StorageError`` that names ``where``: a URL in its printable form."""
     try:
         yield
-    except (DistflowError, Halted):
+    except (DistflowError, TransferCanceled):
         raise
-    except Exception as error:  # noqa: BLE001  drivers raise what their many libraries raise
-        raise _translated(error, where, lambda text: mask(text, secrets)) from None
+    except Exception as error:  # noqa: BLE001  drivers raise the exceptions of many libraries
+        raise _storage_error(error, where, lambda text: mask(text, secrets)) from None
 
 
 @contextmanager
 def local_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the operating system's errors about a file of this machine into ``StorageError``."""
+    """Convert the operating system's errors about a local file to ``StorageError``."""
     try:
         yield
     except OSError as error:
@@ -59,33 +98,33 @@ def local_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise StorageError(f"{named}: {error.strerror or error}", hint=hint) from error
 
 
-def no_credentials(where: str, words: str) -> StorageRefused:
-    """Return the error for a URL, as it may be shown, for which this user has no credentials at all."""
+def no_credentials(where: str, reason: str) -> StorageRefused:
+    """Return the error for a URL, in its printable form, for which this user has no credentials at all."""
     return StorageRefused(
-        f"{where}: there are no credentials for it: {words}", hint=_HINT_KEYS.get(where.partition(":")[0], "")
+        f"{where}: there are no credentials for it: {reason}", hint=_KEYS_HINTS.get(where.partition(":")[0], "")
     )
 
 
-def _translated(error: BaseException, where: str, masked: Callable[[str], str]) -> StorageError:
+def _storage_error(error: BaseException, where: str, masked: Callable[[str], str]) -> StorageError:
     names = {kind.__name__ for kind in type(error).__mro__}
     scheme = where.partition(":")[0]
-    words = masked(_words(error))
+    text = masked(_text_of(error))
     code = getattr(error, "code", None) or getattr(error, "status_code", None)
     if names & _NO_KEYS:
-        return no_credentials(where, words)
+        return no_credentials(where, text)
     if names & _REFUSED or code in (401, 403):
-        hint = f"check the credentials and what they allow; {_HINT_KEYS[scheme]}" if scheme in _HINT_KEYS else ""
-        return StorageRefused(f"{where}: refused: {words}", hint=hint)
+        hint = f"check the credentials and what they allow; {_KEYS_HINTS[scheme]}" if scheme in _KEYS_HINTS else ""
+        return StorageRefused(f"{where}: refused: {text}", hint=hint)
     if names & _MISSING or code == 404:
         return StorageMissing(f"{where}: there is no such bucket or object", hint="`distflow data list` shows what there is")
-    if names & _WRONG or getattr(error, "errno", None) in _WRONG_NUMBERS:
-        return StorageError(f"{where}: the store does not take it: {words}")
-    return StorageUnreachable(f"{where}: {words}", hint="check the network, and the store's address")
+    if names & _INVALID or getattr(error, "errno", None) in _INVALID_NUMBERS:
+        return StorageError(f"{where}: the store does not accept the request: {text}")
+    return StorageUnreachable(f"{where}: {text}", hint="check the network, and the store's address")
 
 
-def _words(error: BaseException) -> str:
-    """Return one line of what an error says; signatures in addresses are cut off."""
-    said = str(error) or type(error).__name__
-    said = re.sub(r"\?[^\s'\")]*", "?…", " ".join(said.split()))
-    said = re.sub(r"^\[Errno \d+\] ", "", said)
-    return said if len(said) <= 300 else f"{said[:300]}…"
+def _text_of(error: BaseException) -> str:
+    """Return the text of an error as one line, without signatures in addresses."""
+    text = str(error) or type(error).__name__
+    text = re.sub(r"\?[^\s'\")]*", "?…", " ".join(text.split()))
+    text = re.sub(r"^\[Errno \d+\] ", "", text)
+    return text if len(text) <= 300 else f"{text[:300]}…"

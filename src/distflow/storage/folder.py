@@ -1,4 +1,4 @@
-"""Folders of this machine as a store, for ``file://`` and plain paths; no driver is needed."""
+"""Local directories as a store, for ``file://`` and plain paths."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from distflow.errors import StorageError, StorageMissing
-from distflow.storage.base import Entry, Sink, is_part, open_source, part_name
+from distflow.storage.base import Entry, Sink
 from distflow.storage.failures import local_errors
+from distflow.storage.files import is_part, open_source, part_name
 
 __all__ = ["FolderStore"]
 
-_AT_ONCE = 1 << 20
+_PIECE_BYTES = 1 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class FolderStore:
-    """The whole file system as one container: keys are absolute paths without their first slash (``storage.base.Store``)."""
+    """The whole file system as one container; keys are absolute paths without their first slash.
+
+    Contract: ``storage.base.Store``.
+    """
 
     def find(self, key: str) -> Sequence[Entry]:
-        """Return the file, or all files below the directory; links are followed, but not in circles."""
+        """Return the file, or all files below the directory. Links are followed, except to a directory above them."""
         path = _path(key)
         with local_errors(path):
             try:
@@ -61,7 +65,7 @@ class FolderStore:
             return _entry(path, found)
 
     def read(self, entry: Entry, start: int, sink: Sink) -> None:
-        """Give the content from ``start`` on to ``sink``."""
+        """Pass the content from byte ``start`` to ``sink``."""
         path = _path(entry.key)
         with local_errors(path):
             source = open(path, "rb")
@@ -69,22 +73,22 @@ class FolderStore:
             source.seek(start)
             while True:
                 with local_errors(path):
-                    piece = source.read(_AT_ONCE)
+                    piece = source.read(_PIECE_BYTES)
                 if not piece:
                     return
                 sink(piece)
 
-    def write(self, key: str, source: Path, told: Callable[[int], None]) -> None:
-        """Copy a file there, under another name until it is whole."""
+    def write(self, key: str, source: Path, on_bytes: Callable[[int], None]) -> None:
+        """Copy a file, under another name until it is complete."""
         path = Path(_path(key))
         with local_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(part_name(secrets.token_hex(8)))
             try:
                 with open_source(source) as given, part.open("xb") as target:
-                    while piece := given.read(_AT_ONCE):
+                    while piece := given.read(_PIECE_BYTES):
                         target.write(piece)
-                        told(len(piece))
+                        on_bytes(len(piece))
                 shutil.copymode(source, part)
                 os.replace(part, path)
             except BaseException:
@@ -92,7 +96,7 @@ class FolderStore:
                 raise
 
     def delete(self, key: str, *, top: str = "") -> None:
-        """Remove a file or a link; directories stay. No link between ``top`` and ``key`` is followed."""
+        """Remove a file or a link, but no directory. No link between ``top`` and ``key`` is followed."""
         path = _path(key)
         folder = _path(top if key.startswith(f"{top}/") else posixpath.dirname(key))
         *parents, name = posixpath.relpath(path, folder).split("/")
@@ -107,15 +111,15 @@ class FolderStore:
                 os.close(directory)
 
     def check_readable(self, key: str) -> None:
-        """List it."""
+        """List the objects at the key."""
         self.find(key)
 
     def check_writable(self, key: str) -> None:
-        """Make a file in the nearest directory that is there, and remove it."""
+        """Create a file in the nearest existing directory, and remove it."""
         path = Path(_path(key))
         while not path.is_dir() and path != path.parent:
             if path.exists():
-                raise StorageError(f"{path} is no directory")
+                raise StorageError(f"{path} is not a directory")
             path = path.parent
         with local_errors(path):
             probe = path / part_name(secrets.token_hex(8))
@@ -123,7 +127,7 @@ class FolderStore:
             probe.unlink()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a directory needs no connection."""
 
 
 def _path(key: str) -> str:
@@ -139,7 +143,7 @@ def _walk(top: str, above: tuple[tuple[int, int], ...]) -> Iterator[Entry]:
         try:
             found = item.stat()
         except FileNotFoundError:
-            continue  # a link that leads nowhere, or it was removed just now
+            continue  # a broken link, or a file that was removed during the listing
         if stat.S_ISDIR(found.st_mode):
             if _identity(found) not in above:
                 yield from _walk(item.path, (*above, _identity(found)))
@@ -161,7 +165,7 @@ def _open_real_directory(name: str, inside: int, path: str) -> int:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=inside)
     except NotADirectoryError:
         raise StorageError(
-            f"{path} is not removed: `{name}` in its path is not a directory any longer", hint="run the command again"
+            f"{path} is not removed: `{name}` in its path is no longer a directory", hint="run the command again"
         ) from None
 
 
@@ -171,5 +175,5 @@ def _is_removable(found: os.stat_result) -> bool:
 
 def _entry(path: str, found: os.stat_result) -> Entry:
     return Entry(
-        key=path.lstrip("/"), size=found.st_size, mark=f"{found.st_mtime_ns}-{found.st_size}", modified=found.st_mtime
+        key=path.lstrip("/"), size=found.st_size, tag=f"{found.st_mtime_ns}-{found.st_size}", modified=found.st_mtime
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Stores that fsspec has a driver for: S3 and what speaks it, Google's, Azure's."""
+"""Object stores with a driver of fsspec: S3 and compatible services, Google Cloud Storage, Azure Blob Storage."""
 
 from __future__ import annotations
 
@@ -14,30 +14,26 @@ from typing import Any
 from distflow.documents.urls import StorageUrl
 from distflow.errors import InputError, StorageMissing, StorageUnreachable
 from distflow.shell import Secret
-from distflow.storage.base import PART_BYTES, Entry, Sink
-from distflow.storage.credentials import Credentials
+from distflow.storage.base import PART_BYTES, Entry, Sink, part_size
+from distflow.storage.credentials import NO_DRIVER, SECRET_VARIABLES, Credentials, Driver, driver_of
 from distflow.storage.failures import driver_errors
-from distflow.storage.identity import SECRET_VARIABLES
-from distflow.storage.options import NO_DRIVER, Driver, driver_of
 
-__all__ = ["ObjectStore", "open_objects", "part_size"]
+__all__ = ["ObjectStore", "open_objects"]
 
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "abfs": "adlfs"}
-_MOST_PARTS = 9000
-"""S3 takes 10 000 for one object."""
 _PARTS_AT_ONCE = 4
 _PROBE = ".distflow-check"
 
 
 def open_objects(url: StorageUrl, credentials: Credentials | None) -> ObjectStore:
-    """Open the container that a URL names; nothing is asked yet. Raises ``InputError`` when the driver is not installed."""
+    """Return the container of a URL, without sending a request. Raises ``InputError`` when its driver is not installed."""
     driver = driver_of(url, credentials)
     try:
         importlib.import_module(_PACKAGES[driver.name])
         fsspec = importlib.import_module("fsspec")
     except ImportError as error:
-        raise InputError(f"{url.scheme}:// needs a driver that is not installed here: {error}", hint=NO_DRIVER) from error
-    # A coroutine of a driver that was cut off is told of there, with its arguments.
+        raise InputError(f"{url.scheme}:// needs a driver that is not installed: {error}", hint=NO_DRIVER) from error
+    # asyncio would log a driver's canceled coroutine with its arguments.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     secrets = [credentials.access_key] if credentials is not None else []
     secrets += [Secret(os.environ[name]) for name in SECRET_VARIABLES if os.environ.get(name)]
@@ -51,16 +47,16 @@ class ObjectStore:
     """One container behind a driver (contract: ``storage.base.Store``)."""
 
     def __init__(self, url: StorageUrl, driver: Driver, files: Any, secrets: Sequence[Secret]) -> None:
-        """Take the driver's file system."""
+        """Use the driver's file system ``files``."""
         self._url = url
         self._driver = driver
         self._files = files
         self._secrets = secrets
-        # The account is an option of Azure's driver, not a part of its paths.
+        # Azure's driver takes the account as an option, not as a part of its paths.
         self._container = url.container.rpartition("/")[2]
 
     def find(self, key: str) -> Sequence[Entry]:
-        """Return what is at a key and below it."""
+        """Return the objects at a key and below it."""
         with self._errors(key):
             below = self._files.find(self._path(key), detail=True)
         found = {entry.key: entry for info in below.values() if (entry := self._entry(info)).key != key}
@@ -72,7 +68,7 @@ class ObjectStore:
         return list(found.values())
 
     def find_removable(self, key: str) -> Sequence[Entry]:
-        """Return the same as ``find``: these stores have no links."""
+        """Return the same as ``find``: object stores have no links."""
         return self.find(key)
 
     def stat(self, key: str) -> Entry:
@@ -86,34 +82,34 @@ class ObjectStore:
         return self._entry(info)
 
     def read(self, entry: Entry, start: int, sink: Sink) -> None:
-        """Give the content from ``start`` on to ``sink``."""
+        """Pass the content from byte ``start`` to ``sink``."""
         at = start
         while at < entry.size:
             with self._errors(entry.key):
                 piece = self._files.cat_file(self._path(entry.key), start=at, end=min(at + PART_BYTES, entry.size))
             if not piece:
-                raise StorageUnreachable(f"{self._url.shown(entry.key)}: it ends at byte {at:,} of {entry.size:,}")
+                raise StorageUnreachable(f"{self._url.shown(entry.key)}: the content ended at byte {at:,} of {entry.size:,}")
             sink(piece)
             at += len(piece)
 
-    def write(self, key: str, source: Path, told: Callable[[int], None]) -> None:
-        """Put a file there."""
+    def write(self, key: str, source: Path, on_bytes: Callable[[int], None]) -> None:
+        """Upload a file."""
         options: dict[str, Any] = {}
         if self._driver.speaks_s3:
             options = {"chunksize": part_size(source.stat().st_size), "max_concurrency": _PARTS_AT_ONCE}
         with self._errors(key):
-            self._files.put_file(str(source), self._path(key), callback=_callback(told), **options)
+            self._files.put_file(str(source), self._path(key), callback=_callback(on_bytes), **options)
 
-    def delete(self, key: str, *, top: str = "") -> None:  # noqa: ARG002  these stores have no links
+    def delete(self, key: str, *, top: str = "") -> None:  # noqa: ARG002  object stores have no links
         """Remove an object."""
         try:
             with self._errors(key):
                 self._files.rm_file(self._path(key))
         except StorageMissing:
-            self._list_once()
+            self._check_container()
 
     def check_readable(self, key: str) -> None:
-        """List a little."""
+        """List at most one object, where the driver can limit a list."""
         with self._errors(key):
             if self._driver.speaks_s3:
                 self._files.call_s3("list_objects_v2", Bucket=self._container, Prefix=key, MaxKeys=1)
@@ -121,17 +117,17 @@ class ObjectStore:
         self.find(key)
 
     def check_writable(self, key: str) -> None:
-        """Write an empty object and remove it."""
+        """Write an empty object, and remove it."""
         probe = f"{key}/{_PROBE}" if key else _PROBE
         with self._errors(probe):
             self._files.pipe_file(self._path(probe), b"")
         self.delete(probe)
 
     def close(self) -> None:
-        """Nothing is held: drivers hang up when they are forgotten."""
+        """Do nothing: drivers close their connections when they are garbage-collected."""
 
-    def _list_once(self) -> None:
-        """Raise when the container itself is missing."""
+    def _check_container(self) -> None:
+        """Raise ``StorageMissing`` when the container itself does not exist."""
         with self._errors(""):
             self._files.ls(self._container, detail=False)
 
@@ -146,29 +142,26 @@ class ObjectStore:
         tag = str(info.get("ETag") or info.get("etag") or info.get("generation") or "").strip('"')
         at = info.get("LastModified") or info.get("last_modified") or info.get("mtime") or info.get("updated")
         return Entry(
-            key=name.partition("/")[2], size=int(info.get("size") or 0), mark=tag, md5=_md5(info, tag), modified=_seconds(at),
+            key=name.partition("/")[2], size=int(info.get("size") or 0), tag=tag, md5=_md5(info, tag), modified=_seconds(at),
         )  # fmt: skip
 
     def _head(self, key: str) -> Entry:
-        """Ask S3 for one object: it says of the tag whether it is a sum of the content."""
+        """Return one object of S3, which reports whether its ETag is a checksum of the content."""
         found = self._files.call_s3("head_object", Bucket=self._container, Key=key)
         tag = str(found.get("ETag") or "").strip('"')
-        # With keys of the service's own, or of ours, the tag is no sum.
-        is_sum = not str(found.get("ServerSideEncryption") or "").startswith("aws:") and "SSECustomerAlgorithm" not in found
+        # The ETag of an object that is encrypted with KMS or a customer's key is not a checksum.
+        is_checksum = (
+            not str(found.get("ServerSideEncryption") or "").startswith("aws:") and "SSECustomerAlgorithm" not in found
+        )
         return Entry(
-            key=key, size=int(found["ContentLength"]), mark=tag, md5=_tag_sum(tag) if is_sum else "",
+            key=key, size=int(found["ContentLength"]), tag=tag, md5=_etag_md5(tag) if is_checksum else "",
             modified=_seconds(found.get("LastModified")),
         )  # fmt: skip
 
 
-def part_size(size: int) -> int:
-    """Return the bytes of one part of an object that is written in parts."""
-    return max(PART_BYTES, -(-size // _MOST_PARTS))
-
-
 def _md5(info: dict[str, Any], tag: str) -> str:
     if "ETag" in info:
-        return _tag_sum(tag)
+        return _etag_md5(tag)
     if "md5Hash" in info:
         return base64.b64decode(info["md5Hash"]).hex()
     settings = info.get("content_settings") or {}
@@ -176,10 +169,10 @@ def _md5(info: dict[str, Any], tag: str) -> str:
     return bytes(given).hex() if given else ""
 
 
-def _tag_sum(tag: str) -> str:
+def _etag_md5(tag: str) -> str:
     digest, _, parts = tag.partition("-")
-    is_sum = len(digest) == 32 and not digest.strip("0123456789abcdef") and (parts.isdigit() or not parts)
-    return tag if is_sum else ""
+    is_checksum = len(digest) == 32 and not digest.strip("0123456789abcdef") and (parts.isdigit() or not parts)
+    return tag if is_checksum else ""
 
 
 def _seconds(at: object) -> float | None:
@@ -191,14 +184,14 @@ def _seconds(at: object) -> float | None:
     return at.timestamp() if isinstance(at, datetime) else None
 
 
-def _callback(told: Callable[[int], None]) -> Any:
-    """Return a callback of fsspec's that hears of every part."""
+def _callback(on_bytes: Callable[[int], None]) -> Any:
+    """Return a callback of fsspec that passes the bytes of each part to ``on_bytes``."""
     kind = importlib.import_module("fsspec.callbacks").Callback
 
-    class Telling(kind):  # type: ignore[misc, valid-type]
-        """Passes on what was added."""
+    class PartCallback(kind):  # type: ignore[misc, valid-type]
+        """Reports each part."""
 
         def relative_update(self, inc: int = 1) -> None:
-            told(inc)
+            on_bytes(inc)
 
-    return Telling()
+    return PartCallback()

@@ -1,6 +1,7 @@
-"""Files of machines behind SSH, for ``sftp://``: reached as nodes are, with the OpenSSH configuration and its known hosts.
+"""Files of SSH servers as a store, for ``sftp://``.
 
-Keys and host keys are those of ``ssh``: what is unknown there is refused here, and nothing is ever added silently.
+Connections use the OpenSSH configuration, keys and known hosts, as connections to nodes do. An unknown host key is refused, and
+nothing is ever added to known_hosts.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from distflow.errors import (
     StorageRefused,
     StorageUnreachable,
 )
-from distflow.storage.base import Entry, Sink, is_part, open_source, part_name
+from distflow.storage.base import Entry, Sink
 from distflow.storage.failures import driver_errors, local_errors
+from distflow.storage.files import is_part, open_source, part_name
 from distflow.transports.loading import load_connection
 from distflow.transports.ssh.config import SshDestination
 
@@ -38,22 +40,22 @@ if TYPE_CHECKING:
 
 __all__ = ["SftpStore", "destination_of"]
 
-_AT_ONCE = 4
-"""Conversations over one connection; sshd allows ten, and others may hold some."""
-_PIECE = 1 << 20
+_MOST_SESSIONS = 4
+"""SFTP sessions on one connection. sshd allows ten by default, and other clients may use some of them."""
+_PIECE_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
-_PLACE = re.compile(r"(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>[0-9]{1,5}))?")
+_ADDRESS = re.compile(r"(?:(?P<user>[^@]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
 def destination_of(url: StorageUrl) -> SshDestination:
-    """Return where the connection of a URL goes. Raises ``InputError``."""
-    match = _PLACE.fullmatch(url.container)
+    """Return the SSH destination of a URL. Raises ``InputError``."""
+    match = _ADDRESS.fullmatch(url.container)
     if match is None or not (match["v6"] or match["host"]):
-        raise InputError(f"{url} names no host", hint="write sftp://user@host:port/path; user and port may be left out")
+        raise InputError(f"{url} has no valid host", hint="write sftp://user@host:port/path; user and port are optional")
     port = int(match["port"]) if match["port"] else None
-    # A name that begins so would be an option elsewhere.
+    # Other programs would take a name that begins with `-` as an option.
     if (match["host"] or "").startswith("-") or (port is not None and not 0 < port < 65536):
-        raise InputError(f"{url} names no host and port", hint="write sftp://user@host:port/path")
+        raise InputError(f"{url} has no valid host and port", hint="write sftp://user@host:port/path")
     return SshDestination(host=match["v6"] or match["host"], port=port, user=match["user"])
 
 
@@ -61,17 +63,17 @@ class SftpStore:
     """One machine (contract: ``storage.base.Store``); keys are absolute paths without their first slash."""
 
     def __init__(self, url: StorageUrl) -> None:
-        """Connect to nothing yet. Raises ``InputError`` for a URL that names no host."""
+        """Open no connection yet. Raises ``InputError`` for a URL without a valid host."""
         self._url = url
         self._destination = destination_of(url)
         self._lock = threading.Lock()
         self._link: SshConnection | None = None
         self._idle: list[tuple[SshConnection, Any]] = []
-        self._turns = threading.BoundedSemaphore(_AT_ONCE)
+        self._slots = threading.BoundedSemaphore(_MOST_SESSIONS)
 
     def find(self, key: str) -> Sequence[Entry]:
         """Return the file, or all files below the directory; links to directories are not followed."""
-        with self._talk(key) as client:
+        with self._session(key) as client:
             try:
                 found = client.stat(_path(key))
             except FileNotFoundError:
@@ -82,7 +84,7 @@ class SftpStore:
 
     def find_removable(self, key: str) -> Sequence[Entry]:
         """Return the file or link, or all files and links below the directory. No link is followed."""
-        with self._talk(key) as client:
+        with self._session(key) as client:
             try:
                 found = client.lstat(_path(key))
             except FileNotFoundError:
@@ -93,38 +95,38 @@ class SftpStore:
 
     def stat(self, key: str) -> Entry:
         """Return one file."""
-        with self._talk(key) as client:
+        with self._session(key) as client:
             found = client.stat(_path(key))
             if not stat.S_ISREG(found.st_mode):
                 raise StorageMissing(f"{self._url.shown(key)}: there is no such file")
             return _entry(key, found)
 
     def read(self, entry: Entry, start: int, sink: Sink) -> None:
-        """Give the content from ``start`` on to ``sink``."""
-        with self._talk(entry.key) as client, client.open(_path(entry.key), "rb") as file:
+        """Pass the content from byte ``start`` to ``sink``."""
+        with self._session(entry.key) as client, client.open(_path(entry.key), "rb") as file:
             file.seek(start)
-            _ask_ahead(file, entry.size)
+            _prefetch(file, entry.size)
             at = start
-            while at < entry.size and (piece := file.read(min(_PIECE, entry.size - at))):
-                with _sinking():
+            while at < entry.size and (piece := file.read(min(_PIECE_BYTES, entry.size - at))):
+                with _callback():
                     sink(piece)
                 at += len(piece)
 
-    def write(self, key: str, source: Path, told: Callable[[int], None]) -> None:
-        """Put a file there, under another name until it is whole."""
+    def write(self, key: str, source: Path, on_bytes: Callable[[int], None]) -> None:
+        """Upload a file, under another name until it is complete."""
         path = _path(key)
         part = posixpath.join(posixpath.dirname(path), part_name(secrets.token_hex(8)))
-        with self._talk(key) as client:
+        with self._session(key) as client:
             _make_folders(client, posixpath.dirname(path))
             try:
                 with local_errors(source):
                     file = open_source(source)
                 with file as given, client.open(part, "wbx") as target:
                     target.set_pipelined(True)
-                    while piece := given.read(_PIECE):
+                    while piece := given.read(_PIECE_BYTES):
                         target.write(piece)
-                        with _sinking():
-                            told(len(piece))
+                        with _callback():
+                            on_bytes(len(piece))
                 client.posix_rename(part, path)
             except BaseException:
                 with contextlib.suppress(Exception):
@@ -132,30 +134,30 @@ class SftpStore:
                 raise
 
     def delete(self, key: str, *, top: str = "") -> None:
-        """Remove a file or a link; directories stay. A link that is a directory of the path below ``top`` is refused.
+        """Remove a file or a link, but no directory. Refuse a path below ``top`` in which a directory is a link.
 
         SFTP cannot open a directory and then remove a file in it, so another user of the server who may write there can
         still replace a directory between the check and the removal.
         """
         path = _path(key)
-        with self._talk(key) as client, contextlib.suppress(FileNotFoundError):
+        with self._session(key) as client, contextlib.suppress(FileNotFoundError):
             folder = posixpath.dirname(key)
             while key.startswith(f"{top}/") and folder != top:
                 if stat.S_ISLNK(client.lstat(_path(folder)).st_mode):
                     raise StorageError(
-                        f"{self._url.shown(key)} is not removed: {self._url.shown(folder)} is not a directory any longer",
+                        f"{self._url.shown(key)} is not removed: {self._url.shown(folder)} is no longer a directory",
                         hint="run the command again",
                     )
                 folder = posixpath.dirname(folder)
             client.remove(path)
 
     def check_readable(self, key: str) -> None:
-        """List it."""
+        """List the objects at the key."""
         self.find(key)
 
     def check_writable(self, key: str) -> None:
-        """Make a file in the nearest directory that is there, and remove it."""
-        with self._talk(key) as client:
+        """Create a file in the nearest existing directory, and remove it."""
+        with self._session(key) as client:
             path = _path(key)
             while path != "/" and not _is_folder(client, path):
                 path = posixpath.dirname(path)
@@ -164,7 +166,7 @@ class SftpStore:
             client.remove(probe)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         with self._lock:
             link, self._link = self._link, None
             self._idle.clear()
@@ -172,9 +174,9 @@ class SftpStore:
             link.close()
 
     @contextlib.contextmanager
-    def _talk(self, key: str) -> Iterator[Any]:
-        """Lend a conversation for the block; one in which something went wrong is not used again."""
-        with self._turns:
+    def _session(self, key: str) -> Iterator[Any]:
+        """Lend an SFTP session to the block. A session on a broken connection is not used again."""
+        with self._slots:
             with self._errors(key):
                 link, client = self._client()
             try:
@@ -185,12 +187,12 @@ class SftpStore:
                     client.close()
                 raise
             except BaseException:
-                self._give_back(link, client)
+                self._release(link, client)
                 raise
-            self._give_back(link, client)
+            self._release(link, client)
 
     def _client(self) -> tuple[SshConnection, Any]:
-        import paramiko  # noqa: PLC0415  a tenth of a second
+        import paramiko  # noqa: PLC0415  its import takes 0.1 s
 
         with self._lock:
             if self._link is None or not self._link.is_active:
@@ -206,7 +208,7 @@ class SftpStore:
         channel.settimeout(_TIMEOUT_S)
         return link, paramiko.SFTPClient(channel)
 
-    def _give_back(self, link: SshConnection, client: Any) -> None:
+    def _release(self, link: SshConnection, client: Any) -> None:
         with self._lock:
             if link is self._link:
                 self._idle.append((link, client))
@@ -221,12 +223,12 @@ class SftpStore:
             raise StorageRefused(f"{where}: {error.detail}", hint=error.hint) from None
         except NodeError as error:
             raise StorageUnreachable(f"{where}: {error.detail}", hint=error.hint) from None
-        except _Sunk as error:
+        except _CallbackError as error:
             raise error.error from None
 
 
-class _Sunk(DistflowError):
-    """Carries what the caller's own function raised past the driver's errors."""
+class _CallbackError(DistflowError):
+    """Carries an exception of the caller's function past ``driver_errors``."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -234,23 +236,23 @@ class _Sunk(DistflowError):
 
 
 @contextlib.contextmanager
-def _sinking() -> Iterator[None]:
+def _callback() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  raised again as it is, by ``_errors``
-        raise _Sunk(error) from None
+    except Exception as error:  # noqa: BLE001  ``_errors`` raises it again unchanged
+        raise _CallbackError(error) from None
 
 
-def _ask_ahead(file: Any, size: int) -> None:
-    """Ask for the rest of a file at once: otherwise each piece would wait for the one before it."""
-    ask = file._prefetch_thread  # noqa: SLF001  it runs in a thread of paramiko's, whose failures nobody catches
+def _prefetch(file: Any, size: int) -> None:
+    """Request the rest of a file at once: otherwise each piece would wait for the previous one."""
+    prefetch = file._prefetch_thread  # noqa: SLF001  its thread would print exceptions
 
-    def quietly(*given: object) -> None:
-        # Whoever reads finds the connection broken, too.
+    def quiet_prefetch(*given: object) -> None:
+        # The reading thread raises the same error.
         with contextlib.suppress(Exception):
-            ask(*given)
+            prefetch(*given)
 
-    file._prefetch_thread = quietly  # noqa: SLF001
+    file._prefetch_thread = quiet_prefetch  # noqa: SLF001
     file.prefetch(size, 64)
 
 
@@ -259,7 +261,7 @@ def _path(key: str) -> str:
 
 
 def _entry(key: str, found: Any) -> Entry:
-    return Entry(key=key, size=found.st_size, mark=f"{found.st_mtime}-{found.st_size}", modified=float(found.st_mtime))
+    return Entry(key=key, size=found.st_size, tag=f"{found.st_mtime}-{found.st_size}", modified=float(found.st_mtime))
 
 
 def _walk(client: Any, key: str, *, follow: bool = True) -> Iterator[Entry]:
@@ -293,6 +295,6 @@ def _make_folders(client: Any, path: str) -> None:
         try:
             client.mkdir(one)
         except OSError:
-            # Another transfer was quicker.
+            # Another transfer may have made it.
             if not _is_folder(client, one):
-                raise StorageError(f"{one} cannot be made") from None
+                raise StorageError(f"the directory {one} cannot be created") from None

@@ -1,4 +1,4 @@
-"""Files of web servers, for ``http://`` and ``https://``: one URL is one object, to be read only."""
+"""Web servers as a read-only store, for ``http://`` and ``https://``: each URL is one object."""
 
 from __future__ import annotations
 
@@ -20,76 +20,76 @@ from distflow.storage.base import Entry, Sink
 
 __all__ = ["WebStore"]
 
-_AT_ONCE = 1 << 20
+_PIECE_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
-_AGAIN = {408, 425, 429}
-"""Answers that may be another one later, beside those from 500 on."""
+_TRANSIENT = {408, 425, 429}
+"""Status codes that may go away after a retry, in addition to those from 500."""
 
 
 class WebStore:
-    """One server (contract: ``storage.base.Store``); it is asked for the one URL that it was opened with."""
+    """The one URL that the store was opened with (contract: ``storage.base.Store``)."""
 
     def __init__(self, url: StorageUrl) -> None:
-        """Ask nothing yet. Raises ``InputError`` for a URL that names no file."""
+        """Send no request yet. Raises ``InputError`` for a URL that does not name a file."""
         if not url.key or url.is_folder:
-            raise InputError(f"{url}: a web server has no list of its files", hint="name one file")
+            raise InputError(f"{url}: a web server does not list its files", hint="name one file")
         self._url = url
         path = urllib.parse.quote(url.key, safe="/%:@!$&'()*+,;=~-._")
-        # Python's client refuses a blank in it, and says all of it then: it may be a signature.
+        # Python's client would refuse a space, with an error that shows the query, which may be a signature.
         query = urllib.parse.quote(url.query, safe=string.punctuation)
         self._address = f"{url.scheme}://{url.container}/{path}" + (f"?{query}" if query else "")
 
     def find(self, key: str) -> Sequence[Entry]:
-        """Return the file. Raises ``StorageMissing`` when the server does not have it: it has no empty directories."""
+        """Return the file. Raises ``StorageMissing`` when it does not exist: there are no empty directories."""
         return [self.stat(key)]
 
     def stat(self, key: str) -> Entry:
-        """Return the file as the server describes it. Raises ``StorageError`` when it does not tell its size."""
-        # Not HEAD: what is signed for GET is refused then.
+        """Return the file as the server describes it. Raises ``StorageError`` when the server does not report its size."""
+        # A URL that is signed for GET would be refused for HEAD.
         with self._get({}) as answer:
             size = answer.headers.get("Content-Length", "")
             if not re.fullmatch("[0-9]{1,18}", size) or answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise StorageError(
-                    f"{self._url}: the server does not tell the size of the file, so nobody can tell when it is whole"
+                    f"{self._url}: the server does not report the size of the file, so a truncated download would go unnoticed"
                 )
-            mark = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-            return Entry(key=key, size=int(size), mark=mark, modified=_seconds(answer.headers.get("Last-Modified")))
+            tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+            return Entry(key=key, size=int(size), tag=tag, modified=_seconds(answer.headers.get("Last-Modified")))
 
     def read(self, entry: Entry, start: int, sink: Sink) -> None:
-        """Give the content from ``start`` on to ``sink``; what came before is read again where the server cannot skip it."""
+        """Pass the content from byte ``start`` to ``sink``; skip bytes before it if the server cannot."""
         with self._get({"Range": f"bytes={start}-"} if start else {}) as answer:
             skip = start if answer.status != http.client.PARTIAL_CONTENT else 0
             while True:
                 with self._errors():
-                    piece = answer.read(_AT_ONCE)
+                    piece = answer.read(_PIECE_BYTES)
                 if not piece:
                     return
                 passed, skip = piece[:skip], max(0, skip - len(piece))
                 if len(passed) < len(piece):
                     sink(piece[len(passed) :])
 
-    def write(self, key: str, source: Path, told: Callable[[int], None]) -> None:
-        """Refuse."""
+    def write(self, key: str, source: Path, on_bytes: Callable[[int], None]) -> None:
+        """Raise ``InputError``: a web server is read-only."""
         raise self._read_only()
 
     def find_removable(self, key: str) -> Sequence[Entry]:
-        """Refuse."""
+        """Raise ``InputError``: a web server is read-only."""
         raise self._read_only()
 
     def delete(self, key: str, *, top: str = "") -> None:
-        """Refuse."""
+        """Raise ``InputError``: a web server is read-only."""
         raise self._read_only()
 
     def check_readable(self, key: str) -> None:
-        """List it."""
+        """Request the file."""
         self.find(key)
 
     def check_writable(self, key: str) -> None:
-        """Refuse."""
+        """Raise ``InputError``: a web server is read-only."""
         raise self._read_only()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: each request has its own connection."""
 
     def _read_only(self) -> InputError:
         return InputError(f"{self._url}: {self._url.scheme}:// can only be read")
@@ -98,7 +98,7 @@ class WebStore:
     def _get(self, headers: dict[str, str]) -> Iterator[Any]:
         with self._errors():
             request = urllib.request.Request(self._address, headers={"Accept-Encoding": "identity", **headers})  # noqa: S310
-            answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310  the schemes are those of SCHEMES
+            answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)  # noqa: S310  only the schemes of READ_ONLY
         try:
             yield answer
         finally:
@@ -109,14 +109,14 @@ class WebStore:
         try:
             yield
         except urllib.error.HTTPError as error:
-            words = f"{self._url}: the server says {error.code} {error.reason}"
+            text = f"{self._url}: the server answered {error.code} {error.reason}"
             error.close()
             if error.code in (401, 403):
-                raise StorageRefused(words, hint="name a file that may be read without a login, or a signed URL") from None
+                raise StorageRefused(text, hint="use a file that needs no login, or a signed URL") from None
             if error.code in (404, 410):
-                raise StorageMissing(words) from None
-            kind = StorageUnreachable if error.code in _AGAIN or error.code >= 500 else StorageError
-            raise kind(words) from None
+                raise StorageMissing(text) from None
+            kind = StorageUnreachable if error.code in _TRANSIENT or error.code >= 500 else StorageError
+            raise kind(text) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise StorageUnreachable(f"{self._url}: {str(reason) or type(error).__name__}", hint="check the network") from None

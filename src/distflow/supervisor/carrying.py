@@ -27,7 +27,7 @@ from distflow.state.event_details import (
     OutputWritten,
 )
 from distflow.state.record import Carried, Cause, DataKind, DataRef, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
-from distflow.storage.options import package_of
+from distflow.storage.credentials import package_of
 from distflow.supervisor.commands import TransferData
 from distflow.supervisor.world import key_of
 

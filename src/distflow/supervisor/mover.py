@@ -18,16 +18,16 @@ from distflow.backends.base import AttemptKey, Backend
 from distflow.backends.machines.transfer.pace import Pace
 from distflow.errors import DistflowError
 from distflow.state.record import Carried
-from distflow.storage.credentials import CredentialsFor, ambient
+from distflow.storage.credentials import CredentialsFor, ambient_credentials
 from distflow.supervisor.carrying import Errand, TransferEnded, TransferMoved
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.commands import CommandId, TransferData
 
 if TYPE_CHECKING:
     from distflow.storage.base import Store
-    from distflow.storage.delivery import Delivery
-    from distflow.storage.identity import Identity
-    from distflow.storage.trying import Patience
+    from distflow.storage.credentials import Identity
+    from distflow.storage.failures import Retries
+    from distflow.storage.task_data import Delivery
 
 __all__ = ["DataMover", "Mover"]
 
@@ -74,7 +74,7 @@ class Mover:
         scratch: Path,
         clock: Clock,
         sink: Callable[[TransferMoved | TransferEnded], None],
-        credentials_for: CredentialsFor = ambient,
+        credentials_for: CredentialsFor = ambient_credentials,
     ) -> None:
         """Begin nothing. ``scratch`` is made when it is needed, on the file system of ``blobs``."""
         self._blobs = blobs
@@ -107,7 +107,7 @@ class Mover:
             halt.set()
 
     def _run(self, command: TransferData, errand: Errand, backend: Backend | None, halt: threading.Event) -> None:
-        from distflow.storage.failures import Halted  # noqa: PLC0415  most workflows have no data at URLs
+        from distflow.storage.failures import TransferCanceled  # noqa: PLC0415  most workflows have no data at URLs
 
         told = _Told(command, errand, self._clock, self._sink)
         try:
@@ -116,8 +116,8 @@ class Mover:
             else:
                 with self._turns:
                     outcome = self._carry(command, errand, halt, told)
-        except Halted:
-            outcome = told.outcome(error="the transfer was halted")  # reported only if nobody called it off
+        except TransferCanceled:
+            outcome = told.outcome(error="the transfer was canceled")  # reported only if nobody called it off
         except DistflowError as error:
             outcome = told.outcome(error=": ".join(str(error).split("\n")))
         except OSError as error:
@@ -131,48 +131,48 @@ class Mover:
 
     def _carry(self, command: TransferData, errand: Errand, halt: threading.Event, told: _Told) -> Carried:
         from distflow.documents.urls import parse_url  # noqa: PLC0415
-        from distflow.storage.archives import unpacked  # noqa: PLC0415
-        from distflow.storage.delivery import deliver  # noqa: PLC0415
-        from distflow.storage.opening import open_store  # noqa: PLC0415
-        from distflow.storage.trying import Patience  # noqa: PLC0415
+        from distflow.storage.failures import Retries  # noqa: PLC0415
+        from distflow.storage.stores import open_store  # noqa: PLC0415
+        from distflow.storage.task_data import deliver, unpacked  # noqa: PLC0415
 
-        patience = Patience(halt, _PAUSES_S)
-        patience.check()
+        retries = Retries(halt, _PAUSES_S)
+        retries.check()
         url = parse_url(errand.url, writes=bool(errand.digest))
         store = open_store(url, self._credentials_for)
         try:
             if not errand.digest:
-                return self._fetch(command, errand, store, patience, told)
+                return self._fetch(command, errand, store, retries, told)
             with unpacked(self._blobs / errand.digest, self._scratch_of(command)) as top:
-                done = deliver(store, self._delivery(command, errand), top, patience=patience, told=told)
+                done = deliver(store, self._delivery(command, errand), top, retries=retries, on_progress=told)
             return told.outcome(files=done.files, content=done.size, url=done.words)
         finally:
             store.close()
 
-    def _fetch(self, command: TransferData, errand: Errand, store: Store, patience: Patience, told: _Told) -> Carried:
-        from distflow.storage.archives import make_archive  # noqa: PLC0415
-        from distflow.storage.arrival import Arrival, arrive, look_up, pinned  # noqa: PLC0415
+    def _fetch(self, command: TransferData, errand: Errand, store: Store, retries: Retries, told: _Told) -> Carried:
+        from distflow.storage import task_data  # noqa: PLC0415
 
-        wanted = pinned(store, Arrival(url=errand.url, regex=errand.regex, dataset=errand.dataset), patience)
+        request = task_data.pin_version(
+            store, task_data.InputRequest(url=errand.url, regex=errand.regex, dataset=errand.dataset), retries
+        )
         if errand.may_stay:
             if self.identity(errand.url) is None:
                 return told.outcome(relayed=_OURS_ALONE)
-            there = look_up(store, wanted, patience)
+            there = task_data.inspect_input(store, request, retries)
             return told.outcome(
-                url=wanted.words, files=there.files, content=there.size, is_direct=True, dataset=wanted.dataset
+                url=request.label, files=there.files, content=there.size, is_direct=True, dataset=request.dataset
             )  # fmt: skip
-        found = make_archive(
-            lambda files: arrive(store, wanted, files, patience=patience, told=told),
-            self._blobs, self._scratch_of(command), patience,
+        found = task_data.make_archive(
+            lambda files: task_data.fetch_input(store, request, files, retries=retries, on_progress=told),
+            self._blobs, self._scratch_of(command), retries,
         )  # fmt: skip
         return told.outcome(
-            digest=found.digest, size=found.size, files=found.moved.files, content=found.moved.size, url=wanted.words
+            digest=found.digest, size=found.size, files=found.content.files, content=found.content.size, url=request.label
         )
 
     def identity(self, url: str) -> Identity | None:
         """Return who we are to the store of a URL; ``None``: nobody that a node could be."""
         from distflow.documents.urls import parse_url  # noqa: PLC0415
-        from distflow.storage.identity import identity_of  # noqa: PLC0415
+        from distflow.storage.credentials import identity_of  # noqa: PLC0415
 
         parsed = parse_url(url)
         return identity_of(parsed, self._credentials_for(parsed.profile), os.environ)
@@ -189,31 +189,31 @@ class Mover:
         """Have a node write what it holds; when it cannot, the outcome is that, and what to do about it."""
         if backend is None:
             raise AssertionError("what a node is to write is asked of its backend")
-        from distflow.storage.delivery import NotDirect  # noqa: PLC0415
+        from distflow.storage.task_data import RelayRequired  # noqa: PLC0415
 
         identity = self.identity(errand.url)
         if identity is None:
             return told.outcome(relayed=_OURS_ALONE)
         try:
             done = backend.deliver(source, self._delivery(command, errand), identity, halt, told)
-        except NotDirect as why:
+        except RelayRequired as why:
             return told.outcome(relayed=str(why))
         return told.outcome(files=done.files, content=done.size, url=done.words)
 
     def _delivery(self, command: TransferData, errand: Errand) -> Delivery:
-        from distflow.storage.delivery import Delivery  # noqa: PLC0415
+        from distflow.storage.task_data import Delivery  # noqa: PLC0415
 
-        # The same for whoever repeats it.
+        # Every retry of this delivery has the same id.
         key = command.key
         name = f"{command.data}/{key.workflow}/{key.group}/{key.task}/{key.attempt}"
-        mark = hashlib.sha256(name.encode()).hexdigest()[:16]
+        upload_id = hashlib.sha256(name.encode()).hexdigest()[:16]
         return Delivery(
             url=errand.url,
             regex=errand.regex,
             dataset=errand.dataset,
             paths=errand.paths,
             is_update=errand.is_update,
-            mark=mark,
+            upload_id=upload_id,
             at=self._clock.now(),
         )
 

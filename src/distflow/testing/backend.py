@@ -41,7 +41,7 @@ from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
-from distflow.storage.delivery import Delivered, NotDirect
+from distflow.storage.task_data import Delivered, RelayRequired
 from distflow.supervisor.clock import Clock as OurClock
 from distflow.testing.attempts import Attempt, Attempts, Behaviour
 
@@ -249,7 +249,7 @@ class FakeBackend:
 
     def deliver(self, key: AttemptKey, *_: object) -> Delivered:
         """Be a node that has no driver."""
-        raise NotDirect(f"{key.node}: it has no driver")
+        raise RelayRequired(f"{key.node}: it has no driver")
 
     def close(self) -> None:
         """Let go: attempts go on, nothing is said until ``connect``, and of attempts until they are watched again."""

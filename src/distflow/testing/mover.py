@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distflow.backends.base import Backend
-from distflow.storage.identity import Identity
+from distflow.storage.credentials import Identity
 from distflow.supervisor.carrying import Errand
 from distflow.supervisor.commands import TransferData
 

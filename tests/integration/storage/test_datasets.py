@@ -14,15 +14,14 @@ import pytest
 from distflow.documents.urls import StorageUrl, parse_url
 from distflow.errors import NotFound, StorageError
 from distflow.storage.datasets import Datasets, File, Manifest
-from distflow.storage.delivery import Delivery, deliver
-from distflow.storage.failures import Halted
-from distflow.storage.opening import open_store
-from distflow.storage.trying import Patience
-from distflow.storage.uploading import Source, sources
+from distflow.storage.failures import Retries, TransferCanceled
+from distflow.storage.files import Source, find_sources
+from distflow.storage.stores import open_store
+from distflow.storage.task_data import Delivery, deliver
 from distflow.testing.s3 import S3Server
 from distflow.testing.waiting import wait_until
 
-quickly = partial(Patience, pauses_s=(0.0, 0.0))
+quickly = partial(Retries, pauses_s=(0.0, 0.0))
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -35,15 +34,15 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[StorageUrl, Pa
     return parse_url(f"s3://{bucket.name}/sets"), bucket / "sets"
 
 
-def at(url: StorageUrl, patience: Patience | None = None) -> Datasets:
-    return Datasets(open_store(url), url, patience or quickly())
+def at(url: StorageUrl, retries: Retries | None = None) -> Datasets:
+    return Datasets(open_store(url), url, retries or quickly())
 
 
 def files(top: Path, **contents: bytes) -> tuple[Source, ...]:
     top.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         (top / name).write_bytes(content)
-    return sources([top], contents=True)
+    return find_sources([top], contents=True)
 
 
 def test_versions_are_numbered_and_told_apart(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
@@ -52,10 +51,10 @@ def test_versions_are_numbered_and_told_apart(base: tuple[StorageUrl, Path], tmp
     assert datasets.versions() == ()
     with pytest.raises(NotFound, match="no dataset `mnist`"):
         datasets.manifest("mnist")
-    first = datasets.add("mnist", files(tmp_path / "a", x=b"1", y=b"22"), mark="m1", at=5.0)
+    first = datasets.add("mnist", files(tmp_path / "a", x=b"1", y=b"22"), upload_id="m1", at=5.0)
     assert (first.number, first.size, first.created) == (1, 3, 5.0)
-    second = datasets.add("mnist", files(tmp_path / "b", x=b"other"), mark="m2", at=6.0)
-    datasets.add("mnist-2", files(tmp_path / "b"), mark="m3", at=7.0)
+    second = datasets.add("mnist", files(tmp_path / "b", x=b"other"), upload_id="m2", at=6.0)
+    datasets.add("mnist-2", files(tmp_path / "b"), upload_id="m3", at=7.0)
     assert [(one.name, one.number) for one in datasets.versions()] == [("mnist", 1), ("mnist", 2), ("mnist-2", 1)]
     assert [one.number for one in datasets.versions("mnist")] == [1, 2]
     assert datasets.manifest("mnist") == second
@@ -75,32 +74,32 @@ def test_a_number_is_never_used_again(base: tuple[StorageUrl, Path], tmp_path: P
     url, folder = base
     datasets = at(url)
     for mark in ("m1", "m2"):
-        datasets.add("a", files(tmp_path / "a", x=b"1"), mark=mark, at=0.0)
+        datasets.add("a", files(tmp_path / "a", x=b"1"), upload_id=mark, at=0.0)
     datasets.remove("a", 2)
     assert not list((folder / "data" / "a").glob("2/*"))
-    assert datasets.add("a", files(tmp_path / "a"), mark="m3", at=0.0).number == 3
+    assert datasets.add("a", files(tmp_path / "a"), upload_id="m3", at=0.0).number == 3
     datasets.remove("a", 1)
     assert [one.number for one in datasets.versions("a")] == [3]
 
 
 def test_a_version_that_was_begun_is_not_there_and_is_gone_on_with(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, _ = base
-    patience = quickly()
+    retries = quickly()
     source = files(tmp_path / "a", x=b"1" * 1000, y=b"2" * 1000)
 
     def stop(done: int, _: int) -> None:
         if done:
-            patience.halt.set()
+            retries.canceled.set()
 
-    with pytest.raises(Halted):
-        at(url, patience).add("a", source, mark="m1", at=0.0, told=stop)
+    with pytest.raises(TransferCanceled):
+        at(url, retries).add("a", source, upload_id="m1", at=0.0, on_progress=stop)
     assert at(url).versions() == ()
     # Somebody else gets the next one, and whoever began the first goes on.
-    assert at(url).add("a", source, mark="m2", at=0.0).number == 2
-    first = at(url).add("a", source, mark="m1", at=1.0)
+    assert at(url).add("a", source, upload_id="m2", at=0.0).number == 2
+    first = at(url).add("a", source, upload_id="m1", at=1.0)
     assert first.number == 1
     # What was done is not done again.
-    assert at(url).add("a", files(tmp_path / "else", z=b""), mark="m1", at=9.0) == first
+    assert at(url).add("a", files(tmp_path / "else", z=b""), upload_id="m1", at=9.0) == first
 
 
 def test_writers_at_the_same_time_get_numbers_of_their_own(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_writers_at_the_same_time_get_numbers_of_their_own(base: tuple[StorageUr
     def add(number: int) -> int:
         datasets = Datasets(open_store(url), url)
         together.wait(30)
-        return datasets.add("a", source, mark=f"m{number}", at=0.0).number
+        return datasets.add("a", source, upload_id=f"m{number}", at=0.0).number
 
     with ThreadPoolExecutor(4) as pool:
         numbers = list(pool.map(add, range(4)))
@@ -122,11 +121,11 @@ def test_writers_at_the_same_time_get_numbers_of_their_own(base: tuple[StorageUr
 def test_what_was_changed_in_the_store_is_noticed(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     datasets = at(url)
-    manifest = datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), mark="m1", at=0.0)
+    manifest = datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), upload_id="m1", at=0.0)
     (folder / "data" / "a" / "1" / "extra").write_bytes(b"")
     assert datasets.fetch(manifest, tmp_path / "got").files == 2
     (folder / "data" / "a" / "1" / "x").write_bytes(b"?")
-    with pytest.raises(StorageError, match="data/a/1/x is not what was written there"):
+    with pytest.raises(StorageError, match="data/a/1/x was changed since it was uploaded"):
         datasets.fetch(manifest, tmp_path / "got")
     # The good file of the download before is kept.
     assert (tmp_path / "got" / "x").read_bytes() == b"1"
@@ -153,7 +152,7 @@ BAD = "0" * 64
 def test_a_manifest_that_another_user_wrote(change: dict[str, object], base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     datasets = at(url)
-    datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), mark="m1", at=0.0)
+    datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), upload_id="m1", at=0.0)
     victim = tmp_path / "home" / "authorized_keys"
     victim.parent.mkdir()
     victim.write_text("mine")
@@ -171,7 +170,7 @@ def test_a_manifest_that_another_user_wrote(change: dict[str, object], base: tup
 def test_a_manifest_that_no_decoder_likes(text: str, base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     datasets = at(url)
-    datasets.add("a", files(tmp_path / "a", x=b"1"), mark="m1", at=0.0)
+    datasets.add("a", files(tmp_path / "a", x=b"1"), upload_id="m1", at=0.0)
     (folder / "versions" / "a" / "1.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(StorageError, match="is not a manifest of a dataset"):
         datasets.manifest("a")
@@ -183,12 +182,12 @@ def test_a_download_that_fails_leaves_the_files_of_the_user(
 ) -> None:
     url, folder = base
     datasets = at(url)
-    manifest = datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), mark="m1", at=0.0)
+    manifest = datasets.add("a", files(tmp_path / "a", x=b"1", y=b"2"), upload_id="m1", at=0.0)
     (folder / "data" / "a" / "1" / "x").write_bytes(b"?")
     mine = tmp_path / "got" / "x"
     mine.parent.mkdir()
     mine.write_bytes(b"!")
-    with pytest.raises(StorageError, match="its SHA-256 is another one"):
+    with pytest.raises(StorageError, match="its SHA-256 differs"):
         datasets.fetch(manifest, tmp_path / "got", resume=resume)
     assert mine.read_bytes() == b"!"
     # A file of the user's own in the place of one that the store has lost is no part of the version.
@@ -204,7 +203,7 @@ def test_claims_that_are_not_numbers_are_ignored(base: tuple[StorageUrl, Path], 
     claims.mkdir(parents=True)
     for name in ("\u00b2.m9", "9" * 100 + ".m9"):
         (claims / name).write_text("")
-    assert at(url).add("a", files(tmp_path / "a", x=b"1"), mark="m1", at=0.0).number == 1
+    assert at(url).add("a", files(tmp_path / "a", x=b"1"), upload_id="m1", at=0.0).number == 1
 
 
 def put(top: Path, **contents: str) -> tuple[Source, ...]:
@@ -213,7 +212,7 @@ def put(top: Path, **contents: str) -> tuple[Source, ...]:
         path = top / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    return sources([top], contents=True)
+    return find_sources([top], contents=True)
 
 
 def held(datasets: Datasets, name: str, number: int | None, target: Path) -> dict[str, str]:
@@ -225,34 +224,34 @@ def test_an_update_is_what_was_there_and_what_is_new(base: tuple[StorageUrl, Pat
     url, folder = base
     datasets = at(url)
     with pytest.raises(NotFound, match="no dataset `a`"):
-        datasets.update("a", put(tmp_path / "none", x="1"), mark="m0", at=0.0)
-    first = datasets.add("a", put(tmp_path / "one", x="1", y="1", d__e="1", f="1"), mark="m1", at=1.0)
+        datasets.update("a", put(tmp_path / "none", x="1"), upload_id="m0", at=0.0)
+    first = datasets.add("a", put(tmp_path / "one", x="1", y="1", d__e="1", f="1"), upload_id="m1", at=1.0)
     sent: list[tuple[int, int]] = []
     new = put(tmp_path / "two", y="22", z="2", d="2", f__g="2")
-    second = datasets.update("a", new, mark="m2", at=2.0, told=lambda *moved: sent.append(moved))
+    second = datasets.update("a", new, upload_id="m2", at=2.0, on_progress=lambda *moved: sent.append(moved))
     assert sent[-1] == (5, 5)  # nothing of what was there
     assert (second.number, second.created) == (first.number + 1, 2.0)
     # A file takes the place of a directory, and the other way round.
     assert held(datasets, "a", None, tmp_path / "got") == {"x": "1", "y": "22", "z": "2", "d": "2", "f/g": "2"}
     told: list[tuple[int, int]] = []
-    assert datasets.fetch(second, tmp_path / "again", told=lambda *moved: told.append(moved)).files == 5
+    assert datasets.fetch(second, tmp_path / "again", on_progress=lambda *moved: told.append(moved)).files == 5
     assert told[-1] == (6, 6)
     assert sorted(told) == told
     # The same writing again is the same version; another one may add to an older version.
-    assert datasets.update("a", new, mark="m2", at=9.0) == second
-    third = datasets.update("a:1", put(tmp_path / "three", only="3"), mark="m3", at=3.0)
+    assert datasets.update("a", new, upload_id="m2", at=9.0) == second
+    third = datasets.update("a:1", put(tmp_path / "three", only="3"), upload_id="m3", at=3.0)
     assert held(datasets, "a", third.number, tmp_path / "old") == {"x": "1", "y": "1", "d/e": "1", "f": "1", "only": "3"}
     with pytest.raises(NotFound, match="no version 7"):
-        datasets.update("a:7", new, mark="m4", at=4.0)
+        datasets.update("a:7", new, upload_id="m4", at=4.0)
     assert not list((folder / "turns").rglob("m*"))
 
 
 def test_what_other_versions_hold_stays_when_one_is_removed(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = base
     datasets = at(url)
-    datasets.add("a", put(tmp_path / "one", x="1", y="1"), mark="m1", at=0.0)
-    datasets.update("a", put(tmp_path / "two", y="2"), mark="m2", at=0.0)
-    datasets.update("a", put(tmp_path / "three", z="3"), mark="m3", at=0.0)
+    datasets.add("a", put(tmp_path / "one", x="1", y="1"), upload_id="m1", at=0.0)
+    datasets.update("a", put(tmp_path / "two", y="2"), upload_id="m2", at=0.0)
+    datasets.update("a", put(tmp_path / "three", z="3"), upload_id="m3", at=0.0)
 
     def data() -> list[str]:
         return sorted(str(path.relative_to(folder / "data" / "a")) for path in (folder / "data").rglob("*") if path.is_file())
@@ -269,7 +268,7 @@ def test_what_other_versions_hold_stays_when_one_is_removed(base: tuple[StorageU
 
 def test_nobodys_files_are_lost_when_several_add_at_the_same_time(base: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, _ = base
-    at(url).add("a", put(tmp_path / "first", x="1"), mark="m", at=0.0)
+    at(url).add("a", put(tmp_path / "first", x="1"), upload_id="m", at=0.0)
     made = [put(tmp_path / f"of{number}", **{f"rank{number}": str(number)}) for number in range(4)]
     together = threading.Barrier(4)
 
@@ -283,7 +282,7 @@ def test_nobodys_files_are_lost_when_several_add_at_the_same_time(base: tuple[St
     def update(number: int) -> int:
         datasets = Slow(open_store(url), url)
         together.wait(30)
-        return datasets.update("a", made[number], mark=f"m{number}", at=0.0).number
+        return datasets.update("a", made[number], upload_id=f"m{number}", at=0.0).number
 
     with ThreadPoolExecutor(4) as pool:
         numbers = list(pool.map(update, range(4)))
@@ -297,13 +296,13 @@ def test_a_turn_that_somebody_did_not_end_passes(base: tuple[StorageUrl, Path], 
     url, folder = base
     if url.scheme != "file":
         pytest.skip("times of the server cannot be set")
-    at(url).add("a", put(tmp_path / "one", x="1"), mark="m1", at=0.0)
+    at(url).add("a", put(tmp_path / "one", x="1"), upload_id="m1", at=0.0)
     turn = folder / "turns" / "a" / "gone"
     turn.parent.mkdir(parents=True)
     turn.touch()
     new = put(tmp_path / "two", y="2")
     with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(at(url).update, "a", new, mark="m2", at=0.0)
+        made = pool.submit(at(url).update, "a", new, upload_id="m2", at=0.0)
         # It asks, gives way, and asks again: each time a file comes and goes, faster than one can look.
         seen: set[int] = set()
 
@@ -321,5 +320,5 @@ def test_a_turn_that_somebody_did_not_end_passes(base: tuple[StorageUrl, Path], 
 def test_the_whole_output_has_no_name_of_its_own(path: str, tmp_path: Path) -> None:
     files(tmp_path / "scratch-0" / "sub", b=b"2")
     url = parse_url(f"file://{tmp_path}/store/sets")
-    deliver(open_store(url), Delivery(url=str(url), dataset="d", paths=(path, "sub"), mark="m"), tmp_path / "scratch-0")
+    deliver(open_store(url), Delivery(url=str(url), dataset="d", paths=(path, "sub"), upload_id="m"), tmp_path / "scratch-0")
     assert [one.path for one in at(url).manifest("d").files] == ["sub/b"]

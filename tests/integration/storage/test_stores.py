@@ -18,16 +18,14 @@ from distflow.errors import InputError, StorageError, StorageMissing, StorageRef
 from distflow.shell import Secret
 from distflow.storage.base import PART_BYTES, Entry, Sink, Store
 from distflow.storage.credentials import Credentials
-from distflow.storage.downloading import Moved, download, find
-from distflow.storage.failures import Halted
-from distflow.storage.opening import open_store
-from distflow.storage.tending import Access, check_access, delete, find_removable
-from distflow.storage.trying import Patience
-from distflow.storage.uploading import sources, upload
+from distflow.storage.failures import Retries, TransferCanceled
+from distflow.storage.files import find_sources
+from distflow.storage.stores import Access, check_access, open_store
+from distflow.storage.transfers import TransferResult, delete, download, find, find_removable, upload
 from distflow.testing.s3 import S3Server
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 
-quickly = partial(Patience, pauses_s=(0.0, 0.0))
+quickly = partial(Retries, pauses_s=(0.0, 0.0))
 
 
 @pytest.fixture(params=["file", "s3", "sftp"])
@@ -69,8 +67,8 @@ def test_what_is_written_is_found_and_read(place: tuple[StorageUrl, Path], tmp_p
     found = store.find(url.key)
     assert sorted(entry.key for entry in found) == [url.below("x.y").key, url.below("x/ü b#?.bin").key]
     entry = next(one for one in found if one.key.endswith("bin"))
-    assert (entry.size, bool(entry.mark), store.stat(entry.key).size) == (10, True, 10)
-    assert store.stat(entry.key).mark == entry.mark
+    assert (entry.size, bool(entry.tag), store.stat(entry.key).size) == (10, True, 10)
+    assert store.stat(entry.key).tag == entry.tag
     for start, rest in ((0, b"0123456789"), (7, b"789")):
         pieces: list[bytes] = []
         store.read(entry, start, pieces.append)
@@ -96,12 +94,12 @@ def test_what_sink_and_told_raise_comes_out(place: tuple[StorageUrl, Path], tmp_
     source = make(tmp_path / "src", a=b"1") / "a"
 
     def stop(_: object) -> None:
-        raise Halted
+        raise TransferCanceled
 
-    with pytest.raises(Halted):
+    with pytest.raises(TransferCanceled):
         store.write(url.below("new").key, source, stop)
     store.write(url.below("a").key, source, lambda _: None)
-    with pytest.raises(Halted):
+    with pytest.raises(TransferCanceled):
         store.read(store.stat(url.below("a").key), 0, stop)
     assert not [path for path in folder.rglob("*") if path.name.endswith("-part")]
 
@@ -114,14 +112,14 @@ def test_a_folder_goes_there_and_back(place: tuple[StorageUrl, Path], tmp_path: 
     source = make(tmp_path / "src", a=b"A", sub__deep__b=b"B" * 100_000, empty=b"")
     store = open_store(url)
     told: list[tuple[int, int]] = []
-    moved = upload(store, url, sources([source]), told=lambda done, total: told.append((done, total)))
-    assert moved == Moved(files=3, size=100_001)
+    moved = upload(store, url, find_sources([source]), on_progress=lambda done, total: told.append((done, total)))
+    assert moved == TransferResult(files=3, size=100_001)
     assert told[0] == (0, 100_001)
     assert told[-1] == (100_001, 100_001)
     assert tree(folder) == {f"src/{name}": content for name, content in tree(source).items()}
-    assert download(store, url.below("src"), tmp_path / "got") == Moved(files=3, size=100_001)
+    assert download(store, url.below("src"), tmp_path / "got") == TransferResult(files=3, size=100_001)
     assert tree(tmp_path / "got") == tree(source)
-    assert download(store, url.below("src/sub/deep/b"), tmp_path / "one") == Moved(files=1, size=100_000)
+    assert download(store, url.below("src/sub/deep/b"), tmp_path / "one") == TransferResult(files=1, size=100_000)
     assert list(tree(tmp_path / "one")) == ["b"]
 
 
@@ -129,9 +127,9 @@ def test_contents_and_regexes(place: tuple[StorageUrl, Path], tmp_path: Path) ->
     url, folder = place
     source = make(tmp_path / "src", a=b"A", b=b"B", c__a=b"CA")
     store = open_store(url)
-    upload(store, url, sources([source], "[ab]", contents=True))
+    upload(store, url, find_sources([source], "[ab]", contents=True))
     assert sorted(tree(folder)) == ["a", "b"]
-    upload(store, url, sources([source / "c"], "c/"))
+    upload(store, url, find_sources([source / "c"], "c/"))
     assert sorted(tree(folder)) == ["a", "b", "c/a"]
     download(store, url, tmp_path / "got", regex=".*a$")
     assert sorted(tree(tmp_path / "got")) == ["a", "c/a"]
@@ -144,15 +142,15 @@ def test_what_is_there_already_is_not_sent_or_fetched_again(s3: S3Server, tmp_pa
     source = make(tmp_path / "src", a=b"A", b=b"B")
     url = parse_url("s3://again/top")
     store = open_store(url)
-    upload(store, url, sources([source], contents=True))
+    upload(store, url, find_sources([source], contents=True))
     make(source, b=b"X")  # of the same size
-    assert upload(store, url, sources([source], contents=True)) == Moved(files=2, size=2, skipped=1)
+    assert upload(store, url, find_sources([source], contents=True)) == TransferResult(files=2, size=2, skipped=1)
     assert tree(bucket / "top") == {"a": b"A", "b": b"X"}
     target = make(tmp_path / "got", a=b"A", b=b"?")
     before = (target / "a").stat().st_ino
-    assert download(store, url, target, resume=True) == Moved(files=2, size=2, skipped=1)
+    assert download(store, url, target, resume=True) == TransferResult(files=2, size=2, skipped=1)
     assert (tree(target), (target / "a").stat().st_ino) == ({"a": b"A", "b": b"X"}, before)
-    assert download(store, url, target) == Moved(files=2, size=2)
+    assert download(store, url, target) == TransferResult(files=2, size=2)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +164,7 @@ def test_nothing_is_written_beside_the_url_for_the_directory_above(
         (tmp_path / "top" / name).write_text(name)
     monkeypatch.chdir(tmp_path / "top" / "in")
     url = parse_url(f"file://{tmp_path}/goal/run")
-    upload(open_store(url), url, sources([Path(given)]))
+    upload(open_store(url), url, find_sources([Path(given)]))
     assert sorted(tree(tmp_path / "goal" / "run")) == names
     assert sorted(tree(tmp_path / "goal")) == [f"run/{name}" for name in names]
 
@@ -176,14 +174,14 @@ def test_links_of_the_source_are_followed_and_circles_found(tmp_path: Path) -> N
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "b").write_bytes(b"B")
     (source / "link").symlink_to(tmp_path / "else")
-    assert [one.name for one in sources([source], contents=True)] == ["a", "link/b"]
+    assert [one.name for one in find_sources([source], contents=True)] == ["a", "link/b"]
     (source / "circle").symlink_to(source)
     with pytest.raises(StorageError, match="circle leads back"):
-        sources([source])
+        find_sources([source])
     with pytest.raises(StorageError, match="No such file"):
-        sources([tmp_path / "nothing"])
-    with pytest.raises(StorageError, match="would both be b"):
-        sources([tmp_path / "else" / "b", make(tmp_path / "more", b=b"") / "b"])
+        find_sources([tmp_path / "nothing"])
+    with pytest.raises(StorageError, match="would both be uploaded as `b`"):
+        find_sources([tmp_path / "else" / "b", make(tmp_path / "more", b=b"") / "b"])
 
 
 def test_a_file_has_the_time_that_its_store_has(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
@@ -197,12 +195,12 @@ def test_a_file_has_the_time_that_its_store_has(place: tuple[StorageUrl, Path], 
 
 def test_a_file_that_becomes_a_link_is_not_sent(place: tuple[StorageUrl, Path], tmp_path: Path) -> None:
     url, folder = place
-    found = sources([make(tmp_path / "src", x=b"X")], contents=True)
+    found = find_sources([make(tmp_path / "src", x=b"X")], contents=True)
     (tmp_path / "secret").write_bytes(b"S")
     (tmp_path / "src" / "x").unlink()
     (tmp_path / "src" / "x").symlink_to(tmp_path / "secret")
-    with pytest.raises(StorageError, match="is not a regular file any longer"):
-        upload(open_store(url), url, found, patience=quickly())
+    with pytest.raises(StorageError, match="is no longer a regular file"):
+        upload(open_store(url), url, found, retries=quickly())
     assert not folder.exists() or tree(folder) == {}
 
 
@@ -250,7 +248,7 @@ def test_a_directory_that_becomes_a_link_before_it_is_deleted(place: tuple[Stora
     found = find_removable(store, url)
     (folder / "sub").rename(folder / "moved")
     (folder / "sub").symlink_to(precious)
-    with pytest.raises(StorageError, match="is not a directory any longer"):
+    with pytest.raises(StorageError, match="is no longer a directory"):
         delete(store, url, found)
     assert tree(precious) == {"y": b"mine"}
 
@@ -279,7 +277,7 @@ def test_a_wrong_secret_is_refused_and_not_shown(s3: S3Server, tmp_path: Path) -
     url = parse_url("s3://mine/x")
     wrong = Credentials(access_key_id=s3.access_key_id, access_key=Secret("wrong-4711"), override_url=s3.url)
     store = open_store(url, lambda profile: wrong if profile == "s3://mine" else None)
-    source = sources([make(tmp_path / "src", a=b"A") / "a"])
+    source = find_sources([make(tmp_path / "src", a=b"A") / "a"])
     for act in (
         lambda: find(store, url), lambda: upload(store, url, source), lambda: store.delete("x/a"),
         lambda: check_access(store, url, Access.READ), lambda: check_access(store, url, Access.WRITE),
@@ -302,7 +300,7 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_bucket_that_is_not_there(s3: S3Server, tmp_path: Path) -> None:
     url = parse_url("s3://no-such-bucket/x")
     store = open_store(url)
-    source = sources([make(tmp_path / "src", a=b"A") / "a"])
+    source = find_sources([make(tmp_path / "src", a=b"A") / "a"])
     for act in (
         lambda: find(store, url), lambda: upload(store, url, source), lambda: store.delete("x"),
         lambda: check_access(store, url, Access.READ), lambda: check_access(store, url, Access.DELETE),
@@ -315,7 +313,7 @@ def test_a_server_that_is_gone(own_s3: S3Server) -> None:
     own_s3.stop()
     url = parse_url("s3://b/x")
     with pytest.raises(StorageUnreachable, match=r"Could not connect.*tried 3 times"):
-        find(open_store(url), url, patience=quickly())
+        find(open_store(url), url, retries=quickly())
 
 
 class Reviving(threading.Event):
@@ -365,8 +363,8 @@ def test_a_download_that_was_cut_goes_on_where_it_stopped(own_s3: S3Server, tmp_
     url = parse_url("s3://b/big")
     store = Watched(open_store(url))
     reviving = Reviving(own_s3)
-    patience = Patience(reviving)
-    moved = download(store, url, tmp_path / "got", patience=patience, told=once(own_s3.stop))  # type: ignore[arg-type]
+    retries = Retries(reviving)
+    moved = download(store, url, tmp_path / "got", retries=retries, on_progress=once(own_s3.stop))  # type: ignore[arg-type]
     assert (moved.files, reviving.pauses, store.starts) == (1, 1, [0, PART_BYTES])
     assert tree(tmp_path / "got") == {"big": content}
 
@@ -376,7 +374,7 @@ def test_a_download_goes_on_with_what_an_earlier_one_left(own_s3: S3Server, tmp_
     make(own_s3.bucket("b"), big=content)
     url = parse_url("s3://b/big")
     with pytest.raises(StorageUnreachable):
-        download(open_store(url), url, tmp_path / "got", patience=quickly(), told=once(own_s3.stop))
+        download(open_store(url), url, tmp_path / "got", retries=quickly(), on_progress=once(own_s3.stop))
     assert "big" not in tree(tmp_path / "got")
     own_s3.start()
     store = Watched(open_store(url))
@@ -385,7 +383,7 @@ def test_a_download_goes_on_with_what_an_earlier_one_left(own_s3: S3Server, tmp_
     assert tree(tmp_path / "got") == {"big": content}
     # Of another content under the same key, nothing that is here is taken.
     with pytest.raises(StorageUnreachable):
-        download(open_store(url), url, tmp_path / "more", patience=quickly(), told=once(own_s3.stop))
+        download(open_store(url), url, tmp_path / "more", retries=quickly(), on_progress=once(own_s3.stop))
     make(own_s3.bucket("b"), big=content[::-1])
     own_s3.start()
     store = Watched(open_store(url))
@@ -399,8 +397,8 @@ def test_an_upload_that_was_cut_is_begun_again(own_s3: S3Server, tmp_path: Path)
     bucket = own_s3.bucket("b")
     url = parse_url("s3://b/top")
     reviving = Reviving(own_s3)
-    source = sources([make(tmp_path / "src", big=content)], contents=True)
-    moved = upload(open_store(url), url, source, patience=Patience(reviving), told=once(own_s3.stop))
+    source = find_sources([make(tmp_path / "src", big=content)], contents=True)
+    moved = upload(open_store(url), url, source, retries=Retries(reviving), on_progress=once(own_s3.stop))
     assert (moved.files, reviving.pauses) == (1, 1)
     # The server, which was killed, left a file of its own there.
     assert {name: data for name, data in tree(bucket).items() if ".rclone" not in name} == {"top/big": content}
@@ -418,16 +416,16 @@ def test_what_came_damaged_is_fetched_again(s3: S3Server, tmp_path: Path) -> Non
     make(s3.bucket("damage"), a=b"0123")
     url = parse_url("s3://damage/a")
     store = Damaging(open_store(url))
-    download(store, url, tmp_path / "got", patience=quickly())  # type: ignore[arg-type]
+    download(store, url, tmp_path / "got", retries=quickly())  # type: ignore[arg-type]
     assert (store.starts, tree(tmp_path / "got")) == ([0, 0], {"a": b"0123"})
 
 
 def test_somebody_may_call_it_off(s3: S3Server, tmp_path: Path) -> None:
     make(s3.bucket("halt"), a=b"0" * 100, b=b"0" * 100)
     url = parse_url("s3://halt")
-    patience = quickly()
-    with pytest.raises(Halted):
-        download(open_store(url), url, tmp_path / "got", patience=patience, at_once=1, told=once(patience.halt.set))
+    retries = quickly()
+    with pytest.raises(TransferCanceled):
+        download(open_store(url), url, tmp_path / "got", retries=retries, at_once=1, on_progress=once(retries.canceled.set))
 
 
 def test_secrets_of_the_environment_are_masked_too(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +434,7 @@ def test_secrets_of_the_environment_are_masked_too(s3: S3Server, monkeypatch: py
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://wrong-4711.invalid")
     url = parse_url("s3://b/x")
     with pytest.raises(StorageUnreachable) as caught:
-        find(open_store(url), url, patience=quickly())
+        find(open_store(url), url, retries=quickly())
     assert "********.invalid" in str(caught.value)
 
 
@@ -458,7 +456,7 @@ def test_a_host_whose_key_is_not_known_is_refused(sshd: Sshd, tmp_path: Path) ->
     (home / ".ssh" / "config").write_text(sshd.client_stanza(UserKnownHostsFile=str(known)))
     url = parse_url(f"sftp://store{tmp_path}")
     with pytest.raises(StorageRefused, match=r"sftp://store/.*host key") as caught:
-        find(open_store(url), url, patience=quickly())
+        find(open_store(url), url, retries=quickly())
     assert caught.value.hint
     assert known.read_text() == ""
 
@@ -468,7 +466,7 @@ def test_a_key_that_the_host_does_not_take_is_refused(sshd: Sshd, tmp_path: Path
     (Path(os.environ["HOME"]) / ".ssh" / "config").write_text(sshd.client_stanza(IdentityFile=str(other)))
     url = parse_url(f"sftp://store{tmp_path}")
     with pytest.raises(StorageRefused, match="sftp://store/"):
-        find(open_store(url), url, patience=quickly())
+        find(open_store(url), url, retries=quickly())
 
 
 def test_a_connection_that_breaks_is_made_again(tmp_path: Path) -> None:
@@ -483,7 +481,7 @@ def test_a_connection_that_breaks_is_made_again(tmp_path: Path) -> None:
         url = parse_url(f"sftp://store{tmp_path}/top")
         store = Watched(open_store(url))
         reviving = Reviving(server)
-        download(store, url, tmp_path / "got", patience=Patience(reviving), told=once(server.stop))  # type: ignore[arg-type]
+        download(store, url, tmp_path / "got", retries=Retries(reviving), on_progress=once(server.stop))  # type: ignore[arg-type]
         assert tree(tmp_path / "got") == {"big": content}
         assert (len(store.starts), store.starts[0], store.starts[1] > 0, reviving.pauses) == (2, 0, True, 1)
         store.store.close()
@@ -496,7 +494,7 @@ def test_many_files_share_one_connection(sshd: Sshd, tmp_path: Path) -> None:
     url = parse_url(f"sftp://store{tmp_path}/there")
     store = open_store(url)
     logins = sshd.log.read_text().count("Accepted publickey")
-    assert upload(store, url, sources([source], contents=True)).files == 40
+    assert upload(store, url, find_sources([source], contents=True)).files == 40
     assert download(store, url, tmp_path / "got").files == 40
     assert sshd.log.read_text().count("Accepted publickey") == logins + 1
     assert tree(tmp_path / "got") == tree(source)
@@ -588,7 +586,7 @@ def test_a_file_of_a_web_server_goes_on_after_a_break(
     # The first answer is for the size, and its body is not read.
     server = answering(web(content, ranges=ranges, short=[10_000, 6_000]))
     url = parse_url(f"{server.url}/data/a b.bin?sig=s3cret")
-    assert download(open_store(url), url, tmp_path, patience=quickly()) == Moved(files=1, size=10_000)
+    assert download(open_store(url), url, tmp_path, retries=quickly()) == TransferResult(files=1, size=10_000)
     assert tree(tmp_path) == {"a b.bin": content}
     # The last one is to see that it is the same file still.
     assert [asked for _, asked in server.asked] == [None, None, "bytes=6000-", None]
@@ -601,7 +599,7 @@ def test_what_a_signed_url_should_not_hold_is_escaped_and_never_said(
     server = answering(lambda *_: (403, {}, b""))
     url = parse_url(f"{server.url}/a?sig=s3cret{blank}%20+/=&x")
     with pytest.raises(StorageRefused) as caught:
-        download(open_store(url), url, tmp_path, patience=quickly())
+        download(open_store(url), url, tmp_path, retries=quickly())
     assert "s3cret" not in str(caught.value)
     assert server.asked[0][0] == f"/a?sig=s3cret{quote(blank)}%20+/=&x"
 
@@ -610,7 +608,7 @@ def test_what_a_signed_url_should_not_hold_is_escaped_and_never_said(
 def test_a_web_server_that_tells_no_size_is_refused_in_words(answering: Callable[..., Answering], size: str) -> None:
     server = answering(lambda *_: (200, {"Content-Length": size}, b"hello"))
     url = parse_url(f"{server.url}/a")
-    with pytest.raises(StorageError, match="does not tell the size"):
+    with pytest.raises(StorageError, match="does not report the size"):
         open_store(url).find(url.key)
 
 
@@ -621,7 +619,7 @@ def test_what_web_servers_refuse(answering: Callable[..., Answering], tmp_path: 
     for name, kind in kinds.items():
         url = parse_url(f"{server.url}/{name}?sig=s3cret")
         with pytest.raises(StorageError) as caught:
-            download(open_store(url), url, tmp_path, patience=quickly())
+            download(open_store(url), url, tmp_path, retries=quickly())
         assert type(caught.value) is kind
         assert "s3cret" not in str(caught.value)
     assert len([path for path, _ in server.asked if path.startswith("/c")]) == 3

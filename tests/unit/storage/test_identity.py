@@ -8,8 +8,7 @@ import pytest
 
 from distflow.documents.urls import parse_url
 from distflow.shell import Secret
-from distflow.storage.credentials import Credentials
-from distflow.storage.identity import Identity, identity_of
+from distflow.storage.credentials import Credentials, Identity, identity_of
 
 KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
 WHERE = {"AWS_ENDPOINT_URL": "http://store", "AWS_REGION": "eu-1"}
@@ -43,7 +42,7 @@ def test_credentials_win_and_come_as_they_were() -> None:
     )
     found = identity_of(parse_url("gs://b/x"), credentials, KEYS | WHERE)
     assert found is not None
-    assert Identity.told(json.loads(json.dumps(found.revealed()))) == found
+    assert Identity.from_wire(json.loads(json.dumps(found.to_wire()))) == found
     assert (found.credentials, set(found.environment)) == (credentials, {*WHERE})
 
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from distflow.documents.urls import parse_url
 from distflow.errors import StorageError
 from distflow.storage.datasets import Datasets
-from distflow.storage.opening import open_store
-from distflow.storage.trying import Patience
-from distflow.storage.uploading import sources
+from distflow.storage.failures import Retries
+from distflow.storage.files import find_sources
+from distflow.storage.stores import open_store
 
 
 class Dataset:
@@ -34,13 +34,13 @@ class Dataset:
             file = top / f"source{number}" / name
             file.parent.mkdir(parents=True)
             file.write_text(name)
-        self.at().add("m", sources([top / "source1"], contents=True), mark="m1", at=1.0)
-        self.at().update("m", sources([top / "source2"], contents=True), mark="m2", at=2.0)
+        self.at().add("m", find_sources([top / "source1"], contents=True), upload_id="m1", at=1.0)
+        self.at().update("m", find_sources([top / "source2"], contents=True), upload_id="m2", at=2.0)
         self.path = top / "store" / "versions" / "m" / "2.json"
         self.text = self.path.read_text()
 
     def at(self) -> Datasets:
-        return Datasets(open_store(self.url), self.url, Patience(pauses_s=()))
+        return Datasets(open_store(self.url), self.url, Retries(pauses_s=()))
 
     def fetch(self, manifest: bytes) -> None:
         """Fetch what a manifest says; whatever comes of that, nothing outside of the directory is touched."""

@@ -12,7 +12,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, Carried, DataKind, DataRef, Event, Stray
-from distflow.storage.identity import Identity
+from distflow.storage.credentials import Identity
 from distflow.supervisor.carrying import TransferEnded
 from distflow.supervisor.checkpointing import CANCELED_S
 from distflow.supervisor.handover import archives

@@ -87,7 +87,7 @@ def test_a_url_with_nothing_below_it_is_an_empty_directory(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("sftp://-oProxyCommand=x/y", "names no host and port"),
+        ("sftp://-oProxyCommand=x/y", "has no valid host and port"),
     ],
 )
 def test_what_fails_is_told_of(url: str, words: str, tmp_path: Path) -> None:

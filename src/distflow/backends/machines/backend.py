@@ -39,10 +39,9 @@ from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, Container, PlannedFile
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret, revealed
-from distflow.storage.arrival import Arrival
 from distflow.storage.base import Progress
-from distflow.storage.delivery import Delivered, Delivery, NotDirect
-from distflow.storage.identity import Identity
+from distflow.storage.credentials import Identity
+from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayRequired
 from distflow.transports.base import Transport
 from distflow.transports.loading import load_ssh
 from distflow.transports.local import LocalTransport
@@ -268,10 +267,10 @@ class MachinesBackend:
             identity = secrets.stores.get(one.number)
             if identity is None:
                 raise _Relay(one.number, "no node may be told the credentials any more")
-            arrival = Arrival(url=one.url, regex=one.regex, dataset=one.dataset)
+            arrival = InputRequest(url=one.url, regex=one.regex, dataset=one.dataset)
             try:
                 connection.bring(key, arrival, one.path, identity, told)
-            except NotDirect as why:
+            except RelayRequired as why:
                 raise _Relay(one.number, str(why)) from None
 
     def _telling(self, key: AttemptKey, halt: threading.Event) -> Progress:

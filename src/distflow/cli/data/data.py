@@ -22,7 +22,7 @@ from distflow.documents.times import iso
 from distflow.errors import DistflowError, InputError
 
 if TYPE_CHECKING:
-    from distflow.client.data import Moved, Wanted
+    from distflow.client.data import SelectedObject, TransferResult
     from distflow.documents.urls import StorageUrl
 
 __all__ = ["app"]
@@ -181,7 +181,9 @@ def check(
         print(f"{goal}: {access_type.value}: pass")
 
 
-def _report(verb: str, url: StorageUrl, moved: Moved, seconds: float, benchmark_out: Path | None, format_type: Format) -> None:
+def _report(
+    verb: str, url: StorageUrl, moved: TransferResult, seconds: float, benchmark_out: Path | None, format_type: Format
+) -> None:
     body = {"url": str(url), "files": moved.files, "bytes": moved.size, "already_there": moved.skipped}
     if benchmark_out is not None:
         measured = {
@@ -207,7 +209,7 @@ def _write_benchmark(directory: Path, verb: str, measured: dict[str, object]) ->
         raise InputError(f"--benchmark-out: {error.filename or path}: {error.strerror}") from error
 
 
-def _rows(url: StorageUrl, found: Sequence[Wanted], recursive: bool) -> list[dict[str, object]]:
+def _rows(url: StorageUrl, found: Sequence[SelectedObject], recursive: bool) -> list[dict[str, object]]:
     rows: dict[str, dict[str, object]] = {}
     for one in found:
         first, slash, _ = one.name.partition("/")

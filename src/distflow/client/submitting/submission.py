@@ -34,7 +34,7 @@ from distflow.state.event_details import WorkflowSubmitted
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import Event, GroupRecord, Priority, WorkflowRecord
 from distflow.state.secrets import remove_secrets, write_secrets
-from distflow.storage.options import NO_DRIVER, package_of
+from distflow.storage.credentials import NO_DRIVER, package_of
 
 __all__ = ["PlannedWorkflow", "SubmitRequest", "plan", "plan_checked", "pool_key", "store_workflow", "submit", "write_scripts"]
 
@@ -263,7 +263,7 @@ def _check_drivers(compiled: Plan) -> None:
             for url in map(parse_url, (*urls, *(one.url for one in launch.checkpoints if not one.is_shared))):
                 package = package_of(url)
                 if package and importlib.util.find_spec(package) is None:
-                    words = f"`{launch.task}`: {url} needs the driver {package}, which is not installed here"
+                    words = f"`{launch.task}`: {url} needs the driver {package}, which is not installed"
                     raise InputError(words, hint=NO_DRIVER)
 
 
@@ -273,7 +273,7 @@ def _check_credentials(client: Client, planned: PlannedWorkflow, kept: Mapping[s
     urls |= {one.url for launch in launches for one in launch.checkpoints if not one.is_shared}
     if not urls:
         return
-    from distflow.storage.opening import check_credentials
+    from distflow.storage.stores import check_credentials
 
     for url in sorted(urls):
         check_credentials(parse_url(url), client.credentials_for())

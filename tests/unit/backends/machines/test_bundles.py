@@ -57,7 +57,7 @@ def test_an_old_python_says_that_it_is_old(version: str, tmp_path: Path) -> None
     _bring(tmp_path)
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'home')!r})\n"
-        f"from distflow.storage.onnode import serve; serve({str(tmp_path)!r}, 0o77)"
+        f"from distflow.storage.node_service import serve; serve({str(tmp_path)!r}, 0o77)"
     )
     # The request's end would be the connection's.
     with subprocess.Popen([found, "-I", "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -17,12 +17,11 @@ from typing import Final
 __all__ = ["RUNTIME", "STORAGE", "Bundle"]
 
 _STORAGE: Final = (
-    "documents/__init__", "documents/names", "documents/urls", "documents/words", "errors", "shell", "storage/__init__",
-    "storage/arrival", "storage/base", "storage/credentials", "storage/datasets", "storage/delivery",
-    "storage/downloading", "storage/failures", "storage/identity", "storage/objects", "storage/onnode",
-    "storage/options", "storage/selecting", "storage/sums", "storage/tending", "storage/trying", "storage/uploading",
+    "documents/__init__", "documents/text", "documents/urls", "errors", "shell", "storage/__init__",
+    "storage/base", "storage/credentials", "storage/datasets", "storage/failures", "storage/files", "storage/node_service",
+    "storage/objects", "storage/task_data", "storage/transfers",
 )  # fmt: skip
-"""What ``storage.onnode`` imports, and that imports; a test runs it from nothing else."""
+"""The modules that ``storage.node_service`` imports, directly or not; a test runs it with nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,10 +41,9 @@ from distflow.backends.machines.transfer.staging import Blob, send_blobs
 from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node, Pool
-from distflow.storage.arrival import Arrival
 from distflow.storage.base import Progress
-from distflow.storage.delivery import Delivered, Delivery
-from distflow.storage.identity import Identity
+from distflow.storage.credentials import Identity
+from distflow.storage.task_data import Delivered, Delivery, InputRequest
 from distflow.transports.base import Transport
 
 __all__ = ["Answered", "Connection", "now"]
@@ -211,7 +210,7 @@ class Connection:
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
 
-    def bring(self, key: AttemptKey, arrival: Arrival, place: str, identity: Identity, progress: Progress) -> None:
+    def bring(self, key: AttemptKey, arrival: InputRequest, place: str, identity: Identity, progress: Progress) -> None:
         """Have the node fetch an input into a directory of the attempt. Raises as ``bring_there`` does."""
         bring_there(
             self._transport, self.node.root, self.node.python, key.name, arrival, place, identity,

@@ -11,9 +11,9 @@ from distflow.backends.base import AttemptKey
 from distflow.backends.machines.connection.node_connection import Connection
 from distflow.errors import TransportError
 from distflow.storage.base import Progress
-from distflow.storage.delivery import Delivered, Delivery, NotDirect
-from distflow.storage.failures import Halted
-from distflow.storage.identity import Identity
+from distflow.storage.credentials import Identity
+from distflow.storage.failures import TransferCanceled
+from distflow.storage.task_data import Delivered, Delivery, RelayRequired
 
 __all__ = ["Deliverer"]
 
@@ -36,7 +36,10 @@ class Deliverer:
         self, connection: Connection, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event,
         told: Progress,
     ) -> Delivered:  # fmt: skip
-        """Return when all is there; a node that is away is waited for. Raises as ``deliver_there`` does, and ``Halted``."""
+        """Return when the whole output is delivered; wait for an unreachable node.
+
+        Raises as ``deliver_there`` does, and ``TransferCanceled``.
+        """
         tries = furthest = 0
         since = time.monotonic()
         while True:
@@ -52,7 +55,7 @@ class Deliverer:
                 furthest = max(furthest, progress.done)
                 # An sshd that is being restarted accepts no connection while the agent's connection still stands.
                 if tries >= _TRIES and time.monotonic() - since >= self._patience_s:
-                    raise NotDirect(f"{error.message} (tried {tries} times)") from error
+                    raise RelayRequired(f"{error.message} (tried {tries} times)") from error
             halt.wait(min(_PAUSE_S * max(1, tries), _LONGEST_PAUSE_S))
 
     @contextmanager
@@ -61,10 +64,10 @@ class Deliverer:
             turn = self._turns.setdefault(node, threading.Lock())
         while not turn.acquire(timeout=_PAUSE_S):
             if halt.is_set():
-                raise Halted
+                raise TransferCanceled
         try:
             if halt.is_set():
-                raise Halted
+                raise TransferCanceled
             yield
         finally:
             turn.release()
@@ -80,6 +83,6 @@ class _Progress:
 
     def __call__(self, done: int, total: int) -> None:
         if self._halt.is_set():
-            raise Halted
+            raise TransferCanceled
         self.done = done
         self._told(done, total)

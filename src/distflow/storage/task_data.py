@@ -1,0 +1,276 @@
+"""Inputs and outputs of tasks at URLs and in datasets, and the archives in which they travel through this machine.
+
+An archive depends only on names, contents and times. Its name is its SHA-256, as for the outputs that nodes pack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from distflow.documents.urls import parse_dataset, parse_url
+from distflow.errors import StorageError
+from distflow.runtime.files.durable import publish
+from distflow.runtime.files.unpacking import unpack
+from distflow.runtime.wire import OpError
+from distflow.storage.base import Progress, Store, ignore_progress
+from distflow.storage.datasets import Datasets
+from distflow.storage.failures import Retries, local_errors
+from distflow.storage.files import find_sources
+from distflow.storage.transfers import TransferResult, download, find, upload
+
+__all__ = [
+    "Archive", "Delivered", "Delivery", "InputRequest", "RelayRequired", "deliver", "fetch_input", "inspect_input",
+    "make_archive", "pin_version", "unpacked",
+]  # fmt: skip
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRequest:
+    """An input of a task."""
+
+    url: str
+    """With all tokens filled in."""
+    regex: str = ""
+    """Matched from the start of the relative path."""
+    dataset: str = ""
+    """A dataset below the URL, with or without a version; empty: the data at the URL itself."""
+
+    @property
+    def label(self) -> str:
+        """The input in a printable form."""
+        return f"dataset {self.dataset}" if self.dataset else str(parse_url(self.url))
+
+
+def pin_version(store: Store, request: InputRequest, retries: Retries | None = None) -> InputRequest:
+    """Return the request with the version of its dataset, so that several nodes fetch the same version.
+
+    Raises ``StorageError``, and ``NotFound`` when the dataset has no version.
+    """
+    name, number = parse_dataset(request.dataset) if request.dataset else ("", 0)
+    if number is not None:
+        return request
+    number = Datasets(store, parse_url(request.url), retries).manifest(name).number
+    return replace(request, dataset=f"{name}:{number}")
+
+
+def inspect_input(store: Store, request: InputRequest, retries: Retries | None = None) -> TransferResult:
+    """Return the number of files and bytes of an input without fetching it. Raises ``StorageError``."""
+    url = parse_url(request.url)
+    if request.dataset:
+        name, number = parse_dataset(request.dataset)
+        sizes = [one.size for one in Datasets(store, url, retries).manifest(name, number).matching(request.regex)]
+    else:
+        sizes = [one.entry.size for one in find(store, url, request.regex, may_be_empty=True, retries=retries)]
+    return TransferResult(files=len(sizes), size=sum(sizes))
+
+
+def fetch_input(
+    store: Store,
+    request: InputRequest,
+    files: Path,
+    *,
+    retries: Retries | None = None,
+    on_progress: Progress = ignore_progress,
+) -> TransferResult:
+    """Fetch an input so that the directory ``files`` holds exactly it; files of an earlier attempt are continued.
+
+    A dataset gets a directory of its name. A URL without objects is an empty directory. Raises ``StorageError`` and
+    ``TransferCanceled``.
+    """
+    with local_errors(files):
+        files.mkdir(parents=True, exist_ok=True)
+    result = _fetch(store, request, files, True, retries, on_progress)
+    if len(find_sources([files], contents=True)) > result.files:
+        # An earlier attempt left files that the store has deleted since.
+        with local_errors(files):
+            shutil.rmtree(files)
+            files.mkdir()
+        result = _fetch(store, request, files, False, retries, on_progress)
+    return result
+
+
+def _fetch(
+    store: Store, request: InputRequest, files: Path, resume: bool, retries: Retries | None, on_progress: Progress
+) -> TransferResult:
+    url = parse_url(request.url)
+    if not request.dataset:
+        return download(
+            store, url, files, regex=request.regex, may_be_empty=True, resume=resume, retries=retries, on_progress=on_progress
+        )  # fmt: skip
+    name, number = parse_dataset(request.dataset)
+    datasets = Datasets(store, url, retries)
+    manifest = datasets.manifest(name, number)
+    return datasets.fetch(manifest, files / name, regex=request.regex, resume=resume, on_progress=on_progress)
+
+
+# -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+class RelayRequired(Exception):
+    """A node cannot write its output to the store itself, so the supervisor relays it; the text is the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """An output of a task, and its destination."""
+
+    url: str
+    """With all tokens filled in."""
+    regex: str = ""
+    """Matched from the start of the relative path."""
+    dataset: str = ""
+    """A dataset below the URL; empty: the URL itself is the destination."""
+    paths: Sequence[str] = ()
+    """For a dataset: the parts of the output to upload; empty: all of it."""
+    is_update: bool = False
+    """For a dataset: whether to add to a version, the named one or the latest."""
+    upload_id: str = ""
+    """For a dataset: the same for every retry of this delivery."""
+    at: float = 0.0
+    """For a dataset: the creation time of its version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """The result of a delivery."""
+
+    words: str
+    """The destination in a printable form; a dataset with its version."""
+    files: int
+    size: int
+    """Bytes of the files."""
+
+
+def deliver(
+    store: Store,
+    delivery: Delivery,
+    top: Path,
+    *,
+    retries: Retries | None = None,
+    on_progress: Progress = ignore_progress,
+) -> Delivered:
+    """Upload the files of a directory; content that the store already has is not sent again.
+
+    Raises ``StorageError`` and ``TransferCanceled``.
+    """
+    url = parse_url(delivery.url, writes=True)
+    if not delivery.dataset:
+        files = find_sources([top], delivery.regex, contents=True, only_files=True)
+        result = upload(store, url, files, retries=retries, on_progress=on_progress)
+        return Delivered(words=str(url), files=result.files, size=result.size)
+    for path in delivery.paths:
+        if not (top / path).exists():
+            raise StorageError(f"dataset {delivery.dataset}: the output has no `{path}`")
+    # The name of the output directory means nothing to a user: `.` stands for its contents.
+    is_whole = not delivery.paths or any(top / path == top for path in delivery.paths)
+    tops = [top] if is_whole else [top / path for path in delivery.paths]
+    files = find_sources(tops, delivery.regex, contents=is_whole, only_files=True)
+    if not files:
+        return Delivered(words=f"dataset {delivery.dataset}", files=0, size=0)
+    name, _ = parse_dataset(delivery.dataset)
+    datasets = Datasets(store, url, retries)
+    if delivery.is_update:
+        made = datasets.update(
+            delivery.dataset, files, upload_id=delivery.upload_id, at=delivery.at, on_progress=on_progress
+        )  # fmt: skip
+    else:
+        made = datasets.add(name, files, upload_id=delivery.upload_id, at=delivery.at, on_progress=on_progress)
+    return Delivered(words=f"dataset {name}:{made.number}", files=len(made.files), size=made.size)
+
+
+# -- archives ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """A tar file in a directory of blobs."""
+
+    digest: str
+    """Its SHA-256, which is also its name."""
+    size: int
+    """Bytes of the tar file."""
+    content: TransferResult
+    """The files in it."""
+
+
+def make_archive(fetch: Callable[[Path], TransferResult], blobs: Path, scratch: Path, retries: Retries) -> Archive:
+    """Pack the files that ``fetch`` brings into a directory, as a blob.
+
+    ``scratch`` belongs to this transfer alone; files of an earlier attempt in it are reused. Raises ``StorageError`` and
+    ``TransferCanceled``.
+    """
+    files, part = scratch / "files", scratch / "archive"
+    content = fetch(files)
+    with local_errors(part):
+        try:
+            digest, size = _pack(files, part, retries)
+            with part.open("rb") as packed:
+                publish(packed, str(blobs / digest))
+        finally:
+            part.unlink(missing_ok=True)
+        shutil.rmtree(scratch)
+    return Archive(digest=digest, size=size, content=content)
+
+
+@contextmanager
+def unpacked(archive: Path, scratch: Path) -> Iterator[Path]:
+    """Unpack an archive into ``scratch`` while the block runs. Raises ``StorageError``."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        try:
+            with local_errors(scratch):
+                scratch.mkdir(parents=True)
+                with archive.open("rb") as source:
+                    unpack(source, os.fspath(scratch), compressed=False)
+        except OpError as error:
+            raise StorageError(f"the output cannot be unpacked: {error}") from error
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _HashingFile:
+    """A file that computes the SHA-256 of its content while it is written."""
+
+    def __init__(self, file: BinaryIO, retries: Retries) -> None:
+        self._file = file
+        self._retries = retries
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> int:
+        self._retries.check()
+        self.digest.update(data)
+        self.size += len(data)
+        return self._file.write(data)
+
+
+def _pack(top: Path, path: Path, retries: Retries) -> tuple[str, int]:
+    with path.open("wb") as file:
+        sink = _HashingFile(file, retries)
+        with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 20) as tar:  # type: ignore[call-overload]
+            for folder, folders, names in os.walk(top):
+                folders.sort(key=os.fsencode)
+                below = os.path.relpath(folder, top)
+                if below != ".":
+                    made = tarfile.TarInfo(below)
+                    made.type, made.mode = tarfile.DIRTYPE, 0o700
+                    tar.addfile(made)
+                for name in sorted(names, key=os.fsencode):
+                    member = tarfile.TarInfo(os.path.normpath(os.path.join(below, name)))
+                    with open(os.path.join(folder, name), "rb") as source:
+                        found = os.fstat(source.fileno())
+                        member.size, member.mtime, member.mode = found.st_size, int(found.st_mtime), 0o600
+                        tar.addfile(member, source)
+    return sink.digest.hexdigest(), sink.size

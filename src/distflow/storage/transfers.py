@@ -1,0 +1,344 @@
+"""Transfers between local files and a store: find, download, upload and delete, several objects at once.
+
+A file is complete and has the right checksum, or it does not get its name. Content that is already there is not sent again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from distflow.documents.urls import StorageUrl
+from distflow.errors import StorageError, StorageUnreachable
+from distflow.runtime.files.safe_paths import inside
+from distflow.runtime.files.unpacking import file_time
+from distflow.runtime.wire import OpError
+from distflow.storage.base import (
+    Entry,
+    Progress,
+    SelectedObject,
+    Store,
+    check_names,
+    ignore_progress,
+    select,
+    select_existing,
+)
+from distflow.storage.failures import Retries, TransferCanceled, local_errors
+from distflow.storage.files import Source, has_content, part_name, sha256
+
+__all__ = ["TransferResult", "delete", "download", "find", "find_removable", "upload"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferResult:
+    """The result of a transfer."""
+
+    files: int = 0
+    """Files that are at their destination now."""
+    size: int = 0
+    """Their bytes."""
+    skipped: int = 0
+    """Files of them that were already there."""
+
+
+def find(
+    store: Store, url: StorageUrl, regex: str = "", *, may_be_empty: bool = False, retries: Retries | None = None
+) -> tuple[SelectedObject, ...]:
+    """Return the objects that a URL selects and whose relative paths ``regex`` matches.
+
+    Raises ``StorageMissing`` when there is no object at the URL at all, unless ``may_be_empty``.
+    """
+    found = (retries or Retries()).call(lambda: store.find(url.key))
+    return select(url, found, regex) if may_be_empty else select_existing(url, found, regex)
+
+
+def find_removable(
+    store: Store, url: StorageUrl, regex: str = "", *, retries: Retries | None = None
+) -> tuple[SelectedObject, ...]:
+    """Return the objects that ``delete`` removes at a URL and whose relative paths ``regex`` matches.
+
+    Raises ``StorageMissing`` when there is no object at the URL at all.
+    """
+    return select_existing(url, (retries or Retries()).call(lambda: store.find_removable(url.key)), regex)
+
+
+def delete(
+    store: Store, url: StorageUrl, objects: Sequence[SelectedObject], *, at_once: int = 8, retries: Retries | None = None
+) -> int:
+    """Remove objects that ``find_removable`` found at a URL, and return their number.
+
+    Raises ``StorageError`` for the first object that cannot be removed.
+    """
+    retries = retries or Retries()
+
+    def remove(one: SelectedObject) -> None:
+        retries.call(lambda: store.delete(one.entry.key, top=url.key))
+
+    return len(_for_all(objects, remove, at_once, retries))
+
+
+# -- downloads --------------------------------------------------------------------------------------------------------
+
+
+def download(
+    store: Store,
+    url: StorageUrl,
+    target: Path,
+    *,
+    regex: str = "",
+    checksums: Mapping[str, str] | None = None,
+    may_be_empty: bool = False,
+    resume: bool = False,
+    at_once: int = 8,
+    retries: Retries | None = None,
+    on_progress: Progress = ignore_progress,
+) -> TransferResult:
+    """Download the objects that a URL selects to the directory ``target``.
+
+    With ``checksums`` (SHA-256 by name), only these names are downloaded, all of them must exist, and a file gets its name only
+    when its content has that checksum. With ``resume``, files that have the right size and checksum are kept. An incomplete
+    file is always continued, as long as the store has the same content. Files get the modification times of the store.
+
+    Raises ``StorageError`` and ``TransferCanceled``.
+    """
+    retries = retries or Retries()
+    found = find(store, url, regex, may_be_empty=may_be_empty, retries=retries)
+    objects = tuple(one for one in found if checksums is None or one.name in checksums)
+    missing = sorted(set(checksums or ()) - {one.name for one in objects})
+    if missing:
+        raise StorageError(f"{url.below(missing[0])} is missing from the store", hint="a part of this version was removed")
+    check_names(url, objects)
+    counter = _ByteCounter(sum(one.entry.size for one in objects), on_progress)
+    with local_errors(target):
+        target.mkdir(parents=True, exist_ok=True)
+        paths = _local_paths(target, objects)
+
+    downloads = {
+        one.name: _Download(store, url, one.entry, paths[one.name], (checksums or {}).get(one.name, ""), retries, counter)
+        for one in objects
+    }
+
+    def fetch(one: SelectedObject) -> bool:
+        if resume and downloads[one.name].is_complete():
+            counter.add(one.entry.size)
+            return True
+        downloads[one.name].run()
+        return False
+
+    try:
+        were_complete = _for_all(objects, fetch, at_once, retries)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError):
+            # Incomplete files must not keep a full disk full.
+            for one in downloads.values():
+                one.discard()
+        raise
+    return TransferResult(files=len(objects), size=sum(one.entry.size for one in objects), skipped=sum(were_complete))
+
+
+def _local_paths(target: Path, objects: Sequence[SelectedObject]) -> dict[str, Path]:
+    """Return the path of each file, after its directory was made; no link in ``target`` leads out of it."""
+    paths = {}
+    known: set[str] = set()
+    for one in objects:
+        try:
+            paths[one.name] = Path(inside(os.fspath(target), one.name, known))
+        except OpError as error:
+            raise StorageError(
+                f"{one.name!r} cannot be kept below {target}: a link there leads out of it", hint="remove the link"
+            ) from error
+        paths[one.name].parent.mkdir(parents=True, exist_ok=True)
+    return paths
+
+
+class _Download:
+    """The download of one object to a file."""
+
+    def __init__(
+        self, store: Store, url: StorageUrl, entry: Entry, path: Path, sha256: str, retries: Retries, counter: _ByteCounter
+    ) -> None:
+        self._store = store
+        self._shown = url.shown(entry.key)
+        self._entry = entry
+        self._path = path
+        self._sha256 = sha256
+        # The incomplete file belongs to this content only: other content under the same key gets another file.
+        token = hashlib.sha256(f"{self._shown}\0{path.name}\0{entry.tag}\0{entry.size}".encode("utf-8", "surrogateescape"))
+        self._part = path.with_name(part_name(token.hexdigest()[:16]))
+        self._retries = retries
+        self._counter = counter
+        self._counted = 0
+        """Bytes of it that the counter includes."""
+
+    def is_complete(self) -> bool:
+        """Whether the file is complete from an earlier download."""
+        if not self._path.is_file() or self._path.is_symlink():
+            return False
+        if self._sha256:
+            return self._path.stat().st_size == self._entry.size and sha256(self._path) == self._sha256
+        return bool(has_content(self._path, self._entry))
+
+    def run(self) -> None:
+        try:
+            with local_errors(self._path):
+                self._retries.call(self._try, lambda: self._counted)
+        except (StorageError, TransferCanceled) as error:
+            # Without a tag, the rest of the object may belong to other content.
+            if isinstance(error.__cause__, OSError) or not self._entry.tag:
+                self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove the incomplete file."""
+        self._part.unlink(missing_ok=True)
+
+    def _try(self) -> None:
+        # Without a tag, the rest of the object may not belong to this incomplete file.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if self._entry.tag else os.O_TRUNC)
+        with os.fdopen(os.open(self._part, flags, 0o666), "r+b") as part:
+            at = part.seek(0, os.SEEK_END)
+            if at > self._entry.size:
+                at = part.truncate(0)
+            part.seek(at)
+            self._count(at)
+
+            def keep(piece: bytes) -> None:
+                self._retries.check()
+                part.write(piece)
+                self._count(self._counted + len(piece))
+
+            if at < self._entry.size:
+                self._store.read(self._entry, at, keep)
+        self._verify()
+        if self._entry.modified is not None:
+            os.utime(self._part, (file_time(self._entry.modified),) * 2)
+        os.replace(self._part, self._path)
+
+    def _count(self, size: int) -> None:
+        self._counter.add(size - self._counted)
+        self._counted = size
+
+    def _verify(self) -> None:
+        size = self._part.stat().st_size
+        if size != self._entry.size:
+            self._retry(f"received {size:,} of {self._entry.size:,} bytes", keep=size < self._entry.size)
+        if not has_content(self._part, self._entry):
+            # The checksum in a list may not be one of the content, or be absent: ask for this object.
+            now = self._store.stat(self._entry.key)
+            if now.tag != self._entry.tag or now.size != self._entry.size:
+                self._retry("it was changed during the download", keep=False)
+            if has_content(self._part, now) is False:
+                self._retry("the downloaded content does not have the checksum of the store", keep=False)
+        if self._sha256 and sha256(self._part) != self._sha256:
+            self.discard()
+            raise StorageError(f"{self._shown} was changed since it was uploaded: its SHA-256 differs")
+
+    def _retry(self, why: str, *, keep: bool) -> None:
+        if not keep:
+            self._part.unlink(missing_ok=True)
+        raise StorageUnreachable(f"{self._shown}: {why}")
+
+
+# -- uploads ----------------------------------------------------------------------------------------------------------
+
+
+def upload(
+    store: Store,
+    url: StorageUrl,
+    files: Sequence[Source],
+    *,
+    at_once: int = 8,
+    retries: Retries | None = None,
+    on_progress: Progress = ignore_progress,
+) -> TransferResult:
+    """Write files below a URL, and verify each in the store. Raises ``StorageError`` and ``TransferCanceled``."""
+    retries = retries or Retries()
+    counter = _ByteCounter(sum(one.size for one in files), on_progress)
+    existing = {entry.key: entry for entry in retries.call(lambda: store.find(url.key))} if files else {}
+
+    def send(one: Source) -> bool:
+        destination = url.below(one.name)
+        if destination.key in existing and has_content(one.path, existing[destination.key]):
+            counter.add(one.size)
+            return True
+        retries.call(lambda: _write(store, destination, one, retries, counter))
+        return False
+
+    existed = _for_all(files, send, at_once, retries)
+    return TransferResult(files=len(files), size=sum(one.size for one in files), skipped=sum(existed))
+
+
+def _write(store: Store, destination: StorageUrl, one: Source, retries: Retries, counter: _ByteCounter) -> None:
+    sent = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal sent
+        retries.check()
+        sent += count
+        counter.add(count)
+
+    try:
+        with local_errors(one.path):
+            before = one.path.lstat()
+        if not stat.S_ISREG(before.st_mode):
+            raise StorageError(f"{one.path} is no longer a regular file", hint="upload it again")
+        store.write(destination.key, one.path, on_bytes)
+        found = store.stat(destination.key)
+        with local_errors(one.path):
+            after = one.path.lstat()
+        if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
+            raise StorageError(f"{one.path} was changed during its upload to {destination}", hint="upload it again")
+        if found.size != before.st_size or has_content(one.path, found) is False:
+            raise StorageUnreachable(f"{destination}: the stored object differs from the uploaded file")
+    except BaseException:
+        counter.add(-sent)
+        raise
+    counter.add(one.size - sent)
+
+
+# -- several objects at once ------------------------------------------------------------------------------------------
+
+
+class _ByteCounter:
+    """Counts the transferred bytes of several threads, and reports them."""
+
+    def __init__(self, total: int, on_progress: Progress) -> None:
+        self.total = total
+        self.done = 0
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        on_progress(0, total)
+
+    def add(self, count: int) -> None:
+        """Count some more bytes; a negative number when they have to be sent again."""
+        with self._lock:
+            self.done += count
+            self._on_progress(min(self.done, self.total), self.total)
+
+
+def _for_all(items: Sequence[_T], act: Callable[[_T], _R], at_once: int, retries: Retries) -> list[_R]:
+    """Call ``act`` for all items, ``at_once`` at a time. The first failure cancels the rest, and is raised after they ended."""
+    with ThreadPoolExecutor(max_workers=max(1, min(at_once, len(items) or 1)), thread_name_prefix="data") as workers:
+        futures = [workers.submit(act, item) for item in items]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            failure = next((one.exception() for one in futures if one.done() and one.exception()), None)
+        except BaseException:
+            retries.canceled.set()
+            raise
+        if failure is not None:
+            retries.canceled.set()
+            for one in futures:
+                one.cancel()
+            raise failure
+    return [one.result() for one in futures]
