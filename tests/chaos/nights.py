@@ -17,7 +17,7 @@ from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.supervisor.decide import decide
 from distflow.supervisor.loop import Supervisor
-from distflow.supervisor.world import Decision, NodeView, Rest, Workflow
+from distflow.supervisor.world import Decision, LastDecision, NodeView, Workflow
 from distflow.testing.attempts import Behaviour
 from unit.supervisor.gangs import Driver, node, pool
 
@@ -47,7 +47,7 @@ class _Doubting(Supervisor):
 
     def decide(self) -> Decision:
         found = super().decide()
-        anew = decide(replace(self.world(), rest=Rest()), self._clock.now())
+        anew = decide(replace(self.world(), rest=LastDecision()), self._clock.now())
         assert replace(found, rest=anew.rest) == anew
         return found
 

@@ -20,7 +20,7 @@ import pytest
 
 from contract.conftest import launch_of, processes_with
 from distflow.errors import AgentError
-from distflow.runtime.guard.kill_tree import Hunt
+from distflow.runtime.guard.kill_tree import TreeKiller
 from distflow.runtime.processes import list_processes, read_process
 from distflow.testing.waiting import wait_until
 
@@ -84,7 +84,7 @@ def dice(request: pytest.FixtureRequest) -> random.Random:
 def _no_daemon_is_left_to_the_next_test(marker: str) -> Iterator[None]:
     yield
     # A test that fails must not leave a bomb ticking on the machine.
-    hunt = Hunt(lambda everything: [one for one in everything if has(one, marker)], lambda one: has(one, marker))
+    hunt = TreeKiller(lambda everything: [one for one in everything if has(one, marker)], lambda one: has(one, marker))
 
     def is_clean() -> bool:
         caught = hunt.step()

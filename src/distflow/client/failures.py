@@ -12,8 +12,8 @@ from distflow.diagnosis.model import Diagnosis
 from distflow.errors import NotFound
 from distflow.lifecycle.states import State
 from distflow.state.mirror import LAST_LINES
+from distflow.supervisor.error_reports import signal_name
 from distflow.supervisor.missing_ranks import missing_ranks
-from distflow.supervisor.testimony import signal_name
 from distflow.supervisor.timeline import Moment, attempt_of, cause_of, moments
 
 if TYPE_CHECKING:

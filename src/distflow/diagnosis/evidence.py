@@ -9,9 +9,9 @@ from distflow.diagnosis.model import Case, First, Witness
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.event_text import hang_text
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord
+from distflow.supervisor.error_reports import failure_report, hidden_failure_report
 from distflow.supervisor.missing_ranks import MissingRanks, missing_ranks
 from distflow.supervisor.printed_errors import without_launcher
-from distflow.supervisor.testimony import hear, hear_hidden
 from distflow.supervisor.timeline import attempt_of, cause_of
 
 __all__ = ["case_of"]
@@ -39,7 +39,7 @@ def case_of(group: GroupRecord, attempt: int, lines: Mapping[str, Sequence[str]]
 
 
 def _hidden(missing: MissingRanks, lines: Sequence[str]) -> First:
-    told = hear_hidden(lines)
+    told = hidden_failure_report(lines)
     return First(
         task=missing.task.name,
         rank=(told.rank if told else "") or missing.task.ranks,
@@ -62,7 +62,7 @@ def _first(cause: Cause, tasks: Sequence[TaskRecord], lines: Mapping[str, Sequen
     if not traceback:
         # An earlier version wrote this verdict, without searching the output for tracebacks.
         end = next((task.end for task in tasks if task.name == cause.task), None)
-        traceback = hear(end, lines.get(cause.task, ())).traceback
+        traceback = failure_report(end, lines.get(cause.task, ())).traceback
     return First(task=cause.task, rank=cause.ranks, message=cause.message, rank_signal=cause.rank_signal, traceback=traceback)
 
 

@@ -14,8 +14,8 @@ from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import Binding, GroupPlan, Plan
 from distflow.protocol.attempts import attempt_name
 from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.absorb import end_unstarted
 from distflow.supervisor.memo import Memo
+from distflow.supervisor.observations import end_unstarted
 
 __all__ = ["Place", "Rebuilt", "is_starting", "latest", "rebuild"]
 

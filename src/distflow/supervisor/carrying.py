@@ -36,8 +36,8 @@ __all__ = [
     "Errand",
     "TransferEnded",
     "TransferMoved",
-    "absorb_data",
-    "absorb_not_brought",
+    "apply_data",
+    "apply_not_brought",
     "carry_in",
     "carry_out",
     "fetch_errand",
@@ -217,7 +217,7 @@ def is_wanted(record: WorkflowRecord, command: TransferData) -> bool:
     return not group.state.is_final and group.attempt == command.key.attempt
 
 
-def absorb_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
+def apply_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after something was carried, or a part of it, and the events that tell of it."""
     group = record.group(seen.key.group)
     task = group.find(seen.key.task, seen.key.attempt)
@@ -253,7 +253,7 @@ def _details(seen: TransferEnded) -> EventDetails:
     return OutputWritten(url=done.url, files=done.files, size=done.content)
 
 
-def absorb_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:
+def apply_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after a node could not fetch an input: it is to be fetched here, for all of them."""
     group = record.group(seen.key.group)
     data = DataRef(DataKind.FETCH, seen.number)

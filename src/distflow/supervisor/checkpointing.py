@@ -25,7 +25,7 @@ from distflow.supervisor.carrying import (
     Errand,
     TransferEnded,
     TransferMoved,
-    absorb_data,
+    apply_data,
     fetch_errand,
     write_errand,
 )
@@ -35,8 +35,8 @@ from distflow.supervisor.world import NodeView
 __all__ = [
     "CANCELED_S",
     "Due",
-    "absorb_checkpoint",
-    "absorb_transfer",
+    "apply_checkpoint",
+    "apply_transfer",
     "differences",
     "due",
     "errand_of",
@@ -155,7 +155,7 @@ def differences(plan: GroupPlan, group: GroupRecord) -> str:
     return f"{words}; `shared` gives all tasks of the group the same files"
 
 
-def absorb_checkpoint(
+def apply_checkpoint(
     record: WorkflowRecord,
     plan: GroupPlan,
     group: GroupRecord,
@@ -194,14 +194,14 @@ def errand_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Erra
             return _store_errand(group, record, command)
 
 
-def absorb_transfer(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
+def apply_transfer(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after progress or the end of a transfer, and the events that tell of it."""
     if seen.data.kind is not DataKind.STORE:
-        return absorb_data(record, seen)
-    return _absorb_stored(record, seen) if isinstance(seen, TransferEnded) else (record, [])
+        return apply_data(record, seen)
+    return _apply_stored(record, seen) if isinstance(seen, TransferEnded) else (record, [])
 
 
-def _absorb_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
+def _apply_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after a checkpoint was written to its URL, or could not be."""
     group = record.group(seen.key.group)
     known = group.checkpoint(seen.key.task, seen.data.number)

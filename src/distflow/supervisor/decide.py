@@ -1,7 +1,7 @@
 """``decide(world, now) → decision``: the whole policy of gangs, in one pure function over frozen records.
 
 For each group the state says what may happen next; the functions, those of ``starting`` first, are in the order of its life.
-Commands are repeated at every decision until their answer was absorbed (the loop leaves out those under way), so nothing is
+Commands are repeated at every decision until their answer was applied (the loop leaves out those under way), so nothing is
 lost with a connection, a node or a supervisor: what is asked again answers what already is.
 """
 
@@ -27,18 +27,18 @@ from distflow.state.event_details import (
 )
 from distflow.state.event_text import event_text
 from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray
-from distflow.supervisor.absorb import announce_wait, end_unstarted, stop_unstarted
 from distflow.supervisor.checkpointing import CANCELED_S, differences, due
 from distflow.supervisor.commands import CollectOutput, PackCheckpoint, Prepare, Start, Stop
 from distflow.supervisor.handover import Handover, hand_over
 from distflow.supervisor.missing_ranks import check_outputs, hidden_cause, missing_ranks
+from distflow.supervisor.observations import announce_wait, end_unstarted, stop_unstarted
 from distflow.supervisor.queue import Leases, next_leases
 from distflow.supervisor.retry import is_rescheduled, try_again
 from distflow.supervisor.rolling import roll_up
 from distflow.supervisor.room import share_of
 from distflow.supervisor.starting import Starting
 from distflow.supervisor.verdict import by_exit_actions, first_cause
-from distflow.supervisor.world import Decision, Glance, Rest, Workflow, World
+from distflow.supervisor.world import Decision, LastDecision, Workflow, WorkflowView, World
 
 __all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "decide"]
 
@@ -56,7 +56,7 @@ def decide(world: World, now: float) -> Decision:
     decision = Decision()
     known = _at_rest(world, now)
     busy = {one.workflow for one in world.in_flight}
-    glances: dict[str, Glance] = {}
+    glances: dict[str, WorkflowView] = {}
     for workflow in world.workflows:
         uuid = workflow.record.uuid
         glance = known.get(uuid)
@@ -71,11 +71,11 @@ def decide(world: World, now: float) -> Decision:
     _take(waiting, decision, glances, now)
     if waiting.wake_at is not None:
         decision.wake(waiting.wake_at)
-    decision.rest = Rest(at=now, pools=world.pools, nodes=world.nodes, glances=glances)
+    decision.rest = LastDecision(at=now, pools=world.pools, nodes=world.nodes, glances=glances)
     return decision
 
 
-def _take(waiting: Leases, decision: Decision, glances: Mapping[str, Glance], now: float) -> None:
+def _take(waiting: Leases, decision: Decision, glances: Mapping[str, WorkflowView], now: float) -> None:
     """Write down what groups wait for, and end those that would wait forever."""
     for (uuid, name), message in (waiting.messages | waiting.failures).items():
         record = decision.records.get(uuid) or glances[uuid].share.workflow.record
@@ -91,14 +91,14 @@ def _take(waiting: Leases, decision: Decision, glances: Mapping[str, Glance], no
             decision.events.append(Event(at=now, details=told, workflow=uuid, group=name))
 
 
-def _at_rest(world: World, now: float) -> Mapping[str, Glance]:
+def _at_rest(world: World, now: float) -> Mapping[str, WorkflowView]:
     """Return what of the decision before still holds: nothing when a pool or a node has changed, or time has gone back."""
     rest = world.rest
     is_same = rest.at <= now and rest.pools is world.pools and rest.nodes is world.nodes
     return rest.glances if is_same else {}
 
 
-def _look(world: World, workflow: Workflow, now: float, decision: Decision, *, is_busy: bool) -> Glance:
+def _look(world: World, workflow: Workflow, now: float, decision: Decision, *, is_busy: bool) -> WorkflowView:
     """Take every step of a workflow that follows now. One with commands under way is not at rest: they may get no answer."""
     part = Decision()
     record = workflow.record
@@ -119,7 +119,7 @@ def _look(world: World, workflow: Workflow, now: float, decision: Decision, *, i
         decision.wake(part.wake_at)
     is_at_rest = not (has_changed or part.events or part.commands or is_busy)
     wake_at = (math.inf if part.wake_at is None else part.wake_at) if is_at_rest else -math.inf
-    return Glance(share=share_of(workflow), wake_at=wake_at)
+    return WorkflowView(share=share_of(workflow), wake_at=wake_at)
 
 
 class _Step(Starting):

@@ -37,10 +37,9 @@ from distflow.state.mirror import LAST_LINES, Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import remove_secrets
 from distflow.state.store import Store
-from distflow.supervisor.absorb import absorb, absorb_node, absorb_view, end_unstarted, node_details
 from distflow.supervisor.answering import answered
 from distflow.supervisor.carrying import TransferEnded, TransferMoved, is_wanted
-from distflow.supervisor.checkpointing import absorb_transfer, errand_of, place_of
+from distflow.supervisor.checkpointing import apply_transfer, errand_of, place_of
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.commands import (
     CollectOutput,
@@ -58,9 +57,16 @@ from distflow.supervisor.decide import decide
 from distflow.supervisor.handover import archives, arrived
 from distflow.supervisor.memo import memo_for
 from distflow.supervisor.mover import DataMover
+from distflow.supervisor.observations import (
+    apply_node_observation,
+    apply_observation,
+    end_unstarted,
+    node_details,
+    update_node_view,
+)
 from distflow.supervisor.preparing import launch_of, secrets_of
 from distflow.supervisor.resuming import in_our_time, request_in_our_time
-from distflow.supervisor.world import Decision, NodeView, Rest, Workflow, World, key_of
+from distflow.supervisor.world import Decision, LastDecision, NodeView, Workflow, World, key_of
 
 __all__ = ["STRAY_PATIENCE_S", "Supervisor", "Wake"]
 
@@ -139,7 +145,7 @@ class Supervisor:
         # These two are replaced, never changed: a decision knows by that whether anything happened.
         self._pools: Mapping[str, Pool] = {}
         self._nodes: Mapping[tuple[str, str], NodeView] = {}
-        self._rest = Rest()
+        self._rest = LastDecision()
         self._backends: dict[str, Backend] = {}
         self.in_flight: dict[CommandId, Command] = {}
         """Commands that were given and have not been answered."""
@@ -221,9 +227,9 @@ class Supervisor:
         if workflow is None or isinstance(seen, Unanswered | CollectUnanswered):
             return
         if isinstance(seen, TransferMoved | TransferEnded):
-            record, told = absorb_transfer(workflow.record, seen)
+            record, told = apply_transfer(workflow.record, seen)
         else:
-            record, told = absorb(workflow.record, workflow.plan, seen)
+            record, told = apply_observation(workflow.record, workflow.plan, seen)
         events += told
         if came:
             # A checkpoint took the place of the one before, or nobody waits for this any more.
@@ -235,7 +241,7 @@ class Supervisor:
     def _see_node(self, seen: NodeUp | NodeDown, changed: dict[str, WorkflowRecord], events: list[Event]) -> None:
         place = (seen.pool, seen.node)
         view = self._nodes[place]
-        self._nodes = {**self._nodes, place: absorb_view(view, seen)}
+        self._nodes = {**self._nodes, place: update_node_view(view, seen)}
         if isinstance(seen, NodeDown):
             is_news = view.up or view.error != seen.error
             for identity, command in list(self.in_flight.items()):
@@ -246,7 +252,7 @@ class Supervisor:
         if is_news:
             self._log(event_text(node_details(seen), group=None, task=None))
         for uuid, workflow in self._workflows.items():
-            record, told = absorb_node(workflow.record, seen)
+            record, told = apply_node_observation(workflow.record, seen)
             events += told
             if record is not workflow.record:
                 changed[uuid] = record

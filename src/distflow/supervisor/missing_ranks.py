@@ -13,8 +13,8 @@ from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.state.record import Cause, GroupRecord, HiddenFailure, TaskRecord
+from distflow.supervisor.error_reports import hidden_failure_report
 from distflow.supervisor.printed_errors import without_launcher
-from distflow.supervisor.testimony import hear_hidden
 
 __all__ = ["MissingRanks", "check_outputs", "hidden_cause", "missing_ranks"]
 
@@ -69,7 +69,7 @@ def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskR
     if is_later:
         return cause
     printed = lines(task)
-    told = hear_hidden(printed)
+    told = hidden_failure_report(printed)
     return Cause(
         task=task.name,
         reason=Reason.EXIT_CODE,
@@ -91,7 +91,7 @@ def _first(group: GroupRecord) -> TaskRecord | None:
 
 
 def _hidden_failure(task: TaskRecord, lines: Sequence[str]) -> HiddenFailure | None:
-    told = hear_hidden(lines)
+    told = hidden_failure_report(lines)
     if told is None:
         return None
     ran_s = (task.ended_at or 0.0) - (task.started_at or 0.0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from distflow.plan.model import Plan
 from distflow.state.record import CancelRequest, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.absorb import LEASE_BACKOFF_S
+from distflow.supervisor.observations import LEASE_BACKOFF_S
 
 __all__ = ["in_our_time", "request_in_our_time"]
 

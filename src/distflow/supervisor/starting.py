@@ -10,9 +10,9 @@ from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_fo
 from distflow.state.event_details import GroupStatus
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import TaskRecord
-from distflow.supervisor.absorb import REFUSED, end_unstarted
 from distflow.supervisor.carrying import Carriage, carry_in
 from distflow.supervisor.commands import Prepare, Release, Start
+from distflow.supervisor.observations import REFUSED, end_unstarted
 from distflow.supervisor.step import Step
 
 __all__ = ["Starting"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distflow.lifecycle.states import REASON_TEXT, Reason, State
 from distflow.state.event_details import NodeReachable, NodeUnreachable
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
-from distflow.supervisor.testimony import hear, signal_name
+from distflow.supervisor.error_reports import failure_report, signal_name
 
 __all__ = ["Moment", "attempt_of", "cause_of", "moments", "show_end"]
 
@@ -93,7 +93,7 @@ def _because(task: TaskRecord, cause: Cause | None, lines: tuple[str, ...]) -> s
         return _blamed(task, cause)
     if task.state is State.COMPLETED:
         return "completed" if task.end is not None and task.end.is_success else task.message
-    if task.reason in (Reason.EXIT_CODE, Reason.SIGNAL) and hear(task.end, lines).is_symptom:
+    if task.reason in (Reason.EXIT_CODE, Reason.SIGNAL) and failure_report(task.end, lines).is_symptom:
         return "it reports that a peer was gone"
     if task.reason in (Reason.EXIT_CODE, Reason.SIGNAL, Reason.OOM_KILLED):
         return "failed by itself, after the first cause" if cause is not None else "failed by itself"

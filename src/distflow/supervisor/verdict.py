@@ -17,8 +17,8 @@ from distflow.lifecycle.exits import Action, ExitActions, action_of
 from distflow.lifecycle.states import Reason, State
 from distflow.protocol.ends import EndReason
 from distflow.state.record import Cause, End, GroupRecord, TaskRecord
+from distflow.supervisor.error_reports import FailureReport, failure_report, signal_name
 from distflow.supervisor.printed_errors import without_launcher
-from distflow.supervisor.testimony import Told, hear, signal_name
 
 __all__ = ["by_exit_actions", "conclude", "end_from", "first_cause"]
 
@@ -155,7 +155,7 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
     failed = [task for task in tasks if task.state is State.FAILED and task.reason is not Reason.PEER_FAILED]
     if not failed:
         return None
-    told = {task.name: hear(task.end, lines.get(task.name, ())) for task in failed}
+    told = {task.name: failure_report(task.end, lines.get(task.name, ())) for task in failed}
     blame = {task.name: _rank_of_blame(task, told[task.name]) for task in failed}
     suspects = [task for task in failed if blame[task.name] == min(blame.values())]
     earliest = min(suspects, key=lambda task: task.ended_at or 0.0)
@@ -188,7 +188,7 @@ def _is_later(task: TaskRecord, earliest: TaskRecord) -> bool:
     return after_s > sum(one.end.clock.uncertainty_s for one in (task, earliest) if one.end and one.end.clock)
 
 
-def _rank_of_blame(task: TaskRecord, told: Told) -> int:
+def _rank_of_blame(task: TaskRecord, told: FailureReport) -> int:
     if task.reason is Reason.NODE_LOST:
         return 2
     by_words = task.reason is Reason.EXIT_CODE or (bool(told.detail) and task.reason is not Reason.OOM_KILLED)

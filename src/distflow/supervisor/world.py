@@ -16,12 +16,12 @@ from distflow.supervisor.commands import Command, CommandId
 
 __all__ = [
     "Decision",
-    "Glance",
     "Hold",
+    "LastDecision",
     "NodeView",
-    "Rest",
     "Share",
     "Workflow",
+    "WorkflowView",
     "World",
     "key_of",
 ]
@@ -106,7 +106,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Glance:
+class WorkflowView:
     """A workflow as a decision left it."""
 
     share: Share
@@ -115,7 +115,7 @@ class Glance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
+class LastDecision:
     """What one decision leaves to the next, which then need not look at what stayed as it was.
 
     Records, views, pools and the mappings of them are replaced, never changed: the same object says that nothing happened.
@@ -125,7 +125,7 @@ class Rest:
     """When it was decided; what is older than that (our clock was set back) is looked at anew."""
     pools: Mapping[str, Pool] | None = None
     nodes: Mapping[tuple[str, str], NodeView] | None = None
-    glances: Mapping[str, Glance] = field(default_factory=dict)
+    glances: Mapping[str, WorkflowView] = field(default_factory=dict)
     """By workflow (uuid)."""
 
 
@@ -146,7 +146,7 @@ class World:
     """When running tasks gave their last sign of life, output or heartbeat, where that matters; likewise.
 
     Like ``lines``, it is looked at when something else says that it is time: a new sign alone changes nothing at once."""
-    rest: Rest = field(default_factory=Rest)
+    rest: LastDecision = field(default_factory=LastDecision)
     """What the decision before left; without it the same is decided, at more cost."""
 
 
@@ -160,7 +160,7 @@ class Decision:
     commands: list[Command] = field(default_factory=list)
     wake_at: float | None = None
     """When time alone changes something; ``None``: never."""
-    rest: Rest = field(default_factory=Rest)
+    rest: LastDecision = field(default_factory=LastDecision)
 
     def wake(self, at: float) -> None:
         """Look again at ``at`` at the latest."""

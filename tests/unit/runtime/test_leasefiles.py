@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distflow.backends.machines.connection.shapes import check_answer
-from distflow.runtime.guard.handles import Grip
+from distflow.runtime.guard.attempt_handles import AttemptHandles
 from distflow.runtime.leases import holders, lease_files, node_leases, shares
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
@@ -152,8 +152,8 @@ def test_another_user_who_writes_to_our_lock_file_ends_nothing(directory: int, t
     fd, _ = lease_files.lock(directory, PORT, {"user": "me", "attempt": "a", "pid": 1})
     (tmp_path / "leases" / PORT).write_bytes(content)
     holder = {"user": "me", "attempt": "a"}
-    fields: dict[str, Any] = dict.fromkeys(Grip._fields)
-    Grip(**{**fields, "locks": [fd], "holder": holder}).sign_locks(7)
+    fields: dict[str, Any] = dict.fromkeys(AttemptHandles._fields)
+    AttemptHandles(**{**fields, "locks": [fd], "holder": holder}).sign_locks(7)
     said = lease_files.said_of(directory, PORT) or {}
     assert (said["user"], said["attempt"], said["pid"]) == ("me", "a", 7)
     os.close(fd)

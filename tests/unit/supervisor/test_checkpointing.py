@@ -14,7 +14,7 @@ from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint, Plann
 from distflow.spec.model import Retry
 from distflow.state.record import Carried, DataKind, DataRef
 from distflow.supervisor.carrying import TransferEnded
-from distflow.supervisor.checkpointing import absorb_checkpoint, errand_of, place_checkpoints
+from distflow.supervisor.checkpointing import apply_checkpoint, errand_of, place_checkpoints
 from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -191,7 +191,7 @@ def test_one_of_a_node_that_was_given_up_does_not_take_away_what_the_next_attemp
     assert (group.attempt, given.attempt) == (1, 0)
     key = AttemptKey(workflow="u1", group="train", task="t0", attempt=0, node="n1")
     seen = Collected(at=driver.clock.now(), key=key, checkpoint=CheckpointRef(0), digest="1" * 64, size=10240)
-    after, _ = absorb_checkpoint(driver.record(), plan(), group, group.earlier[0], CheckpointRef(0), seen)
+    after, _ = apply_checkpoint(driver.record(), plan(), group, group.earlier[0], CheckpointRef(0), seen)
     known = after.checkpoint("t0", 0)
     assert known is not None
     assert known.digest == (given.digest if state is State.INITIALIZING else seen.digest)

@@ -12,8 +12,8 @@ import pytest
 
 from distflow.protocol.ends import EndReason
 from distflow.state.ends import End, RankText
+from distflow.supervisor.error_reports import failure_report
 from distflow.supervisor.printed_errors import printed_exceptions, read_report, without_launcher
-from distflow.supervisor.testimony import hear
 
 GOLDENS = Path(__file__).resolve().parents[2] / "goldens" / "torchrun"
 VERSIONS = ("2.6", "2.13")
@@ -42,7 +42,7 @@ def output(version: str, name: str) -> list[str]:
     ],
 )
 def test_rank_exception_and_traceback_are_found(version: str, name: str, rank: str, detail: str, frame: str) -> None:
-    told = hear(FAILED, output(version, name))
+    told = failure_report(FAILED, output(version, name))
     assert (told.rank, told.detail, told.is_symptom) == (rank, detail, False)
     assert told.pid is not None
     assert told.traceback.startswith(BEGIN)
@@ -54,7 +54,7 @@ def test_rank_exception_and_traceback_are_found(version: str, name: str, rank: s
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_exception_that_led_to_another_stands_in_its_traceback(version: str) -> None:
-    told = hear(FAILED, output(version, "chained.bare"))
+    told = failure_report(FAILED, output(version, "chained.bare"))
     assert "ValueError: invalid literal for int() with base 10: 'cat'" in told.traceback
     assert told.traceback.count(BEGIN) == 2
 
@@ -66,14 +66,14 @@ UNCOMPILED = ['  File "/data/train.py", line 2', '    print("start"', "         
 @pytest.mark.parametrize("error", ["SyntaxError: '(' was never closed", "IndentationError: unexpected indent", "TabError: x"])
 def test_a_script_that_cannot_be_compiled_is_reported_with_its_line(error: str) -> None:
     lines = ["setting up", *UNCOMPILED[:3], error]
-    told = hear(FAILED, lines)
+    told = failure_report(FAILED, lines)
     assert (told.detail, told.traceback) == (error, "\n".join(lines[1:]))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_under_torchrun_a_script_that_cannot_be_compiled_is_reported_with_its_rank(version: str) -> None:
     launcher = output(version, "exits.bare")
-    told = hear(FAILED, [*(RankText.of(line, rank) for rank in (0, 1) for line in UNCOMPILED), *launcher])
+    told = failure_report(FAILED, [*(RankText.of(line, rank) for rank in (0, 1) for line in UNCOMPILED), *launcher])
     assert (told.rank, told.detail) == ("1", UNCOMPILED[-1])
     assert told.traceback == "\n".join(UNCOMPILED)
 
@@ -93,7 +93,7 @@ def test_other_lines_that_name_a_file_are_not_taken_for_a_script_that_cannot_be_
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_ranks_that_lost_a_peer_are_known_by_their_exception(version: str) -> None:
-    told = hear(FAILED, output(version, "two_nodes.0"))
+    told = failure_report(FAILED, output(version, "two_nodes.0"))
     assert (told.rank, told.is_symptom) == ("0", True)
     assert "Connection closed by peer" in told.detail
 
@@ -103,7 +103,7 @@ def test_ranks_that_lost_a_peer_are_known_by_their_exception(version: str) -> No
     ("name", "detail"), [("exits.bare", "rank 1 exited with code 3"), ("killed.bare", "rank 1 was killed by SIGKILL")]
 )
 def test_a_rank_that_raised_nothing_is_reported_by_its_exit(version: str, name: str, detail: str) -> None:
-    told = hear(FAILED, output(version, name))
+    told = failure_report(FAILED, output(version, name))
     assert (told.rank, told.detail, told.traceback) == ("1", detail, "")
 
 
@@ -130,13 +130,13 @@ def test_of_ranks_that_fail_together_the_one_that_only_lost_a_peer_is_not_the_fi
     swapped = report.replace("(local_rank: x)", "(local_rank: 0)").replace("rank      : 0", "rank      : x")
     swapped = swapped.replace("rank      : 1", "rank      : 0").replace("rank      : x", "rank      : 1")
     assert [one.rank for one in read_report(swapped.splitlines())] == [0, 1]
-    told = hear(FAILED, swapped.splitlines())
+    told = failure_report(FAILED, swapped.splitlines())
     assert (told.rank, told.detail, told.is_symptom) == ("1", "RuntimeError: bad batch 17", False)
 
 
 def test_a_script_without_a_launcher_is_understood_too() -> None:
     lines = ["step 1", BEGIN, '  File "train.py", line 3, in <module>', "    main()", "KeyError: 'label'", "wandb: bye"]
-    told = hear(FAILED, lines)
+    told = failure_report(FAILED, lines)
     assert (told.detail, told.rank, told.traceback) == ("KeyError: 'label'", "", "\n".join(lines[1:5]))
 
 
@@ -152,14 +152,14 @@ def test_a_script_without_a_launcher_is_understood_too() -> None:
     ],
 )
 def test_an_exception_that_did_not_end_the_command_is_not_named(end: End | None) -> None:
-    assert hear(end, [BEGIN, '  File "a.py", line 3', "KeyError: 'label'"]).traceback == ""
+    assert failure_report(end, [BEGIN, '  File "a.py", line 3', "KeyError: 'label'"]).traceback == ""
 
 
 def test_an_exception_that_was_overcome_is_not_named() -> None:
     lines = [BEGIN, '  File "a.py", line 3', "KeyError: 'label'", *[f"step {number}" for number in range(30)]]
-    assert hear(FAILED, lines).detail == ""
+    assert failure_report(FAILED, lines).detail == ""
     ignored = ["Exception ignored in: <function Pool.__del__ at 0x7>", BEGIN, '  File "a.py", line 3', "OSError: closed"]
-    assert hear(FAILED, ignored).detail == ""
+    assert failure_report(FAILED, ignored).detail == ""
 
 
 def test_processes_and_workers_of_a_rank_show_the_exception_itself() -> None:
@@ -167,18 +167,18 @@ def test_processes_and_workers_of_a_rank_show_the_exception_itself() -> None:
         BEGIN, '  File "main.py", line 9', "torch.multiprocessing.spawn.ProcessRaisedException: ", "",
         "-- Process 1 terminated with the following error:", BEGIN, '  File "main.py", line 4', "ValueError: bad label",
     ]  # fmt: skip
-    assert hear(FAILED, spawned).detail == "ValueError: bad label"
+    assert failure_report(FAILED, spawned).detail == "ValueError: bad label"
     worker = [
         BEGIN, '  File "main.py", line 9', "KeyError: Caught KeyError in DataLoader worker process 0.",
         "Original Traceback (most recent call last):", '  File "data.py", line 4', "KeyError: 'cat'", "",
     ]  # fmt: skip
-    told = hear(FAILED, worker)
+    told = failure_report(FAILED, worker)
     assert (told.detail, told.traceback) == ("KeyError: 'cat'", "\n".join(worker[:-1]))
     group = [
         "  + Exception Group " + BEGIN, '  |   File "main.py", line 9', "  | ExceptionGroup: two of them (2 sub-exceptions)",
         "  +-+---------------- 1 ----------------", "    | ValueError: bad label", "    +------------------------------------",
     ]  # fmt: skip
-    assert hear(FAILED, group).detail == "ExceptionGroup: two of them (2 sub-exceptions)"
+    assert failure_report(FAILED, group).detail == "ExceptionGroup: two of them (2 sub-exceptions)"
 
 
 def test_a_long_traceback_is_shortened_in_its_middle() -> None:
@@ -195,7 +195,7 @@ def test_a_long_traceback_is_shortened_in_its_middle() -> None:
 )
 def test_no_line_is_too_much(line: str) -> None:
     lines = [BEGIN, line, line, "Root Cause (first observed failure):", line, " " * 100_000 + "rank  : 1"]
-    assert hear(FAILED, lines).rank == ""
+    assert failure_report(FAILED, lines).rank == ""
     assert without_launcher(lines)
 
 
@@ -207,14 +207,14 @@ def test_ranks_whose_output_is_kept_apart_are_told_apart_without_labels(version:
     mixed = [line for pair in zip(one, two, strict=True) for line in pair]
     report = [line.replace("exitcode  : -15", "exitcode  : 1") for line in output(version, "killed.bare")]
     report = [line.replace("exitcode  : -9", "exitcode  : 1") for line in report]
-    told = hear(FAILED, [*mixed, *report])
+    told = failure_report(FAILED, [*mixed, *report])
     if version == "2.13":  # 2.6 reports the first rank only
         assert (told.rank, told.detail, told.is_symptom) == ("0", "KeyError: 'label'", False)
         assert told.traceback == f"{BEGIN}\n  File \"a.py\", line 7\nKeyError: 'label'"
     else:
         assert (told.rank, told.is_symptom) == ("1", True)
     assert not told.has_joined
-    assert hear(FAILED, mixed).rank == "0"
+    assert failure_report(FAILED, mixed).rank == "0"
 
 
 def test_colors_and_control_characters_do_no_harm() -> None:
@@ -222,7 +222,9 @@ def test_colors_and_control_characters_do_no_harm() -> None:
         BEGIN, '  File \x1b[35m"a.py"\x1b[0m, line \x1b[35m3\x1b[0m, in \x1b[35m<module>\x1b[0m',
         "\x1b[1;35mKeyError\x1b[0m: \x1b[35m'la\x07bel'\x1b[0m",
     ]  # fmt: skip
-    told = hear(FAILED, colored)
+    told = failure_report(FAILED, colored)
     assert told.detail == "KeyError: 'la bel'"
     assert '  File "a.py", line 3, in <module>' in told.traceback
-    assert hear(End(ended_at=1.0, error={"message": {"message": "ValueError: \x1b]0;title\x07bad"}}), ()).detail.isprintable()
+    assert failure_report(
+        End(ended_at=1.0, error={"message": {"message": "ValueError: \x1b]0;title\x07bad"}}), ()
+    ).detail.isprintable()

@@ -11,7 +11,7 @@ from distflow.lifecycle.states import State
 from distflow.plan.binding import Binding, TaskBinding
 from distflow.state.event_details import GroupWaiting
 from distflow.state.record import Priority
-from distflow.supervisor.absorb import absorb_view, announce_wait
+from distflow.supervisor.observations import announce_wait, update_node_view
 from distflow.supervisor.queue import Leases, next_leases
 from distflow.supervisor.room import capacity, free, share_of
 from distflow.supervisor.world import Hold, NodeView, Share, World
@@ -34,7 +34,9 @@ def _view(number: int, *, up: bool = False, error: str = "") -> NodeView:
 def _reported(number: int, *, configured: int | None, gpus: int, machine: str = "") -> NodeView:
     """A node as it is after its first answer."""
     one = replace(node(f"n{number}"), gpus=configured)
-    return absorb_view(NodeView(node=one, gpus=one.gpus), NodeUp(at=0.0, pool="lab", node=one.name, gpus=gpus, machine=machine))
+    return update_node_view(
+        NodeView(node=one, gpus=one.gpus), NodeUp(at=0.0, pool="lab", node=one.name, gpus=gpus, machine=machine)
+    )
 
 
 def test_nothing_is_said_while_the_first_connections_are_being_made() -> None:
@@ -71,7 +73,7 @@ def test_a_gang_that_the_pool_can_never_hold_fails_with_both_numbers(configured:
     # Accelerators that distflow cannot count are believed.
     trusted = [replace(view.node, gpus=8, check_capacity=False) for view in views]
     seen = NodeUp(at=0.0, pool="lab", node="n", gpus=0)
-    leases = _asked(2, [absorb_view(NodeView(node=one, gpus=8), seen) for one in trusted])
+    leases = _asked(2, [update_node_view(NodeView(node=one, gpus=8), seen) for one in trusted])
     assert len(leases.commands) == 1
 
 
@@ -102,7 +104,7 @@ def test_cpus_and_memory_that_a_node_does_not_have_are_not_leased(
 ) -> None:
     one = replace(node("n0", gpus=0), **configured)  # type: ignore[arg-type]
     seen = NodeUp(at=0.0, pool="lab", node="n0", gpus=0, cpus=4, memory=62 * GIB)
-    view = absorb_view(NodeView(node=one, gpus=0, cpus=one.cpus, memory=one.memory), seen)
+    view = update_node_view(NodeView(node=one, gpus=0, cpus=one.cpus, memory=one.memory), seen)
     leases = _asked(1, [view], 0, **asked)
     if words:
         assert list(leases.failures.values()) == [f"pool lab cannot run it, even when idle: {words}"]

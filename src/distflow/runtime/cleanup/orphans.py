@@ -11,7 +11,7 @@ from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, attempts, log_files, records, secret_files
 from distflow.runtime.guard import cgroups
-from distflow.runtime.guard.kill_tree import Hunt
+from distflow.runtime.guard.kill_tree import TreeKiller
 from distflow.runtime.wire import Json
 
 __all__ = ["end_adopted", "is_pair_alive", "is_watched", "may_live", "settle"]
@@ -111,7 +111,7 @@ def _end_left(attempt: str, state: Json) -> str:
         return list(found.values())
 
     cgroups.end(command)
-    hunt = Hunt(find, owns)
+    hunt = TreeKiller(find, owns)
     while hunt.step() and not hunt.is_over:
         select.select([], [], [], hunt.pause_s)
     return hunt.message
@@ -127,4 +127,4 @@ def end_adopted(spare: AbstractSet[int]) -> bool:
     def find(everything: List[processes.Process]) -> List[processes.Process]:
         return processes.only_descendants(everything, me, spare)
 
-    return not Hunt(find, lambda one: processes.is_below(one, me, spare)).step()
+    return not TreeKiller(find, lambda one: processes.is_below(one, me, spare)).step()

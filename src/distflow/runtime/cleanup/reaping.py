@@ -16,7 +16,7 @@ from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempts, records, root_directory
 from distflow.runtime.guard import cgroups, containers
-from distflow.runtime.guard.kill_tree import Hunt
+from distflow.runtime.guard.kill_tree import TreeKiller
 from distflow.runtime.leases import gpu_users
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.processes import Process
@@ -55,7 +55,7 @@ def reap(root: str, request: Json) -> Json:
         return answer
     for box, handle in boxes:
         box["error"] = containers.remove(handle) if box["is_ours"] else None
-    hunt = Hunt(scene.prey, scene.is_ours)
+    hunt = TreeKiller(scene.prey, scene.is_ours)
     until = time.monotonic() + _LIMIT_S
     while hunt.step() and not hunt.is_over and time.monotonic() < until:
         select.select([], [], [], hunt.pause_s)

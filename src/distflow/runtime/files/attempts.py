@@ -12,7 +12,7 @@ from distflow.runtime.clock import now
 from distflow.runtime.files import log_files, records, root_directory, secret_files
 from distflow.runtime.files.durable import is_named
 from distflow.runtime.guard import control, runner
-from distflow.runtime.guard.handles import Grip
+from distflow.runtime.guard.attempt_handles import AttemptHandles
 from distflow.runtime.leases import gpu_buses, node_leases
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.wire import Json, OpError
@@ -282,7 +282,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
         if link >= 0:
             keep(link)
         append: Callable[[str], int] = lambda name: keep(_append_to(dir_fd, name))  # noqa: E731
-        grip = Grip(
+        grip = AttemptHandles(
             attempt=attempt,
             directory=directory,
             dir_fd=dir_fd,

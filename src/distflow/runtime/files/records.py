@@ -19,7 +19,7 @@ from distflow.runtime.untrusted import MAX_BYTES, decode_json, decode_object
 from distflow.runtime.wire import Json
 
 if TYPE_CHECKING:
-    from distflow.runtime.guard.handles import Grip
+    from distflow.runtime.guard.attempt_handles import AttemptHandles
 
 __all__ = [
     "END",
@@ -70,7 +70,7 @@ def allocate(dir_fd: int, name: str, size: int) -> int:
     return fd
 
 
-def first_state(grip: Grip, runner: int) -> Json:
+def first_state(grip: AttemptHandles, runner: int) -> Json:
     """The state of an attempt whose pair has just come up; to be asked by the keeper."""
 
     def identity(pid: int) -> Json:

@@ -19,10 +19,10 @@ from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import masking, records, secret_files
 from distflow.runtime.guard import cgroups, command, memory_limit
+from distflow.runtime.guard.attempt_handles import AttemptHandles
 from distflow.runtime.guard.control import Visitors
 from distflow.runtime.guard.exit_words import as_exit, how
-from distflow.runtime.guard.handles import Grip
-from distflow.runtime.guard.kill_tree import Hunt
+from distflow.runtime.guard.kill_tree import TreeKiller
 from distflow.runtime.guard.output import Output, Source
 from distflow.runtime.wire import Json, OpError
 
@@ -39,7 +39,7 @@ _KILLED_CODE = 128 + signal.SIGKILL
 """How a shell tells that its child was killed."""
 
 
-def run(grip: Grip, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> NoReturn:
+def run(grip: AttemptHandles, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> NoReturn:
     """The keeper's whole life, in the process that the runner just forked."""
     code = 70
     try:
@@ -53,7 +53,7 @@ def run(grip: Grip, runner: int, output_read: int, output_write: int, shared: mm
 
 
 class _Keeper:
-    def __init__(self, grip: Grip, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> None:
+    def __init__(self, grip: AttemptHandles, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> None:
         self._grip = grip
         self._shared = shared
         self._mask: Optional[masking.Mask] = None
@@ -84,7 +84,7 @@ class _Keeper:
         self._told_at = 0.0
         self._attended_at = time.monotonic()
         me = os.getpid()
-        self._hunt = Hunt(
+        self._hunt = TreeKiller(
             lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
         )
         self._state: Json = records.first_state(grip, runner)

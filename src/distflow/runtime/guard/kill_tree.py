@@ -15,7 +15,7 @@ from typing import Callable, Dict, Iterable, List, Set, Tuple
 
 from distflow.runtime.processes import Process, last_pid, list_processes, read_process
 
-__all__ = ["Hunt"]
+__all__ = ["TreeKiller"]
 
 _PASSES = 6
 _PURSUIT_S = 0.02
@@ -25,7 +25,7 @@ _REST_S = 0.2
 _UNTOUCHABLE_S = 5.0
 
 
-class Hunt:
+class TreeKiller:
     """Ends every process that ``find`` picks from the list of all, and that ``owns`` says yes to; the two must agree.
 
     ``step`` again and again, reaping in between, until nothing is left or ``is_over``. Signals go to the process and to its

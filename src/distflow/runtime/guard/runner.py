@@ -13,16 +13,16 @@ from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import masking, records, secret_files
 from distflow.runtime.guard import cgroups, keeper, rank_pipes
+from distflow.runtime.guard.attempt_handles import AttemptHandles
 from distflow.runtime.guard.exit_words import as_exit, tell
-from distflow.runtime.guard.handles import Grip
-from distflow.runtime.guard.kill_tree import Hunt
+from distflow.runtime.guard.kill_tree import TreeKiller
 from distflow.runtime.guard.output import Output
 from distflow.runtime.wire import Json
 
 __all__ = ["fork_pair"]
 
 
-def fork_pair(grip: Grip) -> int:
+def fork_pair(grip: AttemptHandles) -> int:
     """Fork the pair. Returns the runner's id; the caller then closes its copies of the grip's descriptors.
 
     Forked, not exec'd: measured over 64 nodes, an interpreter's start for each attempt makes a gang slower than pdsh.
@@ -38,7 +38,7 @@ def fork_pair(grip: Grip) -> int:
     return pid
 
 
-def _run(grip: Grip) -> NoReturn:
+def _run(grip: AttemptHandles) -> NoReturn:
     code = 70
     try:
         signal.set_wakeup_fd(-1)
@@ -65,7 +65,7 @@ def _run(grip: Grip) -> NoReturn:
         os._exit(code)
 
 
-def _guard(grip: Grip, keeper_pid: int, output_read: int, shared: mmap.mmap) -> None:
+def _guard(grip: AttemptHandles, keeper_pid: int, output_read: int, shared: mmap.mmap) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     # What TERM means for an attempt is the keeper's to decide (it stops the command and records that).
@@ -81,7 +81,7 @@ def _guard(grip: Grip, keeper_pid: int, output_read: int, shared: mmap.mmap) -> 
     _take_over(grip, keeper_pid, status, output_read, shared)
 
 
-def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int, shared: mmap.mmap) -> None:
+def _take_over(grip: AttemptHandles, keeper_pid: int, keeper_status: int, output_read: int, shared: mmap.mmap) -> None:
     """End what the keeper left, which is ours now, and record it."""
     state: Json = records.read_state(grip.directory) or {}
     spawned = state.get("command") or {}
@@ -97,7 +97,7 @@ def _take_over(grip: Grip, keeper_pid: int, keeper_status: int, output_read: int
 
         trouble = containers.remove(state["container"])
     me = os.getpid()
-    hunt = Hunt(lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me))
+    hunt = TreeKiller(lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me))
     while True:
         ended, are_left = processes.reap()
         for pid, status in ended:

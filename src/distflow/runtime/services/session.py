@@ -28,7 +28,7 @@ from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, attempts, records
 from distflow.runtime.files.frames import FRAME, LARGEST_FRAME
 from distflow.runtime.guard import command
-from distflow.runtime.guard.kill_tree import Hunt
+from distflow.runtime.guard.kill_tree import TreeKiller
 from distflow.runtime.services.peer import SILENCE_S
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
@@ -295,7 +295,9 @@ class _Session:
         while self._reap() and self._code is None and time.monotonic() < patience:
             select.select([self._woken], [], [], 0.05)
             self._drop_wakes()
-        hunt = Hunt(lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me))
+        hunt = TreeKiller(
+            lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
+        )
         while hunt.step() and not hunt.is_over:
             self._reap()
             select.select([], [], [], hunt.pause_s)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from distflow.backends.base import AttemptKey, Ended, Leased, NodeDown, NodeUp, Prepared, Staging, Started
 from distflow.lifecycle.states import State
 from distflow.state.record import Transfer
-from distflow.supervisor.absorb import absorb, absorb_node, absorb_view
+from distflow.supervisor.observations import apply_node_observation, apply_observation, update_node_view
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, workflow
 
@@ -25,10 +25,12 @@ def _key(task: str = "t0", attempt: int = 0, node: str = "n1") -> AttemptKey:
 
 
 def test_an_end_is_final() -> None:
-    record, events = absorb(_running().record(), PLAN, Ended(at=5.0, key=_key(), end={"exit_code": 3, "ended_at": 5.0}))
+    record, events = apply_observation(
+        _running().record(), PLAN, Ended(at=5.0, key=_key(), end={"exit_code": 3, "ended_at": 5.0})
+    )
     assert record.groups[0].task("t0").state is State.FAILED
     assert len(events) == 1
-    again, events = absorb(record, PLAN, Ended(at=6.0, key=_key(), end={"exit_code": 0, "ended_at": 6.0}))
+    again, events = apply_observation(record, PLAN, Ended(at=6.0, key=_key(), end={"exit_code": 0, "ended_at": 6.0}))
     assert again == record
     assert events == []
 
@@ -38,18 +40,18 @@ def test_how_far_the_files_are_is_kept_until_they_are_there() -> None:
     driver.backend.prepare = lambda *_: None  # type: ignore[method-assign]
     driver.settle()
     told = Staging(at=5.0, key=_key(), sent=10, total=40, bytes_per_s=5.0)
-    record, events = absorb(driver.record(), PLAN, told)
+    record, events = apply_observation(driver.record(), PLAN, told)
     assert record.groups[0].task("t0").transfer == Transfer(sent=10, total=40, bytes_per_s=5.0, at=5.0)
     assert events == []
-    record, _ = absorb(record, PLAN, Prepared(at=6.0, key=_key()))
+    record, _ = apply_observation(record, PLAN, Prepared(at=6.0, key=_key()))
     assert record.groups[0].task("t0").transfer is None
-    assert absorb(record, PLAN, told) == (record, [])
+    assert apply_observation(record, PLAN, told) == (record, [])
 
 
 def test_what_is_said_of_another_attempt_or_node_is_not_taken() -> None:
     record = _running().record()
     for key in (_key(attempt=1), _key(node="n2")):
-        assert absorb(record, PLAN, Ended(at=5.0, key=key, end={"exit_code": 3})) == (record, [])
+        assert apply_observation(record, PLAN, Ended(at=5.0, key=key, end={"exit_code": 3})) == (record, [])
 
 
 def test_a_second_grant_does_not_begin_a_gang_anew() -> None:
@@ -57,58 +59,58 @@ def test_a_second_grant_does_not_begin_a_gang_anew() -> None:
     binding = driver.group().binding
     assert binding is not None
     late = Leased(at=9.0, workflow="u1", group="train", attempt=0, binding=binding)
-    assert absorb(driver.record(), PLAN, late) == (driver.record(), [])
+    assert apply_observation(driver.record(), PLAN, late) == (driver.record(), [])
 
 
 def test_what_runs_is_not_prepared_or_started_again() -> None:
     record = _running().record()
-    assert absorb(record, PLAN, Prepared(at=9.0, key=_key())) == (record, [])
-    assert absorb(record, PLAN, Started(at=9.0, key=_key(), pid=7, started_at=9.0)) == (record, [])
+    assert apply_observation(record, PLAN, Prepared(at=9.0, key=_key())) == (record, [])
+    assert apply_observation(record, PLAN, Started(at=9.0, key=_key(), pid=7, started_at=9.0)) == (record, [])
 
 
 def test_a_lost_node_is_remembered_with_its_unfinished_tasks_and_told_once() -> None:
     record = _running().record()
     pool = record.pool_key
-    lost, events = absorb_node(record, NodeDown(at=7.0, pool=pool, node="n1", error="no route"))
+    lost, events = apply_node_observation(record, NodeDown(at=7.0, pool=pool, node="n1", error="no route"))
     assert [event.text for event in events] == ["n1: unreachable: no route"]
     away = lost.groups[0].task("t0").out_of_reach
     assert away is not None
     assert (away.since, away.error) == (7.0, "no route")
     assert lost.groups[0].task("t1").out_of_reach is None
-    assert absorb_node(lost, NodeDown(at=8.0, pool=pool, node="n1", error="no route")) == (lost, [])
+    assert apply_node_observation(lost, NodeDown(at=8.0, pool=pool, node="n1", error="no route")) == (lost, [])
     # The reason may change; since when does not.
-    other, events = absorb_node(lost, NodeDown(at=9.0, pool=pool, node="n1", error="refused"))
+    other, events = apply_node_observation(lost, NodeDown(at=9.0, pool=pool, node="n1", error="refused"))
     away = other.groups[0].task("t0").out_of_reach
     assert away is not None
     assert (away.since, away.error, len(events)) == (7.0, "refused", 1)
-    found, events = absorb_node(other, NodeUp(at=10.0, pool=pool, node="n1"))
+    found, events = apply_node_observation(other, NodeUp(at=10.0, pool=pool, node="n1"))
     assert found == record
     assert [event.text for event in events] == ["n1: reachable again"]
-    assert absorb_node(found, NodeUp(at=11.0, pool=pool, node="n1")) == (found, [])
+    assert apply_node_observation(found, NodeUp(at=11.0, pool=pool, node="n1")) == (found, [])
 
 
 def test_a_node_is_out_of_reach_since_it_was_heard_last() -> None:
     driver = _running()
     record = driver.record()
     down = NodeDown(at=20.0, pool=record.pool_key, node="n1", error="silent", since=5.0)
-    away = absorb_node(record, down)[0].groups[0].task("t0").out_of_reach
+    away = apply_node_observation(record, down)[0].groups[0].task("t0").out_of_reach
     assert away is not None
     assert away.since == 5.0
-    view = absorb_view(replace(driver.supervisor.world().nodes["lab", "n1"], up=True, since=1.0), down)
+    view = update_node_view(replace(driver.supervisor.world().nodes["lab", "n1"], up=True, since=1.0), down)
     assert (view.up, view.since) == (False, 5.0)
     # Only the first word counts: a try to connect that fails later was not heard either.
-    assert absorb_view(view, replace(down, at=30.0, since=None)).since == 5.0
-    assert absorb_view(view, NodeUp(at=31.0, pool=record.pool_key, node="n1")).since == 31.0
+    assert update_node_view(view, replace(down, at=30.0, since=None)).since == 5.0
+    assert update_node_view(view, NodeUp(at=31.0, pool=record.pool_key, node="n1")).since == 31.0
 
 
 def test_a_lost_node_is_no_news_for_others() -> None:
     record = _running().record()
-    assert absorb_node(record, NodeDown(at=7.0, pool=record.pool_key, node="n9", error="x")) == (record, [])
-    assert absorb_node(record, NodeDown(at=7.0, pool="another", node="n1", error="x")) == (record, [])
+    assert apply_node_observation(record, NodeDown(at=7.0, pool=record.pool_key, node="n9", error="x")) == (record, [])
+    assert apply_node_observation(record, NodeDown(at=7.0, pool="another", node="n1", error="x")) == (record, [])
     ended = replace(
         record,
         groups=tuple(
             replace(group, tasks=tuple(replace(task, state=State.COMPLETED) for task in group.tasks)) for group in record.groups
         ),
     )
-    assert absorb_node(ended, NodeDown(at=7.0, pool=record.pool_key, node="n1", error="x")) == (ended, [])
+    assert apply_node_observation(ended, NodeDown(at=7.0, pool=record.pool_key, node="n1", error="x")) == (ended, [])

@@ -58,14 +58,20 @@ from distflow.state.event_details import (
     TaskStatus,
 )
 from distflow.state.record import Event, GroupRecord, OutOfReach, Refusal, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
-from distflow.supervisor.carrying import absorb_not_brought
-from distflow.supervisor.checkpointing import absorb_checkpoint
+from distflow.supervisor.carrying import apply_not_brought
+from distflow.supervisor.checkpointing import apply_checkpoint
 from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
 from distflow.supervisor.world import NodeView
 
 __all__ = [
-    "REFUSED", "absorb", "absorb_node", "absorb_view", "announce_wait", "end_unstarted", "node_details",
+    "REFUSED",
+    "announce_wait",
+    "apply_node_observation",
+    "apply_observation",
+    "end_unstarted",
+    "node_details",
     "stop_unstarted",
+    "update_node_view",
 ]  # fmt: skip
 
 REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
@@ -78,7 +84,7 @@ LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
 """How long a node is left alone that refused, the first time, the second, …"""
 
 
-def absorb(
+def apply_observation(
     record: WorkflowRecord, plan: Plan, seen: LeaseObservation | AttemptObservation
 ) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after an observation of one of its attempts, and the events that tell of it."""
@@ -98,9 +104,9 @@ def absorb(
     if task is None or task.node != key.node:
         return record, []
     if isinstance(seen, NotBrought | OutputLost | OutputWaits):
-        return _absorb_trouble(record, group, task, seen)
+        return _apply_trouble(record, group, task, seen)
     if isinstance(seen, Collected | CollectFailed) and seen.checkpoint is not None:
-        taken, events = absorb_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
+        taken, events = apply_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
         return record.with_group(taken), events
     changed, told = _task_after(group, task, seen, plan)
     if changed is task:
@@ -109,7 +115,7 @@ def absorb(
     return after, [_event(record, seen.at, told, group.name, task)] if told is not None else []
 
 
-def absorb_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
+def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
     """Return a node's view after it was lost or found: lost since it was heard last, not since that was noticed."""
     if isinstance(seen, NodeDown):
         return replace(view, up=False, since=seen.since or seen.at if view.up else view.since, error=seen.error)
@@ -127,7 +133,7 @@ def absorb_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
     )
 
 
-def absorb_node(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[Event]]:
+def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[Event]]:
     """Return the workflow's record after one of the pool's nodes was lost or found, and the events that tell of it.
 
     The record remembers it beyond this supervisor, so that one which comes later neither repeats what is known nor leaves
@@ -386,12 +392,12 @@ def _collect_failed(task: TaskRecord, seen: CollectFailed) -> TaskRecord:
     return replace(task, saved=Saved(at=seen.at, error=seen.message), transfer=None)
 
 
-def _absorb_trouble(
+def _apply_trouble(
     record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: NotBrought | OutputLost | OutputWaits
 ) -> tuple[WorkflowRecord, list[Event]]:
     """Return what follows from trouble that changes nothing about the task itself."""
     if isinstance(seen, NotBrought):
-        return absorb_not_brought(record, seen)
+        return apply_not_brought(record, seen)
     details = OutputLosing(node=task.node) if isinstance(seen, OutputLost) else OutputHeldBack(node=task.node)
     return record, [_event(record, seen.at, details, group.name, task)]
 

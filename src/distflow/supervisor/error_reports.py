@@ -17,7 +17,7 @@ from distflow.supervisor.printed_errors import (
     without_launcher,
 )
 
-__all__ = ["Told", "hear", "hear_hidden", "signal_name"]
+__all__ = ["FailureReport", "failure_report", "hidden_failure_report", "signal_name"]
 
 _LAST = 8
 """Lines at the end of an output that tell why it ended; what stands before may have been overcome."""
@@ -30,7 +30,7 @@ _PYTHONS = (1, -6, -11)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class FailureReport:
     """What is known of a failure beyond the end of the task's command."""
 
     detail: str = ""
@@ -47,7 +47,7 @@ class Told:
     """torch had labeled the traceback with its rank: it had joined its world."""
 
 
-def hear(end: End | None, lines: Sequence[str]) -> Told:
+def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
     """Return what the error file of an end says, and where there is none what the last ``lines`` of the output say.
 
     The file's format is torch's (``torch.distributed.elastic.multiprocessing.errors.error_handler``); ``rank`` and ``pid``
@@ -62,7 +62,7 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
     rank = error.rank if error.rank is not None else first.rank if first else exception.rank if exception else None
     if exception is not None:
         detail, traceback = exception.message[:300], exception.traceback
-    return Told(
+    return FailureReport(
         detail=_printable(detail) or (_reported(first) if first else ""),
         rank=str(rank) if rank is not None else "",
         pid=pid if pid is not None else first.pid if first else None,
@@ -73,9 +73,9 @@ def hear(end: End | None, lines: Sequence[str]) -> Told:
     )
 
 
-def hear_hidden(lines: Sequence[str]) -> Told | None:
+def hidden_failure_report(lines: Sequence[str]) -> FailureReport | None:
     """Return how the ranks of a task failed whose command ended with code 0; ``None`` when nothing says that they did."""
-    told = hear(End(ended_at=0.0, exit_code=1), lines)
+    told = failure_report(End(ended_at=0.0, exit_code=1), lines)
     return told if told.detail else None
 
 

@@ -8,10 +8,10 @@ from typing import FrozenSet, List, NamedTuple, Optional, Set
 from distflow.runtime.leases import lease_files
 from distflow.runtime.wire import Json
 
-__all__ = ["Grip"]
+__all__ = ["AttemptHandles"]
 
 
-class Grip(NamedTuple):
+class AttemptHandles(NamedTuple):
     """All numbers are open descriptors. None of them survives an exec."""
 
     attempt: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.state.ends import End
-from distflow.supervisor.testimony import Told, hear, signal_name
+from distflow.supervisor.error_reports import FailureReport, failure_report, signal_name
 
 STACK = """\
 Traceback (most recent call last):
@@ -49,22 +49,22 @@ def _end(**error: object) -> End:
 
 
 def test_an_error_file_tells_the_message_and_the_traceback() -> None:
-    assert hear(_end(**RAISED), ()) == Told(detail="ValueError: bad label", traceback=STACK.rstrip())
+    assert failure_report(_end(**RAISED), ()) == FailureReport(detail="ValueError: bad label", traceback=STACK.rstrip())
 
 
 def test_rank_and_process_are_the_error_files_where_it_says_them() -> None:
-    told = hear(_end(**RAISED, rank=12, pid=77), _report(1))
+    told = failure_report(_end(**RAISED, rank=12, pid=77), _report(1))
     assert (told.rank, told.pid) == ("12", 77)
 
 
 def test_torchruns_report_tells_rank_and_process_of_an_error_file_that_does_not() -> None:
-    told = hear(_end(**RAISED), _report(1))
+    told = failure_report(_end(**RAISED), _report(1))
     assert (told.detail, told.rank, told.pid, told.traceback) == ("ValueError: bad label", "9", 11472, STACK.rstrip())
 
 
 @pytest.mark.parametrize(("code", "detail"), [(-9, "rank 9 was killed by SIGKILL"), (3, "rank 9 exited with code 3")])
 def test_torchruns_report_is_enough(code: int, detail: str) -> None:
-    told = hear(_end(), _report(code))
+    told = failure_report(_end(), _report(code))
     assert (told.detail, told.rank, told.pid, told.is_symptom) == (detail, "9", 11472, False)
 
 
@@ -78,19 +78,19 @@ def test_torchruns_report_is_enough(code: int, detail: str) -> None:
     ],
 )
 def test_under_torchrun_the_first_ranks_words_count(code: int, before: str, is_symptom: bool) -> None:
-    assert hear(_end(), _report(code, before)).is_symptom is is_symptom
+    assert failure_report(_end(), _report(code, before)).is_symptom is is_symptom
 
 
 def test_only_the_end_of_an_output_tells_why_it_ended() -> None:
-    assert hear(_end(), ["Connection refused", *["step"] * 7]).is_symptom
-    assert not hear(_end(), ["Connection refused", *["step"] * 8]).is_symptom
+    assert failure_report(_end(), ["Connection refused", *["step"] * 7]).is_symptom
+    assert not failure_report(_end(), ["Connection refused", *["step"] * 8]).is_symptom
 
 
 @pytest.mark.parametrize(
     "error", [{"message": 3}, {"message": {"message": None}}, {"message": {"extraInfo": 4}}, {"rank": "x"}, {}]
 )
 def test_a_file_of_another_kind_does_no_harm(error: dict[str, object]) -> None:
-    told = hear(End(ended_at=1.0, error=error), ())
+    told = failure_report(End(ended_at=1.0, error=error), ())
     assert (told.rank, told.pid, told.traceback) == ("", None, "")
 
 
@@ -101,5 +101,5 @@ def test_signals_have_names() -> None:
 
 def test_what_is_no_number_is_no_process_whatever_python_counts_as_one() -> None:
     """A cause with such a process could be written down, and never read again."""
-    told = hear(_end(**RAISED, rank=True, pid=False), ())
+    told = failure_report(_end(**RAISED, rank=True, pid=False), ())
     assert (told.rank, told.pid) == ("", None)
