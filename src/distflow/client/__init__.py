@@ -1,7 +1,7 @@
-"""What can be done with distflow, as typed calls: the floor below the command line, for programs.
+"""The Python API of distflow: typed functions that the command line and other programs call.
 
-Every function takes a ``Client`` first, returns frozen values or iterators, and raises errors of ``distflow.errors``. Nothing
-here prints, parses arguments or ends the process; progress and remarks come through callbacks. ::
+Most functions take a ``Client`` first. They return frozen values or iterators, and raise the errors of ``distflow.errors``.
+They do not print, parse arguments or exit the process. They report progress and warnings through callbacks. ::
 
     from distflow.client import Client, SubmitRequest, find_workflow, plan, submit, wait
 
@@ -9,7 +9,11 @@ here prints, parses arguments or ends the process; progress and remarks come thr
         record = submit(client, plan(client, SubmitRequest(spec="train.yaml")))
         (record,) = wait(client, [record.id])
 
-Names are imported from their modules when they are first used, so that a call pays only for what it needs.
+A name's module is imported when the name is first used, so a program loads only the modules that it needs.
+
+Every function that takes a ``Client`` can also raise ``StateError`` if the state directory or the store cannot be used, and
+``ProblemsFound`` or ``InputError`` if it reads the configuration and the configuration is wrong. The docstrings list the other
+errors.
 """
 
 from __future__ import annotations

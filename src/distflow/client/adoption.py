@@ -1,4 +1,4 @@
-"""Workflows that lie on nodes and that the store does not know: found, judged and taken in."""
+"""Adopt workflows that run on nodes but are not in the store."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ from distflow.supervisor.process import Lock, is_running
 __all__ = ["AdoptedWorkflow", "Adoption", "FoundWorkflow", "adopt"]
 
 _NAMED = 3
-"""URLs of a record that a message names."""
+"""The maximum number of a record's URLs in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundWorkflow:
-    """A workflow that lies on nodes of a pool, and whose note can be read."""
+    """A workflow on nodes of a pool whose memo can be read."""
 
     uuid: str
     pool: Pool
     memo: Memo
     is_own: bool
-    """The key of this state directory signed its record."""
+    """Whether the key of this state directory signed its record."""
     places: dict[str, Place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptedWorkflow:
-    """A workflow that was found on nodes, and whether it was adopted."""
+    """The result for one workflow that was found on nodes."""
 
     uuid: str
     name: str
-    """Its id here; the one that it had, or its uuid, where it was not adopted."""
+    """The id in this store. If the workflow was not adopted: its previous id, or its uuid."""
     notes: tuple[str, ...] = ()
     skipped: str = ""
-    """Why it was not adopted."""
+    """The reason why it was not adopted, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """The result of one search on the nodes."""
+    """The result of a search for workflows on nodes."""
 
     workflows: tuple[AdoptedWorkflow, ...]
     nodes: tuple[Recalled, ...]
-    """The answers of the nodes, some of which may be errors."""
+    """The answers of the nodes, including errors."""
     kept_aside: Path | None
-    """Where the damaged store is now (in a dry run: where it lies); ``None`` when it is not damaged."""
+    """The new path of a damaged store (in a dry run, its current path), or ``None`` if the store is not damaged."""
 
 
 def adopt(
@@ -72,21 +72,25 @@ def adopt(
     trust_records: bool = False,
     is_dry_run: bool = False,
 ) -> Adoption:
-    """Take in workflows that lie on nodes and that the store does not know: from another machine, or of a lost store.
+    """Add workflows to the store that are only on nodes, because another machine submitted them or the store was lost.
 
-    They are watched from then on, and can be canceled; nothing of them is started from here. A store that is damaged is kept
-    aside first.
+    The supervisor then watches these workflows, and they can be canceled. It does not start any of their tasks. A damaged store
+    is renamed first.
 
     Args:
-        client: Where they are stored.
-        pool: The pool whose nodes are asked; else all pools.
-        hosts: Machines that are a pool of their own.
-        trust_records: Whether to take in unsigned records whose outputs go to files of this machine or over SFTP, too.
-        is_dry_run: Whether to change nothing.
+        client: The client whose store gets the workflows.
+        pool: The pool whose nodes are searched. Default: all pools.
+        hosts: Machines to search instead of a configured pool.
+        trust_records: Whether to also adopt unsigned records whose outputs go to files of this machine or over SFTP.
+        is_dry_run: Whether to only report, without any change.
+
+    Returns:
+        The result for each workflow and the answer of each node. Errors of nodes are part of it and are not raised.
 
     Raises:
-        NotFound: for an unknown pool.
-        StateError: when the store cannot be used, or a supervisor is running with a store that is damaged or gone.
+        NotFound: if the pool does not exist.
+        StateError: if the store cannot be used, or if a supervisor is running on a damaged or deleted store.
+        SupervisorError: if the supervisor does not start.
 
     """
     nodes = choose_nodes(client, pool, hosts=hosts)
@@ -101,18 +105,18 @@ def adopt(
 
 
 def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
-    """Move a damaged store out of the way and return where it is now (or, in a dry run, where it lies)."""
+    """Rename a damaged store and return its new path (in a dry run, its current path)."""
     is_gone = not directory.store.exists()
     try:
         if is_gone and is_running(directory):
-            raise _at_work(directory, "gone")
+            raise _still_in_use(directory, "gone")
         if is_gone or not opening.is_broken(directory.store):
             return None
         if dry_run:
             return directory.store
         lock = Lock(directory)
         if not lock.take():
-            raise _at_work(directory, "damaged")
+            raise _still_in_use(directory, "damaged")
         try:
             return opening.set_aside(directory.store, time.strftime("%Y-%m-%d"))
         finally:
@@ -121,7 +125,7 @@ def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
         raise opening.state_error(directory.store, error) from error
 
 
-def _at_work(directory: StateDirectory, how: str) -> StateError:
+def _still_in_use(directory: StateDirectory, how: str) -> StateError:
     return StateError(
         f"{directory.store} is {how}, and a supervisor is at work with it",
         hint=f"end it first (its process id is in {directory.lock}); what runs on the nodes goes on",
@@ -129,7 +133,10 @@ def _at_work(directory: StateDirectory, how: str) -> StateError:
 
 
 def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
-    """Keep the workflows that a node may not have made up: signed ones, and those that write no files of this user."""
+    """Separate the workflows to adopt from forgeable ones.
+
+    A node could have invented an unsigned record. It is refused if the workflow would write files of this user.
+    """
     trusted, refused = [], []
     for one in found:
         here, _ = writes_here(one.memo)
@@ -145,7 +152,7 @@ def _trusted(found: list[FoundWorkflow], *, trust: bool) -> tuple[list[FoundWork
 
 
 def _origin(one: FoundWorkflow, name: str) -> tuple[str, ...]:
-    """Return what a person should know of a record that this machine did not sign."""
+    """Return a warning about a record that this machine did not sign."""
     if one.is_own:
         return ()
     here, stores = writes_here(one.memo)
@@ -154,7 +161,7 @@ def _origin(one: FoundWorkflow, name: str) -> tuple[str, ...]:
 
 
 def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkflow], list[AdoptedWorkflow]]:
-    """Put together what the nodes of each pool have of one workflow."""
+    """Combine the answers of nodes into workflows that can be adopted and workflows without a readable memo."""
     memos: dict[str, list[tuple[Pool, Memo, bool]]] = {}
     places: dict[tuple[str, str], dict[str, list[Place]]] = {}
     unread: dict[str, str] = {}
@@ -175,7 +182,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkf
                 unread[workflow.uuid] = error.message
     found = []
     for uuid, known in memos.items():
-        # What another node says without a signature is worth nothing next to a record that is signed.
+        # If one node has a signed record, ignore the unsigned records of other nodes.
         is_own = any(own for _, _, own in known)
         believed = [(pool, memo) for pool, memo, own in known if own or not is_own]
         memo, pool = latest(one for _, one in believed), believed[0][0]
@@ -186,7 +193,7 @@ def _gather(answers: Iterable[Recalled], secrets: Path) -> tuple[list[FoundWorkf
 
 
 def _nearest(memo: Memo, name: str, some: list[Place]) -> Place:
-    """Return where an attempt is, when nodes share their root and all of them have seen it."""
+    """Return the place of an attempt. Several nodes report it if they share their root directory."""
     group, task, number = name.split("/")[1:]
     known = next((one for one in memo.record.groups if one.name == group), None)
     attempt = known.find(task, int(number)) if known and number.isdigit() else None
@@ -210,21 +217,21 @@ def _adopt(client: Client, found: list[FoundWorkflow], dry_run: bool) -> list[Ad
     if not ready:
         return results
     store = client.store
-    # Somebody may have submitted or adopted one while the nodes were asked.
+    # Another command may have submitted or adopted one of them in the meantime.
     known = store.uuids()
     for one, rebuilt in ready:
         if one.uuid in known:
             continue
         record = _store(store, one, rebuilt, now)
         renamed = record.id != one.memo.record.id
-        told = (f"its id was {one.memo.record.id}, which another one has here",) if renamed else ()
-        results.append(AdoptedWorkflow(uuid=one.uuid, name=record.id, notes=(*told, *_origin(one, record.id), *rebuilt.notes)))
+        note = (f"its id was {one.memo.record.id}, which another one has here",) if renamed else ()
+        results.append(AdoptedWorkflow(uuid=one.uuid, name=record.id, notes=(*note, *_origin(one, record.id), *rebuilt.notes)))
     client.ensure_supervisor()
     return results
 
 
 def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float) -> WorkflowRecord:
-    """Insert a workflow with the pool as it is configured here: how its nodes are reached is this machine's to say."""
+    """Insert a workflow with the pool as configured here, because this machine decides how it connects to the nodes."""
     details = WorkflowAdopted(
         nodes=tuple(sorted({place.node for place in one.places.values()})), user=one.memo.record.user, host=one.memo.host,
         id=one.memo.record.id,
@@ -232,8 +239,8 @@ def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float) -> Wo
     events = [Event(at=now, details=details, workflow=one.uuid)]
     events += [Event(at=now, details=Message(text=note), workflow=one.uuid) for note in rebuilt.notes]
     record = store.submit(
-        # ``pool_key`` says who shares nodes and settings, and both are ours from now on.
-        _moved(rebuilt.record, one.pool),
+        # ``pool_key`` identifies workflows with the same nodes and settings, and this machine now defines both.
+        _with_pool(rebuilt.record, one.pool),
         template=one.memo.template,
         spec=one.memo.spec,
         plan=rebuilt.plan,
@@ -245,5 +252,5 @@ def _store(store: Store, one: FoundWorkflow, rebuilt: Rebuilt, now: float) -> Wo
     return record
 
 
-def _moved(record: WorkflowRecord, pool: Pool) -> WorkflowRecord:
+def _with_pool(record: WorkflowRecord, pool: Pool) -> WorkflowRecord:
     return replace(record, pool=pool.name, pool_key=pool_key(pool))

@@ -1,4 +1,4 @@
-"""What every call of the client works with: the state directory, its store, the configuration, the supervisor."""
+"""The ``Client``: access to the state directory, its store, the configuration and the supervisor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["Client", "now", "state_directory_of", "user_name"]
 
 
 def now() -> float:
-    """Return the time in seconds since the epoch (UTC), by the clock that decisions are made by."""
+    """Return the time in seconds since the epoch (UTC), from the same clock that the supervisor uses."""
     from distflow.supervisor.clock import SystemClock
 
     return SystemClock().now()
 
 
 def user_name() -> str:
-    """Return the name of this user; the user's number where neither the environment nor the system has a name (containers)."""
+    """Return the name of this user. In a container without user names, return the numeric user id."""
     import getpass
 
     try:
@@ -40,19 +40,19 @@ def user_name() -> str:
 
 
 def state_directory_of(environ: Mapping[str, str]) -> StateDirectory:
-    """Return the state directory that an environment names. It is neither created nor checked."""
+    """Return the state directory for these environment variables, without creating or checking it."""
     return find_state_directory(environ)
 
 
 def _ignore(_: str) -> None:
-    """Take no notice."""
+    """Discard a message."""
 
 
 class Client:
-    """This user's workflows on this machine: a context manager that every function of ``distflow.client`` takes first.
+    """This user's workflows on this machine, as a context manager. Most functions of ``distflow.client`` take it first.
 
-    Nothing is opened before it is needed. A client belongs to one thread. It starts a background supervisor where there is
-    unfinished work, and never waits for one.
+    It opens files only when they are needed. Use a client from one thread only. Functions start a background supervisor if
+    there is unfinished work and no supervisor is running.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Client:
         environ: Mapping[str, str] | None = None,
         notify: Callable[[str], None] = _ignore,
     ) -> None:
-        """Work on the state directory that ``environ`` names (default: the environment of this process).
+        """Create a client without opening any file.
 
         Args:
-            folder: Where the configuration is searched from; default: the working directory of each call.
-            environ: Variables such as ``DISTFLOW_STATE`` and ``DISTFLOW_CONFIG``.
-            notify: Called with each remark that is not an error, such as ``warning: …``.
+            folder: The directory where the search for the configuration starts. Default: the working directory at each call.
+            environ: Environment variables such as ``DISTFLOW_STATE`` and ``DISTFLOW_CONFIG``. Default: those of this process.
+            notify: Called with each note and warning, such as ``warning: …``. Default: discard them.
 
         """
         self.environ: Mapping[str, str] = os.environ if environ is None else environ
@@ -78,7 +78,7 @@ class Client:
         self._held: Held | None = None
 
     def __enter__(self) -> Client:
-        """Open nothing yet."""
+        """Return the client. It opens the store on first use."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,17 +86,17 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the store, if it was opened."""
+        """Close the store if it is open."""
         if self._store is not None:
             self._store.close()
             self._store = None
 
     @property
     def directory(self) -> StateDirectory:
-        """The state directory, to read from; it is created when it does not exist.
+        """The state directory, for reading. It is created if it does not exist.
 
-        One of another user is only read: work in a directory that can be written is done with this user's rights. Raises
-        ``StateError``.
+        A store of another user is accepted only if it is read-only. This prevents work with this user's permissions in a
+        directory that another user can write. Raises ``StateError``.
         """
         if self._directory is None:
             from distflow.state.opening import is_read_only
@@ -110,15 +110,15 @@ class Client:
         return self._directory
 
     def writable_directory(self) -> StateDirectory:
-        """Return the state directory, created if need be, and proved to be writable. Raises ``StateError``."""
+        """Return the state directory after creating it if needed and checking that it is writable. Raises ``StateError``."""
         self._directory = find_state_directory(self.environ).ensure()
         return self._directory
 
     @property
     def store(self) -> Store:
-        """The records, opened when first asked for. Raises ``StateError``."""
+        """The store of records, opened on first use. Raises ``StateError``."""
         if self._store is None:
-            from distflow.state.store import Store  # sqlite3 and msgspec, which not every call needs
+            from distflow.state.store import Store  # it imports sqlite3 and msgspec, which many calls do not need
 
             self._store = Store(self.directory.store)
             if self._store.is_read_only:
@@ -133,9 +133,16 @@ class Client:
         return Mirror(self.directory.logs)
 
     def configuration(self, *, profile: bool = True) -> Configuration:
-        """Read the configuration that holds here; with ``profile``, the pool that the user prefers is its default one.
+        """Read the configuration that applies in the client's folder.
 
-        Raises ``InputError``, ``ProblemsFound`` and ``StateError``.
+        Args:
+            profile: Whether the preferred pool of the user's profile replaces the configured default pool.
+
+        Raises:
+            InputError: if the working directory does not exist.
+            ProblemsFound: if the configuration is wrong.
+            StateError: if the profile cannot be read.
+
         """
         from distflow.pools.load import load_configuration
 
@@ -154,13 +161,13 @@ class Client:
         return replace(found, default_pool=preferred)
 
     def preferred_pool(self) -> str | None:
-        """Return the pool of this user's profile. Raises ``StateError``."""
+        """Return the preferred pool of this user's profile, or ``None``. Raises ``StateError``."""
         from distflow.state.profile import read_pool
 
         return read_pool(find_state_directory(self.environ).profile)
 
     def hosts(self, hostfile: str | None) -> tuple[Host, ...] | None:
-        """Read a hostfile, if one is named. Raises ``ProblemsFound``."""
+        """Read a hostfile, or return ``None`` for ``None``. Raises ``ProblemsFound``."""
         if hostfile is None:
             return None
         from distflow.pools.load import load_hostfile
@@ -168,20 +175,23 @@ class Client:
         return load_hostfile(hostfile)
 
     def credentials_for(self) -> CredentialsFor:
-        """Return the source of credentials for URLs: those that are kept here, else the environment and the driver's own."""
+        """Return the source of credentials for URLs: this user's stored credentials, then the environment and the driver."""
         from distflow.state.storekeys import kept_in
 
         directory = find_state_directory(self.environ)
         if directory.credentials.exists():
-            directory.check_owner()  # they name servers, to which data is sent
+            directory.check_owner()  # credentials of another user could send this user's data to that user's servers
         return kept_in(directory.credentials)
 
     def datasets_url(self, configuration: Configuration) -> str:
-        """Return the URL below which datasets lie: the configured one, else a folder of the state directory."""
+        """Return the base URL of datasets: the configured URL, or else a folder of the state directory."""
         return configuration.datasets or f"file://{find_state_directory(self.environ).path.resolve()}/datasets"
 
     def wake(self) -> None:
-        """Start a supervisor if there is unfinished work and none is running. Failing to is only a remark."""
+        """Start a supervisor if there is unfinished work and none is running, and do not wait for it.
+
+        Warn through ``notify`` if it cannot be started. Raises ``StateError``.
+        """
         if self.store.is_read_only or not self.store.has_unfinished():
             return
         from distflow.supervisor.process import ensure_supervisor, is_running
@@ -193,16 +203,24 @@ class Client:
             self.notify(f"warning: no supervisor could be started: {error}")
 
     def load_supervisor(self, backends: Iterable[str]) -> None:
-        """Start a supervisor that loads its modules now, and works once ``ensure_supervisor`` is called.
+        """Start a supervisor process that imports its modules now and starts work when ``ensure_supervisor`` is called.
 
-        It ends with this process if that never happens. Saves the time of its start while a spec is checked.
+        This hides the start time of the supervisor behind the check of a spec. The process exits with this process if
+        ``ensure_supervisor`` is never called.
+
+        Args:
+            backends: The backends whose modules the supervisor imports.
+
+        Raises:
+            StateError: if the state directory is not writable.
+
         """
         from distflow.supervisor.process import hold_supervisor
 
         self._held = hold_supervisor(self.writable_directory(), backends)
 
     def ensure_supervisor(self) -> None:
-        """Return when a supervisor is running and knows of new work. Raises ``SupervisorError``."""
+        """Wait until a supervisor is running and has been notified of new work. Raises ``SupervisorError``."""
         from distflow.supervisor.process import ensure_supervisor
 
         held, self._held = self._held, None

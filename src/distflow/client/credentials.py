@@ -1,4 +1,4 @@
-"""This user's credentials on this machine: secrets that tasks are given by name."""
+"""Set, list and delete this user's credentials on this machine. Tasks refer to credentials by name."""
 
 from __future__ import annotations
 
@@ -20,15 +20,36 @@ __all__ = [
 
 
 def set_credential(client: Client, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
-    """Keep values under a name, in place of those of before. Raises ``InputError`` for what cannot be a credential."""
+    """Store a credential, replacing an existing one of the same name.
+
+    Args:
+        client: The client whose state directory stores the credential.
+        name: The name of the credential.
+        kind: Its type.
+        payload: Its values by key.
+
+    Returns:
+        The stored credential.
+
+    Raises:
+        InputError: if the name or the payload is not valid for this type.
+        StateError: if the state directory is not writable.
+
+    """
     return Credentials(client.writable_directory().credentials).set(name, kind, dict(payload))
 
 
 def list_credentials(client: Client) -> list[Credential]:
-    """Return the credentials."""
+    """Return all credentials of this user. Raises ``StateError`` if they cannot be read."""
     return list(Credentials(client.directory.credentials).all())
 
 
 def delete_credential(client: Client, name: str) -> None:
-    """Forget a credential; workflows that were submitted before keep what they were given. Raises ``NotFound``."""
+    """Delete a credential. Workflows that were submitted earlier keep their copies of its values.
+
+    Raises:
+        NotFound: if the credential does not exist.
+        StateError: if the state directory is not writable.
+
+    """
     Credentials(client.directory.credentials).delete(name)

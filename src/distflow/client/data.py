@@ -1,4 +1,4 @@
-"""Data at URLs, moved to and from this machine without any workflow."""
+"""Upload, download, list and delete data at URLs from this machine, without a workflow."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 OnBytes = Callable[[int, int], None]
-"""Called with the bytes that are done and the bytes in all, from several threads."""
+"""A progress callback. It gets the number of bytes transferred and the total number of bytes. Several threads call it."""
 
 
 def parse_data_url(text: str, *, writes: bool = False) -> StorageUrl:
-    """Return a URL of data; with ``writes`` one that can be written. Raises ``InputError``."""
+    """Parse a URL of data. Raises ``InputError`` if it is not valid or, with ``writes``, if its scheme is read-only."""
     return parse_url(text, writes=writes)
 
 
@@ -42,20 +42,23 @@ def upload_data(
     threads: int = 8,
     on_progress: OnBytes = lambda *_: None,
 ) -> TransferResult:
-    """Write files below a URL; a directory keeps its name. What is there already with the same content is not sent again.
+    """Upload files below a URL. Files that exist there with the same content are skipped.
 
     Args:
-        client: Whose credentials.
-        url: Where to.
-        paths: Files and directories of this machine.
-        regex: Only files whose relative path it matches.
-        threads: Files that are moved at the same time.
-        on_progress: Called with the progress.
+        client: The client whose credentials are used.
+        url: The URL below which the files are written.
+        paths: Files and directories of this machine. The name of a directory is part of the URLs of its files.
+        regex: A regular expression. Only files whose relative path matches are uploaded.
+        threads: The number of files that are uploaded in parallel.
+        on_progress: Called with the progress in bytes. See ``OnBytes``.
+
+    Returns:
+        The counts of the transfer.
 
     Raises:
-        InputError: for a URL that cannot be written.
-        NotFound: when there is no file to upload.
-        StorageError: when the store cannot be reached or refuses.
+        InputError: if the URL is not valid or cannot be written.
+        NotFound: if there are no files to upload.
+        StorageError: if the storage is unreachable or refuses the access.
 
     """
     from distflow.storage.files import find_sources
@@ -79,10 +82,25 @@ def download_data(
     threads: int = 8,
     on_progress: OnBytes = lambda *_: None,
 ) -> TransferResult:
-    """Fetch what a URL names into a directory; the arguments are those of ``upload_data``.
+    """Download the data at a URL into a directory.
 
-    ``resume`` leaves files alone that are there with the right content. Raises ``InputError`` without such a directory,
-    ``NotFound`` when nothing matches, and ``StorageError``.
+    Args:
+        client: The client whose credentials are used.
+        url: The URL of one object or of a folder.
+        directory: An existing directory.
+        regex: A regular expression. Only files whose relative path matches are downloaded.
+        resume: Whether to skip files that exist with the right content.
+        threads: The number of files that are downloaded in parallel.
+        on_progress: Called with the progress in bytes. See ``OnBytes``.
+
+    Returns:
+        The counts of the transfer.
+
+    Raises:
+        InputError: if the URL is not valid or ``directory`` does not exist.
+        NotFound: if no file matches.
+        StorageError: if the storage is unreachable or refuses the access.
+
     """
     from distflow.storage.transfers import download
 
@@ -97,7 +115,19 @@ def download_data(
 
 
 def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") -> list[SelectedObject]:
-    """Return the objects at a URL whose relative path a regex matches and begins with ``prefix``. Raises ``StorageError``."""
+    """Return the objects at a URL.
+
+    Args:
+        client: The client whose credentials are used.
+        url: The URL of one object or of a folder.
+        regex: A regular expression. Only objects whose relative path matches are returned.
+        prefix: Only objects whose relative path begins with this text are returned.
+
+    Raises:
+        InputError: if the URL or the regular expression is not valid.
+        StorageError: if the storage is unreachable or refuses the access.
+
+    """
     from distflow.storage.base import compile_regex, select
     from distflow.storage.failures import Retries
 
@@ -109,9 +139,21 @@ def list_data(client: Client, url: str, *, regex: str = "", prefix: str = "") ->
 
 
 def delete_data(client: Client, url: str, *, regex: str = "") -> int:
-    """Remove the objects at a URL and return how many there were.
+    """Delete the objects at a URL.
 
-    Raises ``InputError`` for a URL that is a whole machine, ``NotFound`` when nothing matches, and ``StorageError``.
+    Args:
+        client: The client whose credentials are used.
+        url: The URL of one object or of a folder.
+        regex: A regular expression. Only objects whose relative path matches are deleted.
+
+    Returns:
+        The number of deleted objects.
+
+    Raises:
+        InputError: if the URL is not valid, cannot be written, or names the root of a machine.
+        NotFound: if no object matches.
+        StorageError: if the storage is unreachable or refuses the access.
+
     """
     from distflow.storage.transfers import delete, find_removable
 
@@ -126,7 +168,18 @@ def delete_data(client: Client, url: str, *, regex: str = "") -> int:
 
 
 def check_data_access(client: Client, url: str, access: str) -> None:
-    """Check that a URL allows ``READ``, ``WRITE`` or ``DELETE``, by doing so. Raises ``StorageError`` when it does not."""
+    """Check that this user may access a URL, by performing the access.
+
+    Args:
+        client: The client whose credentials are used.
+        url: The URL to check.
+        access: ``READ``, ``WRITE`` or ``DELETE``.
+
+    Raises:
+        InputError: if the URL is not valid or cannot be written.
+        StorageError: if the storage is unreachable or refuses the access.
+
+    """
     from distflow.storage.stores import Access, check_access
 
     goal = parse_url(url, writes=access != "READ")

@@ -1,4 +1,4 @@
-"""Datasets: named collections of files, in versions that never change."""
+"""Create, list, download and delete datasets: named collections of files, in versions that never change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ __all__ = ["Manifest", "create_version", "delete_versions", "download_dataset", 
 
 
 def list_datasets(client: Client) -> list[tuple[Manifest, list[int]]]:
-    """Return the latest version of each dataset, with the numbers of all its versions. Raises ``StorageError``."""
+    """Return the latest version of each dataset, with the numbers of all its versions.
+
+    Raises:
+        StorageError: if the storage of datasets cannot be read.
+
+    """
     with _open_datasets(client) as datasets:
         numbers: dict[str, list[int]] = {}
         for one in datasets.versions():
@@ -27,7 +32,14 @@ def list_datasets(client: Client) -> list[tuple[Manifest, list[int]]]:
 
 
 def read_versions(client: Client, name: str) -> list[Manifest]:
-    """Return all versions of a dataset, or the one that ``name:version`` names. Raises ``NotFound`` and ``StorageError``."""
+    """Return all versions of the dataset ``name``, or one version for ``name:version``.
+
+    Raises:
+        InputError: if the name is not valid.
+        NotFound: if the dataset or the version does not exist.
+        StorageError: if the storage of datasets cannot be read.
+
+    """
     plain_name, number = parse_dataset(name)
     with _open_datasets(client) as datasets:
         every: list[int | None] = [] if ":" in name else [one.number for one in datasets.versions(plain_name)]
@@ -43,20 +55,25 @@ def create_version(
     is_update: bool = False,
     on_progress: OnBytes = lambda *_: None,
 ) -> Manifest:
-    """Make a new version of a dataset from files of this machine. It is there when all of it is.
+    """Create a new version of a dataset from files of this machine.
+
+    The version becomes visible only after all its files are uploaded.
 
     Args:
-        client: Whose configuration says where datasets lie.
-        name: The dataset; with ``is_update`` also one version of it, as ``name:version``.
-        paths: Files and directories; a directory keeps its name.
-        regex: Only files whose path it matches.
-        is_update: Whether the files come over what the latest version (or the named one) holds.
-        on_progress: Called with the progress.
+        client: The client whose configuration names the storage of datasets.
+        name: The name of the dataset. With ``is_update``, also ``name:version`` to choose the base version.
+        paths: Files and directories. The name of a directory is part of the paths in the dataset.
+        regex: A regular expression. Only files whose path matches are uploaded.
+        is_update: Whether to add the files to the files of the latest (or the named) version, replacing equal paths.
+        on_progress: Called with the progress in bytes. See ``OnBytes``.
+
+    Returns:
+        The manifest of the new version.
 
     Raises:
-        InputError: for a name that cannot be one.
-        NotFound: when there is no file to upload.
-        StorageError: when the store cannot be reached or refuses.
+        InputError: if the name is not valid.
+        NotFound: if there are no files to upload, or if the version to update does not exist.
+        StorageError: if the storage of datasets is unreachable or refuses the access.
 
     """
     from distflow.storage.files import find_sources
@@ -78,9 +95,24 @@ def create_version(
 def download_dataset(
     client: Client, name: str, directory: Path, *, regex: str = "", resume: bool = False, on_progress: OnBytes = lambda *_: None
 ) -> tuple[Manifest, TransferResult]:
-    """Fetch a version of a dataset into a directory of its name below ``directory``; return the version and what was moved.
+    """Download a version of a dataset into ``directory/<name of the dataset>``.
 
-    Raises ``InputError`` without such a directory, ``NotFound`` when nothing matches, and ``StorageError``.
+    Args:
+        client: The client whose configuration names the storage of datasets.
+        name: The name of the dataset, for its latest version, or ``name:version``.
+        directory: An existing directory.
+        regex: A regular expression. Only files whose path matches are downloaded.
+        resume: Whether to skip files that exist with the right content.
+        on_progress: Called with the progress in bytes. See ``OnBytes``.
+
+    Returns:
+        The manifest of the version and the result of the transfer.
+
+    Raises:
+        InputError: if ``directory`` does not exist or the name is not valid.
+        NotFound: if the dataset or version does not exist, or if no file matches.
+        StorageError: if the storage of datasets is unreachable or refuses the access.
+
     """
     plain_name, number = parse_dataset(name)
     if not directory.is_dir():
@@ -94,9 +126,21 @@ def download_dataset(
 
 
 def delete_versions(client: Client, name: str, *, all_versions: bool = False) -> list[int]:
-    """Remove the version that ``name:version`` names, or all of a dataset; return their numbers.
+    """Delete a version of a dataset, or all versions.
 
-    Raises ``NotFound`` and ``StorageError``.
+    Args:
+        client: The client whose configuration names the storage of datasets.
+        name: The name of the dataset, for its latest version, or ``name:version``.
+        all_versions: Whether to delete all versions of the dataset.
+
+    Returns:
+        The numbers of the deleted versions.
+
+    Raises:
+        InputError: if the name is not valid.
+        NotFound: if the dataset or the version does not exist.
+        StorageError: if the storage of datasets is unreachable or refuses the access.
+
     """
     plain_name, number = parse_dataset(name)
     with _open_datasets(client) as datasets:

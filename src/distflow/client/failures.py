@@ -1,4 +1,4 @@
-"""Why workflows fail: the first cause and the timeline of a group, and diagnoses with what to do."""
+"""Explain failures of workflows: the first cause, the timeline of a group, and diagnoses with remedies."""
 
 from __future__ import annotations
 
@@ -35,58 +35,61 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFailure:
-    """Why one attempt of a group failed."""
+    """The failure of one attempt of a group."""
 
     group: GroupRecord
     attempt: int
     moments: tuple[Moment, ...]
-    """What happened on its nodes around the failure, in order."""
+    """The timeline of the group's nodes around the failure."""
 
     @property
     def cause(self) -> Cause | None:
-        """Its first cause; ``None`` where nothing of it failed by itself."""
+        """The first cause of the failure, or ``None`` if no task failed by itself."""
         return cause_of(self.group, self.attempt)
 
     @property
     def is_last(self) -> bool:
-        """Whether the group was not tried again after it."""
+        """Whether this is the latest attempt of the group."""
         return self.attempt == self.group.attempt
 
     @property
     def clocks(self) -> Mapping[str, Clock]:
-        """Those of its nodes, where they were measured."""
+        """The measured clock of each node of the attempt, by the name of the node."""
         ended = (task for task in attempt_of(self.group, self.attempt) if task.end and task.end.clock)
         return {task.node or "": task.end.clock for task in ended if task.end and task.end.clock}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosedGroup:
-    """One attempt of a group that failed, or that may hang."""
+    """The diagnoses of one attempt of a group that failed or may hang."""
 
     group: GroupRecord
     attempt: int
     diagnoses: tuple[Diagnosis, ...]
-    """The most specific first; empty where no rule explains it."""
+    """The diagnoses, the most specific first. Empty if no rule applies."""
 
     @property
     def status(self) -> str:
-        """As ``query`` shows it; of an earlier attempt that it was rescheduled."""
+        """The status of the group as ``query`` shows it, or ``RESCHEDULED`` for an earlier attempt."""
         return self.group.status if self.attempt == self.group.attempt else State.RESCHEDULED.value
 
 
 def explain_failures(
     client: Client, record: WorkflowRecord, *, groups: Sequence[str] = (), attempt: int | None = None
 ) -> list[GroupFailure]:
-    """Return why groups of a workflow failed; nothing where none did.
+    """Return the first cause and the timeline of each failed group of a workflow.
 
     Args:
-        client: Where the workflow is known.
+        client: The client whose store has the workflow.
         record: The workflow.
-        groups: Only these groups.
-        attempt: Of this attempt, counted from 0; else of the last.
+        groups: Names of groups. Default: all groups.
+        attempt: The attempt to explain, counted from 0. Default: the latest attempt of each group.
+
+    Returns:
+        One entry for each failed group, or none if no group failed.
 
     Raises:
-        NotFound: for a group or an attempt that the workflow does not have.
+        NotFound: if the workflow does not have one of the groups, or if no group has the attempt.
 
     """
     events = client.store.events(record.uuid)
@@ -102,7 +105,7 @@ def explain_failures(
 
 
 def _failed_groups(record: WorkflowRecord, names: Sequence[str], attempt: int | None) -> list[GroupRecord]:
-    """Return the groups to explain: those that failed, or whose attempt did."""
+    """Return the groups that failed, or whose given attempt failed. Raises ``NotFound``."""
     for name in names:
         group_of(record, name)
     asked = [group for group in record.groups if not names or group.name in names]
@@ -112,12 +115,12 @@ def _failed_groups(record: WorkflowRecord, names: Sequence[str], attempt: int | 
     if not there:
         most = max((group.attempt for group in asked), default=0)
         raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last is {most}")
-    # What was kept of another workflow ran there, and is told there.
+    # Groups kept from another workflow ran there, so the other workflow explains them.
     return [group for group in there if not group.kept and (attempt < group.attempt or group.state is State.FAILED)]
 
 
 def check_attempt(record: WorkflowRecord, attempt: int | None) -> None:
-    """Raise ``NotFound`` for an attempt that no group of a workflow has."""
+    """Raise ``NotFound`` if no group of a workflow has this attempt."""
     last = max((group.attempt for group in record.groups), default=0)
     if attempt is not None and attempt > last:
         raise NotFound(f"{record.id} has no attempt {attempt}", hint=f"attempts are counted from 0; the last is {last}")
@@ -126,16 +129,22 @@ def check_attempt(record: WorkflowRecord, attempt: int | None) -> None:
 def diagnose_groups(
     client: Client, record: WorkflowRecord, *, tasks: Collection[str] = (), attempt: int | None = None
 ) -> list[DiagnosedGroup]:
-    """Diagnose the groups that failed, or whose attempt did, and those that may hang or wait for ranks that failed unnoticed.
+    """Diagnose groups that failed, that may hang, or that wait for ranks whose failure was not detected.
 
-    Reads the store and the mirrored logs, and reaches no node. Groups that were kept of another workflow ran there, and are
-    explained there.
+    This reads the store and the mirrored logs. It does not connect to a node. It skips groups that were kept from another
+    workflow, because they ran there.
 
     Args:
-        client: Where the workflow is known.
+        client: The client whose store has the workflow.
         record: The workflow.
-        tasks: Only the output of these tasks counts.
-        attempt: Of this attempt, counted from 0; else of the last.
+        tasks: Names of tasks whose output is used. Default: all tasks.
+        attempt: The attempt to diagnose, counted from 0. Default: the latest attempt of each group.
+
+    Returns:
+        One entry for each such group, or none.
+
+    Raises:
+        StateError: if the store cannot be read.
 
     """
     from distflow.diagnosis.diagnose import diagnose

@@ -1,4 +1,4 @@
-"""The output of tasks: where it lies, reading and following it, and what of it is not here."""
+"""Read and follow the output of tasks, and report missing output."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _NAMED = re.compile(r"\[(?:rank ?(\d+)|default(\d+))\]", re.IGNORECASE)
 _WAKE_EVERY = 30
 """Polls of the store between two checks that a supervisor is running."""
 _PATIENCE_S = 10.0
-"""How long logs may stand still after the workflow's end before it is taken that the rest will not come."""
+"""Seconds without new output after the workflow's end, after which the rest of the output is considered lost."""
 
 Tasks = Sequence[tuple[str, "TaskRecord"]]
 """Tasks, each with the name of its group."""
 Wait = Callable[[float], object]
+"""Called with the number of seconds to wait."""
 
 
 def log_sources(
     client: Client, record: WorkflowRecord, tasks: Iterable[tuple[str, TaskRecord]], attempt: int | None = None
 ) -> list[LogSource]:
-    """Return where the logs of these tasks lie: of one attempt, or of all there were."""
+    """Return the logs of these tasks: of attempt number ``attempt`` (from 0), or of all attempts so far."""
     mirror = client.mirror
     return [
         LogSource(task.name, number, mirror.folder(record.uuid, group, task.name, number))
@@ -40,10 +41,10 @@ def log_sources(
 
 
 class WorkflowWatch:
-    """A workflow's record as it changes, and whether its logs have come to their end."""
+    """Polls the record of a workflow, and detects the end of its logs."""
 
     def __init__(self, client: Client, record: WorkflowRecord, *, tasks: Collection[str] | None = None) -> None:
-        """Watch a workflow; ``tasks`` are those whose logs matter, ``None``: all."""
+        """Watch a workflow and the logs of the named tasks. ``None`` means all tasks."""
         self.record = record
         self._client = client
         self._tasks = tasks
@@ -53,7 +54,7 @@ class WorkflowWatch:
         self._bytes_here = -1
 
     def refresh(self) -> WorkflowRecord:
-        """Return the record as it is now; now and then see to it that a supervisor runs."""
+        """Read the record again and return it. Every 30th call starts a supervisor if none is running."""
         self.record = self._client.store.find(self.record.uuid)
         self._refreshes += 1
         if self._refreshes % _WAKE_EVERY == 0:
@@ -61,7 +62,10 @@ class WorkflowWatch:
         return self.record
 
     def logs_are_over(self) -> bool:
-        """Return whether the workflow has ended and its logs are here, or stand still; to be asked every ``POLL_S``."""
+        """Return whether the workflow has ended and its logs are complete, or have stopped growing.
+
+        Call this method every ``POLL_S`` seconds, because it measures time by the number of calls.
+        """
         self.refresh()
         self._polls += 1
         if not self.record.state.is_final:
@@ -75,7 +79,7 @@ class WorkflowWatch:
         return (self._polls - self._still_since) * POLL_S >= _PATIENCE_S
 
     def sources(self, attempt: int | None = None) -> list[LogSource]:
-        """Return the logs that there are, or will be."""
+        """Return the logs of the watched tasks, of one attempt or of all, including logs that do not exist yet."""
         return log_sources(self._client, self.record, self._wanted(), attempt)
 
     def lines(
@@ -87,14 +91,14 @@ class WorkflowWatch:
         wait: Wait = pause,
         on_poll: Callable[[WorkflowRecord], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield lines as they come, merged by time, until the workflow has ended and its logs are complete.
+        """Yield lines as they arrive, merged by time, until the workflow has ended and its logs are complete.
 
         Args:
-            attempt: Only of this attempt of each task.
-            last: Begin with so many of the lines that are there.
-            keep: Which lines are wanted.
-            wait: Called with the seconds to wait, when there is nothing new.
-            on_poll: Called with the record each time it was read again.
+            attempt: Yield only lines of this attempt of each task, counted from 0.
+            last: The number of existing lines to start with. Default: all.
+            keep: A filter that returns whether to yield a line.
+            wait: Called with the number of seconds to wait if there are no new lines.
+            on_poll: Called with the record each time it is read.
 
         """
 
@@ -115,19 +119,19 @@ class WorkflowWatch:
 
 
 class LogStream:
-    """Lines of tasks, merged by time: an iterator to be read once, and remarks about it afterwards."""
+    """The output lines of tasks, merged by time. Iterate over it once, then read the remarks."""
 
     def __init__(self, lines: Iterator[LogLine], remarks: Callable[[], Iterator[str]]) -> None:
-        """Read nothing yet."""
+        """Store the iterators without reading."""
         self._lines = lines
         self._remarks = remarks
 
     def __iter__(self) -> Iterator[LogLine]:
-        """Yield the lines."""
+        """Return the iterator over the lines."""
         return self._lines
 
     def remarks(self) -> Iterator[str]:
-        """Yield sentences about what is missing of the output, and about ranks that could not be chosen."""
+        """Yield sentences about missing output, and about ranks whose lines cannot be separated."""
         return self._remarks()
 
 
@@ -143,18 +147,24 @@ def stream_logs(
     follow: bool = False,
     wait: Wait = pause,
 ) -> LogStream:
-    """Return the lines that tasks printed; also after their end, and when their nodes are gone.
+    """Return the output lines of tasks, as copied to this machine. This also works after the nodes are gone.
 
     Args:
-        client: Where the workflow is known.
+        client: The client whose store has the workflow.
         record: The workflow.
-        tasks: Which of its tasks (see ``choose_tasks``).
-        names: Those of them that are wanted with all their ranks.
-        ranks: The ranks that are wanted of the others; all when empty.
-        attempt: Only of this attempt, counted from 0; else of all.
-        last: Begin with so many of the lines that are there.
-        follow: Whether to go on until the workflow has ended and its logs are complete.
-        wait: Called with the seconds to wait, when there is nothing new.
+        tasks: The tasks to read (see ``choose_tasks``).
+        names: Names of those tasks whose lines are returned for all ranks.
+        ranks: The global ranks whose lines are returned for the other tasks. Default: all ranks.
+        attempt: Return only lines of this attempt, counted from 0. Default: all attempts.
+        last: The number of existing lines to start with. Default: all.
+        follow: Whether to wait for new lines until the workflow has ended and its logs are complete.
+        wait: Called with the number of seconds to wait if there are no new lines.
+
+    Returns:
+        An iterable of lines, and remarks about missing output.
+
+    Raises:
+        StateError: if the logs or the store cannot be read. It can also be raised during the iteration.
 
     """
     sources = log_sources(client, record, tasks, attempt)
@@ -174,7 +184,15 @@ def stream_logs(
 
 
 def missing_output(client: Client, record: WorkflowRecord, tasks: Collection[str], attempt: int | None = None) -> Iterator[str]:
-    """Yield one sentence for each of the tasks that ended and whose output is not all here."""
+    """Yield a sentence for each ended task whose output is not complete on this machine.
+
+    Args:
+        client: The client whose store has the workflow.
+        record: The workflow.
+        tasks: Names of the tasks to check.
+        attempt: The attempt to check, counted from 0. Default: all attempts.
+
+    """
     for group in record.groups:
         for task in group.attempts:
             if task.name not in tasks or task.end is None or attempt not in (None, task.attempt):
@@ -191,19 +209,19 @@ def missing_output(client: Client, record: WorkflowRecord, tasks: Collection[str
 
 @dataclass(frozen=True, slots=True)
 class _RankChoice:
-    """Which ranks of a task are wanted."""
+    """The chosen ranks of a task."""
 
     held: range
-    """All that it holds."""
+    """All ranks of the task."""
     ranks: frozenset[int]
 
     @property
     def has_all(self) -> bool:
-        """Whether nothing of the task is unwanted."""
+        """Whether all ranks of the task are chosen."""
         return self.ranks.issuperset(self.held)
 
     def named(self, text: str) -> int | None:
-        """Return the rank that a line names at its beginning, as torch and torchrun's ``--tee`` do."""
+        """Return the rank in the prefix of a line, as torch and torchrun's ``--tee`` write it, or ``None``."""
         match = _NAMED.match(text)
         if match is None:
             return None
@@ -212,7 +230,7 @@ class _RankChoice:
 
 
 def _chosen_ranks(tasks: Tasks, names: Collection[str], ranks: Collection[int]) -> dict[str, _RankChoice]:
-    """Return which ranks are wanted of tasks of which not everything is."""
+    """Return the chosen ranks of each task that is not chosen with all its ranks."""
     choices = {
         one.name: _RankChoice(held=held_ranks(one.ranks), ranks=frozenset(ranks))
         for _, one in tasks
@@ -222,9 +240,9 @@ def _chosen_ranks(tasks: Tasks, names: Collection[str], ranks: Collection[int]) 
 
 
 def _lines_of_ranks(sources: Collection[LogSource], chosen: Mapping[str, _RankChoice], *, follow: bool) -> Keep:
-    """Return which lines are those of the chosen ranks.
+    """Return a filter for the lines of the chosen ranks.
 
-    Lines of no rank count where their task holds no other rank than those, or where its ranks are not told apart at all.
+    A line without a rank is kept if all ranks of its task are chosen, or if the log does not separate the ranks of the task.
     """
     unlabeled: dict[tuple[str, int], bool] = {}
 
@@ -246,7 +264,7 @@ def _lines_of_ranks(sources: Collection[LogSource], chosen: Mapping[str, _RankCh
 
 
 def _not_told_apart(sources: Sequence[LogSource], chosen: Mapping[str, _RankChoice]) -> Iterator[str]:
-    """Yield one sentence for each task of which ranks were asked for, and whose ranks share one output."""
+    """Yield a sentence for each task with chosen ranks whose ranks share one output."""
     for name in chosen:
         own = [one for one in sources if one.task == name and mirrored_bytes(one)]
         if own and not any(tells_ranks(one) for one in own):

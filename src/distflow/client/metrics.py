@@ -1,4 +1,4 @@
-"""The metrics that tasks print as lines of JSON."""
+"""Read the metrics that tasks print as JSON lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Latest", "Metric", "MetricSeries", "find_metrics", "number"]
 
 
 class MetricSeries:
-    """Metrics of some tasks of a workflow, read from its logs as often as they are iterated."""
+    """The metrics of some tasks of a workflow. Each iteration reads them again from the logs."""
 
     def __init__(
         self,
@@ -32,18 +32,18 @@ class MetricSeries:
         keys: Collection[str],
         attempt: int | None,
     ) -> None:
-        """Read the logs once, for the latest values."""
+        """Read the logs once to find the latest values. The arguments are those of ``find_metrics``."""
         self._sources = log_sources(client, record, tasks, attempt)
         self._rank = rank
         self._keys = keys
         self.names: dict[str, None] = {}
-        """Every name that was met, in order."""
+        """The names of all metrics read so far, in order of appearance."""
         self.latest = latest(iter(self))
-        """The latest values of each task and rank."""
+        """The latest values for each task and rank."""
 
     def __iter__(self) -> Iterator[Metric]:
-        """Yield one metric after the other, task by task and attempt by attempt, with the wanted values only."""
-        # One log after the other: whatever the nodes' clocks say, attempts stay in their order.
+        """Yield metrics by task and attempt, only with the requested names."""
+        # Read one log after the other. This keeps the order of attempts even if the nodes' clocks differ.
         for source in self._sources:
             for metric in read_metrics(read_lines([source]), rank=self._rank):
                 values = {name: value for name, value in metric.values.items() if not self._keys or name in self._keys}
@@ -53,11 +53,22 @@ class MetricSeries:
                 yield replace(metric, values=values) if self._keys else metric
 
     def every_name(self) -> set[str]:
-        """Return all names that these tasks printed, wanted or not."""
+        """Return the names of all metrics of these tasks, including names that were not requested."""
         return {name for source in self._sources for one in read_metrics(read_lines([source])) for name in one.values}
 
     def write_tensorboard(self, folder: Path) -> int:
-        """Write the numbers below a new directory, for TensorBoard; return how many there were. Raises ``InputError``."""
+        """Write the numeric metrics for TensorBoard.
+
+        Args:
+            folder: The directory to create.
+
+        Returns:
+            The number of values written.
+
+        Raises:
+            InputError: if tensorboard is not installed, if ``folder`` exists, or if it cannot be written.
+
+        """
         from distflow.client.tensorboard import write_tensorboard
 
         return write_tensorboard(folder, self)
@@ -72,23 +83,23 @@ def find_metrics(
     keys: Collection[str] = (),
     attempt: int | None = None,
 ) -> MetricSeries:
-    """Return the metrics that tasks printed.
+    """Return the metrics in the output of tasks.
 
     Args:
-        client: Where the workflow is known.
+        client: The client whose store has the workflow.
         record: The workflow.
-        tasks: Which of its tasks (see ``choose_tasks``).
-        rank: Only those of this rank.
-        keys: Only values of these names.
-        attempt: Only of this attempt, counted from 0; else of all.
+        tasks: The tasks to read (see ``choose_tasks``).
+        rank: Return only metrics of this rank. Default: all ranks.
+        keys: Return only metrics with these names. Default: all names.
+        attempt: Return only metrics of this attempt, counted from 0. Default: all attempts.
 
     Raises:
-        NotFound: when the tasks printed metrics, but none of these names.
+        NotFound: if the tasks printed metrics, but none with these names.
 
     """
     found = MetricSeries(client, record, tasks, rank=rank, keys=keys, attempt=attempt)
     if keys and not found.latest:
-        # Which there are is only asked where one is missing.
+        # Collecting all names reads all logs again, so it is done only for this error.
         known = sorted(found.every_name())
         unknown = [key for key in keys if key not in known]
         if known and unknown:

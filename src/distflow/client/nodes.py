@@ -1,4 +1,7 @@
-"""What distflow keeps on nodes, and who uses them: asked of many nodes at once, each of which may fail for itself."""
+"""Clean up nodes and list the users of their resources. Each function queries many nodes in parallel.
+
+An error of one node is part of that node's result and does not affect the other nodes.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,12 @@ __all__ = [
 ]
 
 PoolNode = tuple[Pool, Node]
+"""A node and its pool."""
 T = TypeVar("T")
 
 _AT_ONCE = 32
-# Not within a path, which must stay as it is.
+"""The maximum number of nodes that are queried in parallel."""
+# The pattern does not match inside a path, because a path must stay as it is.
 _KNOWN_BY_UUID = re.compile(
     r"(?<![\w/.-])([0-9a-f]{8}(-?)[0-9a-f]{4}(?:\2[0-9a-f]{4}){2}\2[0-9a-f]{12})(?:/[A-Za-z0-9_-]+/([A-Za-z0-9_-]+)/([0-9]+))?(?![\w/-])"
 )
@@ -50,9 +55,18 @@ _KNOWN_BY_UUID = re.compile(
 def choose_nodes(
     client: Client, pool: str | None = None, *, hosts: Sequence[Host] | None = None, names: Sequence[str] | None = None
 ) -> list[PoolNode]:
-    """Return nodes, each with its pool: of one pool or of hosts, else of all pools; ``names``: only those.
+    """Return nodes of the configuration, each with its pool.
 
-    Raises ``NotFound`` and ``ProblemsFound``.
+    Args:
+        client: The client whose configuration has the pools.
+        pool: The name of a pool. Default: all pools.
+        hosts: Machines to use as a pool instead of the configured ones.
+        names: Names of nodes. Default: all nodes of the chosen pools.
+
+    Raises:
+        NotFound: if a pool or a node does not exist.
+        ProblemsFound: if the configuration is wrong.
+
     """
     configuration = client.configuration()
     given = pool is not None or hosts is not None
@@ -66,15 +80,21 @@ def choose_nodes(
 
 
 def ask_nodes(nodes: Sequence[PoolNode], ask: Callable[[Pool, Node], T]) -> list[T]:
-    """Ask every node, many at once, and return the answers in the order of the nodes."""
+    """Call ``ask`` for every node in parallel threads, and return the results in the order of the nodes."""
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
         return list(workers.map(lambda one: ask(*one), nodes))
 
 
 def reap_nodes(nodes: Sequence[PoolNode], *, is_dry_run: bool = False) -> list[Reaped]:
-    """Find processes and containers of attempts that nothing watches any more, and stop them unless ``is_dry_run``.
+    """Find orphan processes and containers of attempts on nodes, and stop them.
 
-    Each node's answer has its errors, and names workflows by their uuids (see ``replace_uuids``).
+    Args:
+        nodes: The nodes (see ``choose_nodes``).
+        is_dry_run: Whether to only find them.
+
+    Returns:
+        One result for each node, in order. It has the node's error, if any, and names workflows by uuid. See ``replace_uuids``.
+
     """
     return ask_nodes(nodes, lambda pool, node: reap_node(pool, node, is_dry_run=is_dry_run))
 
@@ -82,13 +102,19 @@ def reap_nodes(nodes: Sequence[PoolNode], *, is_dry_run: bool = False) -> list[R
 def clean_nodes(
     client: Client, nodes: Sequence[PoolNode], *, older_than_s: float | None = None, is_dry_run: bool = False
 ) -> list[Cleaned]:
-    """Remove from nodes what ended workflows left there: logs, outputs, files.
+    """Delete the logs, outputs and files of ended workflows from nodes.
 
     Args:
-        client: Whose unfinished workflows are not touched.
-        nodes: Where.
-        older_than_s: Only what was not touched for so long; else the pool's retention.
-        is_dry_run: Whether to remove nothing.
+        client: The client whose store has the workflows. Files of its unfinished workflows are kept.
+        nodes: The nodes (see ``choose_nodes``).
+        older_than_s: Delete only files that were not modified for this many seconds. Default: the retention of the pool.
+        is_dry_run: Whether to delete nothing and only report what would be deleted.
+
+    Returns:
+        One result for each node, in order. It has the node's error, if any.
+
+    Raises:
+        StateError: if the state directory is not writable.
 
     """
     client.writable_directory()
@@ -107,18 +133,34 @@ def clean_nodes(
 
 
 def uninstall_nodes(client: Client, nodes: Sequence[PoolNode]) -> list[Uninstalled]:
-    """Remove distflow from nodes, with all that its tasks left there; refused by a node on which a task is alive."""
+    """Remove distflow and all files of its tasks from nodes. A node with a running task refuses.
+
+    Args:
+        client: The client whose store has the workflows, to show their ids in errors.
+        nodes: The nodes (see ``choose_nodes``).
+
+    Returns:
+        One result for each node, in order. It has the node's error, if any.
+
+    """
     ids = client.store.ids()
     return [replace(one, error=replace_uuids(one.error, ids)) for one in ask_nodes(nodes, uninstall_node)]
 
 
 def ask_resource_holders(nodes: Sequence[PoolNode]) -> list[Holders]:
-    """Ask nodes which attempts of all users hold GPUs, CPUs, memory and ports there, and who else computes on a GPU."""
+    """Return which attempts hold GPUs, CPUs, memory and ports of nodes, and which other processes use a GPU.
+
+    The result includes attempts of all users, one entry for each node, in order.
+    """
     return ask_nodes(nodes, ask_holders)
 
 
 def replace_uuids(text: str, ids: Mapping[str, str]) -> str:
-    """Return a text of a node with ids of workflows in place of their uuids, and names of tasks in place of attempts.
+    """Return a node's text with workflow ids instead of uuids, and task names instead of attempt names.
+
+    Args:
+        text: The text.
+        ids: The id of each known workflow, by uuid.
 
     >>> replace_uuids("7278eb5c7278eb5c7278eb5c7278eb5c/g/w1/2 runs", {"7278eb5c7278eb5c7278eb5c7278eb5c": "spin-1"})
     'spin-1/w1 retry-2 runs'

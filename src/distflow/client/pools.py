@@ -1,4 +1,4 @@
-"""Pools and their nodes as they are configured, what is in use of them, the preferred pool, and the check of their nodes."""
+"""List pools and their nodes with the resources in use, set the preferred pool, and check nodes."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ __all__ = [
 ]
 
 UsageByNode = Mapping[tuple[str, str], Sequence[tuple[str, Demand]]]
-"""Names of tasks and what they hold, by pool and node."""
+"""The names of tasks and their resources, by pool and node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUsage:
-    """A node with what it has and what of it is in use; ``None``: not configured, so not known before it is reached."""
+    """A node and the resources that tasks hold on it."""
 
     pool: Pool
     node: Node
     held: Sequence[tuple[str, Demand]]
-    """Names of tasks, and what they hold."""
+    """The names of tasks and their resources."""
 
     @property
     def amounts(self) -> tuple[tuple[int, int | None], ...]:
-        """Used and total CPUs, memory (bytes) and GPUs."""
+        """Used and total CPUs, memory (bytes) and GPUs. A total that is not configured is ``None``."""
         held = [demand for _, demand in self.held]
         return (
             (sum(one.cpus for one in held), self.node.cpus),
@@ -60,7 +60,18 @@ class NodeUsage:
 
 
 def list_pools(client: Client, names: Sequence[str] = (), *, hosts: Sequence[Host] | None = None) -> Configuration:
-    """Return the configuration with the pools of these names, all without any. Raises ``NotFound``."""
+    """Return the configuration, reduced to some of its pools.
+
+    Args:
+        client: The client whose configuration has the pools.
+        names: Names of pools. Default: all pools.
+        hosts: Machines to use as an additional pool.
+
+    Raises:
+        NotFound: if a pool does not exist.
+        ProblemsFound: if the configuration is wrong.
+
+    """
     configuration = with_hosts(client.configuration(), hosts)
     if names:
         configuration = replace(configuration, pools={name: choose_pool(configuration, given=name) for name in names})
@@ -75,17 +86,18 @@ def list_nodes(
     platforms: Collection[str] = (),
     hosts: Sequence[Host] | None = None,
 ) -> list[NodeUsage]:
-    """Return nodes with what this user's unfinished workflows use of them. No node is asked.
+    """Return nodes with the resources that this user's unfinished workflows hold. It does not connect to a node.
 
     Args:
-        client: Whose configuration and workflows.
-        names: Pools; else the default one.
-        all_pools: All pools instead.
-        platforms: Only nodes of these platforms.
-        hosts: Machines that are the default pool.
+        client: The client whose configuration has the pools and whose store has the workflows.
+        names: Names of pools. Default: the default pool.
+        all_pools: Whether to use all pools instead.
+        platforms: Return only nodes of these platforms. Default: all.
+        hosts: Machines to use as the default pool.
 
     Raises:
-        NotFound: for an unknown pool.
+        NotFound: if a pool does not exist.
+        ProblemsFound: if the configuration is wrong.
 
     """
     configuration = with_hosts(client.configuration(), hosts)
@@ -101,7 +113,19 @@ def list_nodes(
 def find_node(
     client: Client, name: str, *, pool: str | None = None, platform: str | None = None, hosts: Sequence[Host] | None = None
 ) -> list[NodeUsage]:
-    """Return a node in every pool that has it, or in one. Raises ``NotFound``."""
+    """Return one entry for each pool that has a node of this name.
+
+    Args:
+        client: The client whose configuration has the pools and whose store has the workflows.
+        name: The name of the node.
+        pool: Search only this pool. Default: all pools.
+        platform: Return only nodes of this platform.
+        hosts: Machines to use as an additional pool.
+
+    Raises:
+        NotFound: if the pool or the node does not exist.
+
+    """
     configuration = with_hosts(client.configuration(), hosts, given=pool)
     pools = [choose_pool(configuration, given=pool)] if pool else list(configuration.pools.values())
     held = usage_by_node(client)
@@ -118,7 +142,10 @@ def find_node(
 
 
 def usage_by_node(client: Client) -> UsageByNode:
-    """Return what tasks of unfinished workflows hold, by pool and node; remark on those whose records cannot be read."""
+    """Return the resources that tasks of unfinished workflows hold, by pool and node.
+
+    A workflow whose record cannot be read causes a warning through ``client.notify``.
+    """
     store = client.store
     found: dict[tuple[str, str], list[tuple[str, Demand]]] = {}
     unknown = store.uuids(are_unfinished=True)
@@ -134,14 +161,14 @@ def usage_by_node(client: Client) -> UsageByNode:
             for task in group.tasks:
                 if task.node is not None and not task.state.is_final:
                     found.setdefault((record.pool, task.node), []).append((f"{record.id}/{task.name}", asked[task.name]))
-    for uuid in sorted(unknown & store.uuids(are_unfinished=True)):  # none that has just ended
+    for uuid in sorted(unknown & store.uuids(are_unfinished=True)):  # ignore workflows that have just ended
         client.notify(f"warning: what workflow {uuid} holds is not counted: another version of distflow wrote it")
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCheck:
-    """What was measured on the nodes of a pool, and whether a gang can run there."""
+    """The measurements of a pool's nodes, and the verdict whether a gang can run there."""
 
     pool: Pool
     checked: Checked
@@ -158,27 +185,31 @@ def check_pool(
     paths: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
-    """Measure the nodes of a pool, and find out whether a gang can run there. No task is started, and no GPU is held.
+    """Measure the nodes of a pool and check whether a gang can run there. It starts no task and holds no GPU.
 
     Args:
-        client: Whose configuration.
-        name: The pool; else the default one.
-        nodes: Only these nodes of it.
-        hosts: Machines that are a pool of their own.
-        all_reduce: Whether to sum over all nodes with torch, for the bandwidth.
-        paths: Paths of the nodes that are to exist and to hold the same everywhere.
-        on_progress: Called with what is being checked.
+        client: The client whose configuration has the pool.
+        name: The name of the pool. Default: the default pool.
+        nodes: Names of nodes of the pool. Default: all its nodes.
+        hosts: Machines to use instead of a configured pool.
+        all_reduce: Whether to run an all-reduce over all nodes with torch, to measure the bandwidth.
+        paths: Paths that must exist on all nodes with the same contents.
+        on_progress: Called with the name of the current check.
+
+    Returns:
+        The measurements and the verdict. Errors of nodes are part of it and are not raised.
 
     Raises:
-        NotFound: for an unknown pool or node.
+        NotFound: if the pool or a node does not exist.
+        ProblemsFound: if the configuration is wrong.
 
     """
     pool = choose_pool(client.configuration(), given=name, hosts=hosts)
-    there = [node.name for node in pool.nodes]
+    known = [node.name for node in pool.nodes]
     for node in nodes:
-        if node not in there:
-            raise NotFound(f"the pool {pool.name!r} has no node {node!r}", hint=did_you_mean(node, there, what="nodes"))
-    return check_pool_nodes(pool, nodes or there, all_reduce=all_reduce, paths=paths, on_progress=on_progress)
+        if node not in known:
+            raise NotFound(f"the pool {pool.name!r} has no node {node!r}", hint=did_you_mean(node, known, what="nodes"))
+    return check_pool_nodes(pool, nodes or known, all_reduce=all_reduce, paths=paths, on_progress=on_progress)
 
 
 def check_pool_nodes(
@@ -189,8 +220,8 @@ def check_pool_nodes(
     paths: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
-    """Measure the nodes of these names; the arguments are those of ``check_pool``."""
-    # paramiko comes with the nodes.
+    """Measure the nodes of these names. The other arguments are those of ``check_pool``."""
+    # These modules import paramiko.
     from distflow.backends.machines.checks.checking import check_pool as measure
     from distflow.backends.machines.checks.reachability import verdict
 
@@ -200,7 +231,17 @@ def check_pool_nodes(
 
 
 def prefer_pool(client: Client, name: str | None) -> None:
-    """Prefer a pool where none is named, on this machine and for this user; ``None``: none. Raises ``NotFound``."""
+    """Set the pool that this user's commands on this machine use if they do not name one.
+
+    Args:
+        client: The client whose state directory stores the profile.
+        name: The name of the pool, or ``None`` to use the configured default again.
+
+    Raises:
+        NotFound: if the pool does not exist.
+        StateError: if the state directory is not writable.
+
+    """
     if name is not None:
         known = client.configuration(profile=False).pools
         if name not in known:

@@ -1,4 +1,4 @@
-"""TCP ports of a running task's node, reached through ports of this machine."""
+"""Forward TCP ports of this machine to the node of a running task."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOK_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardedPort:
-    """A port of this machine that leads to one of a node."""
+    """A port of this machine that is forwarded to a port of a node."""
 
     host: str
     local: int
@@ -44,24 +44,25 @@ def forward_ports(
     connect_timeout: int = 60,
     on_ready: Callable[[ForwardedPort], None] = lambda _: None,
 ) -> None:
-    """Forward ports until the task has ended; to be interrupted with ``KeyboardInterrupt``.
+    """Forward ports of this machine to the node of a task until the task has ended, or until ``KeyboardInterrupt``.
 
-    It is the node that is reached, not the task alone: other programs there have ports as well. Connections that fail are
-    remarked on.
+    The ports are ports of the node, so they can also lead to other programs on it. A connection that fails causes a warning
+    through ``client.notify``.
 
     Args:
-        client: Where the workflow is known.
+        client: The client whose store has the workflow.
         record: The workflow.
-        task: The task whose node is meant.
-        ports: Pairs of a port of this machine and one of the node.
-        host: The address of this machine to listen on.
-        connect_timeout: Seconds that the node may take to answer.
-        on_ready: Called with each port when all of them can be used.
+        task: The name of the task.
+        ports: Pairs of a local port and a port of the node.
+        host: The local address to listen on.
+        connect_timeout: The maximum time for the node to answer, in seconds.
+        on_ready: Called with each forwarded port after all of them are ready.
 
     Raises:
-        InputError: for a task that does not run yet, and for a port of this machine that cannot be listened on.
-        WorkflowEnded: when the task has ended.
-        NodeError: when the node cannot be reached.
+        InputError: if the task is not running yet, or if a local port is not available.
+        NodeError: if the node is unreachable.
+        NotFound: if the workflow does not have the task.
+        WorkflowEnded: if the task has ended.
 
     """
     with ExitStack() as held:
@@ -73,7 +74,7 @@ def forward_ports(
             raise InputError(f"{node.name} is this machine: a port cannot lead to itself", hint=hint)
         listeners = {held.enter_context(contextlib.closing(_listen(host, ours))): (ours, theirs) for ours, theirs in ports}
         transport = held.enter_context(contextlib.closing(transport_of(pool, node)))
-        # A node that is unreachable is reported now, and not to the first connection.
+        # Report an unreachable node now, and not only at the first connection.
         transport.run(["true"], timeout_s=connect_timeout)
         for ours, theirs in ports:
             on_ready(ForwardedPort(host=host, local=ours, remote=theirs, node=node.name))
@@ -83,7 +84,7 @@ def forward_ports(
 
 
 def _running(record: WorkflowRecord, name: str) -> TaskRecord:
-    """Return a task that runs. Raises ``InputError``, and ``WorkflowEnded`` for one that does no more."""
+    """Return a running task. Raises ``WorkflowEnded`` if it has ended, and ``InputError`` if it is not running yet."""
     ((_, task),) = choose_tasks(record, [name])
     if task.state.is_final:
         raise WorkflowEnded(f"{task.name} has ended: {task.status}")
@@ -104,7 +105,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connections(listeners: list[socket.socket], check: Callable[[], object]) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield each new connection with its listener; ``check`` is called now and then, and may raise to end this."""
+    """Yield each new connection with its listener. Call ``check`` regularly; it may raise an error to stop."""
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
             selector.register(listener, selectors.EVENT_READ)
@@ -126,20 +127,20 @@ def _serve(transport: Transport, port: int, connection: socket.socket, timeout_s
         except NodeUnreachable as error:
             notify(f"warning: {error}")
             return
-        back = threading.Thread(target=_back, args=(stream, connection), daemon=True)
-        back.start()
+        receiver = threading.Thread(target=_receive, args=(stream, connection), daemon=True)
+        receiver.start()
         with contextlib.suppress(OSError, NodeUnreachable):
             while data := connection.recv(_READ):
                 stream.write(data)
             stream.end()
-        back.join()
+        receiver.join()
         stream.close()
 
 
-def _back(stream: Stream, connection: socket.socket) -> None:
+def _receive(stream: Stream, connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := stream.read():
             connection.sendall(data)
-    # The reader on this side reads to the end of the stream.
+    # Signal the end of the stream to the local program, which may still send.
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""Running tasks: commands next to them, in their directories and environments, and the stacks of their processes."""
+"""Run commands alongside running tasks, in their directories and environments, and read the stacks of their processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _RUNNING = (State.RUNNING, State.STOPPING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningTask:
-    """A running task, and how to get to it."""
+    """A running task and the data needed to start a command alongside it."""
 
     task: str
     attempt: str
@@ -50,17 +50,20 @@ class RunningTask:
     ) -> Session:
         """Start a command on the task's node, in its directory, with its environment and GPUs.
 
-        The command ends with the connection and with the task, as does everything that it started.
+        The command and its child processes are killed when the connection closes or the task ends.
 
         Args:
-            argv: The command.
-            terminal: The size and the type (``TERM``) of a terminal for it; else it has pipes.
-            timeout_s: How long the node may take to answer.
-            is_plain: Whether it runs without container, ``setup`` and secrets.
+            argv: The command and its arguments.
+            terminal: The size and the type (``TERM``) of a terminal for the command. Default: pipes.
+            timeout_s: The maximum time for the node to answer, in seconds.
+            is_plain: Whether the command runs without the task's container, ``setup`` and secrets.
+
+        Returns:
+            A session that carries input, output and the exit code. The caller must close it.
 
         Raises:
-            InputError: when the task does not run any more.
-            NodeError: when the node cannot be reached or refuses.
+            InputError: if the task has stopped running.
+            NodeError: if the node is unreachable or refuses the command.
 
         """
         try:
@@ -81,7 +84,19 @@ class RunningTask:
 
 
 def find_running_task(client: Client, workflow: str, task: str, connect_timeout: int) -> RunningTask:
-    """Return a running task of a workflow, both by name. Raises ``NotFound``, and ``InputError`` for one that does not run."""
+    """Return a running task of a workflow.
+
+    Args:
+        client: The client whose store has the workflow.
+        workflow: The id or uuid of the workflow.
+        task: The name of the task.
+        connect_timeout: The maximum time for the node to answer, in seconds.
+
+    Raises:
+        InputError: if the task is not running.
+        NotFound: if the workflow or the task does not exist.
+
+    """
     from distflow.client.workflows import find_workflow
 
     record = find_workflow(client, workflow, report_age=False)
@@ -90,7 +105,19 @@ def find_running_task(client: Client, workflow: str, task: str, connect_timeout:
 
 
 def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskRecord, connect_timeout: int) -> RunningTask:
-    """Return where a task runs; ``connect_timeout``: seconds. Raises ``InputError`` for one that does not run."""
+    """Return the running task of a task's record.
+
+    Args:
+        client: The client whose store has the workflow.
+        record: The workflow.
+        group: The name of the task's group.
+        task: The record of the task.
+        connect_timeout: The maximum time for the node to answer, in seconds.
+
+    Raises:
+        InputError: if the task is not running, or if one of its secrets is no longer stored.
+
+    """
     if task.state.is_final:
         raise InputError(f"{task.name} has ended: {task.status}", hint=f"its output: distflow workflow logs {record.id}")
     if task.state not in _RUNNING or task.node is None:
@@ -115,12 +142,12 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandsEnded:
-    """The ends of one command on several tasks."""
+    """The results of one command that was run alongside several tasks."""
 
     codes: tuple[int, ...]
-    """Its exit codes, where it ran."""
+    """The exit codes of the commands that ran, in the order of their ends."""
     errors: tuple[DistflowError, ...]
-    """Why it did not run elsewhere."""
+    """The errors of the commands that did not run or whose connection broke."""
 
 
 def run_on_tasks(
@@ -131,15 +158,18 @@ def run_on_tasks(
     on_output: Callable[[int, bool, bytes], None],
     on_exit: Callable[[int, Exit], None],
 ) -> CommandsEnded:
-    """Run a command next to each of several tasks at the same time, without a terminal and without input.
+    """Run a command alongside several tasks at the same time, without a terminal and without input.
 
     Args:
-        tasks: Where.
-        argv: The command.
-        connect_timeout: Seconds that a node may take to answer.
-        on_output: Called with the number of the task, whether it is standard error, and bytes; from several threads. When it
-            raises ``OSError``, that task's command is ended.
-        on_exit: Called with the number of the task and the end of its command.
+        tasks: The running tasks (see ``find_running_task``).
+        argv: The command and its arguments.
+        connect_timeout: The maximum time for a node to answer, in seconds.
+        on_output: Called with the index of the task, whether the bytes are standard error, and the bytes. Several threads call
+            it. If it raises ``OSError``, the command of that task ends and counts as exit code 1.
+        on_exit: Called with the index of the task and the end of its command. Several threads call it.
+
+    Returns:
+        The exit codes and errors after all commands have ended. Errors of ``distflow.errors`` are returned, not raised.
 
     """
     codes: list[int] = []
@@ -163,7 +193,7 @@ def run_on_tasks(
         except DistflowError as error:
             errors.append(error)
         except OSError:
-            codes.append(1)  # the output has no reader any more
+            codes.append(1)  # the reader of the output has closed it
 
     threads = [threading.Thread(target=run, args=numbered, daemon=True) for numbered in enumerate(tasks)]
     try:
@@ -180,17 +210,20 @@ def run_on_tasks(
 def read_stacks(
     client: Client, record: WorkflowRecord, names: Sequence[str] = (), *, on_start: Callable[[int], None] = lambda _: None
 ) -> list[TaskStacks]:
-    """Return where the processes of a running workflow are just now. Nothing is stopped or slowed down.
+    """Return the current stacks of the processes of running tasks. The processes are not stopped or slowed down.
 
     Args:
-        client: Where the workflow is known.
+        client: The client whose store has the workflow.
         record: The workflow.
-        names: Only these of its tasks.
-        on_start: Called with the number of nodes that are asked.
+        names: Names of tasks. Default: all running tasks.
+        on_start: Called with the number of queried nodes before the first query.
+
+    Returns:
+        The stacks of each running task. A node's error is part of its result and is not raised.
 
     Raises:
-        InputError: when none of the tasks runs.
-        NotFound: for a task that the workflow does not have.
+        InputError: if none of the tasks is running.
+        NotFound: if the workflow does not have one of the tasks.
 
     """
     chosen = [(group, one) for group, one in choose_tasks(record, names) if one.state in _RUNNING]

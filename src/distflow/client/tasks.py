@@ -1,4 +1,4 @@
-"""Tasks across workflows."""
+"""List tasks of several workflows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAGE = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedTask:
-    """A task, and what it asks of its node."""
+    """A task with its workflow and its requested resources."""
 
     workflow: WorkflowRecord
     task: TaskRecord
@@ -26,7 +26,7 @@ class ListedTask:
 
     @property
     def amounts(self) -> tuple[float, int, float, int]:
-        """Storage (GiB), CPUs, memory (GiB) and GPUs."""
+        """The requested storage (GiB), CPUs, memory (GiB) and GPUs."""
         asks = self.asks
         return (asks.storage or 0) / 2**30, asks.cpu or 0, (asks.memory or 0) / 2**30, asks.gpu or 0
 
@@ -34,14 +34,19 @@ class ListedTask:
 def list_tasks(
     client: Client, search: Search, *, is_wanted: Callable[[TaskRecord], bool], count: int | None = None, offset: int = 0
 ) -> list[ListedTask]:
-    """Return tasks, each with its latest attempt, the newest first.
+    """Return the latest attempts of tasks, newest first.
+
+    A workflow whose record cannot be read is left out, with a warning through ``client.notify``.
 
     Args:
-        client: Where they are known; it remarks on workflows whose records cannot be read.
-        search: The workflows whose tasks are meant.
-        is_wanted: Which of those tasks.
-        count: At most so many; else all.
-        offset: After so many of the newest.
+        client: The client whose store has the workflows.
+        search: The conditions that a workflow must meet.
+        is_wanted: A filter that returns whether to include a task.
+        count: The maximum number of tasks to return. Default: all.
+        offset: The number of newest matching tasks to skip.
+
+    Raises:
+        StateError: if the store cannot be read.
 
     """
     rows: list[ListedTask] = []

@@ -1,4 +1,4 @@
-"""Metrics as files that TensorBoard shows, where its package is installed; torch is not needed."""
+"""Write metrics as TensorBoard event files. This needs the tensorboard package, but not torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ __all__ = ["write_tensorboard"]
 
 
 def write_tensorboard(folder: Path, metrics: Iterable[Metric]) -> int:
-    """Write the numbers among the metrics below ``folder``, a run for each task and rank; return how many there were.
+    """Write the numeric metrics below ``folder``, as one run for each task and rank.
 
-    The metrics of one task must come one after the other. Raises ``InputError`` when tensorboard is not installed, when
-    ``folder`` is there already (its curves would be drawn twice), or when it cannot be written.
+    Args:
+        folder: The directory to create.
+        metrics: The metrics. Those of one task must be consecutive.
+
+    Returns:
+        The number of values written.
+
+    Raises:
+        InputError: if tensorboard is not installed, if ``folder`` exists (its curves would be drawn twice), or if it cannot be
+            written.
+
     """
     try:
         summary = importlib.import_module("tensorboard.summary")
@@ -33,7 +42,7 @@ def write_tensorboard(folder: Path, metrics: Iterable[Metric]) -> int:
         folder.mkdir(parents=True)
         for metric in metrics:
             if metric.task != task:
-                # Each run has a thread and a file.
+                # Close the runs of the previous task, because each run uses a thread and an open file.
                 _close(runs)
                 task = metric.task
             run = metric.task if metric.rank is None else f"{metric.task}-rank-{metric.rank}"

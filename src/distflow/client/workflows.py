@@ -1,4 +1,4 @@
-"""Workflows that were submitted: finding and listing them, their status, their events, their tags, and their end."""
+"""Submitted workflows: find, list, cancel and tag them, wait for them, and read their status, events and spec."""
 
 from __future__ import annotations
 
@@ -52,21 +52,24 @@ _TAIL_LINES = 200
 
 
 def pause(seconds: float) -> None:
-    """Wait, ready for Ctrl-C."""
+    """Sleep for some seconds. Ctrl-C interrupts it."""
     select.select([], [], [], seconds)
 
 
 def find_workflow(client: Client, key: str, *, report_age: bool = True) -> WorkflowRecord:
-    """Return the record of a workflow, and see to it that unfinished work has a supervisor.
+    """Return the record of a workflow, and start a supervisor if there is unfinished work and none is running.
 
     Args:
-        client: Where it is known.
-        key: Its id (``<name>-<n>``) or its uuid.
-        report_age: Whether to remark how old the record is, where no supervisor kept it up to date.
+        client: The client whose store has the workflow.
+        key: The id (``<name>-<n>``) or the uuid of the workflow.
+        report_age: Whether to notify the user how old the record is if no supervisor was running.
+
+    Returns:
+        The record of the workflow as stored now.
 
     Raises:
-        NotFound: for an unknown workflow.
-        StateError: when the store cannot be read.
+        NotFound: if the workflow does not exist.
+        StateError: if the store cannot be read.
 
     """
     record = client.store.find(key)
@@ -78,14 +81,25 @@ def find_workflow(client: Client, key: str, *, report_age: bool = True) -> Workf
 
 
 def list_workflows(client: Client, search: Search, *, count: int = 20, offset: int = 0) -> list[WorkflowRecord]:
-    """Return the workflows that a search finds, the newest first: ``count`` of them after the newest ``offset``."""
+    """Return the workflows that match a search, newest first, without their groups.
+
+    Args:
+        client: The client whose store has the workflows.
+        search: The conditions that a workflow must meet.
+        count: The maximum number of workflows to return.
+        offset: The number of newest matching workflows to skip.
+
+    Raises:
+        StateError: if the store cannot be read.
+
+    """
     records = list(client.store.list(search, count=count, offset=offset))
     client.wake()
     return records
 
 
 def newest_ids(client: Client, count: int) -> list[str]:
-    """Return the ids of the newest workflows; none where there is no store, which is not created."""
+    """Return the ids of the newest ``count`` workflows. If there is no store, return none and do not create one."""
     from distflow.state.directory import find_state_directory
 
     if not find_state_directory(client.environ).store.exists():
@@ -94,37 +108,58 @@ def newest_ids(client: Client, count: int) -> list[str]:
 
 
 def workflow_ids(client: Client) -> Mapping[str, str]:
-    """Return the id of every workflow in this user's store, by uuid."""
+    """Return a mapping from uuid to id of every workflow in this user's store."""
     return client.store.ids()
 
 
 def plan_of(client: Client, record: WorkflowRecord) -> Plan:
-    """Return the plan that a workflow runs."""
+    """Return the plan of a workflow. Raises ``RecordUnreadable`` if another version of distflow stored it."""
     return client.store.plan(record.uuid)
 
 
 def pool_of(client: Client, record: WorkflowRecord) -> Pool:
-    """Return the pool of a workflow as it was configured when it was submitted."""
+    """Return the pool of a workflow as configured when the workflow was submitted."""
     return client.store.pool(record.uuid)
 
 
 def read_spec(client: Client, record: WorkflowRecord, *, template: bool = False) -> str:
-    """Return the spec of a workflow as it ran; with ``template`` as it was written. A node may have written it."""
+    """Return the text of a workflow's spec. For an adopted workflow, the text comes from a node.
+
+    Args:
+        client: The client whose store has the workflow.
+        record: The workflow.
+        template: Whether to return the template as submitted. Default: the rendered spec that ran.
+
+    Raises:
+        StateError: if the store cannot be read.
+
+    """
     return client.store.document(record.uuid, "template" if template else "spec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowStatus:
-    """What the ends of a workflow's logs show."""
+    """The latest output and metrics of a workflow, from the last lines of its logs."""
 
     last_lines: Mapping[tuple[str, str, int], str]
-    """The last line that tasks printed, by group, task and attempt."""
+    """The last line of each attempt's output, by group, task and attempt number."""
     metrics: Mapping[str, Latest]
-    """The latest metrics of each group's first rank, by the group's name."""
+    """The latest metrics of each group's lowest rank, by the name of the group."""
 
 
 def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
-    """Return the last line of each attempt, and the latest metrics of each group, as far as the logs' last pages show them."""
+    """Return the last line of each attempt and the latest metrics of each group.
+
+    It reads only the last lines of each log, so older metrics are not found.
+
+    Args:
+        client: The client whose store has the workflow.
+        record: The workflow.
+
+    Raises:
+        StateError: if the state directory cannot be read.
+
+    """
     from distflow.state.logs import LogLine
     from distflow.state.metrics import Metric, latest, read_metrics
     from distflow.supervisor.printed_errors import without_launcher
@@ -146,9 +181,19 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
 
 
 def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collection[int] = ()) -> list[tuple[str, TaskRecord]]:
-    """Return the tasks (with their groups) of these names or holding these ranks; all of them when neither is given.
+    """Return tasks of a workflow, each with the name of its group, in the order of the spec.
 
-    Raises ``NotFound`` that says which there are.
+    Args:
+        record: The workflow.
+        names: Names of tasks to return.
+        ranks: Global ranks. Each task that holds one of them is returned, too.
+
+    Returns:
+        The chosen tasks, or all tasks if ``names`` and ``ranks`` are empty.
+
+    Raises:
+        NotFound: if no task has one of the names or ranks. The hint lists the existing ones.
+
     """
     tasks = [(group.name, task) for group in record.groups for task in group.tasks]
     known = {task.name for _, task in tasks}
@@ -170,7 +215,7 @@ def choose_tasks(record: WorkflowRecord, names: Collection[str], ranks: Collecti
 
 
 def held_ranks(ranks: str) -> range:
-    """Return the ranks of a task, such as ``8-15``."""
+    """Parse the ranks of a task, such as ``8-15`` or ``3``. An empty text gives an empty range."""
     first, _, last = ranks.partition("-")
     return range(int(first), int(last or first) + 1) if first else range(0)
 
@@ -183,14 +228,17 @@ def read_events(
     attempt: int | None = None,
     follow: bool = False,
 ) -> Iterator[Event]:
-    """Yield the events of a workflow in their order.
+    """Return an iterator over the events of a workflow, in the order in which they were stored.
 
     Args:
-        client: Where it is known.
+        client: The client whose store has the workflow.
         record: The workflow.
-        tasks: Only those of these tasks.
-        attempt: Only those of this attempt, counted from 0.
-        follow: Whether to go on until the workflow has ended.
+        tasks: Yield only events of these tasks. Default: all events.
+        attempt: Yield only events of this attempt, counted from 0.
+        follow: Whether to wait for new events until the workflow has ended.
+
+    Raises:
+        StateError: if the store cannot be read.
 
     """
     events = _follow_events(client, record) if follow else iter(client.store.events(record.uuid))
@@ -200,12 +248,12 @@ def read_events(
 def _follow_events(client: Client, record: WorkflowRecord) -> Iterator[Event]:
     last, polls = 0, 0
     while True:
-        # Asked before the events are, so that those of the end are among them.
-        over = client.store.find(record.uuid).state.is_final
+        # Read the state before the events, so the last read includes the events of the end.
+        is_over = client.store.find(record.uuid).state.is_final
         for event in client.store.events(record.uuid, after=last):
             last = event.sequence
             yield event
-        if over:
+        if is_over:
             return
         polls += 1
         if polls % _WAKE_EVERY == 0:
@@ -215,27 +263,33 @@ def _follow_events(client: Client, record: WorkflowRecord) -> Iterator[Event]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancellation:
-    """The answer to one request to end a workflow."""
+    """The result of a request to cancel one workflow."""
 
     key: str
-    """The id or uuid that was asked for."""
+    """The requested id or uuid."""
     record: WorkflowRecord | None = None
-    """The workflow as it was then; ``None`` when the request was refused."""
+    """The workflow at the time of the request, or ``None`` if the request was refused."""
     error: DistflowError | None = None
-    """Why it was refused."""
+    """The reason for the refusal."""
 
 
 def cancel(client: Client, keys: Sequence[str], *, message: str = "", force: bool = False) -> list[Cancellation]:
-    """Ask for the end of workflows, each of which may be refused, and see to it that a supervisor ends them.
+    """Request the cancellation of workflows, and make sure that a supervisor is running to stop them.
+
+    This function does not wait for the end of the workflows. See ``wait``.
 
     Args:
-        client: Where they are known.
-        keys: Their ids or uuids.
-        message: Why; kept with the workflow.
-        force: Whether to kill at once, without the grace after TERM.
+        client: The client whose store has the workflows.
+        keys: The ids or uuids of the workflows.
+        message: A reason that is stored with each workflow.
+        force: Whether to kill the tasks immediately, without a grace period after SIGTERM.
+
+    Returns:
+        One result for each key, in order. A workflow that does not exist or has ended has an ``error``; it is not raised.
 
     Raises:
-        SupervisorError: when no supervisor comes up.
+        StateError: if the state directory is not writable.
+        SupervisorError: if the supervisor does not start.
 
     """
     client.writable_directory()
@@ -268,16 +322,20 @@ def wait(
     timeout_s: float | None = None,
     on_timeout: Callable[[WorkflowRecord], Sequence[str]] = lambda _: (),
 ) -> list[WorkflowRecord]:
-    """Return the final records of workflows when all of them have ended.
+    """Wait until all of these workflows have ended.
 
     Args:
-        client: Where they are known.
-        keys: Their ids or uuids.
-        timeout_s: Seconds after which to give up.
-        on_timeout: Returns sentences about a workflow that has not ended, for the hint of the error.
+        client: The client whose store has the workflows.
+        keys: The ids or uuids of the workflows.
+        timeout_s: The maximum time to wait, in seconds. Default: no limit.
+        on_timeout: Called with each workflow that has not ended in time. It returns lines for the hint of the error.
+
+    Returns:
+        The final records, in the order of ``keys``.
 
     Raises:
-        WaitTimeout: when ``timeout_s`` has passed.
+        NotFound: if a workflow does not exist.
+        WaitTimeout: if a workflow has not ended after ``timeout_s``.
 
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -300,16 +358,29 @@ def wait(
 
 
 def list_tags(client: Client) -> dict[str, int]:
-    """Return every tag with the number of workflows that have it."""
+    """Return every tag and the number of workflows that have it."""
     return client.store.tags()
 
 
 def change_tags(
     client: Client, keys: Sequence[str], *, add: Collection[str] = (), remove: Collection[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Remove tags from workflows and add others; return all tags of each, by the workflow's id.
+    """Remove tags from workflows, then add others.
 
-    Raises ``NotFound``, in which case no workflow was changed, and ``InputError`` for what cannot be a tag.
+    Args:
+        client: The client whose store has the workflows.
+        keys: The ids or uuids of the workflows.
+        add: Tags to add.
+        remove: Tags to remove. A tag that a workflow does not have is ignored.
+
+    Returns:
+        All tags of each workflow after the change, by the id of the workflow.
+
+    Raises:
+        InputError: if a tag to add is not valid.
+        NotFound: if a workflow does not exist. In this case, no workflow is changed.
+        StateError: if the store is not writable.
+
     """
     from distflow.spec.labels import check_tag
 
@@ -318,13 +389,13 @@ def change_tags(
             check_tag(one)
         except ValueError as error:
             raise InputError(str(error)) from None
-    # All are looked up first: one that is not there changes none.
+    # Look up all workflows first, so an unknown one fails before any change.
     records = [client.store.find(key) for key in keys]
     return {one.id: client.store.tag(one.uuid, add=add, remove=remove) for one in records}
 
 
 def _report_room(client: Client, record: WorkflowRecord) -> None:
-    """Remark that output waits on nodes for room on this machine."""
+    """Warn if nodes hold back output because this machine's disk is full."""
     if all(task.log_complete or task.started_at is None for group in record.groups for task in group.attempts):
         return
     from distflow.documents.quantities import bytes_text
@@ -337,7 +408,7 @@ def _report_room(client: Client, record: WorkflowRecord) -> None:
 
 
 def _report_age(client: Client, record: WorkflowRecord) -> None:
-    """Remark how old a record is that no supervisor keeps up to date."""
+    """Notify the user how old a record is if no supervisor is running."""
     from distflow.supervisor.process import is_running
 
     directory = client.directory
@@ -350,7 +421,7 @@ def _report_age(client: Client, record: WorkflowRecord) -> None:
 
 
 def group_of(record: WorkflowRecord, name: str) -> GroupRecord:
-    """Return a group of a workflow. Raises ``NotFound`` that says which there are."""
+    """Return the group of this name. Raises ``NotFound`` with the names of the existing groups."""
     known = [one.name for one in record.groups]
     if name not in known:
         from distflow.documents.text import did_you_mean

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from distflow.backends.machines.checks.allreduce import AllReduce
+from distflow.backends.machines.checks.checking import Checked
+from distflow.backends.machines.checks.finding import Finding, Grade
+from distflow.backends.machines.checks.measured import Measured, Pair
+from distflow.backends.machines.checks.reachability import Verdict
 from distflow.cli.render.tables import Paint, table
-from distflow.client.checking import AllReduce, Checked, Finding, Grade, Measured, Pair, Verdict
 from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text
 from distflow.pools.model import Pool

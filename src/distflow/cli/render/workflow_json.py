@@ -226,7 +226,7 @@ def _task_json(
 
 def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[str, object]:
     """Return when a task came how far before and after it ran; the record has that of the latest attempt only."""
-    from distflow.client.transfers import fetched_for, written_of  # not for commands that show no tasks
+    from distflow.supervisor.carrying import fetched_for, written_of  # commands that show no tasks do not need it
 
     is_latest = task.attempt == group.attempt
     scheduling = group.scheduling_at if is_latest else None

@@ -1,1 +1,1 @@
-"""Copies between this machine and running tasks, by rsync."""
+"""Copy files between this machine and running tasks with rsync."""

@@ -1,6 +1,6 @@
-"""Copies by rsync between this machine and running tasks, once or in the background, over distflow's own connection.
+"""Copy files between this machine and running tasks with rsync, once or in the background, over distflow's own connection.
 
-``shell`` is the remote shell that rsync is given, ``daemon`` the process that copies in the background.
+The module ``shell`` is the remote shell for rsync. The module ``daemon`` is the background process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 POLL_S, DEBOUNCE_S, RECONCILE_S, LOG_BYTES = 1.0, 1.0, 60.0, 2 << 20
-"""Defaults of a copy in the background: see ``Sync``."""
+"""Defaults of a background copy. See ``Sync``."""
 
 _READY_S = 30.0
 _INSTALL = "install it there, such as with `apt-get install rsync`"
@@ -53,7 +53,7 @@ _OUTPUT = "{{output}}"
 _PLACES: Mapping[str, str] = MappingProxyType(
     {_OUTPUT: "../output"} | {path: f"../{ours}" for path, ours in KNOWN_PLACES.items()}
 )
-"""What a remote path may begin with, and where that is from the task's working directory."""
+"""Prefixes of remote paths, and their locations relative to the task's working directory."""
 _MEANINGS: Mapping[int, str] = MappingProxyType(
     {
         10: "the connection broke", 11: "a file could not be read or written", 12: "the connection broke",
@@ -64,7 +64,7 @@ _MEANINGS: Mapping[int, str] = MappingProxyType(
 
 
 def rsync_options(timeout: int | None, rate_limit: int | None, *, verbose: bool, progress: bool) -> list[str]:
-    """Return rsync's options: ``timeout`` in seconds, ``rate_limit`` in bytes a second."""
+    """Return command-line options for rsync. ``timeout`` is in seconds, ``rate_limit`` in bytes per second."""
     options = ["--archive", "--no-owner", "--no-group", "--protect-args", "--partial"]
     if timeout is not None:
         options.append(f"--timeout={timeout}")
@@ -78,13 +78,18 @@ def rsync_options(timeout: int | None, rate_limit: int | None, *, verbose: bool,
 
 
 def local_path(path: str) -> str:
-    """Return a local path that rsync cannot take for one of another machine, and that names contents where it did so."""
+    """Return an absolute path, which rsync cannot mistake for a remote one.
+
+    A path that means the contents of a directory (``dir/``, ``.``, ``..``) keeps that meaning by a slash at its end.
+    """
     whole = os.path.abspath(path)
     return whole + ("/" if os.path.basename(path) in ("", ".", "..") and whole != "/" else "")
 
 
 def remote_path(path: str) -> str:
-    """Return a remote path as rsync meets it in the task's working directory: its output, and what OSMO's containers have.
+    """Return a remote path for rsync, which runs in the task's working directory.
+
+    ``{{output}}`` and the paths of OSMO's containers are replaced.
 
     >>> remote_path("{{output}}/logs"), remote_path("/osmo/run/workspace/src/"), remote_path("src"), remote_path("/scratch")
     ('../output/logs', '../work/src/', 'src', '/scratch')
@@ -96,7 +101,7 @@ def remote_path(path: str) -> str:
 
 
 def check_rsync_here() -> str:
-    """Return where rsync is on this machine. Raises ``InputError``."""
+    """Return the path of rsync on this machine. Raises ``InputError`` if it is not installed."""
     found = shutil.which("rsync")
     if found is None:
         raise InputError("rsync is not found on this machine", hint=_INSTALL.replace(" there", ""))
@@ -104,18 +109,26 @@ def check_rsync_here() -> str:
 
 
 def rsync_command(workflow: str, task: str, connect_timeout: int, words: Sequence[str]) -> list[str]:
-    """Return the command that copies to or from a task; ``words``: its options and paths, of which all here are absolute.
+    """Return the command that copies to or from a task. Run it in ``/``, so Python cannot import a file of the user by mistake.
 
-    To be run in ``/``, where no file of the person's can be taken for a module of ours. Raises ``InputError``.
+    Args:
+        workflow: The uuid of the workflow.
+        task: The name of the task.
+        connect_timeout: The maximum time for the node to answer, in seconds.
+        words: rsync's options and paths. Local paths must be absolute.
+
+    Raises:
+        InputError: if rsync is not installed on this machine.
+
     """
-    # rsync itself splits what it is to use as its remote shell, with quotes as a shell has them.
+    # rsync splits the command of the remote shell at spaces, and understands quotes like a shell.
     shell = [sys.executable, "-m", "distflow.client.rsync.shell", workflow, task, str(connect_timeout)]
     quoted = " ".join("'{}'".format(word.replace("'", "''")) for word in shell)
     return [check_rsync_here(), "-e", quoted, *words]
 
 
 def exit_text(code: int) -> str:
-    """Return what happened when rsync ended with a code other than 0.
+    """Return a message for a nonzero exit code of rsync.
 
     >>> exit_text(23), exit_text(5)
     ('rsync ended with code 23 (some files could not be copied)', 'rsync ended with code 5')
@@ -124,18 +137,19 @@ def exit_text(code: int) -> str:
 
 
 def rsync_with_task(client: Client, workflow: str, task: str | None, connect_timeout: int, words: Sequence[str]) -> None:
-    """Run rsync between this machine and a running task; its output goes where that of this process goes.
+    """Run rsync between this machine and a running task. rsync inherits the output of this process.
 
     Args:
-        client: Where the workflow is known.
-        workflow: Its id or uuid.
-        task: The task; else the lead of the first group.
-        connect_timeout: Seconds that the node may take to answer.
-        words: rsync's options and paths, of which those of the task begin with ``node:``.
+        client: The client whose store has the workflow.
+        workflow: The id or uuid of the workflow.
+        task: The name of the task. Default: the lead task of the first group.
+        connect_timeout: The maximum time for the node to answer, in seconds.
+        words: rsync's options and paths. Local paths must be absolute. Paths of the task begin with ``node:``.
 
     Raises:
-        InputError: when the task does not run, and when this machine has no rsync.
-        NodeError: when the node cannot be reached or has no rsync, and when rsync fails.
+        InputError: if the task is not running, or if rsync is not installed on this machine.
+        NodeError: if the node is unreachable or has no rsync, or if rsync fails.
+        NotFound: if the workflow or the task does not exist.
 
     """
     check_rsync_here()
@@ -161,13 +175,30 @@ def start_sync(
     reconcile_s: float = RECONCILE_S,
     max_log_size: int = LOG_BYTES,
 ) -> Sync:
-    """Copy a local path to a running task in the background, again whenever it changes, until the task has ended.
+    """Start a background process that copies a local path to a running task at every change, until the task has ended.
 
-    The arguments are those of ``rsync_with_task`` and the fields of ``Sync``; so are the errors, and:
+    Args:
+        client: The client whose store has the workflow.
+        workflow: The id or uuid of the workflow.
+        task: The name of the task. Default: the lead task of the first group.
+        local: The local file or directory, as an absolute path (see ``local_path``).
+        remote: The path on the node (see ``remote_path``).
+        options: Command-line options for rsync (see ``rsync_options``).
+        connect_timeout: The maximum time for the node to answer, in seconds.
+        poll_s: The interval between two scans of the local files, in seconds.
+        debounce_s: The time without further changes before a change is copied, in seconds.
+        reconcile_s: The interval after which files are copied even without a detected change, in seconds.
+        max_log_size: The size at which the log is rotated, in bytes.
+
+    Returns:
+        The record of the background copy.
 
     Raises:
-        InputError: when files are copied to that task in the background already.
-        SupervisorError: when the process that copies does not come up.
+        InputError: if the task is not running, if rsync is not installed on this machine, or if a background copy to this task
+            is already running.
+        NodeError: if the node is unreachable or has no rsync.
+        NotFound: if the workflow or the task does not exist.
+        SupervisorError: if the background process does not start.
 
     """
     check_rsync_here()
@@ -181,9 +212,18 @@ def start_sync(
 
 
 def start_sync_to_first_lead(client: Client, record: WorkflowRecord, local: str, remote: str) -> Sync:
-    """Copy a local path to the lead of a workflow's first group in the background, from when it runs.
+    """Start a background copy to the lead task of a workflow's first group. It waits until the task is running.
 
-    Raises as ``start_sync`` does.
+    Args:
+        client: The client whose store has the workflow.
+        record: The workflow.
+        local: The local file or directory, as an absolute path (see ``local_path``).
+        remote: The path on the node (see ``remote_path``).
+
+    Raises:
+        InputError: if a background copy to this task is already running.
+        SupervisorError: if the background process does not start.
+
     """
     sync = Sync(
         workflow=record.uuid, workflow_id=record.id, task=_first_lead(record), local=local, remote=remote,
@@ -194,14 +234,24 @@ def start_sync_to_first_lead(client: Client, record: WorkflowRecord, local: str,
 
 
 def list_syncs(client: Client) -> Syncs:
-    """Return the copies in the background, those of the last days that have ended included."""
+    """Return the background copies, including those that have ended in the last days."""
     return Syncs(client.directory.syncs)
 
 
 def stop_syncs(client: Client, workflow: str | None = None, task: str | None = None) -> list[Sync]:
-    """Stop copies in the background: all, or those to a workflow (id or uuid) and a task; return them.
+    """Stop background copies.
 
-    Raises ``NotFound`` when a workflow or a task is named and nothing is copied there.
+    Args:
+        client: The client whose state directory has the records of the copies.
+        workflow: Stop only copies to the workflow with this id or uuid. Default: all workflows.
+        task: Stop only copies to tasks of this name. Default: all tasks.
+
+    Returns:
+        The stopped copies.
+
+    Raises:
+        NotFound: if a workflow or a task is given and no running copy matches.
+
     """
     syncs = list_syncs(client)
     running = [one for one in syncs.list() if syncs.is_running(one)]
@@ -215,14 +265,14 @@ def stop_syncs(client: Client, workflow: str | None = None, task: str | None = N
 
 
 def _first_lead(record: WorkflowRecord) -> str:
-    """Return the task that is meant when none is named."""
+    """Return the name of the default task: the lead of the first group."""
     tasks = record.groups[0].tasks
     return next((one for one in tasks if one.lead), tasks[0]).name
 
 
 def _check_task(client: Client, workflow: str, task: str | None, connect_timeout: int) -> tuple[WorkflowRecord, str, str]:
-    """Return a workflow, one of its tasks and the node where that runs, which has rsync. Raises ``NodeError``."""
-    from distflow.client.running_tasks import Exit, running_task  # paramiko comes with the nodes
+    """Check that a task is running and that its node has rsync. Return the workflow, the task's name and the node's name."""
+    from distflow.client.running_tasks import Exit, running_task  # it imports paramiko
 
     record = find_workflow(client, workflow, report_age=False)
     ((group, one),) = choose_tasks(record, [task or _first_lead(record)])
@@ -239,22 +289,22 @@ def _check_task(client: Client, workflow: str, task: str | None, connect_timeout
 
 
 def _start(directory: StateDirectory, wanted: Sync) -> Sync:
-    """Start the process that copies to a task, and return its record."""
+    """Start the background process for a copy, and return the record that it has written."""
     syncs = Syncs(directory.syncs)
     syncs.ensure()
     syncs.forget(now())
     log = syncs.log(wanted)
-    ready, tell = os.pipe()
+    ready, answer_to = os.pipe()
     try:
-        process = _launch(directory, log, tell)
-        assert process.stdin is not None  # noqa: S101  it was asked for
+        process = _launch(directory, log, answer_to)
+        assert process.stdin is not None  # noqa: S101  Popen was called with stdin=PIPE
         with suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(encode(wanted))
         readable, _, _ = select.select([ready], [], [], _READY_S)
         answer = os.read(ready, 64) if readable else b""
     finally:
         os.close(ready)
-    # It outlives this process, and is then reaped by init.
+    # The process outlives this one, and init reaps it. This avoids a ResourceWarning.
     process.returncode = 0
     if answer == b"other":
         hint = f"end that one first: distflow workflow rsync stop {wanted.workflow_id} --task {wanted.task}"
@@ -264,12 +314,12 @@ def _start(directory: StateDirectory, wanted: Sync) -> Sync:
     return next(one for one in syncs.list() if (one.workflow, one.task) == (wanted.workflow, wanted.task))
 
 
-def _launch(directory: StateDirectory, log: Path, tell: int) -> subprocess.Popen[bytes]:
+def _launch(directory: StateDirectory, log: Path, answer_to: int) -> subprocess.Popen[bytes]:
     try:
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "distflow.client.rsync.daemon", str(directory.path), str(tell)],
-                stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=(tell,), start_new_session=True, cwd="/",
+                [sys.executable, "-m", "distflow.client.rsync.daemon", str(directory.path), str(answer_to)],
+                stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=(answer_to,), start_new_session=True, cwd="/",
             )  # fmt: skip
     finally:
-        os.close(tell)
+        os.close(answer_to)

@@ -1,7 +1,7 @@
-"""The process that copies to a task in the background: ``python -m distflow.client.rsync.daemon STATE HANDLE``.
+"""The background process that copies files to a task: ``python -m distflow.client.rsync.daemon STATE HANDLE``.
 
-What it is to do comes on its standard input (a ``Sync``); to the pipe HANDLE it says ``ready``, or ``other`` when another
-process copies to that task already. It waits until the task runs, follows it from attempt to attempt, and ends with its group.
+It reads a ``Sync`` from standard input. It writes ``ready`` to the pipe HANDLE, or ``other`` if another process already copies
+to the task. It waits until the task is running, copies to each of its attempts, and exits when the task's group has ended.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from distflow.state.syncs import Sync, Syncs
 __all__ = ["Daemon", "main"]
 
 _LOOK_S = 2.0
-"""Between two looks at the task, at the most."""
+"""The maximum interval between two reads of the task's record, in seconds."""
 _VANISHED = 24
-"""rsync's code when files went away while it copied: the next look sees that."""
+"""rsync's exit code if files were deleted during the copy. The next scan detects the deletion."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Copy until the task has ended, or until SIGTERM; return the exit code."""
-    state, tell = Path(arguments[0]), int(arguments[1])
+    """Copy until the task has ended or SIGTERM arrives, and return the exit code."""
+    state, answer_to = Path(arguments[0]), int(arguments[1])
     wanted = decode(sys.stdin.buffer.read(), Sync)
     directory = StateDirectory(state)
     syncs = Syncs(directory.syncs)
     lock = syncs.take(wanted)
     if lock is None:
-        os.write(tell, b"other")
+        os.write(answer_to, b"other")
         return 1
     signal.signal(signal.SIGTERM, _stopped)
     daemon = Daemon(directory, syncs, replace(wanted, pid=os.getpid()))
-    os.write(tell, b"ready")
-    os.close(tell)
+    os.write(answer_to, b"ready")
+    os.close(answer_to)
     try:
         why = daemon.work()
     except _Stopped:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Stopped(BaseException):
-    """SIGTERM came."""
+    """The process received SIGTERM."""
 
 
 def _stopped(*_: object) -> NoReturn:
@@ -71,10 +71,10 @@ def _stopped(*_: object) -> NoReturn:
 
 
 class Daemon:
-    """Watches the files of one ``Sync`` and copies them; holds its record and its log."""
+    """Watches and copies the files of one ``Sync``, and writes its record and its log."""
 
     def __init__(self, directory: StateDirectory, syncs: Syncs, sync: Sync) -> None:
-        """Begin the record; the caller holds the lock."""
+        """Write the first record. The caller must hold the lock."""
         self._directory = directory
         self._syncs = syncs
         self._sync = sync
@@ -83,11 +83,11 @@ class Daemon:
         self._say(f"copies {sync.local} to {sync.remote} of {sync.workflow_id} {sync.task}; pid {sync.pid}")
 
     def work(self) -> str:
-        """Watch and copy; return why it ended."""
+        """Watch and copy until the group has ended, and return the reason for the end."""
         attempt, next_look, pause = -1, 0.0, threading.Event()
         while True:
             (group, task), at = self._look_up(), now()
-            if group.state.is_final:  # before that, a task that has ended may have another attempt
+            if group.state.is_final:  # until then, an ended task may get another attempt
                 return f"{self._sync.task} has ended: {(task or group).status}"
             if task is not None and task.state is State.RUNNING:
                 if task.attempt != attempt:
@@ -102,13 +102,13 @@ class Daemon:
             pause.wait(min(self._sync.poll_s, _LOOK_S))
 
     def end(self, why: str) -> None:
-        """Note the end."""
+        """Record the end and its reason."""
         self._say(f"ends: {why}")
         self._sync = replace(self._sync, ended_at=now())
         self._syncs.write(self._sync)
 
     def _look_up(self) -> tuple[GroupRecord, TaskRecord | None]:
-        """Return the task with its group; ``None`` where the present attempt runs without it."""
+        """Return the group and the task, or ``None`` for the task if the current attempt runs without it."""
         with Store(self._directory.store) as store:
             record = store.find(self._sync.workflow)
         name = self._sync.task

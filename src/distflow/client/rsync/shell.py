@@ -1,7 +1,7 @@
-"""The program that rsync is given as its remote shell.
+"""The remote shell for rsync: ``python -m distflow.client.rsync.shell WORKFLOW TASK SECONDS HOST COMMAND...``.
 
-``python -m distflow.client.rsync.shell WORKFLOW TASK SECONDS HOST COMMAND...`` runs the command (``rsync --server …``) next
-to the task, in its working directory, and carries bytes both ways.
+It runs the command (``rsync --server …``) alongside the task, in the task's working directory, and forwards standard input and
+output.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _READ = 1 << 18
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry one connection of rsync; return the exit code of its other half."""
+    """Forward one connection of rsync, and return the exit code of the remote rsync."""
     workflow, task, seconds, _host, *argv = arguments
     try:
         with Client(notify=_report) as client:
             found = find_running_task(client, workflow, task, int(seconds))
         session = found.open(argv, None, int(seconds), is_plain=True)
         try:
-            return _carry(session)
+            return _forward(session)
         finally:
             session.close()
     except DistflowError as error:
         _report(f"error: {error}")
         return error.exit_code
     except BrokenPipeError:
-        return 1  # rsync has ended, and says why
+        return 1  # the local rsync has exited and printed the reason
 
 
 def _report(text: str) -> None:
     sys.stderr.write(f"{plain_lines(text)}\n")
 
 
-def _carry(session: Session) -> int:
-    threading.Thread(target=_feed, args=(session,), name="input", daemon=True).start()
+def _forward(session: Session) -> int:
+    threading.Thread(target=_forward_input, args=(session,), name="input", daemon=True).start()
     for event in session.events():
         if isinstance(event, Exit):
             if event.why:
@@ -57,7 +57,7 @@ def _carry(session: Session) -> int:
     raise AssertionError("a session ends with an Exit")
 
 
-def _feed(session: Session) -> None:
+def _forward_input(session: Session) -> None:
     while data := os.read(0, _READ):
         session.write(data)
     session.end_input()
@@ -65,6 +65,6 @@ def _feed(session: Session) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # The thread that reads may be blocked in it; nothing is left to be done.
+    # Exit without joining the input thread, which may be blocked in a read.
     sys.stdout.flush()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""From a spec to a stored workflow: checking, planning, submitting again, restarting."""
+"""Check, plan and submit specs, and resubmit or restart workflows."""

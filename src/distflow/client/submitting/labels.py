@@ -1,4 +1,4 @@
-"""Labels of workflows: which keys and values they may have, and how those of a spec go together with others."""
+"""Check the labels of workflows, and merge those of a spec with those of the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_label", "is_label_key", "join_labels"]
 
 
 def join_labels(labels: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels of a spec with others, which win. Raises ``InputError`` when they are too many."""
+    """Merge the labels of a spec with given labels, which take precedence. Raises ``InputError`` if there are too many."""
     joined = {**labels, **given}
     if len(joined) > MOST_LABELS:
         raise InputError(f"a workflow has at most {MOST_LABELS} labels; these are {len(joined)}")

@@ -1,4 +1,4 @@
-"""Outputs of ended workflows for specs that build on them: where they lie, why one cannot be had, and fetching them here."""
+"""Find and fetch outputs of ended workflows that a spec uses as inputs."""
 
 from __future__ import annotations
 
@@ -35,40 +35,41 @@ __all__ = [
 ]
 
 _TRIES = 3
-"""Connections that may break one after the other; each goes on where the last one ended."""
+"""The maximum number of connections for one output. Each continues the transfer of the previous one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSource:
-    """Where a task's output lies."""
+    """The location of a task's output."""
 
     shown: str
-    """What people call it, such as ``prepare of train-7``."""
+    """The text for messages, such as ``prepare of train-7``."""
     attempt: str
-    """As its node calls it."""
+    """The name of the attempt on its node."""
     pool: Pool
-    """As it was when it ran there."""
+    """The pool as configured when the task ran."""
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress:
-    """How far the transfer of one task's output is."""
+    """The progress of the transfer of one task's output, in bytes."""
 
     source: str
     """The task and its workflow, such as ``prepare of train-7``."""
     is_packed: bool
-    """Whether the node is done with packing, so that bytes are on their way."""
+    """Whether the node has finished packing the output, so the transfer has started."""
     done: int
     total: int
     bytes_per_s: float
 
 
 OnFetch = Callable[[FetchProgress], None]
+"""A progress callback."""
 
 
 def previous_output_problems(client: Client, spec: WorkflowSpec) -> list[Problem]:
-    """Return a finding for each input from an ended workflow that this machine's records do not have."""
+    """Return a problem for each input from another workflow whose output does not exist according to the store."""
     found = []
     for one in _wanted(spec):
         try:
@@ -79,7 +80,13 @@ def previous_output_problems(client: Client, spec: WorkflowSpec) -> list[Problem
 
 
 def add_previous_outputs(client: Client, spec: WorkflowSpec, plan: Plan, on_progress: OnFetch) -> Plan:
-    """Fetch the outputs that a spec takes from ended workflows, and return its plan with them. Raises ``NodeError``."""
+    """Fetch the outputs that a spec takes from ended workflows, and return the plan with their digests and sizes.
+
+    Raises:
+        InputError: if an output does not exist.
+        NodeError: if an output cannot be fetched.
+
+    """
     wanted = list(dict.fromkeys((one.workflow, one.task) for one in _wanted(spec)))
     sources = [_source(EarlierInput(position=0, workflow=workflow, task=task), client) for workflow, task in wanted]
     fetched = fetch_outputs(sources, client.directory.blobs, on_progress) if sources else []
@@ -88,9 +95,9 @@ def add_previous_outputs(client: Client, spec: WorkflowSpec, plan: Plan, on_prog
 
 
 def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> OutputSource:
-    """Return where a task's output lies: where it ran, in however many restarts it was kept since.
+    """Return the location of a task's output: the node where the task ran, even if restarts have kept its group since then.
 
-    Raises ``InputError`` when it never ran.
+    Raises ``InputError`` if the task never ran.
     """
     shown = f"{task.name} of {group.kept.id if group.kept else record.id}"
     if task.node is None or task.output_dir is None:
@@ -101,12 +108,12 @@ def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, ta
 
 
 def fetch_outputs(sources: Sequence[OutputSource], blobs: Path, on_progress: OnFetch) -> list[Fetched]:
-    """Fetch every output into ``blobs``, and return them in the same order.
+    """Fetch outputs into the directory ``blobs``, and return one result for each source, in order.
 
-    Raises ``NodeError`` that names the task of the first that cannot be had.
+    Raises ``NodeError`` for the first output that cannot be fetched. The error names the task.
     """
     blobs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Apart from what the supervisor fetches: it cleans its own up.
+    # Use a separate directory, because the supervisor cleans up its own directory of incoming files.
     with tempfile.TemporaryDirectory(prefix="incoming-", dir=blobs.parent) as folder:
         fetched = [_fetch(source, Path(folder), on_progress) for source in sources]
         for digest in {one.digest for one in fetched}:
@@ -115,7 +122,7 @@ def fetch_outputs(sources: Sequence[OutputSource], blobs: Path, on_progress: OnF
 
 
 def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
-    # paramiko comes with the nodes.
+    # These modules import paramiko.
     from distflow.backends.machines.backend import transport_of
     from distflow.backends.machines.transfer.fetching import fetch_output
     from distflow.backends.machines.transfer.pace import Pace

@@ -1,4 +1,4 @@
-"""Restarting: a new workflow for the groups of an ended one that did not complete."""
+"""Restart ended workflows: submit a new workflow that runs the groups that did not complete."""
 
 from __future__ import annotations
 
@@ -26,25 +26,28 @@ __all__ = ["PlannedRestart", "plan_restart", "restart"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRestart:
-    """A restart that is checked and planned: all that ``restart`` stores."""
+    """A checked and planned restart, as ``restart`` needs it."""
 
     previous: PreviousWorkflow
     planned: PlannedWorkflow
 
 
 def plan_restart(client: Client, workflow: str, overrides: Overrides, *, pool: str | None = None) -> PlannedRestart:
-    """Check that a workflow can be restarted, and plan that; nothing is stored or started.
+    """Check that a workflow can be restarted and plan the restart, without storing or starting anything.
 
     Args:
-        client: Where the workflow is known.
-        workflow: Its id or uuid.
-        overrides: The secrets that it had; their values were not kept.
-        pool: The pool to run in; else the one that it ran in.
+        client: The client whose store has the workflow.
+        workflow: The id or uuid of the workflow.
+        overrides: The secrets of the workflow, which must be given again because their values were not stored.
+        pool: The name of the pool to run in. Default: the pool of the workflow.
+
+    Returns:
+        The planned restart, for ``restart``.
 
     Raises:
-        InputError: for a workflow that has not ended, or that completed.
-        NotFound: for an unknown one.
-        ProblemsFound: for what has changed around its spec.
+        InputError: if the workflow has not ended, has completed, or needs a secret that is not given.
+        NotFound: if the workflow or the pool does not exist.
+        ProblemsFound: if the spec is no longer valid, for example because a file is gone, or if no pool can hold a group.
 
     """
     configuration, directory = client.configuration(), client.writable_directory()
@@ -70,10 +73,25 @@ def restart(
     on_stored: Callable[[WorkflowRecord], None] | None = None,
     on_fetch: OnFetch | None = None,
 ) -> WorkflowRecord:
-    """Store a planned restart as a new workflow and see to it that a supervisor runs it; return its record.
+    """Store a planned restart as a new workflow, and make sure that a supervisor is running.
 
-    Groups that completed are kept: they do not run, and the outputs that other groups take of them are fetched from their
-    nodes. ``on_stored`` and ``on_fetch`` and the errors are those of ``submit``.
+    Completed groups are kept and do not run again. Their outputs are fetched from the nodes if another group needs them.
+
+    Args:
+        client: The client that planned the restart.
+        wanted: The result of ``plan_restart``.
+        on_stored: Called with the record before the supervisor is awaited.
+        on_fetch: Called with the progress of fetched outputs.
+
+    Returns:
+        The record of the new workflow, with its id.
+
+    Raises:
+        InputError: if a needed output does not exist.
+        NodeError: if a needed output cannot be fetched.
+        StorageRefused: if this user has no credentials for data at URLs in the spec.
+        SupervisorError: if the supervisor does not start. The workflow is stored in this case.
+
     """
     on_fetch = on_fetch or _ignore
     kept = _keep(client, wanted.previous.record, wanted.planned.plan, on_fetch)
@@ -83,11 +101,11 @@ def restart(
 
 
 def _ignore(_: FetchProgress) -> None:
-    """Take no notice."""
+    """Discard progress."""
 
 
 def _keep(client: Client, record: WorkflowRecord, plan: Plan, on_fetch: OnFetch) -> Mapping[str, GroupRecord]:
-    """Return the groups that completed as they stand in the new workflow, with what those that run again take of them."""
+    """Return the records of completed groups for the new workflow, after fetching their outputs that other groups need."""
     done = {group.name: group for group in record.groups if group.state is State.COMPLETED}
     wanted = {one.task for group in plan.groups if group.name not in done for launch in group.launches for one in launch.inputs}
     tasks = [(group, task) for group in done.values() for task in group.tasks if task.name in wanted]

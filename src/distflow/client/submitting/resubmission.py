@@ -1,4 +1,4 @@
-"""The stored spec of a workflow, to be submitted again: what is taken from the workflow, and what must be given again."""
+"""Find the stored spec of a workflow to submit it again, and check that its secrets are given again."""
 
 from __future__ import annotations
 
@@ -28,10 +28,24 @@ class PreviousWorkflow:
     record: WorkflowRecord
     checked: CheckedSpec
     pool: Pool
-    """As it was configured then."""
+    """The pool as configured when the workflow was submitted."""
 
     def choose_pool(self, configuration: Configuration, given: str | None, hosts: Sequence[Host] | None) -> Pool:
-        """Return the pool that is named, else its own: as the configuration has it now, or as it was where that is gone."""
+        """Return the pool for the new workflow.
+
+        Args:
+            configuration: The current pools.
+            given: The name of a pool.
+            hosts: Machines to use instead of a configured pool.
+
+        Returns:
+            The given pool, or else the pool of the previous workflow: as configured now, or as configured then if the
+            configuration no longer has it.
+
+        Raises:
+            NotFound: if the given pool does not exist.
+
+        """
         if given is None and hosts is None:
             return configuration.pools.get(self.record.pool, self.pool)
         wanted = self.record.pool if self.record.pool in configuration.pools else None
@@ -39,9 +53,21 @@ class PreviousWorkflow:
 
 
 def find_previous(client: Client, name: str, overrides: Overrides) -> PreviousWorkflow | None:
-    """Return the workflow of this id, or ``None`` when the name is that of a file: files come first.
+    """Return the workflow with this id or uuid, after checking its spec again.
 
-    Raises ``NotFound``, ``ProblemsFound``, and ``InputError`` for overrides that a stored spec cannot take.
+    Args:
+        client: The client whose store has the workflow.
+        name: An id, a uuid, or the path of a spec file.
+        overrides: The secrets of the workflow, which must be given again.
+
+    Returns:
+        The workflow, or ``None`` if a file of this name exists or the name does not look like an id.
+
+    Raises:
+        InputError: if a secret is missing, or if the overrides set template variables, which a stored spec no longer has.
+        NotFound: if the workflow does not exist.
+        ProblemsFound: if the spec is no longer valid.
+
     """
     if os.path.exists(name) or not _ID.fullmatch(name):
         return None

@@ -1,4 +1,4 @@
-"""Specs, checked: their values, their rank layout, and what they need of this machine."""
+"""Read and check specs: their values, their rank layout, and the credentials and outputs that they need."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """What is given for a spec from outside of it."""
+    """Values that the user gives in addition to a spec."""
 
     sets: tuple[tuple[str, str], ...] = ()
-    """Variables of the template; their values are read as YAML."""
+    """Names and values of template variables. The values are parsed as YAML."""
     set_strings: tuple[tuple[str, str], ...] = ()
-    """Variables of the template; their values are texts."""
+    """Names and values of template variables. The values are strings."""
     secrets: Mapping[str, Secret]
-    """Variables of every task's environment; their values are kept secret."""
+    """Secret environment variables for every task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,48 +61,68 @@ class CheckedSpec:
     worlds: Mapping[str, World]
     warnings: tuple[Problem, ...]
     template: str
-    """The document as it was written."""
+    """The document before template variables are filled in."""
     folder: Path
-    """What its ``localpath`` entries are relative to."""
+    """The base directory of relative ``localpath`` entries."""
 
     @property
     def pictures(self) -> dict[str, str]:
-        """The drawn layout of each group that has one."""
+        """A drawing of the rank layout of each group that has ranks."""
         return {name: draw_world(world) for name, world in self.worlds.items()}
 
 
 def check_spec(
     client: Client, file: str, overrides: Overrides, *, text: str | None = None, is_tolerant: bool = False
 ) -> CheckedSpec:
-    """Read and check a spec, its rank layout and its credentials. Raises ``ProblemsFound`` with every finding.
+    """Read and check a spec, its rank layout and its credentials.
 
     Args:
-        client: Whose credentials and workflows the spec may name.
-        file: A path, or ``-`` for ``text``.
-        overrides: Values for its template.
-        text: The document, where ``file`` is ``-``.
-        is_tolerant: Whether a machine without any credentials is no error.
+        client: The client whose credentials and workflows the spec may use.
+        file: The path of the spec, or ``-`` to use ``text``.
+        overrides: Values for the template and the tasks.
+        text: The spec as text, if ``file`` is ``-``.
+        is_tolerant: Whether missing credentials are only warnings if this machine has no credentials at all.
+
+    Returns:
+        The spec with its warnings.
+
+    Raises:
+        InputError: if the file cannot be read.
+        ProblemsFound: if the spec has errors. It contains all findings.
 
     """
-    meaning = _Meaning(client, is_tolerant=is_tolerant)
+    checks = _SpecChecks(client, is_tolerant=is_tolerant)
     spec, warnings = load_spec(
         file,
         sets=overrides.sets,
         set_strings=overrides.set_strings,
         environment_names=tuple(overrides.secrets),
         stdin_text=text,
-        check=meaning.check,
+        check=checks.check,
     )
     template = text if text is not None else Path(file).read_text(encoding="utf-8")
     folder = Path.cwd() if file == "-" else Path(file).absolute().parent
-    return CheckedSpec(spec=spec, worlds=meaning.worlds, warnings=warnings, template=template, folder=folder)
+    return CheckedSpec(spec=spec, worlds=checks.worlds, warnings=warnings, template=template, folder=folder)
 
 
 def check_stored_spec(client: Client, name: str, text: str, template: str, folder: Path, overrides: Overrides) -> CheckedSpec:
-    """Check the rendered spec ``text`` of the workflow ``name``, for what has changed around it. Raises ``ProblemsFound``."""
-    names, meaning = tuple(overrides.secrets), _Meaning(client)
-    spec, warnings = load_spec_text(text, name, folder, environment_names=names, is_rendered=True, check=meaning.check)
-    return CheckedSpec(spec=spec, worlds=meaning.worlds, warnings=warnings, template=template, folder=folder)
+    """Check the stored spec of a workflow again, because files, credentials or other workflows may have changed.
+
+    Args:
+        client: The client whose credentials and workflows the spec may use.
+        name: The id of the workflow.
+        text: The rendered spec.
+        template: The spec as submitted.
+        folder: The base directory of relative ``localpath`` entries.
+        overrides: The secrets of the workflow.
+
+    Raises:
+        ProblemsFound: if the spec has errors. It contains all findings.
+
+    """
+    names, checks = tuple(overrides.secrets), _SpecChecks(client)
+    spec, warnings = load_spec_text(text, name, folder, environment_names=names, is_rendered=True, check=checks.check)
+    return CheckedSpec(spec=spec, worlds=checks.worlds, warnings=warnings, template=template, folder=folder)
 
 
 def validate(
@@ -115,16 +135,27 @@ def validate(
     hosts: Sequence[Host] | None = None,
     text: str | None = None,
 ) -> tuple[CheckedSpec, list[Problem]]:
-    """Check a spec without storing anything, and return it with its warnings. Raises ``ProblemsFound``.
+    """Check a spec without storing anything.
+
+    A spec that does not fit the pool causes only a warning, because it may be meant for other machines.
 
     Args:
-        client: Whose credentials and workflows the spec may name; a machine without any is no error.
-        file: A path, or ``-`` for ``text``.
-        overrides: Values for its template.
-        configuration: Its pools.
-        pool: The pool to place it in; else the spec's, else the default one.
-        hosts: Machines that are a pool of their own.
-        text: The document, where ``file`` is ``-``.
+        client: The client whose credentials and workflows the spec may use. If this machine has no credentials, missing ones
+            are only warnings.
+        file: The path of the spec, or ``-`` to use ``text``.
+        overrides: Values for the template and the tasks.
+        configuration: The pools.
+        pool: The name of the pool to check against. Default: the pool of the spec, or else the default pool.
+        hosts: Machines to use instead of a configured pool.
+        text: The spec as text, if ``file`` is ``-``.
+
+    Returns:
+        The spec and all its warnings.
+
+    Raises:
+        InputError: if the file cannot be read.
+        NotFound: if the pool does not exist.
+        ProblemsFound: if the spec has errors. It contains all findings.
 
     """
     checked = check_spec(client, file, overrides, text=text, is_tolerant=True)
@@ -134,7 +165,6 @@ def validate(
     if problems:
         raise ProblemsFound([*problems, *checked.warnings])
     plan = compile_plan(checked.spec, checked.worlds, pool=chosen.name, bundles=bundles)
-    # Whether it fits here is no fault of the spec: it may be meant for other machines.
     placement, misfits = propose_placement(plan, chosen, checked.spec, Severity.WARNING)
     notices = container_notices(checked.spec, chosen.nodes) + sharing_notices(checked.spec, bundles, placement, chosen.nodes)
     return checked, [*in_document_order([*checked.warnings, *notices]), *misfits]
@@ -143,7 +173,18 @@ def validate(
 def propose_placement(
     plan: Plan, pool: Pool, spec: WorkflowSpec, severity: Severity = Severity.ERROR
 ) -> tuple[dict[str, str], tuple[Problem, ...]]:
-    """Return where each task would go on an idle pool, and a problem for each group that cannot fit there."""
+    """Place the tasks of a plan on the idle nodes of a pool.
+
+    Args:
+        plan: The plan.
+        pool: The pool.
+        spec: The spec of the plan, for the lines of problems.
+        severity: The severity of the problems.
+
+    Returns:
+        The name of the node for each task, and a problem for each group that does not fit.
+
+    """
     free = tuple(Free.whole(node) for node in pool.nodes)
     placement: dict[str, str] = {}
     problems: list[Problem] = []
@@ -168,17 +209,17 @@ def propose_placement(
     return placement, tuple(problems)
 
 
-class _Meaning:
-    """What a spec means beyond its own floor: its rank layout, and what depends on it."""
+class _SpecChecks:
+    """Checks of a spec that the package ``spec`` cannot do: rank layout, credentials and outputs of other workflows."""
 
     def __init__(self, client: Client, *, is_tolerant: bool = False) -> None:
-        """Know nothing yet."""
+        """Create the checks for a client. The arguments are those of ``check_spec``."""
         self._client = client
         self._is_tolerant = is_tolerant
         self.worlds: dict[str, World] = {}
 
     def check(self, spec: WorkflowSpec) -> Sequence[Problem]:
-        """Keep the worlds of a spec, and return what is found about them."""
+        """Store the worlds of a spec, and return all problems."""
         found, problems = check_layout(spec)
         self.worlds.update(found)
         problems += (

@@ -1,4 +1,4 @@
-"""Submitting: from a checked spec to a plan that fits its pool, and from there to a stored workflow that a supervisor runs."""
+"""Plan specs for a pool, and submit planned workflows."""
 
 from __future__ import annotations
 
@@ -41,35 +41,35 @@ __all__ = ["PlannedWorkflow", "SubmitRequest", "plan", "plan_checked", "pool_key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """A spec to run, and what is given for it from outside."""
+    """A spec to submit and the options of its submission."""
 
     spec: str
-    """The path of a YAML file, ``-`` for ``text``, or the id of a workflow whose spec is submitted again."""
+    """The path of a YAML file, ``-`` to use ``text``, or the id of a workflow to submit again."""
     text: str | None = None
-    """The document, where ``spec`` is ``-``."""
+    """The spec as text, if ``spec`` is ``-``."""
     overrides: Overrides = field(default_factory=lambda: Overrides(secrets={}))
     pool: str | None = None
-    """The pool to run in; else the spec's, else the default one."""
+    """The name of the pool to run in. Default: the pool of the spec, or else the default pool."""
     hosts: Sequence[Host] | None = None
-    """Machines that are a pool of their own."""
+    """Machines to use instead of a configured pool."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels in addition to those of the spec."""
+    """Additional labels. They take precedence over labels of the spec."""
     priority: Priority | None = None
-    """Its priority in the queue; else that of the workflow that is submitted again, else ``NORMAL``."""
+    """The priority in the queue. Default: that of the workflow to submit again, or else ``NORMAL``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWorkflow:
-    """A plan that fits its pool: all that ``submit`` stores."""
+    """A checked spec with a plan that fits its pool, as ``submit`` needs it."""
 
     checked: CheckedSpec
     overrides: Overrides
     plan: Plan
     pool: Pool
     placement: Mapping[str, str]
-    """Task → node, as it would be tried first on an idle pool."""
+    """The name of the node for each task, if the pool were idle."""
     blobs: Path
-    """Where the files lie that the spec sends, by digest."""
+    """The directory with the files that the spec sends, named by their digests."""
     labels: Mapping[str, str] = field(default_factory=dict)
     priority: Priority = Priority.NORMAL
 
@@ -77,18 +77,22 @@ class PlannedWorkflow:
 def plan(
     client: Client, request: SubmitRequest, *, blobs: Path | None = None, configuration: Configuration | None = None
 ) -> PlannedWorkflow:
-    """Check a spec and plan it, without storing or starting anything.
+    """Check and plan a spec, without storing or starting a workflow.
 
     Args:
-        client: Whose configuration, credentials and workflows the spec is checked against.
-        request: The spec and what is given for it.
-        blobs: A directory for copies of the files that the spec sends; else the state directory's, as ``submit`` needs it.
-        configuration: The pools to choose from; else read anew.
+        client: The client whose configuration, credentials and workflows the spec may use.
+        request: The spec and the options of its submission.
+        blobs: The directory for copies of the files that the spec sends. Default: that of the state directory. ``submit`` needs
+            the default.
+        configuration: The pools. Default: read the configuration of the client.
+
+    Returns:
+        The planned workflow, for ``submit``.
 
     Raises:
-        ProblemsFound: with every finding about the spec, also that its pool could not hold a group even if it were idle.
-        InputError: for values that do not fit the spec.
-        NotFound: for the id of an unknown workflow, and for an unknown pool.
+        InputError: if the request does not fit the spec, or if a driver for data at URLs is not installed.
+        NotFound: if a workflow or the pool does not exist.
+        ProblemsFound: if the spec has errors, or if the pool cannot hold a group even when idle. It contains all findings.
 
     """
     configuration = configuration or client.configuration()
@@ -113,9 +117,19 @@ def plan(
 
 
 def plan_checked(checked: CheckedSpec, pool: Pool, overrides: Overrides, blobs: Path, datasets: str) -> PlannedWorkflow:
-    """Read the files that a checked spec sends, compile its plan and propose a placement; ``datasets``: where those lie.
+    """Read the files that a checked spec sends, compile its plan and propose a placement.
 
-    Raises ``ProblemsFound`` when a file cannot be read, or when the pool could not hold a group even if it were idle.
+    Args:
+        checked: The checked spec.
+        pool: The pool to run in.
+        overrides: Values that the user gave.
+        blobs: The directory for copies of the files.
+        datasets: The base URL of datasets.
+
+    Raises:
+        InputError: if a driver for data at URLs is not installed.
+        ProblemsFound: if a file cannot be read, or if the pool cannot hold a group even when idle.
+
     """
     notices = container_notices(checked.spec, pool.nodes)
     checked = replace(checked, warnings=in_document_order([*checked.warnings, *notices]))
@@ -141,18 +155,22 @@ def submit(
     on_stored: Callable[[WorkflowRecord], None] | None = None,
     on_fetch: OnFetch | None = None,
 ) -> WorkflowRecord:
-    """Store a planned workflow and see to it that a supervisor runs it; return its record, with its id.
+    """Store a planned workflow, and make sure that a supervisor is running.
 
     Args:
-        client: Where it is stored.
-        planned: What ``plan`` returned for the same client.
-        on_stored: Called with the record before the supervisor is waited for, which may take a moment.
-        on_fetch: Called with the progress of outputs that the spec takes from ended workflows.
+        client: The client that planned the workflow.
+        planned: The result of ``plan``.
+        on_stored: Called with the record before the supervisor is awaited, which may take a moment.
+        on_fetch: Called with the progress of outputs that are fetched from ended workflows.
+
+    Returns:
+        The record of the workflow, with its id.
 
     Raises:
-        NodeError: when such an output cannot be fetched.
-        StorageRefused: when this user has no credentials for data at URLs that the spec names.
-        SupervisorError: when no supervisor comes up; the workflow is stored then.
+        InputError: if an output of another workflow does not exist.
+        NodeError: if an output of another workflow cannot be fetched.
+        StorageRefused: if this user has no credentials for data at URLs in the spec.
+        SupervisorError: if the supervisor does not start. The workflow is stored in this case.
 
     """
     completed = add_previous_outputs(client, planned.checked.spec, planned.plan, on_fetch or _ignore)
@@ -160,7 +178,7 @@ def submit(
 
 
 def _ignore(_: FetchProgress) -> None:
-    """Take no notice."""
+    """Discard progress."""
 
 
 def store_workflow(
@@ -171,17 +189,26 @@ def store_workflow(
     parent: str | None = None,
     on_stored: Callable[[WorkflowRecord], None] | None = None,
 ) -> WorkflowRecord:
-    """Insert a workflow with its secrets, wake the supervisor, and return the record with its id.
+    """Store a workflow and its secrets, start or notify the supervisor, and return the record with its id.
 
-    ``kept`` holds the groups that have completed already, in the workflow ``parent`` that this one restarts. Raises
-    ``StorageRefused`` when this user has no credentials for its data at URLs.
+    Args:
+        client: The client whose store gets the workflow.
+        planned: The planned workflow.
+        kept: The records of completed groups, by name, if this is a restart.
+        parent: The id of the workflow that is restarted.
+        on_stored: Called with the record before the supervisor is awaited.
+
+    Raises:
+        StorageRefused: if this user has no credentials for data at URLs in the spec.
+        SupervisorError: if the supervisor does not start. The workflow is stored in this case.
+
     """
     record = _insert(client, planned, kept, parent)
     try:
         if on_stored is not None:
             on_stored(record)
     finally:
-        # It is stored, whether or not anybody reads its id.
+        # Start the stored workflow even if printing its id fails.
         client.ensure_supervisor()
     return record
 
@@ -232,9 +259,18 @@ def _insert(client: Client, planned: PlannedWorkflow, kept: Mapping[str, GroupRe
 
 
 def write_scripts(planned: PlannedWorkflow, folder: Path) -> list[Path]:
-    """Write one shell script for each task of a plan into ``folder``, with the files that they need; return the scripts.
+    """Write a shell script for each task of a plan, and the files that the tasks need.
 
-    Raises ``OSError``.
+    Args:
+        planned: The planned workflow.
+        folder: The directory to write to. It is created if needed.
+
+    Returns:
+        The paths of the scripts.
+
+    Raises:
+        OSError: if a file cannot be written.
+
     """
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     written = []
@@ -251,12 +287,12 @@ def write_scripts(planned: PlannedWorkflow, folder: Path) -> list[Path]:
 
 
 def pool_key(pool: Pool) -> str:
-    """Return the name that all workflows on exactly these nodes and settings share."""
+    """Return a key that is equal for pools with the same nodes and settings."""
     return f"{pool.name}-{hashlib.sha256(encode(pool)).hexdigest()[:8]}"
 
 
 def _check_drivers(compiled: Plan) -> None:
-    """Refuse data at URLs for which this machine, which carries it, has no driver."""
+    """Raise ``InputError`` for data at URLs if this machine, which transfers it, does not have the driver."""
     for group in compiled.groups:
         for launch in group.launches:
             urls = [data.url for data in (*launch.url_inputs, *launch.url_outputs)]

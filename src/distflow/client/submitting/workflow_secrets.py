@@ -1,4 +1,4 @@
-"""The secrets of a workflow: a check of the credentials that its spec names, and their values when it is submitted."""
+"""Check the credentials that a spec names, and collect the secrets of a workflow when it is submitted."""
 
 from __future__ import annotations
 
@@ -27,9 +27,16 @@ _UNFIT: Mapping[CredentialType, str] = {
 
 
 def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool = False) -> Sequence[Problem]:
-    """Return what is wrong with the credentials that a spec names, held against those of this machine.
+    """Return a problem for each credential in a spec that this machine does not have or that does not fit.
 
-    ``is_tolerant``: that none are there at all (a machine that only checks specs) makes warnings. Raises ``StateError``.
+    Args:
+        client: The client whose credentials the spec may use.
+        spec: The spec.
+        is_tolerant: Whether problems are only warnings if this machine has no credentials, such as a CI machine.
+
+    Raises:
+        StateError: if the credentials cannot be read.
+
     """
     if not any(task.credentials for group in spec.groups for task in group.tasks):
         return ()
@@ -39,7 +46,7 @@ def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool
 
 
 def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Mapping[str, Secret]) -> dict[str, Secret]:
-    """Return every secret that a workflow needs: ``given`` by --set-env, the credentials that tasks name, logins for images."""
+    """Return all secrets of a workflow: those ``given`` by --set-env, credentials of tasks, and logins for container images."""
     names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
     found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
     values = {stored_name(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}
@@ -47,19 +54,19 @@ def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Map
 
 
 def _logins(plan: Plan, directory: StateDirectory) -> dict[str, Secret]:
-    """Return who we are to the registries of a plan's images, where a REGISTRY credential says so."""
+    """Return the logins for the registries of a plan's images, from credentials of type REGISTRY."""
     registries = {registry_of(launch.image or "") for group in plan.groups for launch in group.launches} - {""}
     found = {registry: Credentials(directory.credentials).for_registry(registry) for registry in sorted(registries)}
     return {login_name(registry): _login(payload) for registry, payload in found.items() if payload is not None}
 
 
 def _login(payload: Mapping[str, Secret]) -> Secret:
-    """Return user and password as registries take them: a token alone goes with the user that NGC wants for one."""
+    """Return ``user:password`` in Base64. A token without a user gets ``$oauthtoken``, the user name that NGC expects."""
     auth, user = payload["auth"].reveal(), payload["username"].reveal() if "username" in payload else ""
     if not user:
         with suppress(ValueError):
             if ":" in base64.b64decode(auth, validate=True).decode():
-                return Secret(auth)  # it is user and password already
+                return Secret(auth)  # it already contains user and password
     return Secret(base64.b64encode(f"{user or '$oauthtoken'}:{auth}".encode()).decode())
 
 
