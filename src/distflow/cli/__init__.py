@@ -1,1 +1,1 @@
-"""The command line: parse, make one call, show. Thin, quick to start, and the only place that prints."""
+"""The command line. Each command parses its arguments, calls ``distflow.client`` and prints the result."""

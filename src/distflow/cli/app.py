@@ -1,7 +1,7 @@
-"""The root of the command line, and its one error boundary.
+"""The root of the command line, which handles the errors of all commands.
 
-Commands live in modules of their own and are imported when they are called, so that ``distflow --help`` costs little
-more than the interpreter. Data goes to stdout, words go to stderr; exit codes are those of ``errors``.
+Each command has its own module, which is imported when the command is called. This keeps ``distflow --help`` fast. Results go
+to standard output, and messages go to standard error. Exit codes are listed in ``errors``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _LISTS: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType(
         ("workflow", "tag"): ("--workflow", "-w", "--add", "-a", "--remove", "-r"),
     }
 )
-"""Options that take one value or more, of commands without arguments."""
+"""Options that take one or more values, for commands that have no positional arguments."""
 
 _PAIRS = ("--set", "--set-string", "--set-env", "--payload", "--payload-file")
-"""Options that take one ``NAME=VALUE`` or more."""
+"""Options that take one or more ``NAME=VALUE`` pairs."""
 
 
 _WITHOUT_SERVER = MappingProxyType(
@@ -46,24 +46,24 @@ _WITHOUT_SERVER = MappingProxyType(
     | {"app": "submit the file of the spec: distflow workflow submit FILE"}
     | {"config": "pools and nodes are in a file: distflow.yaml, or the one that DISTFLOW_CONFIG names"}
 )
-"""OSMO's commands that need its server, and what to do instead."""
+"""Commands of OSMO that need its server, and what to do instead."""
 
 
 class _Root(LazyGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command as every group does; one that needs OSMO's server says why there is none."""
+        """Return a command, or ``None``. Raise ``InputError`` for a command of OSMO that needs its server."""
         if cmd_name in _WITHOUT_SERVER:
             raise InputError(f"`distflow {cmd_name}` does not exist: there is no server", hint=_WITHOUT_SERVER[cmd_name])
         return super().get_command(ctx, cmd_name)
 
     table = commands(
         {
-            "workflow": ("distflow.cli.workflow.group:app", "Submit, watch and end workflows."),
+            "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and end workflows."),
             "task": ("distflow.cli.task:app", "Look at tasks across workflows."),
-            "pool": ("distflow.cli.pool.pool:app", "Show the pools that workflows can run in, and check their nodes."),
+            "pool": ("distflow.cli.pool.commands:app", "Show the pools that workflows can run in, and check their nodes."),
             "resource": ("distflow.cli.pool.resource:app", "Show what the nodes have, and what is in use of it."),
             "train": ("distflow.cli.train:app", "Choose a training strategy, and measure how ranks communicate."),
-            "data": ("distflow.cli.data.data:app", "Upload, download, list and delete data at URLs."),
+            "data": ("distflow.cli.data.commands:app", "Upload, download, list and delete data at URLs."),
             "dataset": ("distflow.cli.data.dataset:app", "Named, versioned collections of files."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
             "profile": ("distflow.cli.pool.profile:app", "Say which pool you mean when you name none."),
@@ -92,14 +92,19 @@ def _root() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its code."""
+    """Run the command line and exit the process with the command's exit code.
+
+    Args:
+        argv: The arguments without the program's name. Default: ``sys.argv[1:]``.
+
+    """
     _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     sys.exit(run(arguments))
 
 
 def _open_streams() -> None:
-    """Have three streams: a closed one leads nowhere, and what the encoding of our output has not is escaped, no error."""
+    """Connect closed standard streams to /dev/null, and escape characters that the encoding of the output does not have."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -112,26 +117,26 @@ def _open_streams() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code; every error ends here."""
+    """Run one command and return its exit code. This function handles every error."""
     code = _run(arguments)
-    # Here and not at exit, where a closed pipe or a full disk could no longer be met.
+    # Flush here, because at exit a closed pipe or a full disk could no longer be handled.
     try:
         sys.stdout.flush()
     except OSError as error:
-        _drop(sys.stdout)
+        _discard_output(sys.stdout)
         if not isinstance(error, BrokenPipeError):
-            code = code or _foreign_error(error)
+            code = code or _handle_other_error(error)
     try:
         sys.stderr.flush()
     except OSError:
-        _drop(sys.stderr)
+        _discard_output(sys.stderr)
     return code
 
 
 def _run(arguments: list[str]) -> int:
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # what ``entry`` took away while modules were imported
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # restore the handler that ``entry`` removed
         result = app(args=spread_sets(arguments), prog_name="distflow", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except DistflowError as error:
@@ -140,46 +145,47 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has seen enough.
+        # The reader of the output (head, less) has exited.
         return 0
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):
-            return 0  # the same, which typer has met first
+            return 0  # typer has converted a BrokenPipeError
         raise
-    except Exception as error:  # noqa: BLE001  the boundary: what is left is a usage error or a bug
-        return _foreign_error(error)
+    except Exception as error:  # noqa: BLE001  any other error is a usage error or a bug
+        return _handle_other_error(error)
 
 
-def _drop(stream: TextIO) -> None:
-    """Lead what is still buffered for a reader that has gone nowhere, instead of into a traceback at exit."""
+def _discard_output(stream: TextIO) -> None:
+    """Connect a stream to /dev/null, so writing its buffered output at exit cannot fail with a traceback."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def spread_sets(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with ``--set a=1 b=2`` as ``--set a=1 --set b=2``: OSMO's form, which the parser does not know.
+    """Return the arguments with ``--set a=1 b=2`` rewritten as ``--set a=1 --set b=2``, because typer does not parse this form.
 
-    The same for the options of commands that take no arguments beside them (``list -s RUNNING PENDING``).
+    OSMO accepts several values after one option. For commands without positional arguments, other options are rewritten too
+    (``list -s RUNNING PENDING``).
 
     >>> spread_sets(["spec.yaml", "--set", "a=1", "b=2", "--dry-run"])
     ['spec.yaml', '--set', 'a=1', '--set', 'b=2', '--dry-run']
     """
     spread: list[str] = []
     flag: str | None = None
-    given = False
+    has_value = False
     lists = _LISTS.get(tuple(arguments[:2]), ())
     for argument in arguments:
         if argument in _PAIRS or argument in lists:
-            flag, given = argument, False
+            flag, has_value = argument, False
             continue
-        if flag is not None and not argument.startswith("-") and (not given or "=" in argument or flag in lists):
+        if flag is not None and not argument.startswith("-") and (not has_value or "=" in argument or flag in lists):
             spread += [flag, argument]
-            given = True
+            has_value = True
             continue
-        if flag is not None and not given:
+        if flag is not None and not has_value:
             spread.append(flag)
         flag = None
         spread.append(argument)
-    if flag is not None and not given:
+    if flag is not None and not has_value:
         spread.append(flag)
     return spread
 
@@ -194,44 +200,47 @@ def _show_error(error: DistflowError, arguments: Sequence[str]) -> None:
         problems = getattr(error, "problems", None)
         if problems is not None:
             body["problems"] = [problem.as_json() for problem in problems]
-        with suppress(OSError):  # what could not be written now is met again by the last flush
+        with suppress(OSError):  # the final flush in ``run`` handles the error
             print(json.dumps({"error": body}, indent=2))
     prefix = "" if hasattr(error, "problems") else "error: "
-    _say(f"{prefix}{error}")
+    _print_error(f"{prefix}{error}")
 
 
-def _say(text: str) -> None:
-    """Tell of an error. Where nobody can be told, the exit code still says it."""
+def _print_error(text: str) -> None:
+    """Print an error to standard error. If this fails, the exit code still reports it."""
     from distflow.documents.printable import plain_lines
 
     with suppress(OSError):
-        print(plain_lines(text), file=sys.stderr)  # it quotes specs, nodes and stores
+        print(plain_lines(text), file=sys.stderr)  # the text can contain control characters of specs, nodes and stores
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Return whether the caller asked for JSON, so that errors come as JSON too."""
+    """Return whether the arguments request JSON output, so errors are printed as JSON, too."""
     flags, joined = {"--format-type", "-t"}, {"--format-type=json", "-tjson"}
     if "logs" in arguments[:2] or "events" in arguments[:2]:
-        # There, -t means a task, as OSMO has it.
+        # In these commands, -t means --task, as in OSMO.
         flags, joined = {"--format-type"}, {"--format-type=json"}
     return not joined.isdisjoint(arguments) or any(flag in flags and value == "json" for flag, value in pairwise(arguments))
 
 
-def _foreign_error(error: Exception) -> int:
+def _handle_other_error(error: Exception) -> int:
+    """Print an error that is not a ``DistflowError``, and return the exit code."""
     show = getattr(error, "format_message", None)
     if show is not None:
-        # The parser's own errors: wrong options, missing arguments.
+        # This is an error of the parser, such as an unknown option or a missing argument.
         context = getattr(error, "ctx", None)
         if context is not None:
-            _say(context.get_usage())
-        _say(f"error: {show()}")
+            _print_error(context.get_usage())
+        _print_error(f"error: {show()}")
         return 2
     if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
-        # Arguments may be any bytes; what is kept and sent is text. Which it is, is not said: it may be a secret.
-        _say("error: an argument, or the name of a file, is not UTF-8")
+        # Arguments can be any bytes, but distflow stores and sends text. Do not print the argument: it can be a secret.
+        _print_error("error: an argument, or the name of a file, is not UTF-8")
         return 2
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        _say(f"error: {error.filename or 'what the output is written to'}: {error.strerror}; free some space and try again")
+        _print_error(
+            f"error: {error.filename or 'what the output is written to'}: {error.strerror}; free some space and try again"
+        )
         return _FULL
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
@@ -243,7 +252,7 @@ def _foreign_error(error: Exception) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        _say(f"error: a bug in distflow: {error!r}\nthe traceback is in {path}; please report it")
+        _print_error(f"error: a bug in distflow: {error!r}\nthe traceback is in {path}; please report it")
     except OSError:
-        _say(f"error: a bug in distflow:\n{text}")
+        _print_error(f"error: a bug in distflow:\n{text}")
     return _BUG

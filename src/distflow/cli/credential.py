@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format
 from distflow.cli.render.tables import table
 from distflow.client.credentials import (
@@ -36,7 +36,7 @@ _FormatOption = Annotated[
 @app.callback()
 def _credential(context: typer.Context, format_type: _FormatOption = None) -> None:
     """Keep secrets on this machine, and give them to tasks by name."""
-    context.obj = format_type  # OSMO has it before the verb
+    context.obj = format_type  # OSMO accepts this option before the subcommand
 
 
 @app.command(
@@ -169,7 +169,7 @@ def _read(key: str, path: str) -> str:
                 data = file.read(LONGEST_VALUE + 3)
         return data.decode()
     except OSError as error:
-        # Not the path: it may be the value itself, given by mistake.
+        # Do not print the path, because it can be the secret value itself, given by mistake.
         hint = "write KEY=FILE, or KEY=- to give the value on standard input"
         raise InputError(f"--payload-file {key}: the file cannot be read: {error.strerror}", hint=hint) from None
     except UnicodeDecodeError:

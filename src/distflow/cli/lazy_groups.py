@@ -1,4 +1,4 @@
-"""Groups of commands whose modules are imported when a command is called, and completed or listed without that."""
+"""Command groups that import a command's module only when the command is called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LazyCommand", "LazyGroup", "commands"]
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """Where a command is, and what it does in one line."""
+    """The location of a command and its one-line help."""
 
     place: str
     """``module:attribute`` of a ``typer.Typer``."""
@@ -24,21 +24,21 @@ class LazyCommand:
 
 
 def commands(table: Mapping[str, tuple[str, str]]) -> Mapping[str, LazyCommand]:
-    """Return a table of commands from name → (place, help)."""
+    """Return a table of commands from a mapping of name to (place, help)."""
     return MappingProxyType({name: LazyCommand(*row) for name, row in table.items()})
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands stand in ``table``."""
+    """A command group that finds its commands in ``table``."""
 
     table: ClassVar[Mapping[str, LazyCommand]]
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the table's order."""
+        """Return the names of the commands, in the order of the table."""
         return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and return a command, or ``None`` when there is none of that name."""
+        """Import and return a command, or return ``None`` if it does not exist."""
         entry = self.table.get(cmd_name)
         if entry is None:
             return None
@@ -48,6 +48,6 @@ class LazyGroup(TyperGroup):
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the table into the help, without importing anything."""
+        """Write the commands to the help page without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.help) for name, entry in self.table.items()])

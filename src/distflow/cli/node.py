@@ -1,4 +1,4 @@
-"""``distflow node``: what distflow keeps on the nodes, and removing it."""
+"""``distflow node``: clean up the files and processes of distflow on nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, NodesOption, PoolOption
 from distflow.cli.render.tables import table, terminal_width
 from distflow.client.nodes import (
@@ -67,7 +67,7 @@ def clean(
     _show_cleaned(results, dry_run, format_type)
     failed = [result for result in results if result.error]
     if failed and format_type is Format.JSON:
-        # The document has said it all.
+        # The JSON document already contains the error.
         raise typer.Exit(NodeUnreachable.exit_code)
     if failed:
         raise NodeUnreachable(failed[0].node, failed[0].error)
@@ -121,7 +121,7 @@ def reap(
     if error is None:
         return
     if format_type is Format.JSON:
-        # The document has said it all.
+        # The JSON document already contains the error.
         raise typer.Exit(error.exit_code)
     raise error
 
@@ -208,7 +208,7 @@ def uninstall(
         _show_uninstalled(results)
     failed = [one for one in results if one.error]
     if failed and format_type is Format.JSON:
-        # The document has said it all.
+        # The JSON document already contains the error.
         raise typer.Exit(NodeError.exit_code)
     if failed:
         raise NodeError(failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "))

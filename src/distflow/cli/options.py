@@ -1,4 +1,4 @@
-"""What the commands share: their ``Typer`` and the options that mean the same everywhere."""
+"""Options that several commands share, and the ``Typer`` of a single command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Format", "FormatOption", "HostfileOption", "NodesOption", "PoolOptio
 
 
 class Format(str, Enum):
-    """How results are written to standard output."""
+    """The format of results on standard output."""
 
     TEXT = "text"
     JSON = "json"
@@ -36,5 +36,5 @@ NodesOption = Annotated[
 
 
 def command_app(**settings: Any) -> typer.Typer:
-    """Return the ``Typer`` of one command: plain help, no completion options of its own."""
+    """Return the ``Typer`` of a single command, with plain help and without completion options."""
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)

@@ -1,4 +1,4 @@
-"""What the listing commands filter by: options, and the search that they mean."""
+"""Filter options of the commands that list workflows and tasks, and functions that parse them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ OSMO_STATUSES = frozenset({
     "FAILED_PREEMPTED", "FAILED_EVICTED", "FAILED_UPSTREAM", "FAILED_BACKEND_ERROR", "FAILED_IMAGE_PULL",
     "FAILED_START_ERROR", "FAILED_START_TIMEOUT",
 })  # fmt: skip
-"""Every status of OSMO; one that nothing here ever has matches nothing, so that OSMO's scripts go on."""
+"""All statuses of OSMO. A status that distflow never uses matches nothing, so scripts for OSMO continue to work."""
 
 
 class Order(str, Enum):
-    """Which end the newest is at."""
+    """The order of a list by time. With ``asc``, the newest entry is last."""
 
     ASC = "asc"
     DESC = "desc"
@@ -65,14 +65,24 @@ AllUsersOption = Annotated[
 
 
 def choose_users(users: Sequence[str] | None, all_users: bool) -> Sequence[str]:
-    """Return whose workflows are meant, nobody for everybody's. Raises ``InputError`` for both flags."""
+    """Return the names of the users to filter by. Empty means all users. Raises ``InputError`` if both flags are given."""
     if users and all_users:
         raise InputError("--user and --all-users exclude each other")
     return users or ()
 
 
 def days(after: str | None, before: str | None, what: str) -> tuple[float | None, float | None]:
-    """Return the instants of two days, ``what`` being the name of their flags. Raises ``InputError``."""
+    """Return the start times of two days, in seconds since the epoch.
+
+    Args:
+        after: The first day, as YYYY-MM-DD, or ``None``.
+        before: The day after the last one, or ``None``.
+        what: The prefix of the flags, for error messages: ``started`` for ``--started-after``.
+
+    Raises:
+        InputError: if a day is not valid, or if ``after`` is later than ``before``.
+
+    """
     begin, end = (_day(text, f"--{what}-{word}") for text, word in ((after, "after"), (before, "before")))
     if begin is not None and end is not None and begin > end:
         raise InputError(f"--{what}-after {after} is later than --{what}-before {before}")
@@ -89,12 +99,23 @@ def _day(text: str | None, flag: str) -> float | None:
 
 
 def priorities(words: Sequence[str] | None) -> tuple[Priority, ...]:
-    """Return the priorities of these names, in any case. Raises ``InputError`` for others."""
+    """Return the priorities with these names, ignoring case. Raises ``InputError`` for an unknown name."""
     return tuple(Priority(one_of(word, [one.value for one in Priority], "priority", "priorities")) for word in words or ())
 
 
 def one_of(word: str, known: Sequence[str], one: str, several: str) -> str:
-    """Return a word as it is known, whatever its case. Raises ``InputError``."""
+    """Return a word in upper case if it is a known one.
+
+    Args:
+        word: The word, in any case.
+        known: The valid words, in upper case.
+        one: The noun for a word, for the error message, such as ``priority``.
+        several: Its plural.
+
+    Raises:
+        InputError: if the word is not a known one.
+
+    """
     if word.upper() not in known:
         from distflow.documents.text import did_you_mean
 
@@ -104,7 +125,7 @@ def one_of(word: str, known: Sequence[str], one: str, several: str) -> str:
 
 
 def label_selectors(texts: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
-    """Return key and selector of each ``--label``. Raises ``InputError``."""
+    """Return the key and the selector of each ``--label``. Raises ``InputError`` if one is not valid."""
     found = []
     for text in texts or ():
         key, equals, selector = text.partition("=")
@@ -120,7 +141,7 @@ def label_selectors(texts: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
 
 
 def label_key(key: str, flag: str) -> str:
-    """Return a label's key. Raises ``InputError`` for what cannot be one."""
+    """Return the key of a label. Raises ``InputError`` if it is not valid."""
     from distflow.client.submitting.labels import is_label_key
 
     if not is_label_key(key):

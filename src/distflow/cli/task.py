@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client, until_closed
+from distflow.cli.context import open_client, until_closed
 from distflow.cli.options import Format, FormatOption
 from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_text import elapsed_s
@@ -96,7 +96,7 @@ def list_command(
         unfinished=set(wanted) <= set(_UNFINISHED),
     )
 
-    def is_meant(task: TaskRecord) -> bool:
+    def is_wanted(task: TaskRecord) -> bool:
         started = task.started_at
         return (
             task.status in wanted
@@ -108,7 +108,7 @@ def list_command(
     has_sums = summary or by_workflow
     most = count if count is not None else None if has_sums else _COUNT
     with open_client() as client:
-        rows = list_tasks(client, search, is_wanted=is_meant, count=most, offset=offset)
+        rows = list_tasks(client, search, is_wanted=is_wanted, count=most, offset=offset)
     if order is Order.ASC:
         rows.reverse()
     with until_closed():
@@ -118,7 +118,7 @@ def list_command(
         elif not rows:
             print("No task matches.")
         elif has_sums:
-            # As in OSMO: with both, --summary it is.
+            # As in OSMO, --summary takes precedence over --aggregate-by-workflow.
             print(_sums_text(_sums(rows, by_workflow and not summary)), end="")
         else:
             print(_text(rows, verbose), end="")

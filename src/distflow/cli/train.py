@@ -1,4 +1,4 @@
-"""``distflow train``: which strategy to take for a model, and how fast the ranks of this machine speak with each other."""
+"""``distflow train``: recommend a training strategy, and measure the communication between ranks on this machine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _AUTOCAST = (
 
 
 class Precision(str, Enum):
-    """Of the arithmetic (``sizing.PRECISIONS``)."""
+    """The precision of the arithmetic (``sizing.PRECISIONS``)."""
 
     BF16 = "bf16"
     FP32 = "fp32"
 
 
 class Optimizer(str, Enum):
-    """What has states (``sizing.OPTIMIZERS``)."""
+    """The optimizer, which determines the size of the optimizer states (``sizing.OPTIMIZERS``)."""
 
     ADAMW = "adamw"
     SGD_MOMENTUM = "sgd-momentum"
@@ -43,7 +43,7 @@ class Optimizer(str, Enum):
 
 
 class Measurement(str, Enum):
-    """What can be measured."""
+    """A measurement of ``train bench``."""
 
     ALLREDUCE = "allreduce"
     SCALING = "scaling"
@@ -139,7 +139,7 @@ def _name(choice: Choice) -> str:
 
 
 def _block(choice: Choice) -> str:
-    """Return the choice as a line of a spec."""
+    """Return a choice as the ``strategy`` line of a spec."""
     values = {"kind": choice.kind}
     if choice.kind == "hybrid":
         values["tp_size"] = str(choice.shape[1])

@@ -19,11 +19,11 @@ def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.Mo
     monkeypatch.setattr(terminal_line, "_EVERY_S", 0.0)
     screen = Screen()
     with ProgressLine(screen, "sent") as line:
-        line.told(1 << 20, 4 << 20)
+        line.update(1 << 20, 4 << 20)
         assert "sent 1.0 MiB of 4.0 MiB, " in screen.getvalue()
     assert screen.getvalue().endswith("\r\x1b[K")
     before = screen.getvalue()
-    line.told(2 << 20, 4 << 20)  # a thread that is late
+    line.update(2 << 20, 4 << 20)  # a thread that is late
     assert screen.getvalue() == before
 
 
@@ -31,5 +31,5 @@ def test_a_pipe_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal_line, "_EVERY_S", 0.0)
     pipe = io.StringIO()
     with ProgressLine(pipe, "sent") as line:
-        line.told(1, 2)
+        line.update(1, 2)
     assert pipe.getvalue() == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cli.opening import complete_workflow
+from distflow.cli.context import complete_workflow
 from distflow.cli.render.tables import Paint, cut, table, terminal_width, visible_width
 from distflow.documents.printable import plain
 from distflow.documents.times import duration, iso, local_minute, local_second

@@ -1,1 +1,1 @@
-"""Commands of ``distflow data`` and ``dataset``."""
+"""The commands of ``distflow data`` and ``distflow dataset``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption
 from distflow.cli.render.tables import table
 from distflow.cli.render.terminal_line import ProgressLine
@@ -118,7 +118,7 @@ def download(
 ) -> None:
     """Fetch a version of a dataset; each file is held against the SHA-256 of its manifest."""
     with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
-        manifest, moved = download_dataset(client, name, directory, regex=regex, resume=resume, on_progress=line.told)
+        manifest, moved = download_dataset(client, name, directory, regex=regex, resume=resume, on_progress=line.update)
     if format_type is Format.JSON:
         body = {"name": manifest.name, "version": manifest.number, "files": moved.files, "bytes": moved.size}
         print(json.dumps(body, indent=2))
@@ -148,7 +148,7 @@ def delete(
 
 def _make(name: str, paths: list[Path], regex: str, format_type: Format, *, is_update: bool) -> None:
     with open_client() as client, ProgressLine(sys.stderr, "sent") as line:
-        made = create_version(client, name, paths, regex=regex, is_update=is_update, on_progress=line.told)
+        made = create_version(client, name, paths, regex=regex, is_update=is_update, on_progress=line.update)
     if format_type is Format.JSON:
         print(json.dumps(_json(made), indent=2))
     else:

@@ -1,1 +1,1 @@
-"""Commands of ``distflow pool``, ``resource`` and ``profile``."""
+"""The commands of ``distflow pool``, ``distflow resource`` and ``distflow profile``."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption
 from distflow.client.client import user_name
 from distflow.client.pools import prefer_pool

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption
 from distflow.cli.render.amounts import WHAT_USED_MEANS, Mode, amount_cells, total_of
 from distflow.cli.render.tables import table
@@ -57,7 +57,7 @@ def list_resources(
         ids = workflow_ids(client) if live else {}
     held = []
     if live:
-        # paramiko comes with the nodes.
+        # This module imports paramiko.
         from distflow.client.nodes import ask_resource_holders
 
         held = ask_resource_holders([(row.pool, row.node) for row in rows])
@@ -110,7 +110,7 @@ def _settings(row: NodeUsage) -> dict[str, object]:
 
 
 def _info(row: NodeUsage) -> str:
-    """Return what is known of a node, one thing a line; values of its environment may be secret, and are left out."""
+    """Return the settings and usage of a node, one per line, without the values of environment variables (possibly secret)."""
     cpu, memory, gpu = amount_cells(row.amounts, Mode.USED)
     shown: dict[str, object] = {
         "Node": row.node.name, "Pool": row.pool.name, "Platform": row.node.platform, "Backend": row.pool.backend,

@@ -1,4 +1,4 @@
-"""What nodes have and what is in use of it, as text."""
+"""Format the total and used resources of nodes as text."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ WHAT_USED_MEANS = "used is what this user's unfinished workflows hold, as distfl
 
 
 class Mode(str, Enum):
-    """Which amounts are shown."""
+    """The amounts to show: used and total, or free."""
 
     USED = "used"
     FREE = "free"
 
 
 def total_of(values: Sequence[int | None]) -> int | None:
-    """Return the sum, which is not known when a part of it is not."""
+    """Return the sum, or ``None`` if a value is unknown (``None``)."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def amount_cells(amounts: Sequence[tuple[int, int | None]], mode: Mode) -> tuple[str, ...]:
-    """Return the amounts as text: what is used rounded up, what there is rounded down."""
+    """Return one cell for CPUs, memory (GiB) and GPUs each. Used amounts are rounded up, and totals are rounded down."""
     found = []
     for (used, total), unit in zip(amounts, (1, 2**30, 1), strict=True):
         if mode is Mode.FREE:

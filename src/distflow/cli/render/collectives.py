@@ -1,4 +1,4 @@
-"""Who is at which collective, in few words, and who has not come to the one that others wait in. Pure."""
+"""Format the current collective of each rank, and name the ranks that other ranks wait for. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["collective_lines"]
 
 _NAMED = 8
-"""Ranks that are named with their tasks."""
+"""The maximum number of ranks that are named with their tasks."""
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
-class _Place:
-    """Where a rank is in a process group; the first in order is the furthest behind."""
+class _Position:
+    """The position of a rank in the sequence of a process group's collectives. The smallest one is the furthest behind."""
 
     number: int
     waits: bool
@@ -36,67 +36,73 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What one rank said of a process group."""
+class _RankReport:
+    """The report of one rank about a process group."""
 
     rank: int
     who: str
-    place: _Place
+    position: _Position
     entered: int
 
 
 def collective_lines(tasks: Sequence[TaskStacks], paint: Paint) -> Iterator[str]:
-    """Yield, of each process group in which a rank waits, where its ranks are, and who is missing; nothing where none told."""
-    groups: dict[tuple[str, str, tuple[int, ...]], list[_Told]] = {}
+    """Yield the positions of all ranks and the missing ranks, for each process group in which a rank waits.
+
+    Yield nothing if no rank has reported its collectives.
+    """
+    groups: dict[tuple[str, str, tuple[int, ...]], list[_RankReport]] = {}
     for task in tasks:
         for one in (task.seen or {}).get("collectives") or []:
             who = plain(f"rank {one['rank']} ({task.asked.task} on {task.asked.node.name})")
             for group in one["groups"]:
                 key = (task.asked.group, group["name"], tuple(group["ranks"]))
-                groups.setdefault(key, []).append(_told(one["rank"], who, group))
-    waiting = {key: told for key, told in groups.items() if any(one.place.waits for one in told)}
-    for (_, name, ranks), told in waiting.items():
+                groups.setdefault(key, []).append(_parse_report(one["rank"], who, group))
+    waiting = {key: reports for key, reports in groups.items() if any(one.position.waits for one in reports)}
+    for (_, name, ranks), reports in waiting.items():
         yield paint.strong(plain(f"process group {name}, {_ranks(ranks)}"))
-        yield from _places(ranks, told)
-        yield from _verdict(told)
+        yield from _positions(ranks, reports)
+        yield from _verdict(reports)
         yield ""
     if groups and not waiting:
         yield from ("no rank waits in a collective", "")
 
 
-def _told(rank: int, who: str, group: Mapping[str, object]) -> _Told:
+def _parse_report(rank: int, who: str, group: Mapping[str, object]) -> _RankReport:
     number, entered = int(str(group["number"])), int(str(group["entered"]))
-    place = _Place(number=number, waits=not group["is_over"], operation=plain(str(group["operation"])))
-    return _Told(rank=rank, who=who, place=place, entered=entered)
+    position = _Position(number=number, waits=not group["is_over"], operation=plain(str(group["operation"])))
+    return _RankReport(rank=rank, who=who, position=position, entered=entered)
 
 
-def _places(ranks: Sequence[int], told: Sequence[_Told]) -> Iterator[str]:
-    ordered = sorted(told, key=lambda one: (one.place, one.rank), reverse=True)
-    for place, there in groupby(ordered, key=lambda one: one.place):
-        yield f"    {place.words}: {_ranks([one.rank for one in there])}"
-    silent = set(ranks) - {one.rank for one in told}
+def _positions(ranks: Sequence[int], reports: Sequence[_RankReport]) -> Iterator[str]:
+    ordered = sorted(reports, key=lambda one: (one.position, one.rank), reverse=True)
+    for position, equal in groupby(ordered, key=lambda one: one.position):
+        yield f"    {position.words}: {_ranks([one.rank for one in equal])}"
+    silent = set(ranks) - {one.rank for one in reports}
     if silent:
         yield f"    not known of: {_ranks(silent)}"
 
 
-def _verdict(told: Sequence[_Told]) -> Iterator[str]:
-    """Name who has not begun the earliest collective that somebody waits in; else, ranks that are in different ones there."""
-    first = min(one.place.number for one in told if one.place.waits)
-    there = [one for one in told if one.place.waits and one.place.number == first]
-    missing = [one for one in told if one.entered < first]
-    operations = sorted({one.place.operation for one in there})
+def _verdict(reports: Sequence[_RankReport]) -> Iterator[str]:
+    """Yield the ranks that have not entered the earliest collective in which a rank waits.
+
+    If there are none, yield the ranks that are in different operations at that position.
+    """
+    first = min(one.position.number for one in reports if one.position.waits)
+    waiting = [one for one in reports if one.position.waits and one.position.number == first]
+    missing = [one for one in reports if one.entered < first]
+    operations = sorted({one.position.operation for one in waiting})
     if missing:
-        yield f"  {_ranks([one.rank for one in there])} {_verb(there)} in {operations[0]} for {_few(missing)}"
+        yield f"  {_ranks([one.rank for one in waiting])} {_verb(waiting)} in {operations[0]} for {_few(missing)}"
     elif len(operations) > 1:
-        at = (f"{name} on {_ranks([one.rank for one in there if one.place.operation == name])}" for name in operations)
+        at = (f"{name} on {_ranks([one.rank for one in waiting if one.position.operation == name])}" for name in operations)
         yield f"  collective {first} is not the same everywhere: {', '.join(at)}"
 
 
-def _verb(some: Sequence[_Told]) -> str:
+def _verb(some: Sequence[_RankReport]) -> str:
     return "waits" if len(some) == 1 else "wait"
 
 
-def _few(some: Sequence[_Told]) -> str:
+def _few(some: Sequence[_RankReport]) -> str:
     return few([one.who for one in sorted(some, key=lambda one: one.rank)], most=_NAMED, spare=0)
 
 

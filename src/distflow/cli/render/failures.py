@@ -1,4 +1,4 @@
-"""Failures as people and programs see them: first causes with their timelines, and diagnoses with remedies."""
+"""Format failures as text and JSON: first causes with timelines, and diagnoses with remedies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def no_verdict(record: WorkflowRecord) -> str:
-    """Return why there is no failure to explain."""
+    """Return a message that explains why a workflow has no failure to explain."""
     if record.state is WorkflowState.COMPLETED:
         words = f"{record.id} completed: there is no failure to explain"
     elif record.state is WorkflowState.CANCELED:
@@ -44,15 +44,15 @@ def no_verdict(record: WorkflowRecord) -> str:
         words = f"{record.id} has not ended, and no task of it has failed: {record.status}"
         for missing in filter(None, map(missing_ranks, record.groups)):
             words += f"\n{plain(missing.message)}\nDetails: distflow workflow diagnose {record.id}"
-    again = [group for group in record.groups if group.earlier_causes]
-    for group in again:
-        many = len(group.earlier_causes)
-        words += f"\n{group.name} was tried again after {_times(many)}; why: distflow workflow why {record.id} -r {many - 1}"
+    retried = [group for group in record.groups if group.earlier_causes]
+    for group in retried:
+        count = len(group.earlier_causes)
+        words += f"\n{group.name} was tried again after {_times(count)}; why: distflow workflow why {record.id} -r {count - 1}"
     return words
 
 
 def verdict_text(record: WorkflowRecord, verdicts: Sequence[GroupFailure], *, paint: Paint, width: int | None) -> str:
-    """Return what ``why`` shows."""
+    """Return the output of ``why``."""
     lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
     for verdict in verdicts:
         group = verdict.group
@@ -72,11 +72,11 @@ def verdict_text(record: WorkflowRecord, verdicts: Sequence[GroupFailure], *, pa
 
 
 def verdict_json(record: WorkflowRecord, verdicts: Sequence[GroupFailure], words: str) -> dict[str, object]:
-    """Return what ``why --format-type json`` prints.
+    """Return the JSON document of ``why --format-type json``.
 
-    ``message`` says why there are no ``groups``. Of a group: ``retry_id``, ``first_cause`` as in ``query``, ``clocks`` of its
-    nodes (``offset_s`` before this machine's, ``uncertainty_s``) and the ``timeline``, whose times are by this machine's
-    clock; ``offset_s`` is that from the first cause.
+    If there are no ``groups``, ``message`` has the reason. A group has ``retry_id``, ``first_cause`` as in ``query``, the
+    ``clocks`` of its nodes (``offset_s`` ahead of this machine's clock, and ``uncertainty_s``) and the ``timeline``. The times
+    of the timeline are those of this machine's clock, and their ``offset_s`` is relative to the first cause.
     """
     return {
         "name": record.id,
@@ -152,7 +152,7 @@ def _origin(verdict: GroupFailure) -> float:
 
 
 def _offset(seconds: float) -> str:
-    """Return a distance in time: ``+0.012 s``, ``-1:02:03``."""
+    """Return a signed time difference: ``+0.012 s``, ``-1:02:03``."""
     if abs(seconds) < 100:
         return f"{seconds:+.3f} s"
     return f"{'-' if seconds < 0 else '+'}{duration(abs(seconds))}"
@@ -172,11 +172,11 @@ def _small(seconds: float) -> str:
 
 
 _SHOWN_LINES = 5
-"""The last lines of a task, where no rule explains its failure."""
+"""The number of last lines to show of a failed task if no rule applies."""
 
 
 def diagnoses_text(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], paint: Paint) -> str:
-    """Return what ``diagnose`` shows."""
+    """Return the output of ``diagnose``."""
     lines = [f"Workflow ID  {paint.strong(record.id)}", f"Status       {paint.status(record.status)}"]
     for one in examined:
         number = f", attempt {one.attempt + 1} of {one.group.attempt + 1}" if one.group.attempt else ""
@@ -189,11 +189,11 @@ def diagnoses_text(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], p
 
 
 def diagnoses_json(record: WorkflowRecord, examined: Sequence[DiagnosedGroup], words: str) -> dict[str, object]:
-    """Return what ``diagnose --format-type json`` prints.
+    """Return the JSON document of ``diagnose --format-type json``.
 
-    ``message`` says why there are no ``groups``. Of a group: ``retry_id``, and its ``diagnoses``, the most specific first:
-    ``key`` (such as ``rank-missing``), ``cause``, ``found``, ``remedy``, and the ``task`` with the ``line`` or ``traceback``
-    that shows it. Where there are none, the group's ``message`` says what to look at.
+    If there are no ``groups``, ``message`` has the reason. A group has ``retry_id`` and its ``diagnoses``, the most specific
+    first. A diagnosis has ``key`` (such as ``rank-missing``), ``cause``, ``found``, ``remedy``, and the ``task`` with the
+    ``line`` or ``traceback`` that shows the cause. If there are no diagnoses, the group's ``message`` names the next steps.
     """
     return {
         "name": record.id,
@@ -236,12 +236,12 @@ def _rows(record: WorkflowRecord, diagnosis: Diagnosis, paint: Paint) -> Iterato
 
 
 def remedy_of(record: WorkflowRecord, diagnosis: Diagnosis) -> str:
-    """Return what to do, with the commands for this workflow."""
+    """Return the remedy of a diagnosis, with the workflow's id in its commands."""
     return diagnosis.remedy.replace("<id>", record.id)
 
 
 def _unknown(record: WorkflowRecord, one: DiagnosedGroup) -> Iterator[str]:
-    """Say that no rule knows this failure, and where to look."""
+    """Yield a message that no rule applies, with the commands for further investigation."""
     retry = f" -r {one.attempt}" if one.attempt < one.group.attempt else ""
     cause = one.group.cause if one.attempt == one.group.attempt else one.group.earlier_causes[one.attempt]
     if cause is None:

@@ -1,4 +1,4 @@
-"""Workflows shown while they run: the record as it changes, logs as they come, a status line below them."""
+"""Show a running workflow: changes of its status, its logs, and a status line below them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from distflow.cli.render.logs import Prefixes
 from distflow.cli.render.tables import Paint
-from distflow.cli.render.terminal_line import Bottom
+from distflow.cli.render.terminal_line import BottomLine
 from distflow.cli.render.workflow_text import changes, status_line
 from distflow.client.client import Client, now
 from distflow.client.logs import Wait, WorkflowWatch, missing_output
@@ -22,39 +22,39 @@ _WATCH_S = 1.0
 
 
 def follow_workflow(client: Client, record: WorkflowRecord, *, out: TextIO, err: TextIO, wait: Wait = pause) -> WorkflowRecord:
-    """Write the merged logs of a workflow to ``out`` as they come, until it has ended; return its final record.
+    """Write the merged logs of a workflow to ``out`` until the workflow has ended, and return its final record.
 
-    On a terminal a line at the bottom says how it stands; elsewhere each change of a status is a line on ``err``.
-    ``KeyboardInterrupt`` passes through, the status line cleared away.
+    On a terminal, the last line shows the status of the workflow. Otherwise, each change of a status is a line on ``err``.
+    ``KeyboardInterrupt`` is not handled, but the status line is erased first.
     """
     watch = WorkflowWatch(client, record)
     paint = Paint.of(out)
     prefixes = Prefixes([task for group in record.groups for task in group.tasks], paint)
-    bottom = Bottom(out)
+    bottom = BottomLine(out)
     shown: WorkflowRecord | None = None
 
     def show_changes(present: WorkflowRecord) -> None:
         nonlocal shown
-        if not bottom.is_there:
+        if not bottom.is_terminal:
             for words in changes(shown, present):
                 out.flush()
                 print(words, file=err, flush=True)
             shown = present
 
-    def settle(seconds: float) -> None:
-        if bottom.is_there:
+    def refresh_and_wait(seconds: float) -> None:
+        if bottom.is_terminal:
             bottom.show(status_line(watch.record, now=now(), paint=paint))
         out.flush()
         wait(seconds)
 
     try:
-        for line in watch.lines(wait=settle, on_poll=show_changes):
+        for line in watch.lines(wait=refresh_and_wait, on_poll=show_changes):
             bottom.clear()
             out.write(f"{prefixes.of(line)}{line.text}\n")
     finally:
         bottom.clear()
         out.flush()
-    if bottom.is_there:
+    if bottom.is_terminal:
         print(status_line(watch.record, now=now(), paint=paint), file=out, flush=True)
     names = {task.name for group in watch.record.groups for task in group.tasks}
     for words in missing_output(client, watch.record, names):
@@ -72,8 +72,8 @@ def watch_workflow(
 ) -> WorkflowRecord:
     """Show a workflow until it has ended, and return its final record.
 
-    On a terminal ``render`` is shown and refreshed in place, and is gone in the end; elsewhere each change of a status is a
-    line. Without ``out`` nothing is shown.
+    On a terminal, the text of ``render`` is refreshed in place and erased at the end. Otherwise, each change of a status is a
+    line. If ``out`` is ``None``, nothing is shown.
     """
     watch = WorkflowWatch(client, record)
     if out is not None and out.isatty():

@@ -1,4 +1,4 @@
-"""Tasks' output as people see it: the task's name in front of each line, and error files."""
+"""Print the output of tasks, with the task's name as a prefix of each line, and error files."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = [
 
 
 class Prefixes:
-    """``[task] ``, or ``[task retry-1 rank 3] `` where the rank is known, in the task's color."""
+    """Prefixes of log lines: ``[task] ``, or ``[task retry-1 rank 3] `` if the rank is known, in the task's color."""
 
     def __init__(self, tasks: Iterable[TaskRecord], paint: Paint, *, enabled: bool = True) -> None:
-        """Give each task a colour of its own."""
+        """Assign a color to each task."""
         self._numbers = {task.name: number for number, task in enumerate(tasks)}
         self._paint = paint
         self._enabled = enabled
         self._made: dict[tuple[str, int, int | None], str] = {}
 
     def of(self, line: LogLine) -> str:
-        """Return what stands before a line; nothing when there are to be none."""
+        """Return the prefix of a line, or an empty text if prefixes are disabled."""
         if not self._enabled:
             return ""
         key = line.task, line.attempt, line.rank
@@ -49,9 +49,9 @@ class Prefixes:
 
 
 def show_errors(record: WorkflowRecord, group: str, task: str, attempt: int | None, *, as_json: bool) -> None:
-    """Show the error files of a task's attempts (of one, or of all), and say where the rest of its output is."""
-    there = [one for one in record.group(group).attempts if one.name == task and attempt in (None, one.attempt)]
-    attempts = sorted(there, key=lambda one: one.attempt)
+    """Print the error files of one or all attempts of a task. If there are none, print the command that shows its output."""
+    chosen = [one for one in record.group(group).attempts if one.name == task and attempt in (None, one.attempt)]
+    attempts = sorted(chosen, key=lambda one: one.attempt)
     if as_json:
         shown = [{"task": one.name, "retry_id": one.attempt, "error": _error(one)} for one in attempts]
         print(json.dumps(shown, indent=2))
@@ -70,7 +70,7 @@ def show_errors(record: WorkflowRecord, group: str, task: str, attempt: int | No
 
 
 def error_text(error: Mapping[str, object]) -> str:
-    """Return the error file in torch's format as text: the message, then the stack; any other one as JSON."""
+    """Return an error file as text: message and call stack if it has torch's format, JSON otherwise."""
     report = parse_error_file(error)
     if report is None:
         return json.dumps(error, indent=2)

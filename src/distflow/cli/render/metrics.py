@@ -1,4 +1,4 @@
-"""Metrics as people see them: one line, the pace with stragglers by name, a table and a plot. Pure."""
+"""Format metrics as a line, a table and a plot, and the training speed with the names of stragglers. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = [
 ]
 
 GroupMetrics = Mapping[str, "Latest"]
-"""What the first rank of each group said last, by the group's name."""
+"""The latest metrics of each group's lowest rank, by the name of the group."""
 
 NO_METRICS: GroupMetrics = MappingProxyType({})
 
 PACE_OF_ALL = ("slowest_step_s", "total_samples_per_s", "imbalance", "stragglers")
-"""The names under which rank 0's ``distflow.train.StepTimer`` tells of all ranks together: ``pace_words`` says them."""
+"""The metrics of all ranks together that the ``distflow.train.StepTimer`` of rank 0 prints. See ``pace_words``."""
 PACE = ("step_s", "samples_per_s", "memory_bytes", *PACE_OF_ALL)
-"""All names that a ``StepTimer`` prints; the first ones are each rank's own."""
+"""All metrics that a ``StepTimer`` prints. The first three are values of a single rank."""
 
 _IN_ONE_LINE = 6
 _STRAGGLERS = 8
 
 
 def value_text(value: Scalar) -> str:
-    """Return a value in few characters.
+    """Return a value as a short text.
 
     >>> value_text(0.123456789), value_text(1234567), value_text("nan"), value_text(None)
     ('0.123457', '1234567', 'nan', '')
@@ -56,7 +56,7 @@ def value_text(value: Scalar) -> str:
 
 
 def metric_lines(group: GroupRecord, latest: Latest) -> Iterator[str]:
-    """Yield what ``query`` shows of a group: ``step 120: loss 0.25, accuracy 0.97 (rank 0)``, and its pace if known."""
+    """Yield the lines of ``query`` for a group: ``step 120: loss 0.25, accuracy 0.97 (rank 0)``, and its speed if known."""
     shown = [f"{plain(name)} {value_text(value)}" for name, value in latest.values.items() if name not in PACE]
     if len(shown) > _IN_ONE_LINE:
         shown = [*shown[:_IN_ONE_LINE], "…"]
@@ -69,7 +69,7 @@ def metric_lines(group: GroupRecord, latest: Latest) -> Iterator[str]:
 
 
 def pace_words(group: GroupRecord, values: Mapping[str, Scalar]) -> str:
-    """Return what a ``StepTimer`` measured, stragglers with their task and node; empty when nothing was."""
+    """Return the measurements of a ``StepTimer``, with the task and node of each straggler, or an empty text."""
     words = []
     if isinstance(step_s := values.get("slowest_step_s"), int | float):
         words.append(f"{step_s:.3g} s a step")
@@ -84,7 +84,7 @@ def pace_words(group: GroupRecord, values: Mapping[str, Scalar]) -> str:
 
 
 def metrics_table(latest: Sequence[Latest], names: Collection[str], *, width: int | None) -> str:
-    """Return the latest values by task and rank, a column for each of ``names``."""
+    """Return a table of the latest values by task and rank, with a column for each of ``names``."""
     retried = any(one.attempt for one in latest)
     header = ("Task", *(("Retry ID",) if retried else ()), "Rank", "Step", *(plain(name) for name in names))
     rows = [
@@ -113,9 +113,10 @@ _GAP = "  "
 
 
 def plot(title: str, series: Mapping[str, Sequence[tuple[int, float]]], *, width: int = 80, height: int = 12) -> str:
-    """Return a plot of points (step, value), at most ``width`` columns wide; each series has a mark of its own.
+    """Return a plot of series of points (step, value), at most ``width`` columns wide. Each series has its own mark.
 
-    Several points in one place show as the first series' mark. After six series the others share one mark.
+    If several points have the same position, the mark of the first series is shown. After the sixth series, all series share
+    one mark.
 
     >>> print(plot("loss", {"rank 0": [(0, 4.0), (10, 2.0), (20, 1.0)]}, width=26, height=4), end="")
     loss
@@ -155,9 +156,9 @@ def plot(title: str, series: Mapping[str, Sequence[tuple[int, float]]], *, width
 
 
 def _place(value: float, low: float, high: float, places: int) -> int:
-    """Return which of ``places`` between low and high a value is at."""
+    """Map a value between ``low`` and ``high`` to an index from 0 to ``places - 1``."""
     if high <= low:
         return 0
-    # Halved, so that the difference of the largest floats is finite.
+    # Halve the values first, because the difference of the largest floats is infinite.
     share = (value / 2 - low / 2) / (high / 2 - low / 2)
     return min(places - 1, max(0, round(share * (places - 1))))

@@ -1,4 +1,4 @@
-"""What ``distflow pool check`` shows: a table of nodes, findings in words, one sentence; or one JSON document."""
+"""The output of ``distflow pool check``: a table of nodes, findings and a verdict, or a JSON document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs
 
 
 def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
-    """Return the table, the findings and the sentence."""
+    """Return the table of nodes, the findings and the verdict as text."""
     rows = [_row(measured, _state(measured, verdict), paint) for measured in checked.nodes]
     parts = [table(_HEADER, rows), *(_finding_text(finding, paint) for finding in verdict.findings)]
     sentence = verdict.text if verdict.can_run else paint.bad(verdict.text)
@@ -30,12 +30,12 @@ def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
 
 
 def findings_text(verdict: Verdict, paint: Paint) -> list[str]:
-    """Return what may keep a gang from running, without mere notes."""
+    """Return the errors and warnings of a check, without its notes."""
     return [_finding_text(finding, paint) for finding in verdict.findings if finding.grade is not Grade.NOTE]
 
 
 def check_json(pool: Pool, checked: Checked, verdict: Verdict) -> dict[str, Any]:
-    """Return everything as one document (docs/pool-check.md)."""
+    """Return the JSON document of ``pool check --format-type json`` (docs/pool-check.md)."""
     return {
         "pool": pool.name,
         "backend": pool.backend,
@@ -79,7 +79,7 @@ def _all_reduce_json(found: AllReduce) -> dict[str, Any]:
 
 
 def _state(measured: Measured, verdict: Verdict) -> str:
-    """Return the worst grade of what was found about a node; ``ok`` when that is no more than a note."""
+    """Return the worst grade of the findings about a node, or ``ok`` if there are only notes."""
     grades = {finding.grade for finding in verdict.findings if measured.node.name in finding.nodes}
     return next((grade.value for grade in (Grade.ERROR, Grade.WARNING) if grade in grades), "ok")
 
@@ -104,7 +104,7 @@ def _row(measured: Measured, state: str, paint: Paint) -> tuple[str, ...]:
         plain((torch and torch.python) or str(measured.facts.get("python_version", ""))),
         plain((torch and torch.version) or ""),
         f"{free / (1 << 30):.0f} GiB" if free is not None else "",
-        # Adding 0 takes the sign from a zero.
+        # Adding 0 turns -0.0 into 0.0.
         f"{round(clock.offset_s, 2) + 0:+.2f} s" if clock is not None else "",
         plain(_gpus_text(measured)),
     )

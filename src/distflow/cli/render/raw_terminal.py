@@ -1,4 +1,4 @@
-"""Our terminal as the terminal of a command elsewhere: raw while that runs, and as it was afterwards, whatever happens."""
+"""Use this terminal for a remote command: in raw mode while the command runs, and restored afterwards in any case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def read_size(fd: int) -> tuple[int, int]:
-    """Return rows and columns of a terminal."""
+    """Return the rows and columns of a terminal, or 24 and 80 if they are unknown."""
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(fd)
         if size.lines and size.columns:
@@ -26,7 +26,13 @@ def read_size(fd: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def raw_terminal(fd: int, on_resize: Callable[[int, int], None]) -> Iterator[None]:
-    """Let every key through, and tell when the window changes; signals that would end us restore the terminal first."""
+    """Set a terminal to raw mode, and restore it at the end, also before a signal ends the process.
+
+    Args:
+        fd: The file descriptor of the terminal.
+        on_resize: Called with rows and columns, at the start and when the size of the window changes.
+
+    """
     before = termios.tcgetattr(fd)
 
     def end(signum: int, _: FrameType | None) -> None:
@@ -35,13 +41,13 @@ def raw_terminal(fd: int, on_resize: Callable[[int, int], None]) -> Iterator[Non
     handlers = {number: signal.signal(number, end) for number in _ENDINGS}
     handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: on_resize(*read_size(fd)))
     try:
-        # What was typed while the node was reached is kept.
+        # TCSADRAIN keeps the input that the user typed during the connection setup.
         tty.setraw(fd, termios.TCSADRAIN)
-        # It may have changed since it was told.
+        # The size may have changed since the session was opened.
         on_resize(*read_size(fd))
         yield
     finally:
-        # A terminal that is gone needs nothing.
+        # Ignore a terminal that no longer exists.
         with contextlib.suppress(termios.error, OSError):
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
         for number, handler in handlers.items():

@@ -1,4 +1,4 @@
-"""Who holds what of nodes, as they say themselves: ``resource list --live``."""
+"""Format the holders of resources as reported by nodes, for ``resource list --live``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ Found = Sequence[tuple[NodeUsage, Holders]]
 
 
 def holders_text(found: Found, ids: Mapping[str, str]) -> str:
-    """Return a table of holders, then what could not be asked; ``ids``: of the workflows that are known here, by uuid."""
+    """Return a table of holders, then the errors of nodes. ``ids`` has the id of each workflow in the store, by uuid."""
     rows = [
-        (usage.node.name, _what(one), plain(one.user), plain(_task(one, ids))) for usage, said in found for one in said.holders
+        (usage.node.name, _what(one), plain(one.user), plain(_task(one, ids)))
+        for usage, report in found
+        for one in report.holders
     ]
-    rows += [(usage.node.name, f"GPU {gpu}", "", plain(words)) for usage, said in found for gpu, words in said.foreign]
+    rows += [(usage.node.name, f"GPU {gpu}", "", plain(words)) for usage, report in found for gpu, words in report.foreign]
     lines = [table(("Node", "Held", "User", "By"), rows)] if rows else ["Nothing is in use on these nodes\n"]
-    lines += [f"{usage.node.name}: not asked: {plain(said.error)}\n" for usage, said in found if said.error]
+    lines += [f"{usage.node.name}: not asked: {plain(report.error)}\n" for usage, report in found if report.error]
     return "".join(lines)
 
 
-def holders_json(said: Holders, ids: Mapping[str, str]) -> dict[str, object]:
-    """Return what one node said, for its entry in the document."""
+def holders_json(report: Holders, ids: Mapping[str, str]) -> dict[str, object]:
+    """Return the report of one node for its entry in the JSON document."""
     return {
         "holders": [
             {
@@ -35,10 +37,10 @@ def holders_json(said: Holders, ids: Mapping[str, str]) -> dict[str, object]:
                 "label": one.label or None, "pid": one.pid,
                 "gpus": list(one.gpus), "ports": list(one.ports), "cpu": one.cpus, "memory": one.memory,
             }
-            for one in said.holders
+            for one in report.holders
         ],
-        "foreign": [{"gpu": gpu, "process": words} for gpu, words in said.foreign],
-        "error": said.error or None,
+        "foreign": [{"gpu": gpu, "process": words} for gpu, words in report.foreign],
+        "error": report.error or None,
     }  # fmt: skip
 
 
@@ -51,6 +53,6 @@ def _what(one: Holder) -> str:
 
 
 def _task(one: Holder, ids: Mapping[str, str]) -> str:
-    """Return the workflow and task that hold something, as this user's record names them, or else their lease."""
+    """Return the id and task name of a holder if its workflow is in the store, or else the label of its lease."""
     uuid, *rest = one.attempt.split("/")
     return f"{ids[uuid]}/{rest[1]}" if uuid in ids and len(rest) == 3 else one.label or "unknown task"

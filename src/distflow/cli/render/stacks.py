@@ -1,4 +1,4 @@
-"""Stacks of many processes in few words: equal ones together, and who is elsewhere. Pure."""
+"""Format the stacks of many processes: equal stacks together, and the processes that differ from most. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ if TYPE_CHECKING:
 __all__ = ["stacks_json", "stacks_text"]
 
 _FRAMES = 16
-"""Innermost calls that are shown of a stack; of more it is said how many."""
+"""The maximum number of innermost calls that are shown of a stack."""
 _NAMED = 12
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", "T": "is stopped", "t": "is being debugged"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where one process is."""
+class _ProcessStack:
+    """The stack of one process."""
 
     who: str
     frames: tuple[str, ...]
 
 
 def stacks_text(workflow: str, tasks: Sequence[TaskStacks], paint: Paint) -> str:
-    """Return what people see: places with who is there, the most crowded first; then what could not be seen, and what to do."""
-    places = [place for task in tasks for place in _places(task)]
+    """Return each distinct stack with its processes, the most common first, then problems and their remedies."""
+    stacks = [stack for task in tasks for stack in _process_stacks(task)]
     groups: dict[tuple[str, ...], list[str]] = {}
-    for place in places:
-        groups.setdefault(place.frames, []).append(place.who)
-    crowded = sorted(groups.items(), key=lambda one: -len(one[1]))
+    for stack in stacks:
+        groups.setdefault(stack.frames, []).append(stack.who)
+    by_count = sorted(groups.items(), key=lambda one: -len(one[1]))
     lines: list[str] = []
-    for frames, who in crowded:
+    for frames, who in by_count:
         lines += [paint.strong(f"{_count(len(who))} here: {_few(who)}"), *(f"    {frame}" for frame in frames), ""]
-    if len(crowded) > 1 and len(crowded[0][1]) > len(places) / 2:
-        others = [one for _, who in crowded[1:] for one in who]
+    if len(by_count) > 1 and len(by_count[0][1]) > len(stacks) / 2:
+        others = [one for _, who in by_count[1:] for one in who]
         lines += [f"elsewhere than most: {_few(others)}", ""]
     lines += collective_lines(tasks, paint)
     lines += _heartbeats(tasks)
-    lines += _troubles(tasks)
-    if not places and not any(task.error for task in tasks):
+    lines += _problems(tasks)
+    if not stacks and not any(task.error for task in tasks):
         lines.append(f"{workflow} has no process that could be looked at")
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
-    """Return everything as one document (docs/hangs.md)."""
+    """Return the JSON document of ``stacks --format-type json`` (docs/hangs.md)."""
     return {
         "name": workflow,
         "tasks": [
@@ -71,15 +71,15 @@ def stacks_json(workflow: str, tasks: Sequence[TaskStacks]) -> dict[str, Any]:
     }
 
 
-def _places(task: TaskStacks) -> Iterator[_Place]:
+def _process_stacks(task: TaskStacks) -> Iterator[_ProcessStack]:
     processes: Sequence[Mapping[str, Any]] = (task.seen or {}).get("processes") or []
     pythons = [one for one in processes if one["threads"]]
-    # Shells and launchers around a Python process say nothing that it does not say better.
+    # If there are Python processes, leave out their shells and launchers, whose stacks add no information.
     for one in pythons or processes:
         rank = one["ranks"].get("RANK")
         known = f", rank {rank}" if rank is not None else ""
         who = plain(f"{task.asked.task} on {task.asked.node.name} (pid {one['pid']}{known})")
-        yield _Place(who=who, frames=_python(one["threads"]) if one["threads"] else (_kernel(one),))
+        yield _ProcessStack(who=who, frames=_python(one["threads"]) if one["threads"] else (_kernel(one),))
 
 
 def _python(threads: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def _heartbeats(tasks: Sequence[TaskStacks]) -> Iterator[str]:
             yield f"{task.asked.task}: its last heartbeat was {duration(age_s)} ago"
 
 
-def _troubles(tasks: Sequence[TaskStacks]) -> Iterator[str]:
+def _problems(tasks: Sequence[TaskStacks]) -> Iterator[str]:
     for task in tasks:
         if task.error:
             yield f"{task.asked.task}: not seen: {task.error}"
@@ -123,7 +123,7 @@ def _troubles(tasks: Sequence[TaskStacks]) -> Iterator[str]:
 
 
 def _lacks_tool(task: TaskStacks) -> bool:
-    """Whether py-spy is missing where it would show more than the processes told of themselves."""
+    """Return whether the node has no py-spy and a process of the task has not reported its own stack."""
     if task.seen is None or task.seen["tool"]:
         return False
     pythons = [one for one in task.seen["processes"] if one["is_python"]]

@@ -1,4 +1,4 @@
-"""What ``submit`` and ``restart`` show: warnings, the new workflow's id, and its logs until it has ended."""
+"""The output of ``submit`` and ``restart``: warnings, the id of the new workflow, and its logs until it has ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TextIO
 
 from distflow.cli.options import Format
-from distflow.cli.render.terminal_line import Bottom
+from distflow.cli.render.terminal_line import BottomLine
 from distflow.client.client import Client
 from distflow.client.submitting.previous_outputs import FetchProgress
 from distflow.documents.printable import plain_lines
@@ -23,29 +23,29 @@ __all__ = ["FetchLine", "print_submitted", "wait_for_end", "warn"]
 
 
 class FetchLine:
-    """The last line of a terminal, which shows how far outputs of ended workflows are; a context manager."""
+    """The progress of fetched outputs at the bottom of a terminal, as a context manager."""
 
     def __init__(self, out: TextIO) -> None:
-        """Show nothing yet."""
-        self._bottom = Bottom(out)
+        """Create the line without showing it."""
+        self._bottom = BottomLine(out)
 
     def __enter__(self) -> FetchLine:
-        """Show nothing yet."""
+        """Return the line. The first call of ``show`` shows it."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove the line."""
+        """Erase the line."""
         self._bottom.clear()
 
     def show(self, progress: FetchProgress) -> None:
-        """Show how far it is."""
+        """Show the progress of one output."""
         doing = "fetching" if progress.is_packed else "packing"
         share = f"{bytes_text(progress.done)} of {bytes_text(progress.total)}, {bytes_text(progress.bytes_per_s)}/s"
         self._bottom.show(f"{doing} what {progress.source} wrote: {share}")
 
 
 def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
-    """Print the id; on a terminal also what to do with it."""
+    """Print the id of a new workflow. On a terminal, also print commands to follow it."""
     if format_type is Format.JSON:
         print(json.dumps(_submitted_json(record), indent=2), flush=True)
         return
@@ -66,7 +66,13 @@ def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
 
 
 def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) -> None:
-    """Follow a workflow to its end. Raises ``WorkflowEnded`` when it did not complete."""
+    """Print the logs of a workflow until it has ended.
+
+    Raises:
+        WorkflowEnded: if the workflow did not complete.
+        DistflowError: with exit code 4 if the reader of the output closes the pipe. The workflow continues.
+
+    """
     from distflow.cli.render.live import follow_workflow
 
     quiet = format_type is Format.JSON
@@ -76,7 +82,7 @@ def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) ->
         print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
         raise
     except BrokenPipeError:
-        raise _NobodyReads(f"{record.id} goes on, and nobody reads its logs here any more") from None
+        raise _OutputClosed(f"{record.id} goes on, and nobody reads its logs here any more") from None
     if quiet:
         from distflow.cli.render.workflow_json import workflow_json
         from distflow.client.workflows import plan_of
@@ -88,13 +94,13 @@ def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) ->
         raise WorkflowEnded("")
 
 
-class _NobodyReads(DistflowError):
+class _OutputClosed(DistflowError):
     exit_code = 4
-    """As of ``query --exit-status`` where a workflow has not ended yet."""
+    """The same exit code as that of ``query --exit-status`` for a workflow that has not ended."""
 
 
 def _print_causes(record: WorkflowRecord) -> None:
-    """Say why it failed, where the status line has just said that it did."""
+    """Print the reason of each group's failure, after the status line has reported the failure."""
     for group in record.groups:
         if group.message:
             print(f"{group.name}: {group.status}: {plain_lines(group.message)}", file=sys.stderr)
@@ -102,6 +108,6 @@ def _print_causes(record: WorkflowRecord) -> None:
 
 
 def warn(warnings: Iterable[Problem]) -> None:
-    """Show findings that stop nothing."""
+    """Print warnings to standard error."""
     for problem in warnings:
         print(plain_lines(problem.as_text()), file=sys.stderr)

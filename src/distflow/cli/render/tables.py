@@ -1,4 +1,4 @@
-"""Aligned columns and a little colour, without a library: what pipes get, and quick enough for every prompt."""
+"""Format tables with aligned columns and colors. This module does not import rich, whose import takes long."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from distflow.documents.printable import ESCAPES, plain
 __all__ = ["Paint", "cut", "table", "terminal_width", "visible_width"]
 
 _GAP = "  "
-_TASK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_TASK_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RED, _GREEN, _YELLOW, _CYAN = 31, 32, 33, 36
 
 
 class Paint:
-    """Colours words for a terminal, or leaves them as they are."""
+    """Colors text for a terminal, or returns it unchanged."""
 
     def __init__(self, enabled: bool = False) -> None:
-        """Colour only if ``enabled``."""
+        """Color text only if ``enabled``."""
         self.enabled = enabled
 
     @classmethod
     def of(cls, stream: TextIO, environ: Mapping[str, str] = MappingProxyType(os.environ)) -> Paint:
-        """Return the paint for a stream: a terminal has colours unless ``NO_COLOR`` is set or it is dumb."""
+        """Return the paint for a stream. A terminal has colors unless ``NO_COLOR`` is set or ``TERM`` is ``dumb``."""
         return cls(stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb")
 
     def status(self, status: str) -> str:
-        """Colour a status by what it means."""
+        """Color a status by its meaning."""
         if status == "COMPLETED":
             return self._in(status, _GREEN)
         if status.startswith("FAILED"):
@@ -39,15 +39,15 @@ class Paint:
         return self._in(status, _CYAN if status == "RUNNING" else _YELLOW)
 
     def task(self, text: str, number: int) -> str:
-        """Colour what belongs to the task of this number."""
-        return self._in(text, _TASK_COLOURS[number % len(_TASK_COLOURS)])
+        """Color a text with the color of the task of this number."""
+        return self._in(text, _TASK_COLORS[number % len(_TASK_COLORS)])
 
     def strong(self, text: str) -> str:
-        """Make a heading of it."""
+        """Return the text in bold, for headings."""
         return self._in(text, 1)
 
     def bad(self, text: str) -> str:
-        """Mark what went wrong."""
+        """Return the text in red, for errors."""
         return self._in(text, _RED)
 
     def _in(self, text: str, code: int) -> str:
@@ -55,9 +55,9 @@ class Paint:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
-    """Return rows as aligned columns under a header and a rule, each line ended.
+    """Return rows as aligned columns below a header and a rule. Every line ends with a line break.
 
-    The last column is cut so that lines fit ``width``. Cells may be coloured; an empty cell shows as ``-``.
+    The last column is cut to fit ``width``. Cells can have colors. An empty cell is shown as ``-``.
 
     >>> print(table(("Task", "Status"), [("master", "RUNNING"), ("worker-12", "")]), end="")
     Task       Status
@@ -76,7 +76,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | 
 
 
 def cut(text: str, width: int) -> str:
-    """Return a text shortened to ``width`` columns, ending in ``…`` when something is missing.
+    """Return a text shortened to ``width`` columns. A shortened text ends in ``…``.
 
     >>> cut("loss 0.25, accuracy 0.97", 12)
     'loss 0.25, …'
@@ -93,14 +93,14 @@ def cut(text: str, width: int) -> str:
 
 
 def visible_width(text: str) -> int:
-    """Return how many columns a text takes on a terminal; its escape sequences take none."""
+    """Return the number of columns of a text on a terminal, without its escape sequences."""
     if "\x1b" in text:
         text = re.sub(ESCAPES, "", text)
     return len(text) if text.isascii() else sum(_character_width(character) for character in text)
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """Return the width of the terminal that a stream is, or ``None`` when it is none."""
+    """Return the width of a terminal in columns, or ``None`` if the stream is not a terminal."""
     if not stream.isatty():
         return None
     if (columns := os.environ.get("COLUMNS", "")).isdigit() and int(columns) > 0:
@@ -117,7 +117,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _character_width(character: str) -> int:
-    import unicodedata  # a megabyte, for the few texts that are not ASCII
+    import unicodedata  # it needs a megabyte of memory, and few texts are not ASCII
 
     if unicodedata.combining(character):
         return 0

@@ -1,4 +1,4 @@
-"""One line at the bottom of a terminal, below what scrolls: a status, or how far a transfer is."""
+"""One line at the bottom of a terminal, below the scrolling output, for a status or the progress of a transfer."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from distflow.cli.render.tables import cut, terminal_width, visible_width
 from distflow.documents.quantities import bytes_text
 
 __all__ = [
-    "Bottom",
+    "BottomLine",
     "ProgressLine",
 ]
 
 
-class Bottom:
-    """The last line of a terminal, which says how things stand; nothing where ``out`` is no terminal. For any thread."""
+class BottomLine:
+    """The last line of a terminal. If ``out`` is not a terminal, nothing is shown. Any thread may use it."""
 
     def __init__(self, out: TextIO) -> None:
-        """Show nothing yet."""
+        """Create the line without showing it."""
         self._out = out
         self._shown = ""
         self._lock = threading.Lock()
-        self.is_there = out.isatty()
+        self.is_terminal = out.isatty()
 
     def show(self, text: str) -> None:
-        """Show a line instead of the one before; cut, so that it never wraps."""
-        if not self.is_there:
+        """Replace the line by ``text``, cut to the width of the terminal."""
+        if not self.is_terminal:
             return
         width = (terminal_width(self._out) or 80) - 1
         if visible_width(text) > width:
             text = cut(text, width)
         with self._lock:
             if text != self._shown:
-                self._take_away()
+                self._erase()
                 self._out.write(text)
                 self._out.flush()
                 self._shown = text
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         with self._lock:
             if self._shown:
-                self._take_away()
+                self._erase()
                 self._out.flush()
 
-    def _take_away(self) -> None:
+    def _erase(self) -> None:
         if self._shown:
             self._out.write("\r\x1b[K")
             self._shown = ""
@@ -57,38 +57,38 @@ _EVERY_S = 0.2
 
 
 class ProgressLine:
-    """A context manager; ``told`` may be called from several threads."""
+    """The progress of a transfer at the bottom of a terminal, as a context manager. Any thread may call ``update``."""
 
     def __init__(self, out: TextIO, verb: str) -> None:
-        """Begin each line with ``verb``, such as ``fetched``."""
-        self._bottom = Bottom(out)
+        """Create the line without showing it. Its text begins with ``verb``, such as ``fetched``."""
+        self._bottom = BottomLine(out)
         self._verb = verb
         self._begun = self._shown_at = time.monotonic()
         self._lock = threading.Lock()
         self._is_over = False
 
     def __enter__(self) -> ProgressLine:
-        """Show nothing yet."""
+        """Return the line. The first call of ``update`` shows it."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Take the line away."""
+        """Erase the line, and ignore later updates."""
         with self._lock:
             self._is_over = True
             self._bottom.clear()
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the line was created."""
         return time.monotonic() - self._begun
 
-    def told(self, done: int, total: int) -> None:
-        """Show how far it is, a few times a second."""
+    def update(self, done: int, total: int) -> None:
+        """Show the progress in bytes, at most a few times a second."""
         at = time.monotonic()
-        if not self._bottom.is_there or at - self._shown_at < _EVERY_S:
+        if not self._bottom.is_terminal or at - self._shown_at < _EVERY_S:
             return
         with self._lock:
-            # A thread may be late.
+            # A thread can call this method after the end of the transfer.
             if not self._is_over:
                 self._shown_at = at
                 rate = done / max(at - self._begun, 0.001)

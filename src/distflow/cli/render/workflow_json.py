@@ -1,4 +1,4 @@
-"""Records as documents for programs: OSMO's field names where it has them, and distflow's own."""
+"""Convert records to JSON documents, with OSMO's field names and additional fields of distflow."""
 
 from __future__ import annotations
 
@@ -29,35 +29,49 @@ def workflow_json(
     metrics: GroupMetrics = NO_METRICS,
     verbose: bool = False,
 ) -> dict[str, object]:
-    """Return a workflow as ``query --format-type json`` prints it.
+    """Return the JSON document of ``query --format-type json``.
 
-    OSMO's names, with its meaning: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``parent_name`` (the id
-    of the workflow that it restarts) and ``parent_job_id`` (the number in it), ``submit_time``,
-    ``start_time``, ``end_time``, ``queued_time`` and ``duration`` (seconds), ``exec_timeout`` and ``queue_timeout`` (seconds;
-    null without one, or when groups have different ones), ``status``, ``pool``, ``priority``,
-    ``labels``, ``tags``, ``warnings``, ``groups``; of a group ``name``, ``status``, its times,
-    ``remaining_upstream_groups`` (that have not completed), ``downstream_groups``, ``failure_message``, ``tasks``; of a
-    task ``name``, ``retry_id``, ``status``,
-    ``failure_message``, ``exit_code``, ``node_name``, ``lead``, its times: ``start_time``, ``end_time``; of the latest
-    attempt also ``scheduling_start_time`` and ``initializing_start_time`` of its group, ``input_download_start_time`` and
-    ``input_download_end_time`` of what was fetched here for it, ``output_upload_start_time``.
-    Times are ISO 8601 in UTC without a zone; what is not known is null.
+    Times are ISO 8601 in UTC, without a zone. Durations and timeouts are in seconds. Unknown values are null.
 
-    distflow's own: ``state`` and ``reason`` (of which ``status`` is made); of a group its ``exec_timeout`` and
-    ``queue_timeout``, ``upstream_groups``, ``message`` (what it waits for, or why it ended), ``left_out`` (tasks that this
-    attempt of an elastic group runs without), ``kept_from`` (the id of the workflow in which it completed, when this one
-    restarts that), ``first_cause`` (``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the
-    command, ``signal``, ``time`` by this machine's clock and how sure that is between nodes, ``rivals`` that failed at the
-    same time as far as the clocks tell, ``lines``, ``traceback``, what the ``kernel`` said) and ``earlier_causes`` (one for
-    each earlier attempt), ``metrics`` (the latest of its first rank, as far as the end of its log shows them: ``task``,
-    ``retry_id``, ``rank``, ``step``, ``values``; null without any); of a task ``ranks`` (such as ``8-15``), ``gpu_ids``,
-    ``transfer`` (of its files or output that are on their way: ``sent_bytes``, ``total_bytes``, ``bytes_per_second``, the
-    ``url`` that they come from or go to, the ``image`` that is pulled), ``pid``, ``signal``, ``duration``, ``last_line``,
-    ``outputs``, ``output_dir``, ``out_of_reach`` (of its node: ``since`` and ``error``; null when it answers).
+    Fields with OSMO's names and meanings:
 
-    Groups and tasks stand in the order of the spec; with ``verbose`` earlier attempts of a task follow it, the latest first.
-    ``exit_code`` of a task is in OSMO's ranges: 137 for a task that SIGKILL ended, 3001 for a lost node; of a task that was
-    stopped it is that of its command. Without ``now``, durations of what has not ended are null.
+    * workflow: ``name`` (the id), ``uuid``, ``submitted_by``, ``cancelled_by``, ``parent_name`` (the id of the restarted
+      workflow), ``parent_job_id`` (the number in that id), ``submit_time``, ``start_time``, ``end_time``, ``queued_time``,
+      ``duration``, ``exec_timeout`` and ``queue_timeout`` (null if groups have different ones), ``status``, ``pool``,
+      ``priority``, ``labels``, ``tags``, ``warnings``, ``groups``;
+    * group: ``name``, ``status``, its times, ``remaining_upstream_groups`` (not completed yet), ``downstream_groups``,
+      ``failure_message``, ``tasks``;
+    * task: ``name``, ``retry_id``, ``status``, ``failure_message``, ``exit_code``, ``node_name``, ``lead``, ``start_time``,
+      ``end_time``. The latest attempt also has ``scheduling_start_time`` and ``initializing_start_time`` of its group,
+      ``input_download_start_time`` and ``input_download_end_time`` of inputs that this machine fetched for it, and
+      ``output_upload_start_time``.
+
+    Additional fields of distflow:
+
+    * workflow, group and task: ``state`` and ``reason``, which together give the ``status``;
+    * group: ``exec_timeout``, ``queue_timeout``, ``upstream_groups``, ``message`` (why it waits or why it ended), ``left_out``
+      (tasks that this attempt of an elastic group runs without), ``kept_from`` (for a restart, the id of the workflow in which
+      the group completed), ``first_cause``, ``earlier_causes`` (one for each earlier attempt), and ``metrics`` (the latest ones
+      of its lowest rank in the last log lines: ``task``, ``retry_id``, ``rank``, ``step``, ``values``; null if there are none);
+    * ``first_cause``: ``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
+      ``signal``, ``time`` by this machine's clock and its uncertainty, ``rivals`` (tasks that failed at the same time within the
+      uncertainty), ``lines``, ``traceback``, and the messages of the ``kernel``;
+    * task: ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or its output: ``sent_bytes``,
+      ``total_bytes``, ``bytes_per_second``, the source or target ``url``, and the pulled ``image``), ``pid``, ``signal``,
+      ``duration``, ``last_line``, ``outputs``, ``output_dir``, and ``out_of_reach`` (``since`` and ``error`` of its unreachable
+      node; null if the node responds).
+
+    Groups and tasks are in the order of the spec. The ``exit_code`` of a task is in OSMO's ranges: 137 for a task that was
+    killed by SIGKILL, 3001 for a lost node. For a stopped task, it is the exit code of its command.
+
+    Args:
+        record: The workflow.
+        plan: Its plan.
+        now: The current time in seconds since the epoch. Without it, durations that have not ended are null.
+        last_lines: The last line of each attempt's output.
+        metrics: The latest metrics of each group.
+        verbose: Whether to include earlier attempts. They follow the task's latest attempt, the newest first.
+
     """
     return {
         "name": record.id,
@@ -79,7 +93,7 @@ def workflow_json(
 
 
 def list_json(records: Sequence[WorkflowRecord], *, now: float) -> dict[str, object]:
-    """Return workflows as ``list --format-type json`` prints them: OSMO's names, and ``state`` and ``reason``."""
+    """Return the JSON document of ``list --format-type json``, with OSMO's field names and also ``state`` and ``reason``."""
     return {
         "workflows": [
             {"user": record.user, "name": record.id, "workflow_uuid": record.uuid, **_workflow_fields(record, now)}
@@ -89,7 +103,7 @@ def list_json(records: Sequence[WorkflowRecord], *, now: float) -> dict[str, obj
 
 
 def event_json(event: Event) -> dict[str, object]:
-    """Return an event as ``events --format-type json`` prints it."""
+    """Return an event for ``events --format-type json``."""
     return {
         "sequence": event.sequence,
         "time": iso(event.at),
@@ -104,7 +118,7 @@ def event_json(event: Event) -> dict[str, object]:
 
 
 def cause_json(cause: Cause) -> dict[str, object]:
-    """Return a first cause as ``query`` and ``why`` print it."""
+    """Return a first cause for the JSON documents of ``query`` and ``why``."""
     return {
         "task": cause.task,
         "node": cause.node,
@@ -225,14 +239,14 @@ def _task_json(
 
 
 def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[str, object]:
-    """Return when a task came how far before and after it ran; the record has that of the latest attempt only."""
+    """Return the times of a task's steps before and after it ran. They are recorded only for the latest attempt."""
     from distflow.supervisor.carrying import fetched_for, written_of  # commands that show no tasks do not need it
 
     is_latest = task.attempt == group.attempt
     scheduling = group.scheduling_at if is_latest else None
     initializing = group.initializing_at if is_latest else None
     if scheduling is not None and initializing is not None and initializing < scheduling:
-        initializing = None  # that was the attempt before
+        initializing = None  # this is the time of the previous attempt
     fetched = fetched_for(plan, group, task.name) if is_latest else []
     begun = [one.since for one in fetched if one.since is not None]
     written = [one.since for one in written_of(group, task.name) if one.since is not None] if is_latest else []
@@ -246,7 +260,7 @@ def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[s
 
 
 def _common(values: Iterable[float | None]) -> float | None:
-    """Return the value that all have, or ``None``."""
+    """Return the common value, or ``None`` if the values differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
 

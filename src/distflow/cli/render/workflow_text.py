@@ -1,4 +1,4 @@
-"""Workflows as people see them, and nodes that are unreachable: pure functions from records to text."""
+"""Format workflows and unreachable nodes as text. Pure functions."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 LastLines = Mapping[tuple[str, str, int], str]
-"""The last line that tasks printed, by group, task and attempt."""
+"""The last line of each attempt's output, by group, task and attempt number."""
 
 NO_LINES: LastLines = MappingProxyType({})
 _LINE_WIDTH = 60
-"""Columns of the last log line where there is no terminal to fit."""
+"""The width of the last log line in columns, if the output is not a terminal."""
 _FEW_TASKS = 8
 _FEW_ATTEMPTS = 3
 
@@ -56,7 +56,18 @@ def workflow_text(
     width: int | None = None,
     verbose: bool = False,
 ) -> str:
-    """Return what ``query`` shows: the workflow, then each group with its first cause and its tasks."""
+    """Return the output of ``query``: the workflow, then each group with its first cause and its tasks.
+
+    Args:
+        record: The workflow.
+        now: The current time in seconds since the epoch.
+        last_lines: The last line of each attempt's output.
+        metrics: The latest metrics of each group.
+        paint: The colors. Default: none.
+        width: The width of the terminal in columns, or ``None`` if the output is not a terminal.
+        verbose: Whether to show earlier attempts and more fields.
+
+    """
     paint = paint or Paint()
     lines = [
         f"Workflow ID  {paint.strong(record.id)}",
@@ -105,9 +116,9 @@ def workflow_text(
 
 
 def list_table(records: Sequence[WorkflowRecord], *, now: float, paint: Paint | None = None) -> str:
-    """Return what ``list`` shows."""
+    """Return the output of ``list``. ``now`` is the current time in seconds since the epoch."""
     paint = paint or Paint()
-    # Few workflows have labels or tags: where none has, there is no column of dashes.
+    # Leave out the columns of labels and tags if they would be empty.
     more = [name for name in ("Labels", "Tags") if any(_marks(record)[name] for record in records)]
     rows = [
         (
@@ -131,7 +142,7 @@ def _marks(record: WorkflowRecord) -> dict[str, str]:
 
 
 def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = None) -> str:
-    """Return a workflow in one line: ``pytorch-dist-3 RUNNING 0:42  master RUNNING · worker RUNNING``."""
+    """Return the status of a workflow in one line: ``pytorch-dist-3 RUNNING 0:42  master RUNNING · worker RUNNING``."""
     paint = paint or Paint()
     begun = record.started_at if record.started_at is not None else record.submitted_at
     head = f"{record.id} {paint.status(record.status)} {duration(elapsed_s(begun, record.ended_at, now))}"
@@ -148,7 +159,7 @@ def status_line(record: WorkflowRecord, *, now: float, paint: Paint | None = Non
 
 
 def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[str]:
-    """Yield one line for each status that differs between two looks at a workflow; every status when there was none before."""
+    """Yield a line for each status that has changed between two records, or for every status if ``before`` is ``None``."""
     if before is None or before.status != after.status:
         yield f"{after.id}: {after.status}"
     old_groups = {group.name: group for group in before.groups} if before else {}
@@ -173,7 +184,7 @@ def changes(before: WorkflowRecord | None, after: WorkflowRecord) -> Iterator[st
 
 
 def event_line(event: Event) -> str:
-    """Return an event as OSMO shows it: ``2025/04/11 14:31:07 [worker] started on gpu2``."""
+    """Return an event in OSMO's format: ``2025/04/11 14:31:07 [worker] started on gpu2``."""
     if event.task is None:
         return f"{local_second(event.at)} {plain(event.text)}"
     retry = f" retry-{event.attempt}" if event.attempt else ""
@@ -181,13 +192,13 @@ def event_line(event: Event) -> str:
 
 
 def elapsed_s(begun: float | None, ended: float | None, now: float | None) -> float | None:
-    """Return how long something took, or takes already; ``None`` when it has not begun."""
+    """Return the seconds from the beginning to the end, or until ``now`` if there is no end. ``None`` if it has not begun."""
     end = ended if ended is not None else now
     return None if begun is None or end is None else max(0.0, end - begun)
 
 
 def queued_s(record: WorkflowRecord, now: float | None) -> float | None:
-    """Return how long a workflow waited for its first start, or waits already."""
+    """Return the seconds from the submission of a workflow to its first start, or until ``now`` if it has not started."""
     begun = record.started_at if record.started_at is not None else record.ended_at
     return elapsed_s(record.submitted_at, begun, now)
 
@@ -226,7 +237,7 @@ def _group_words(record: WorkflowRecord, group: GroupRecord, paint: Paint) -> It
 
 
 def _lines(message: str) -> Iterator[str]:
-    """Yield a message line by line, those after the first set off: remedies have commands that stand on lines of their own."""
+    """Yield the lines of a message. Lines after the first are indented, because remedies have commands on their own lines."""
     first, *rest = message.splitlines() or [""]
     yield plain(first)
     yield from (f"  {plain(line)}" for line in rest)
@@ -234,7 +245,7 @@ def _lines(message: str) -> Iterator[str]:
 
 def _exit_words(exit_code: int | None, signal: int | None) -> str:
     if signal is not None:
-        from distflow.client.failures import signal_name  # few ended by one
+        from distflow.client.failures import signal_name  # few workflows have a task that was killed by a signal
 
         return signal_name(signal)
     return f"exit code {exit_code}" if exit_code is not None else ""
@@ -283,12 +294,12 @@ def _attempt_name(task: TaskRecord) -> str:
 
 
 def task_words(task: TaskRecord) -> str:
-    """Return why a task ended so; empty when there is nothing to say."""
+    """Return the reason of a task's status, or an empty text."""
     return plain(task.message) if task.message else REASON_TEXT[task.reason] if task.reason else ""
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Return ``0-3,6`` for 0, 1, 2, 3, 6."""
+    """Fold numbers into ranges: ``0-3,6`` for 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and runs[-1][1] == value - 1:
@@ -300,7 +311,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAway:
-    """An unreachable node, and the unfinished tasks of one group there."""
+    """An unreachable node and the unfinished tasks of one group on it."""
 
     node: str
     since: float
@@ -309,7 +320,7 @@ class NodeAway:
 
     @property
     def words(self) -> str:
-        """One sentence."""
+        """A sentence about the node."""
         return f"{self.node} has been unreachable since {local_second(self.since)}: {self.error}"
 
 
@@ -327,7 +338,7 @@ def nodes_away(group: GroupRecord) -> list[NodeAway]:
 
 
 def cancel_words(record: WorkflowRecord, node_lost_after_s: float) -> Iterator[str]:
-    """Yield what a request to end the workflow means where a node is unreachable: what is known, and what will happen."""
+    """Yield the effect of a cancel request on each unreachable node of a workflow."""
     for group in record.groups:
         for away in nodes_away(group):
             yield away.words
@@ -338,7 +349,7 @@ def cancel_words(record: WorkflowRecord, node_lost_after_s: float) -> Iterator[s
 
 
 def left_behind(record: WorkflowRecord) -> Iterator[str]:
-    """Yield a sentence for each task of an ended workflow whose end nobody has seen."""
+    """Yield a sentence for each task of an ended workflow that may still run on an unreachable node."""
     for group in record.groups:
         for task in group.tasks:
             if task.stray is not None:
@@ -346,7 +357,7 @@ def left_behind(record: WorkflowRecord) -> Iterator[str]:
 
 
 def cancel_json(record: WorkflowRecord) -> list[dict[str, object]]:
-    """Return the unreachable nodes as ``cancel --format-type json`` prints them."""
+    """Return the unreachable nodes for ``cancel --format-type json``."""
     return [
         {"node": away.node, "since": iso(away.since), "error": away.error, "tasks": list(away.tasks)}
         for group in record.groups

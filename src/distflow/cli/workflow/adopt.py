@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, PoolOption, command_app
 from distflow.client.adoption import Adoption, adopt
 from distflow.documents.printable import plain
@@ -47,7 +47,7 @@ def adopt_workflows(
         _show(found, dry_run)
     failed = [one for one in found.nodes if one.error]
     if failed and format_type is Format.JSON:
-        # The document has said it all.
+        # The JSON document already contains the error.
         raise typer.Exit(NodeError.exit_code)
     if failed:
         raise NodeError(failed[0].node, failed[0].error.removeprefix(f"{failed[0].node}: "))
@@ -55,8 +55,8 @@ def adopt_workflows(
 
 def _show(found: Adoption, dry_run: bool) -> None:
     if (aside := found.kept_aside) is not None:
-        told = f"{aside} is damaged and would be kept aside" if dry_run else f"the damaged store is kept as {aside}"
-        print(told, file=sys.stderr)
+        text = f"{aside} is damaged and would be kept aside" if dry_run else f"the damaged store is kept as {aside}"
+        print(text, file=sys.stderr)
     for one in found.workflows:
         if one.skipped:
             print(f"{plain(one.name)}: not adopted: {plain(one.skipped)}")

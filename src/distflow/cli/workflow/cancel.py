@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, left_behind
 from distflow.client.client import Client
@@ -46,7 +46,7 @@ def cancel_workflows(
                 lines = [line for one in records for line in (f"{one.id}: asked to stop", *_words(client, one))]
                 print("".join(f"{line}\n" for line in lines), end="", flush=True)
         finally:
-            # Also when nobody reads that.
+            # Wait even if printing fails because the reader has closed the output.
             if wait_s is not None:
                 ended = wait(client, [one.id for one in records], timeout_s=wait_s, on_timeout=lambda one: _words(client, one))
                 for words in (words for one in ended for words in left_behind(one)):
@@ -57,7 +57,7 @@ def cancel_workflows(
     for failure in failures:
         print(f"error: {plain_lines(str(failure))}", file=sys.stderr)
     if failures:
-        # Each is in the one JSON document too; raised, the last would become a second one.
+        # The JSON document already contains the errors. Raising one would print a second document.
         raise typer.Exit(failures[-1].exit_code)
 
 

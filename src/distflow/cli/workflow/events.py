@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, command_app
 from distflow.cli.render.workflow_json import event_json
 from distflow.cli.render.workflow_text import event_line

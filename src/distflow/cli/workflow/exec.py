@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_client, open_workflow
+from distflow.cli.context import WorkflowArgument, open_client, open_workflow
 from distflow.cli.options import command_app
 from distflow.cli.render.raw_terminal import raw_terminal, read_size
 from distflow.cli.render.tables import Paint
@@ -92,7 +92,10 @@ def _parse(entry: str) -> list[str]:
 def _run_on_one(
     task: RunningTask, argv: Sequence[str], connect_timeout: int, find_again: Callable[[], RunningTask] | None
 ) -> int:
-    """Run it next to one task. ``find_again`` looks the task up when a connection that broke is to be made again."""
+    """Run the command alongside one task, and return its exit code.
+
+    If the connection breaks, ``find_again`` looks up the task for a new connection. ``None`` means that the error is raised.
+    """
     keyboard = _Keyboard()
     while True:
         try:
@@ -102,7 +105,7 @@ def _run_on_one(
         except NodeUnreachable as error:
             if find_again is None or not keyboard.was_used:
                 raise
-            keyboard.hold()
+            keyboard.detach()
             print(f"{plain_lines(str(error))}; connecting again, Ctrl-C ends it", file=sys.stderr)
         pause(_AGAIN_S)
         task = find_again()
@@ -113,8 +116,8 @@ def _once(task: RunningTask, argv: Sequence[str], connect_timeout: int, keyboard
     if not has_terminal:
         session = task.open(argv, None, connect_timeout)
         try:
-            keyboard.lead_to(session)
-            return _carry(session)
+            keyboard.attach(session)
+            return _forward_output(session)
         finally:
             session.close()
     fd = sys.stdin.fileno()
@@ -122,14 +125,14 @@ def _once(task: RunningTask, argv: Sequence[str], connect_timeout: int, keyboard
     session = task.open(argv, (Size(rows=rows, columns=columns), os.environ.get("TERM", "")), connect_timeout)
     try:
         with raw_terminal(fd, lambda rows, columns: session.resize(Size(rows=rows, columns=columns))):
-            keyboard.lead_to(session)
-            return _carry(session)
+            keyboard.attach(session)
+            return _forward_output(session)
     finally:
         session.close()
 
 
-def _carry(session: Session) -> int:
-    """Carry output until the command ends; return its exit code."""
+def _forward_output(session: Session) -> int:
+    """Forward the command's output until it ends, and return its exit code."""
     for event in session.events():
         if isinstance(event, Exit):
             if event.why:
@@ -141,27 +144,27 @@ def _carry(session: Session) -> int:
 
 
 class _Keyboard:
-    """Standard input, read for whichever session is the present one; what comes while there is none waits for the next."""
+    """Forwards standard input to the current session. Input that arrives between two sessions goes to the next one."""
 
     def __init__(self) -> None:
         self._session: Session | None = None
-        self._is_led = threading.Event()
+        self._is_attached = threading.Event()
 
     @property
     def was_used(self) -> bool:
-        """Whether there was a session."""
+        """Whether there has been a session."""
         return self._session is not None
 
-    def lead_to(self, session: Session) -> None:
-        """Give ``session`` what comes from now on."""
+    def attach(self, session: Session) -> None:
+        """Forward all further input to ``session``."""
         is_first, self._session = self._session is None, session
-        self._is_led.set()
+        self._is_attached.set()
         if is_first:
             threading.Thread(target=self._read, name="input", daemon=True).start()
 
-    def hold(self) -> None:
-        """Give nobody anything."""
-        self._is_led.clear()
+    def detach(self) -> None:
+        """Keep further input for the next session."""
+        self._is_attached.clear()
 
     def _read(self) -> None:
         while True:
@@ -169,14 +172,14 @@ class _Keyboard:
                 data = os.read(0, _READ)
             except OSError:
                 data = b""
-            self._is_led.wait()
+            self._is_attached.wait()
             if self._session is None:
                 continue
             if data:
                 self._session.write(data)
             else:
                 self._session.end_input()
-                self._is_led.clear()  # the next one, if there will be one, gets no input either
+                self._is_attached.clear()  # wait for the next session, and end its input, too
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -186,16 +189,16 @@ def _write(fd: int, data: bytes) -> None:
 
 
 class _Prefixed:
-    """Lines of several tasks, whole, each behind its task's name."""
+    """Prints the output of several tasks in whole lines, each with its task's name as a prefix."""
 
     def __init__(self) -> None:
         self._paint, self._lock = Paint.of(sys.stdout), threading.Lock()
-        self._rests: dict[tuple[str, bool], bytes] = {}
+        self._partial_lines: dict[tuple[str, bool], bytes] = {}
 
     def add(self, number: int, task: str, is_error: bool, data: bytes, *, is_last: bool = False) -> None:
-        """Show the lines that ``data`` completes; the last one also without its end."""
-        *lines, rest = (self._rests.get((task, is_error), b"") + data).split(b"\n")
-        self._rests[task, is_error] = b"" if is_last else rest
+        """Print the lines that ``data`` completes. With ``is_last``, also print a last line without a line break."""
+        *lines, rest = (self._partial_lines.get((task, is_error), b"") + data).split(b"\n")
+        self._partial_lines[task, is_error] = b"" if is_last else rest
         prefix = f"{self._paint.task(f'[{task}]', number)} ".encode()
         with self._lock:
             _write(
@@ -205,7 +208,7 @@ class _Prefixed:
 
 
 def _run_on_all(tasks: Sequence[RunningTask], argv: Sequence[str], connect_timeout: int) -> int:
-    """Run it next to every task; return the highest exit code. Raises the first error when one could not be run."""
+    """Run the command alongside every task, and return the highest exit code. Raises the first error, if any."""
     shown = _Prefixed()
 
     def show_output(number: int, is_error: bool, data: bytes) -> None:

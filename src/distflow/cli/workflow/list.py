@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client, until_closed
+from distflow.cli.context import open_client, until_closed
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint
 from distflow.cli.render.workflow_json import list_json
@@ -104,7 +104,7 @@ def list_command(
 
 
 def _ends(statuses: Sequence[str]) -> list[tuple[WorkflowState, Reason | None]]:
-    """Return every state and reason that people see as one of these statuses. Raises ``InputError`` for words that are none."""
+    """Return every pair of state and reason that is shown as one of these statuses. Raises ``InputError`` for other words."""
     known: dict[str, list[tuple[WorkflowState, Reason | None]]] = {}
     for state in WorkflowState:
         for reason in (None, *Reason):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, command_app
 from distflow.cli.render.logs import Prefixes
 from distflow.cli.render.tables import Paint

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import command_app
 from distflow.cli.render.metrics import PACE, PACE_OF_ALL, metrics_table, pace_words, plot
 from distflow.cli.render.tables import terminal_width
@@ -32,7 +32,7 @@ _MOST_POINTS = 4096
 
 
 class _Format(str, Enum):
-    """How metrics are written to standard output."""
+    """The format of metrics on standard output."""
 
     TEXT = "text"
     JSON = "json"
@@ -105,12 +105,12 @@ def _write_csv(names: Collection[str], metrics: Iterable[Metric]) -> None:
     rows = csv.writer(sys.stdout, lineterminator="\n")
     rows.writerow(["task", "retry_id", "rank", "step", "time", *names])
     for one in metrics:
-        said = ["" if one.rank is None else one.rank, one.step, iso(one.time) or ""]
-        rows.writerow([one.task, one.attempt, *said, *(one.values.get(name, "") for name in names)])
+        position = ["" if one.rank is None else one.rank, one.step, iso(one.time) or ""]
+        rows.writerow([one.task, one.attempt, *position, *(one.values.get(name, "") for name in names)])
 
 
 def _to_draw(newest: Sequence[Latest]) -> list[str]:
-    """Return the one metric that is drawn when none was asked for."""
+    """Return the name of the metric to plot if no ``--key`` is given."""
     drawable = [name for one in newest for name, value in one.values.items() if number(value) is not None]
     other = [name for name in drawable if name not in PACE] or drawable
     return ["loss"] if "loss" in drawable else other[:1]
@@ -123,7 +123,7 @@ def _draw(keys: Sequence[str], metrics: Iterable[Metric]) -> None:
         for key in keys:
             if (value := number(metric.values.get(key))) is not None:
                 points = series[key].setdefault(who, {})
-                points[metric.step] = value  # a step that came again after a restart replaces the first
+                points[metric.step] = value  # after a restart, the same step can appear again and replaces the earlier value
                 if len(points) > 2 * _MOST_POINTS:
                     series[key][who] = dict(list(points.items())[::2])
     width = terminal_width(sys.stdout) or _PLOT_WIDTH

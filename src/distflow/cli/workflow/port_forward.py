@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import command_app
 from distflow.client.port_forwarding import ForwardedPort, forward_ports
 from distflow.errors import InputError
@@ -53,7 +53,7 @@ def _print_ready(port: ForwardedPort) -> None:
 
 
 def parse_ports(text: str) -> list[tuple[int, int]]:
-    """Return the pairs of ports here and there. Raises ``InputError``.
+    """Parse ``--port`` into pairs of a local port and a port of the node. Raises ``InputError`` if it is not valid.
 
     >>> parse_ports("8080:80,9000-9001")
     [(8080, 80), (9000, 9000), (9001, 9001)]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import Paint, terminal_width
 from distflow.cli.render.workflow_json import workflow_json

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_client
+from distflow.cli.context import WorkflowArgument, open_client
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.submission import FetchLine, print_submitted, wait_for_end, warn
 from distflow.cli.workflow.submit import parse_overrides

@@ -1,4 +1,4 @@
-"""``distflow workflow rsync``: rsync itself, to a running task, through the connection that distflow has to its node."""
+"""``distflow workflow rsync``: copy files to and from a running task with rsync, over distflow's connection to the node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, complete_workflow, open_client
+from distflow.cli.context import WorkflowArgument, complete_workflow, open_client
 from distflow.cli.options import Format, FormatOption
 from distflow.cli.render.tables import table
 from distflow.client.client import Client
@@ -99,12 +99,12 @@ def upload(
     """
     task, pair = _parse(words)
     local, remote = split_local(pair)
-    rhythm = {
+    daemon_options = {
         "--poll-interval": poll_interval, "--debounce-delay": debounce_delay, "--reconcile-interval": reconcile_interval,
         "--max-log-size": max_log_size,
     }  # fmt: skip
     if not daemon:
-        if useless := [name for name, value in rhythm.items() if value is not None]:
+        if useless := [name for name, value in daemon_options.items() if value is not None]:
             raise InputError(f"{useless[0]} is for --daemon: without it, files are copied once")
         options = rsync_options(timeout, rate_limit, verbose=verbose, progress=_progress(no_progress))
         _run(workflow, task, connect_timeout, [*options, "--", local, f"node:{remote}"])
@@ -185,7 +185,7 @@ def stop(
 
 
 def split_local(pair: str) -> tuple[str, str]:
-    """Return both paths of LOCAL:REMOTE as rsync takes them. Raises ``InputError``, also when there is no LOCAL."""
+    """Return the paths of LOCAL:REMOTE in rsync's form. Raises ``InputError``, also if LOCAL does not exist."""
     local, remote = split_pair(pair, "LOCAL:REMOTE")
     if not os.path.lexists(local):
         raise InputError(f"there is no {local} here")
@@ -193,7 +193,7 @@ def split_local(pair: str) -> tuple[str, str]:
 
 
 def split_pair(pair: str, form: str) -> tuple[str, str]:
-    r"""Return the two paths of ``A:B``; ``\:`` is a colon of the first. Raises ``InputError``.
+    r"""Split ``A:B`` into its two paths. A colon inside a path is written ``\:``. Raises ``InputError`` if a path is missing.
 
     >>> split_pair(r"a\:b/c:d:e", "LOCAL:REMOTE")
     ('a:b/c', 'd:e')
@@ -206,7 +206,7 @@ def split_pair(pair: str, form: str) -> tuple[str, str]:
 
 
 def copy_to_first_lead(client: Client, record: WorkflowRecord, local: str, remote: str) -> None:
-    """Start copying to the lead of a workflow's first group, from when it runs, and say so."""
+    """Start a background copy to the lead task of a workflow's first group, and print a message about it."""
     _print_started(client, start_sync_to_first_lead(client, record, local, remote))
 
 
@@ -231,7 +231,7 @@ def _run(workflow: str, task: str | None, connect_timeout: int, words: Sequence[
 
 
 def _syncs_text(syncs: Syncs, found: Sequence[Sync]) -> str:
-    """Return a table of them, and below it why the last copy of some did not end well."""
+    """Return a table of the background copies, and below it the errors of the last copies that failed."""
     header = ("Workflow ID", "Task Name", "PID", "Status", "Last Synced", "Local Path", "Remote Path", "Log File")
     rows = [
         (

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import command_app
 from distflow.client.workflows import read_spec
 from distflow.documents.printable import plain_lines
@@ -28,5 +28,5 @@ def spec(
     with open_workflow(workflow, report_age=False) as (client, record):
         text = read_spec(client, record, template=template)
         text = text if text.endswith("\n") else f"{text}\n"
-        # A node wrote the spec of a workflow that was adopted without a signature: a line must not hide behind another one.
+        # A node may have forged the spec of an adopted workflow. Escape control characters, which could hide lines.
         sys.stdout.write(plain_lines(text) if sys.stdout.isatty() else text)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, command_app
 from distflow.cli.render.stacks import stacks_json, stacks_text
 from distflow.cli.render.tables import Paint
@@ -32,11 +32,11 @@ def stacks(
     at: who has not come to the one that others wait in is named.
     """
     with open_workflow(workflow) as (client, record):
-        # paramiko comes with the nodes.
-        from distflow.cli.render.terminal_line import Bottom
+        # These modules import paramiko.
+        from distflow.cli.render.terminal_line import BottomLine
         from distflow.client.running_tasks import read_stacks
 
-        bottom = Bottom(sys.stderr)
+        bottom = BottomLine(sys.stderr)
         try:
             seen = read_stacks(client, record, task or (), on_start=lambda count: bottom.show(f"asking {count} nodes …"))
         finally:

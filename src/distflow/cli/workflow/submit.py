@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
 from distflow.cli.render.submission import FetchLine, print_submitted, wait_for_end, warn
 from distflow.cli.render.tables import Paint
@@ -176,7 +176,12 @@ def validate_specs(
 
 
 def parse_overrides(sets: Sequence[str], set_strings: Sequence[str], set_env: Sequence[str]) -> Overrides:
-    """Return the values of the three flags. Raises ``InputError`` for one without ``=``, never naming a secret's value."""
+    """Parse the values of ``--set``, ``--set-string`` and ``--set-env``.
+
+    Raises:
+        InputError: if a value has no ``=``. The message never contains the value of a secret.
+
+    """
     secrets: dict[str, Secret] = {}
     for position, item in enumerate(set_env, 1):
         name, equals, value = item.partition("=")
@@ -201,7 +206,7 @@ def _pair(flag: str, item: str) -> tuple[str, str]:
 
 
 def _parse_labels(items: Sequence[str]) -> dict[str, str]:
-    """Return what ``--label`` gives. Raises ``InputError``."""
+    """Return the labels of ``--label``. Raises ``InputError`` if one is not valid."""
     labels = dict(_pair("--label", item) for item in items)
     for key, value in labels.items():
         try:
@@ -216,7 +221,7 @@ def _stdin(file: str) -> str | None:
 
 
 def _rsync_paths(pair: str) -> tuple[str, str]:
-    """Return what is to be copied where. Raises ``InputError``, also when there is no rsync here."""
+    """Return the local and the remote path of ``--rsync``. Raises ``InputError``, also if rsync is not installed."""
     from distflow.cli.workflow.rsync import split_local
     from distflow.client.rsync.copies import check_rsync_here
 
@@ -249,15 +254,15 @@ def _dry_run(planned: PlannedWorkflow, scripts: Path | None, format_type: Format
 
 
 def check_nodes(pool: Pool, names: Collection[str]) -> None:
-    """Check nodes as ``pool check`` does; say on standard error what was found.
+    """Check nodes as ``pool check`` does, and print the findings to standard error.
 
-    Raises ``typer.Exit`` with the code of a node that refuses when a gang cannot run on them.
+    Raises ``typer.Exit`` with the exit code of ``NodeError`` if a gang cannot run on these nodes.
     """
     from distflow.cli.render.pool_check import findings_text
-    from distflow.cli.render.terminal_line import Bottom
+    from distflow.cli.render.terminal_line import BottomLine
     from distflow.client.pools import check_pool_nodes
 
-    bottom = Bottom(sys.stderr)
+    bottom = BottomLine(sys.stderr)
     try:
         found = check_pool_nodes(pool, names, on_progress=lambda text: bottom.show(f"checking: {text} …")).verdict
     finally:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import complete_workflow, open_client
+from distflow.cli.context import complete_workflow, open_client
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.tables import table
 from distflow.client.workflows import change_tags, list_tags

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import WorkflowArgument, open_workflow
+from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.failures import no_verdict, remedy_of, verdict_json, verdict_text
 from distflow.cli.render.tables import Paint, terminal_width
@@ -41,11 +41,11 @@ def why(
             print(words)
         else:
             print(verdict_text(record, verdicts, paint=Paint.of(sys.stdout), width=terminal_width(sys.stdout)), end="")
-            _name_diagnosis(client, record, attempt)
+            _print_diagnosis(client, record, attempt)
 
 
-def _name_diagnosis(client: Client, record: WorkflowRecord, attempt: int | None) -> None:
-    """Say what is known of the cause, and what to do about it."""
+def _print_diagnosis(client: Client, record: WorkflowRecord, attempt: int | None) -> None:
+    """Print the most specific diagnosis and its remedy, if a rule applies."""
     retry = "" if attempt is None else f" -r {attempt}"
     known = [diagnosis for one in diagnose_groups(client, record, attempt=attempt) for diagnosis in one.diagnoses]
     for diagnosis in known[:1]:

@@ -1,4 +1,4 @@
-"""``distflow data``: data at URLs, from this machine and without any workflow."""
+"""``distflow data``: upload, download, list and delete data at URLs, without a workflow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption
 from distflow.cli.render.terminal_line import ProgressLine
 from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
@@ -46,7 +46,7 @@ BenchmarkOption = Annotated[
 
 
 class _Access(str, Enum):
-    """What one may want to do."""
+    """An access that ``data check`` can test."""
 
     READ = "READ"
     WRITE = "WRITE"
@@ -76,7 +76,7 @@ def upload(
     interrupted is made whole by the same command.
     """
     with open_client() as client, ProgressLine(sys.stderr, "sent") as line:
-        moved = upload_data(client, url, paths, regex=regex, threads=threads, on_progress=line.told)
+        moved = upload_data(client, url, paths, regex=regex, threads=threads, on_progress=line.update)
         seconds = line.seconds
     _report("upload", parse_data_url(url), moved, seconds, benchmark_out, format_type)
 
@@ -97,7 +97,7 @@ def download(
     A file appears when it is whole and has the sum that the store tells. Half a file is gone on with by the same command.
     """
     with open_client() as client, ProgressLine(sys.stderr, "fetched") as line:
-        moved = download_data(client, url, directory, regex=regex, resume=resume, threads=threads, on_progress=line.told)
+        moved = download_data(client, url, directory, regex=regex, resume=resume, threads=threads, on_progress=line.update)
         seconds = line.seconds
     _report("download", parse_data_url(url), moved, seconds, benchmark_out, format_type)
 
@@ -128,7 +128,7 @@ def list_command(
         text = "".join(f"{plain(str(row['name']))}\n" for row in rows)
     if file is not None:
         try:
-            # Names are bytes to this machine: they come out as they are there.
+            # File names can contain bytes that are not UTF-8. Write these bytes unchanged.
             file.write_text(text, encoding="utf-8", errors="surrogateescape")
         except OSError as error:
             raise InputError(f"{file}: {error.strerror}") from error

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.cli.opening import open_client
+from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption
 from distflow.cli.render.amounts import Mode, amount_cells
 from distflow.cli.render.tables import Paint, table
@@ -76,11 +76,11 @@ def check(
     Logs in to each node, looks at its Python, disks, clock and GPUs, and lets every node connect to every other one. Starts no
     task and holds no GPU. Exit code 3 when a gang cannot run on all of them.
     """
-    # paramiko comes with the nodes.
+    # These modules are imported here, because other commands do not need them.
     from distflow.cli.render.pool_check import check_json, check_text
-    from distflow.cli.render.terminal_line import Bottom
+    from distflow.cli.render.terminal_line import BottomLine
 
-    bottom = Bottom(sys.stderr)
+    bottom = BottomLine(sys.stderr)
     with open_client() as client:
         try:
             found = check_pool(

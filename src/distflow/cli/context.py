@@ -1,4 +1,4 @@
-"""The client as commands use it: its remarks go to standard error, and output may end when its reader has seen enough."""
+"""Open the client for a command, with its warnings on standard error, and handle closed output pipes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _COMPLETIONS = 50
 
 
 def open_client() -> Client:
-    """Return a client for one command."""
-    return Client(notify=_print_remark)
+    """Return a client that prints its notes and warnings to standard error."""
+    return Client(notify=_print_notice)
 
 
-def _print_remark(text: str) -> None:
+def _print_notice(text: str) -> None:
     print(plain_lines(text), file=sys.stderr)
 
 
 def complete_workflow(incomplete: str) -> list[str]:
-    """Return the newest ids that begin so. Never raises and never prints: a shell is waiting at a prompt."""
+    """Return the newest ids that begin with a text, for shell completion. It never raises an error and never prints."""
     from distflow.client.workflows import newest_ids
 
     try:
         with Client() as client:
             return [one for one in newest_ids(client, _COMPLETIONS) if one.startswith(incomplete)]
-    except Exception:  # noqa: BLE001  no completion is better than a traceback in the prompt
+    except Exception:  # noqa: BLE001  do not print a traceback into the shell's prompt
         return []
 
 
@@ -50,7 +50,7 @@ WorkflowArgument = Annotated[
 
 @contextmanager
 def open_workflow(key: str, *, report_age: bool = True) -> Iterator[tuple[Client, WorkflowRecord]]:
-    """Find a workflow, and see to it that unfinished work has a supervisor."""
+    """Open a client and find a workflow. The arguments are those of ``find_workflow``."""
     from distflow.client.workflows import find_workflow
 
     with open_client() as client:
@@ -61,7 +61,7 @@ def open_workflow(key: str, *, report_age: bool = True) -> Iterator[tuple[Client
 
 @contextmanager
 def until_closed() -> Iterator[None]:
-    """End quietly and well when the reader of our output (``head``, ``less``) has seen enough."""
+    """Exit with code 0 if the reader of the output (``head``, ``less``) closes the pipe."""
     try:
         yield
     except BrokenPipeError:

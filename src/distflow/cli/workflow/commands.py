@@ -1,4 +1,4 @@
-"""``distflow workflow``: the table of its commands."""
+"""``distflow workflow``: the table of its subcommands."""
 
 from __future__ import annotations
 
