@@ -219,7 +219,7 @@ def _ask_first(nodes: Sequence[PoolNode]) -> None:
     if not sys.stdin.isatty():
         raise InputError(f"this removes what tasks left on {names}", hint="add --yes when that is meant")
     print(f"this removes distflow and all that its tasks left, outputs too, from: {names}", file=sys.stderr)
-    print("go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    print("continue? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         print("nothing was removed", file=sys.stderr)
         raise typer.Exit(0)

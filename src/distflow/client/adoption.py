@@ -128,7 +128,7 @@ def _set_aside(directory: StateDirectory, dry_run: bool) -> Path | None:
 def _still_in_use(directory: StateDirectory, how: str) -> StateError:
     return StateError(
         f"{directory.store} is {how}, and a supervisor is at work with it",
-        hint=f"end it first (its process id is in {directory.lock}); what runs on the nodes goes on",
+        hint=f"end it first (its process id is in {directory.lock}); tasks on the nodes continue to run",
     )
 
 

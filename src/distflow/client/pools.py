@@ -221,7 +221,7 @@ def check_pool_nodes(
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> PoolCheck:
     """Measure the nodes of these names. The other arguments are those of ``check_pool``."""
-    # These modules import paramiko.
+    # Most callers do not need these modules.
     from distflow.backends.machines.checks.checking import check_pool as measure
     from distflow.backends.machines.checks.reachability import verdict
 

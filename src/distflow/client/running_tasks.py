@@ -130,7 +130,7 @@ def running_task(client: Client, record: WorkflowRecord, group: str, task: TaskR
     try:
         secrets = given_secrets(launch, read_secrets(client.directory.secrets, record.uuid))
     except LookupError as error:
-        raise InputError(f"{error.args[0]} is not kept any more") from None
+        raise InputError(f"{error.args[0]} is no longer stored") from None
     return RunningTask(
         task=task.name,
         attempt=attempt_name(record.uuid, group, task.name, task.attempt),

@@ -349,7 +349,7 @@ def wait(
             hint = [line for record in late for line in on_timeout(record)]
             raise WaitTimeout(
                 f"not ended within {timeout_s:g} s: {', '.join(record.id for record in late)}",
-                hint="\n".join([*hint, f"the supervisor goes on; its log: {client.directory.supervisor_log}"]),
+                hint="\n".join([*hint, f"the supervisor continues to run; its log: {client.directory.supervisor_log}"]),
             )
         polls += 1
         if polls % _WAKE_EVERY == 0:

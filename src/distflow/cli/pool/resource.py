@@ -57,7 +57,7 @@ def list_resources(
         ids = workflow_ids(client) if live else {}
     held = []
     if live:
-        # This module imports paramiko.
+        # Without --live, this module is not needed.
         from distflow.client.nodes import ask_resource_holders
 
         held = ask_resource_holders([(row.pool, row.node) for row in rows])

@@ -48,7 +48,7 @@ def stacks_text(workflow: str, tasks: Sequence[TaskStacks], paint: Paint) -> str
     lines += _heartbeats(tasks)
     lines += _problems(tasks)
     if not stacks and not any(task.error for task in tasks):
-        lines.append(f"{workflow} has no process that could be looked at")
+        lines.append(f"{workflow} has no process that could be inspected")
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -79,7 +79,7 @@ def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) ->
     try:
         final = follow_workflow(client, record, out=sys.stderr if quiet else sys.stdout, err=sys.stderr)
     except KeyboardInterrupt:
-        print(f"\n{record.id} goes on; to end it: distflow workflow cancel {record.id}", file=sys.stderr)
+        print(f"\n{record.id} continues to run; to cancel it: distflow workflow cancel {record.id}", file=sys.stderr)
         raise
     except BrokenPipeError:
         raise _OutputClosed(f"{record.id} goes on, and nobody reads its logs here any more") from None

@@ -54,8 +54,8 @@ def workflow_json(
       the group completed), ``first_cause``, ``earlier_causes`` (one for each earlier attempt), and ``metrics`` (the latest ones
       of its lowest rank in the last log lines: ``task``, ``retry_id``, ``rank``, ``step``, ``values``; null if there are none);
     * ``first_cause``: ``task``, ``node``, ``ranks``, ``pid``, ``reason``, ``message``, ``exit_code`` of the command,
-      ``signal``, ``time`` by this machine's clock and its uncertainty, ``rivals`` (tasks that failed at the same time within the
-      uncertainty), ``lines``, ``traceback``, and the messages of the ``kernel``;
+      ``signal``, ``time`` by this machine's clock and its uncertainty, ``rivals`` (tasks that failed at the same time within
+      the uncertainty), ``lines``, ``traceback``, and the messages of the ``kernel``;
     * task: ``ranks`` (such as ``8-15``), ``gpu_ids``, ``transfer`` (of its files or its output: ``sent_bytes``,
       ``total_bytes``, ``bytes_per_second``, the source or target ``url``, and the pulled ``image``), ``pid``, ``signal``,
       ``duration``, ``last_line``, ``outputs``, ``output_dir``, and ``out_of_reach`` (``since`` and ``error`` of its unreachable

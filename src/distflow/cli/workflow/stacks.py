@@ -32,7 +32,7 @@ def stacks(
     at: who has not come to the one that others wait in is named.
     """
     with open_workflow(workflow) as (client, record):
-        # These modules import paramiko.
+        # Most callers do not need these modules.
         from distflow.cli.render.terminal_line import BottomLine
         from distflow.client.running_tasks import read_stacks
 

@@ -272,7 +272,7 @@ def _first_lead(record: WorkflowRecord) -> str:
 
 def _check_task(client: Client, workflow: str, task: str | None, connect_timeout: int) -> tuple[WorkflowRecord, str, str]:
     """Check that a task is running and that its node has rsync. Return the workflow, the task's name and the node's name."""
-    from distflow.client.running_tasks import Exit, running_task  # it imports paramiko
+    from distflow.client.running_tasks import Exit, running_task  # other functions do not need it
 
     record = find_workflow(client, workflow, report_age=False)
     ((group, one),) = choose_tasks(record, [task or _first_lead(record)])

@@ -122,7 +122,7 @@ def fetch_outputs(sources: Sequence[OutputSource], blobs: Path, on_progress: OnF
 
 
 def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
-    # These modules import paramiko.
+    # Most callers do not need these modules.
     from distflow.backends.machines.backend import transport_of
     from distflow.backends.machines.transfer.fetching import fetch_output
     from distflow.backends.machines.transfer.pace import Pace
