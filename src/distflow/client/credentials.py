@@ -47,6 +47,10 @@ def list_credentials(client: Client) -> list[Credential]:
 def delete_credential(client: Client, name: str) -> None:
     """Delete a credential. Workflows that were submitted earlier keep their copies of its values.
 
+    Args:
+        client: The client whose state directory has the credential.
+        name: The name of the credential.
+
     Raises:
         NotFound: if the credential does not exist.
         StateError: if the state directory is not writable.

@@ -32,7 +32,11 @@ def list_datasets(client: Client) -> list[tuple[Manifest, list[int]]]:
 
 
 def read_versions(client: Client, name: str) -> list[Manifest]:
-    """Return all versions of the dataset ``name``, or one version for ``name:version``.
+    """Return versions of a dataset.
+
+    Args:
+        client: The client whose configuration names the storage of datasets.
+        name: The name of the dataset, for all its versions, or ``name:version``, for one version.
 
     Raises:
         InputError: if the name is not valid.

@@ -93,7 +93,8 @@ def reap_nodes(nodes: Sequence[PoolNode], *, is_dry_run: bool = False) -> list[R
         is_dry_run: Whether to only find them.
 
     Returns:
-        One result for each node, in order. It has the node's error, if any, and names workflows by uuid. See ``replace_uuids``.
+        One result for each node, in order. It names workflows by uuid (see ``replace_uuids``). It has the node's error, if any,
+        which is not raised.
 
     """
     return ask_nodes(nodes, lambda pool, node: reap_node(pool, node, is_dry_run=is_dry_run))
@@ -140,7 +141,10 @@ def uninstall_nodes(client: Client, nodes: Sequence[PoolNode]) -> list[Uninstall
         nodes: The nodes (see ``choose_nodes``).
 
     Returns:
-        One result for each node, in order. It has the node's error, if any.
+        One result for each node, in order. It has the node's error, if any; it is not raised.
+
+    Raises:
+        StateError: if the store cannot be read.
 
     """
     ids = client.store.ids()
