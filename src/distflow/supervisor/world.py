@@ -125,7 +125,7 @@ class LastDecision:
     """When it was decided; what is older than that (our clock was set back) is looked at anew."""
     pools: Mapping[str, Pool] | None = None
     nodes: Mapping[tuple[str, str], NodeView] | None = None
-    glances: Mapping[str, WorkflowView] = field(default_factory=dict)
+    views: Mapping[str, WorkflowView] = field(default_factory=dict)
     """By workflow (uuid)."""
 
 

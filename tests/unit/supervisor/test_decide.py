@@ -534,24 +534,24 @@ def test_only_what_changed_is_looked_at_again() -> None:
     gangs = [workflow(group_plan(tasks=1, gpus=1), uuid=f"u{number}") for number in range(3)]
     driver = Driver(*gangs, behaviour=lambda _: HANG)
     driver.settle()
-    before = driver.supervisor.world().rest.glances
+    before = driver.supervisor.world().rest.views
     driver.backend.kill(driver.backend.running[1].name)
     driver.settle()
-    after = driver.supervisor.world().rest.glances
+    after = driver.supervisor.world().rest.views
     assert [after[uuid] is before[uuid] for uuid in ("u0", "u1", "u2")] == [True, False, True]
     # A node that goes or comes may mean something to any of them.
     driver.backend.cut("n1")
     driver.settle()
-    assert not any(driver.supervisor.world().rest.glances[uuid] is after[uuid] for uuid in ("u0", "u2"))
+    assert not any(driver.supervisor.world().rest.views[uuid] is after[uuid] for uuid in ("u0", "u2"))
 
 
 def test_a_clock_that_is_set_back_lets_everything_be_looked_at_again() -> None:
     driver = Driver(workflow(), behaviour=lambda _: HANG)
     driver.settle()
-    before = driver.supervisor.world().rest.glances["u1"]
+    before = driver.supervisor.world().rest.views["u1"]
     driver.clock.advance(-3600.0)
     driver.settle()
-    assert driver.supervisor.world().rest.glances["u1"] is not before
+    assert driver.supervisor.world().rest.views["u1"] is not before
 
 
 def _held_by_others(driver: Driver, *nodes: str) -> None:

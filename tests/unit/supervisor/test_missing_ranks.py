@@ -9,7 +9,7 @@ import pytest
 from distflow.diagnosis.diagnose import diagnose
 from distflow.diagnosis.evidence import case_of
 from distflow.lifecycle.states import Reason, State
-from distflow.supervisor.decide import MISSING_RANKS_S
+from distflow.supervisor.group_step import MISSING_RANKS_S
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, workflow
 

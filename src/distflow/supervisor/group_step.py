@@ -1,0 +1,505 @@
+"""The policy of one group: what follows from its state, from WAITING to its end. Pure.
+
+The methods are in the order of a group's life. Commands are repeated at every step until their answer was applied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from distflow.backends.base import AttemptKey
+from distflow.documents.quantities import seconds_text
+from distflow.lifecycle.states import Reason, State
+from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
+from distflow.plan.model import GroupPlan
+from distflow.pools.model import Pool
+from distflow.state.event_details import (
+    CheckpointsDiffer,
+    EventDetails,
+    GroupRescheduled,
+    GroupStatus,
+    GroupWaiting,
+    HangOver,
+    HangSuspected,
+    OrphanNotSeen,
+    TaskStatus,
+)
+from distflow.state.event_text import event_text
+from distflow.state.fresh import fresh_tasks
+from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
+from distflow.supervisor.carrying import Carriage, carry_in
+from distflow.supervisor.checkpointing import CANCELED_S, differences, due
+from distflow.supervisor.commands import CollectOutput, Command, CommandId, Lease, PackCheckpoint, Prepare, Release, Start, Stop
+from distflow.supervisor.handover import Handover, hand_over
+from distflow.supervisor.missing_ranks import check_outputs, hidden_cause, missing_ranks
+from distflow.supervisor.observations import REFUSED, end_unstarted, stop_unstarted
+from distflow.supervisor.retry import is_rescheduled, try_again
+from distflow.supervisor.verdict import by_exit_actions, first_cause
+from distflow.supervisor.world import Decision, NodeView, Workflow, World, key_of
+
+__all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep"]
+
+LOG_DRAIN_S = 5.0
+"""How long an ended group may wait for the last of its output before it is shown as ended; mirroring goes on after that."""
+
+MISSING_RANKS_S = 30.0
+"""How long tasks may print nothing, while ranks that they wait for can no longer join, before their group is stopped."""
+
+_HANG_LOOK_S = 10.0
+
+
+class GroupStep:
+    """One step of a group: reads the world, changes the group, and adds commands, events and wake-ups to a decision."""
+
+    def __init__(
+        self, world: World, workflow: Workflow, record: WorkflowRecord, group: GroupRecord, now: float, decision: Decision
+    ) -> None:
+        self.world = world
+        self.record = record
+        self.whole = workflow.plan
+        self.group = group
+        self.plan: GroupPlan = workflow.plan.group(group.name)
+        self.pool: Pool | None = world.pools.get(record.pool_key)
+        self.now = now
+        self.decision = decision
+
+    def run(self) -> GroupRecord:
+        """Return the group after everything that follows at once."""
+        self._orphans()
+        if self.record.cancel is not None:
+            self._cancel(self.record.cancel)
+        if self.group.state is State.WAITING:
+            self._waiting()
+        if self.group.state is State.SCHEDULING:
+            self._scheduling()
+        if self.group.state is State.INITIALIZING:
+            self._lost_nodes()
+            self._initializing()
+        if self.group.state is State.RUNNING:
+            self._lost_nodes()
+            self._running()
+        if self.group.state is State.STOPPING:
+            self._lost_nodes()
+            self._stopping()
+        return self.group
+
+    # Cancellation.
+
+    def _cancel(self, request: CancelRequest) -> None:
+        message = _canceled(request)
+        if self.group.state in (State.WAITING, State.SCHEDULING):
+            if not self._is_leasing:
+                self._end_unstarted(State.CANCELED, Reason.CANCELED, message)
+        elif self.group.state in (State.INITIALIZING, State.RUNNING):
+            self._stop(Reason.CANCELED, message)
+
+    # WAITING: until every group upstream has completed, and its data is here.
+
+    def _waiting(self) -> None:
+        states = {group.name: group.state for group in self.record.groups}
+        broken = broken_upstream(self.plan.upstream, states)
+        if broken is not None:
+            message = f"{broken}, which it depends on, did not complete: {self.record.group(broken).status}"
+            self._end_unstarted(State.FAILED, Reason.UPSTREAM, message)
+            return
+        awaited = still_awaited(self.plan.upstream, states)
+        data = Carriage() if awaited else carry_in(self.plan, self.record, self.group)
+        self._give(data.commands)
+        if data.failed is not None:
+            self._end_unstarted(State.FAILED, data.failed.reason, f"{data.failed.task}: {data.failed.message}")
+            return
+        message = waits_for(awaited) if awaited else data.message
+        if message:
+            self._show_message(message)
+            return
+        self.group = replace(self.group, tasks=tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks))
+        self._enter(State.SCHEDULING, scheduling_at=self.now, message="")
+
+    # SCHEDULING: until there are nodes, which is `queue`'s to say.
+
+    def _scheduling(self) -> None:
+        limit, since = self.plan.timeouts.queue_s, self.group.scheduling_at
+        if limit is None or since is None:
+            return
+        if self._is_leasing:
+            return
+        if self.now >= since + limit:
+            waited = f"waited {seconds_text(limit)} for nodes (queue_timeout)"
+            message = f"{waited}; last: {self.group.waits_for or self.group.message}" if self.group.message else waited
+            self._end_unstarted(State.FAILED, Reason.QUEUE_TIMEOUT, message)
+        else:
+            self.decision.wake(since + limit)
+
+    # INITIALIZING: prepare everywhere, then start everywhere.
+
+    def _initializing(self) -> None:
+        relayed = self._relay()
+        group = self.group
+        refused = [
+            task
+            for task in group.tasks
+            if (task.reason in REFUSED or task.state is State.FAILED)
+            and (task.started_at is None or self.plan.counts(task.name))
+        ]
+        if refused:
+            self._stop(Reason.PEER_FAILED, f"{refused[0].name}: {refused[0].message}")
+            return
+        given_back = [task for task in group.tasks if task.state is State.SCHEDULING or task.reason is Reason.START_TIMEOUT]
+        started = [task for task in group.tasks if task.state is State.RUNNING or task.state.is_final]
+        if given_back and not started:
+            self._withdraw()
+            return
+        if given_back:
+            self._stop(Reason.START_TIMEOUT, f"{given_back[0].name} lost its lease while others were starting")
+            return
+        if len(started) == len(group.tasks):
+            self._enter(State.RUNNING, running_at=min(task.started_at or self.now for task in started))
+            return
+        barrier_s = self.pool.start_barrier_s if self.pool else 120.0
+        moved_at = [task.transfer.at for task in group.tasks if task.transfer is not None]
+        moved_at += [one.at for one in group.carried]
+        deadline = max([group.initializing_at or self.now, *moved_at]) + barrier_s
+        if self.now >= deadline and group.withdrawing is False:
+            late = ", ".join(_late(task) for task in group.tasks if not task.prepared or task.out_of_reach) or "its nodes"
+            self._stop(Reason.START_TIMEOUT, f"not ready within {seconds_text(barrier_s)}: {late}")
+            return
+        self.decision.wake(deadline)
+        # One that cannot be told to start keeps the others from it: they would only wait for it, and hold their GPUs.
+        waiting = [task for task in group.tasks if task.state is State.INITIALIZING]
+        ready = all(task.prepared and not self._unreachable(task) for task in waiting)
+        for task in group.tasks:
+            if task.state is not State.INITIALIZING:
+                continue
+            if not task.prepared:
+                if relayed:
+                    self._command_task(Prepare, task)
+            elif ready or not self.plan.starts_as_one:
+                self._command_task(Start, task)
+
+    def _relay(self) -> bool:
+        """Fetch what a node could not fetch by itself; return whether everything that is to be relayed is here."""
+        data = carry_in(self.plan, self.record, self.group)
+        self._give(data.commands)
+        if data.failed is not None:
+            task = self.group.task(data.failed.task)
+            self.group = self.group.with_task(replace(task, reason=data.failed.reason, message=data.failed.message))
+        return not data.commands
+
+    def _withdraw(self) -> None:
+        """Give back what is left of a lost lease, then queue again."""
+        held = [task for task in self.group.tasks if task.state is State.INITIALIZING]
+        if held:
+            self.group = replace(self.group, withdrawing=True)
+            for task in held:
+                self._command_task(Release, task)
+            return
+        tasks = fresh_tasks(self.plan, self.group.attempt, State.SCHEDULING)
+        # While it had nodes, it did not wait for any.
+        had_s = max(0.0, self.now - (self.group.initializing_at or self.now))
+        self.group = replace(
+            self.group, tasks=tasks, left_out=(), binding=None, withdrawing=False, initializing_at=None, waits_for="",
+            scheduling_at=(self.group.scheduling_at or self.now) + had_s,
+        )  # fmt: skip
+        self._enter(State.SCHEDULING, message="its lease was lost before the start; queued again", not_before=self.now + 1.0)
+
+    def _end_unstarted(self, state: State, reason: Reason, message: str) -> None:
+        self.group = end_unstarted(self.group, state, reason, message, self.now)
+        self._add_event(GroupStatus(status=self.group.status, message=message))
+
+    # RUNNING: one fails, all stop; the lead decides the end.
+
+    def _running(self) -> None:
+        group, plan = self.group, self.plan
+        for task in group.tasks:
+            if task.state is State.INITIALIZING:
+                # Without a barrier, or a supervisor that was killed between two starts.
+                self._command_task(Start if task.prepared else Prepare, task)
+        failed = [task for task in group.tasks if task.state is State.FAILED and self.plan.counts(task.name)]
+        if failed:
+            first = min(failed, key=lambda task: task.ended_at or self.now)
+            if all(task.state.is_final for task in group.tasks):
+                self.group = replace(group, stop_reason=Reason.PEER_FAILED)
+                self._finish()
+            else:
+                self._stop(Reason.PEER_FAILED, f"{first.name}: {first.message}")
+            return
+        if all(task.state.is_final for task in group.tasks):
+            self._finish()
+            return
+        lead = next(task for task in group.tasks if task.lead)
+        if (plan.ignore_nonlead_status or plan.ends_with_lead) and lead.state is State.COMPLETED:
+            self._stop(None, "the lead completed")
+            return
+        self._save()
+        self._hangs()
+        if self._missing_ranks():
+            return
+        limit = plan.timeouts.exec_s
+        if limit is not None and group.running_at is not None:
+            if self.now >= group.running_at + limit:
+                self._stop(Reason.EXEC_TIMEOUT, f"ran longer than {seconds_text(limit)} (exec_timeout)")
+            else:
+                self.decision.wake(group.running_at + limit)
+
+    def _missing_ranks(self) -> bool:
+        """Say when ranks wait for others that failed unnoticed, and stop the group when those can no longer join."""
+        before, self.group = self.group, check_outputs(self.group, self.plan, self._last_lines)
+        found = missing_ranks(self.group)
+        if found is None:
+            return False
+        self._show_message(found.message)
+        wanted = self.plan.stop_on_missing_ranks
+        if wanted is False or (wanted is None and found.failure.have_met):
+            return False
+        if self.group is not before:
+            return False  # from the next look on, signs of life of those that wait are known
+        signs = (self.world.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in found.waiting)
+        quiet_since = max([found.task.ended_at or self.now, *(at for at in signs if at is not None)])
+        if self.now < quiet_since + MISSING_RANKS_S:
+            self.decision.wake(quiet_since + MISSING_RANKS_S)
+            return False
+        self._stop(Reason.PEER_FAILED, found.message)
+        return True
+
+    def _hangs(self) -> None:
+        """Say when the whole gang has been silent for long, and take it back when it speaks again. Nothing is ended."""
+        limit = self.plan.timeouts.hang_s
+        if limit is None or any(self._unreachable(task) for task in self.group.tasks):
+            return
+        signs = (self.world.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in self.group.tasks)
+        silent_since = max([self.group.running_at or self.now, *(at for at in signs if at is not None)])
+        if self.now < silent_since + limit:
+            self.decision.wake(silent_since + limit)
+            if self.group.silent_since is not None:
+                self.group = replace(self.group, silent_since=None, message="")
+                self._add_event(HangOver())
+            return
+        if self.group.silent_since is None:
+            hang = HangSuspected(limit_s=limit, workflow_id=self.record.id)
+            self.group = replace(self.group, silent_since=silent_since, message=event_text(hang, group=None, task=None))
+            self._add_event(hang)
+        self.decision.wake(self.now + _HANG_LOOK_S)
+
+    # STOPPING: until nothing is left anywhere.
+
+    def _stopping(self) -> None:
+        if all(task.state.is_final for task in self.group.tasks):
+            self._finish()
+            return
+        is_forced = self.record.cancel is not None and self.record.cancel.force
+        for task in self.group.tasks:
+            # A person may lose patience with one that has its grace already.
+            is_hastened = is_forced and task.state is State.STOPPING and task.grace_s != 0
+            if is_hastened or task.state in (State.INITIALIZING, State.RUNNING):
+                self._command_task(partial(Stop, grace_s=self._grace_s(), why=self._stop_reason()), task)
+            elif task.state in (State.WAITING, State.SCHEDULING):
+                # Its lease is gone already, so nothing of it is anywhere.
+                self.group = self.group.with_task(stop_unstarted(task, self.group.stop_reason, self.now))
+        if all(task.state.is_final for task in self.group.tasks):
+            self._finish()
+
+    def _grace_s(self) -> float:
+        if self.record.cancel is not None and self.record.cancel.force:
+            return 0.0
+        if self.pool is None:
+            return 30.0
+        return self.pool.peer_failed_grace_s if self.group.stop_reason is Reason.PEER_FAILED else self.pool.stop_grace_s
+
+    def _stop_reason(self) -> str:
+        return self.group.stop_reason.value if self.group.stop_reason else "LEAD_COMPLETED"
+
+    def _lost_nodes(self) -> None:
+        """A task fails with NODE_LOST when its node was unreachable for longer than the pool allows."""
+        if self.pool is None:
+            return
+        for task in self.group.tasks:
+            view = self._node(task)
+            if task.state.is_final or view is None or view.up:
+                continue
+            deadline = view.since + self.pool.node_lost_after_s
+            if self.now < deadline:
+                self.decision.wake(deadline)
+                continue
+            gone = f"{task.node} has been unreachable for {seconds_text(self.now - view.since)}: {view.error}"
+            lost = replace(
+                task, state=State.FAILED, reason=Reason.NODE_LOST, message=gone, ended_at=self.now, log_complete=True,
+                stray=Stray.OUT_OF_REACH,
+            )  # fmt: skip
+            lost = by_exit_actions(lost, self.plan.launch(task.name).exit_actions)
+            self.group = self.group.with_task(lost)
+            self._add_event(TaskStatus(status=lost.status, message=lost.message), task)
+
+    def _orphans(self) -> None:
+        """Stop what was given up, as soon as its node is back: it may hold GPUs, and the ranks of its world are gone.
+
+        Neither that nor output that a lost node still holds is waited for longer than nodes keep it.
+        """
+        for task in (*self.group.earlier, *self.group.tasks):
+            if task.stray is None and not (task.state.is_final and not task.log_complete and self._unreachable(task)):
+                continue
+            forgotten_at = (task.ended_at or self.now) + self.pool.retention_s if self.pool is not None else math.inf
+            if self.now >= forgotten_at:
+                self.group = self.group.with_task(replace(task, stray=None, log_complete=True))
+                self._add_event(OrphanNotSeen(node=task.node), task)
+                continue
+            self.decision.wake(forgotten_at)
+            if task.stray is Stray.OUT_OF_REACH:
+                self._command_task(partial(Stop, why=Reason.NODE_LOST.value), task)
+
+    # The end.
+
+    def _finish(self) -> None:
+        drained = all(task.log_complete or self._unreachable(task) for task in self.group.tasks)
+        ended = max((task.ended_at or self.now for task in self.group.tasks), default=self.now)
+        if not drained and self.now < ended + LOG_DRAIN_S:
+            self.decision.wake(ended + LOG_DRAIN_S)
+            return
+        saving = self._save()
+        if saving:
+            if self.group.stop_reason in (None, Reason.PEER_FAILED):  # else its message is why it ends
+                self._show_message(saving)
+            return
+        group = self.group
+        cause = first_cause([task for task in group.tasks if self.plan.counts(task.name)], self._lines())
+        if cause is None and group.stop_reason is Reason.PEER_FAILED:
+            # A task whose end would not count, had it ever been started.
+            cause = first_cause(group.tasks, self._lines())
+        if cause is not None or group.stop_reason is Reason.PEER_FAILED:
+            cause = hidden_cause(group, cause, self._last_lines)
+        if group.stop_reason is Reason.CANCELED:
+            self._enter(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, cause=None)
+        elif group.stop_reason is Reason.EXEC_TIMEOUT:
+            self._enter(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
+        elif group.stop_reason is Reason.START_TIMEOUT:
+            late = Cause(task=self.plan.lead.task, reason=group.stop_reason, message=group.message, at=ended)
+            if not self._try_again(late):
+                self._enter(State.FAILED, reason=group.stop_reason, ended_at=ended, cause=None)
+        elif cause is not None:
+            self._fail(cause, ended)
+        else:
+            self._hand_over(ended)
+
+    def _save(self) -> str:
+        """Take the checkpoints that are due; return what is still to be saved of tasks that have ended, in words."""
+        cancel = self.record.cancel
+        if cancel is not None:
+            # What a task saves in the grace of its stop is saved, too, however long that is.
+            patient_until = max(cancel.at, *(task.ended_at or self.now for task in self.group.tasks)) + CANCELED_S
+            if cancel.force or self.now >= patient_until:
+                return ""
+            self.decision.wake(patient_until)
+        found = due(self.plan, self.record, self.group, self._node, self._lost_after_s, self.now)
+        for task, checkpoint in found.packs:
+            self._command_task(partial(PackCheckpoint, checkpoint=checkpoint), task)
+        self._give(found.stores)
+        if found.wake_at is not None:
+            self.decision.wake(found.wake_at)
+        return found.message
+
+    def _hand_over(self, ended: float) -> None:
+        """Complete as soon as what waiting groups take of it is here, and what goes to URLs is there."""
+        found = hand_over(self.whole, self.record, self.group, self._node, self._lost_after_s, self.now)
+        if found.spoilt is not None:
+            self._fail(found.spoilt, self.now)
+        elif not found.message:
+            self._enter(State.COMPLETED, ended_at=max(ended, found.saved_at), message="")
+        elif (cancel := self.record.cancel) is not None and not any(one.state is State.WAITING for one in self.record.groups):
+            # Its lead had ended it before the cancel; only URLs want something of it now.
+            self._enter(State.CANCELED, reason=Reason.CANCELED, ended_at=ended, message=_canceled(cancel))
+        else:
+            self._fetch(found)
+
+    def _fetch(self, found: Handover) -> None:
+        for task in found.missing:
+            self._command_task(partial(CollectOutput, for_nodes=not self.plan.launch(task.name).url_outputs), task)
+        self._give(found.commands)
+        if found.wake_at is not None:
+            self.decision.wake(found.wake_at)
+        self._show_message(found.message)
+
+    def _fail(self, cause: Cause, ended: float) -> None:
+        if self._try_again(cause):
+            return
+        message = f"{cause.task}: {cause.message}"
+        if self.group.attempt:
+            last = ", the last" if is_rescheduled(self.plan, self.group, cause) else ""
+            message += f" (attempt {self.group.attempt + 1}{last})"
+        self._enter(State.FAILED, reason=cause.reason, ended_at=ended, cause=cause, message=message)
+
+    def _try_again(self, cause: Cause) -> bool:
+        again = try_again(self.plan, self.group, cause, self.now) if is_rescheduled(self.plan, self.group, cause) else None
+        if again is not None:
+            self.group = again
+            self._add_event(GroupRescheduled(failed_task=cause.task, message=cause.message, next=again.message))
+            if words := differences(self.plan, again):
+                self._add_event(CheckpointsDiffer(message=words))
+        return again is not None
+
+    # Helpers.
+
+    def _stop(self, reason: Reason | None, message: str) -> None:
+        self._enter(State.STOPPING, stop_reason=reason, stopping_at=self.now, message=message, withdrawing=False)
+
+    def _enter(self, state: State, **changes: object) -> None:
+        before = self.group.state
+        self.group = replace(self.group, state=state, **changes)  # type: ignore[arg-type]
+        if state is not before:
+            self._add_event(GroupStatus(status=self.group.status, message=self.group.message))
+
+    def _add_event(self, details: EventDetails, task: TaskRecord | None = None) -> None:
+        self.decision.events.append(
+            Event(
+                at=self.now, details=details, workflow=self.record.uuid, group=self.group.name,
+                task=task.name if task else None, attempt=task.attempt if task else None,
+            )
+        )  # fmt: skip
+
+    def _command_task(self, make: Callable[[str, AttemptKey], Command], task: TaskRecord) -> None:
+        """Give the command that ``make`` returns for the pool and the task's attempt, if the task's node can be reached."""
+        key, view = key_of(self.record, self.group, task), self._node(task)
+        if key is not None and view is not None and view.up:
+            self._give([make(self.record.pool_key, key)])
+
+    def _give(self, commands: Iterable[Command]) -> None:
+        self.decision.commands += [one for one in commands if one.identity not in self.world.in_flight]
+
+    @property
+    def _is_leasing(self) -> bool:
+        """Whether the group's nodes have been asked for a lease and have not answered."""
+        group = AttemptKey(workflow=self.record.uuid, group=self.group.name, task="", attempt=self.group.attempt, node="")
+        return CommandId.of(Lease, group) in self.world.in_flight
+
+    def _node(self, task: TaskRecord) -> NodeView | None:
+        return self.world.nodes.get((self.record.pool_key, task.node)) if task.node else None
+
+    def _unreachable(self, task: TaskRecord) -> bool:
+        view = self._node(task)
+        return view is not None and not view.up
+
+    @property
+    def _lost_after_s(self) -> float:
+        return self.pool.node_lost_after_s if self.pool else 120.0
+
+    def _show_message(self, message: str) -> None:
+        """Show what the group waits for, and record an event when that is new."""
+        if self.group.message != message:
+            self.group = replace(self.group, message=message)
+            self._add_event(GroupWaiting(message=message))
+
+    def _lines(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the last lines of the tasks that failed."""
+        return {task.name: self._last_lines(task) for task in self.group.tasks if task.state is State.FAILED}
+
+    def _last_lines(self, task: TaskRecord) -> tuple[str, ...]:
+        return self.world.lines.get((self.record.uuid, self.group.name, task.name), ())
+
+
+def _late(task: TaskRecord) -> str:
+    return f"{task.name} on {task.node}" + (", which is unreachable" if task.out_of_reach else "")
+
+
+def _canceled(request: CancelRequest) -> str:
+    return f"canceled by {request.by}" + (f": {request.message}" if request.message else "")
