@@ -122,7 +122,7 @@ def test_one_that_fails_stops_the_others_when_nobody_else_is_there(gang: Gang, t
     for task in {"master", "one", "two"} - {first}:
         end = gang.end(task)
         assert (end["reason"], end["why"], end["exit_code"]) == ("peer_failed", "PEER_FAILED", 0)
-        assert end["message"] == f"{first} failed (exit code 3), as its own node told"
+        assert end["message"] == f"stopped because {first} failed (exit code 3)"
 
 
 def test_the_ladder_is_that_of_a_gang_whose_member_failed(gang: Gang, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_ladder_is_that_of_a_gang_whose_member_failed(gang: Gang, tmp_path: 
     gang.start({"master": deaf, "one": killed}, master={"grace_s": 0.2})
     (tmp_path / "go").touch()
     assert gang.end("master")["signal"] == 9
-    assert gang.end("master")["message"] == "one failed (signal 9), as its own node told"
+    assert gang.end("master")["message"] == "stopped because one failed (signal 9)"
 
 
 def test_nobody_lingers_for_those_who_know_and_have_left(gang: Gang, tmp_path: Path) -> None:
@@ -160,13 +160,13 @@ def test_an_end_that_is_no_failure_of_the_gang_stops_nobody(
     assert gang.end("one")["exit_code"] == code
     # What is said goes one way and in order: had the first end been told, it would be the one that is named.
     (tmp_path / "then").touch()
-    assert gang.end("master")["message"] == "two failed (exit code 1), as its own node told"
+    assert gang.end("master")["message"] == "stopped because two failed (exit code 1)"
 
 
 def test_a_zero_that_is_a_failure_stops_the_gang(gang: Gang, tmp_path: Path) -> None:
     gang.start({"master": WAIT, "one": until(tmp_path / "go", 0)}, one={"failure": [[0, 0]]})
     (tmp_path / "go").touch()
-    assert gang.end("master")["message"] == "one failed (exit code 0), as its own node told"
+    assert gang.end("master")["message"] == "stopped because one failed (exit code 0)"
 
 
 def test_who_does_not_know_the_token_says_nothing_and_hears_nothing(gang: Gang, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_who_does_not_know_the_token_says_nothing_and_hears_nothing(gang: Gang, 
     (tmp_path / "go").touch()
     assert gang.end("stranger")["exit_code"] == 3
     (tmp_path / "then").touch()
-    assert gang.end("master")["message"] == "two failed (exit code 1), as its own node told"
+    assert gang.end("master")["message"] == "stopped because two failed (exit code 1)"
 
 
 class Wire:
@@ -233,7 +233,7 @@ def test_a_link_that_breaks_ends_nothing_and_comes_back(gang: Gang, tmp_path: Pa
         # It has ended, and cannot say so; the other one goes on.
         assert gang.node.record(gang.names["master"]) is None
         wire.is_cut = False
-        assert gang.end("master")["message"] == "one failed (exit code 3), as its own node told"
+        assert gang.end("master")["message"] == "stopped because one failed (exit code 3)"
     finally:
         wire.close()
 
@@ -260,7 +260,7 @@ def test_a_message_that_proves_the_token_but_is_malformed_harms_nobody(gang: Gan
         raw.settimeout(10)
         assert b"welcome" in lines.readline()
     (tmp_path / "go").touch()
-    assert gang.end("master")["message"] == "one failed (exit code 3), as its own node told"
+    assert gang.end("master")["message"] == "stopped because one failed (exit code 3)"
 
 
 def test_a_flood_of_strangers_does_not_keep_the_gang_from_the_hub(gang: Gang, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_flood_of_strangers_does_not_keep_the_gang_from_the_hub(gang: Gang, tm
             flood.enter_context(socket.create_connection((HUB, gang.port)))
         gang.start({"one": until(tmp_path / "go", 3)}, one={"others": ["master"]})
         (tmp_path / "go").touch()
-        assert gang.end("master")["message"] == "one failed (exit code 3), as its own node told"
+        assert gang.end("master")["message"] == "stopped because one failed (exit code 3)"
 
 
 def test_the_hub_listens_on_the_training_address_only(gang: Gang) -> None:

@@ -45,5 +45,5 @@ def test_a_failed_gang_stops_without_a_supervisor(lab: Lab, tmp_path: Path) -> N
     tasks = cli.tasks(workflow)
     for name in ("master", "other"):
         assert (tasks[name]["status"], tasks[name]["reason"]) == ("FAILED", "PEER_FAILED")
-        assert tasks[name]["failure_message"] == "worker failed (exit code 7), as its own node told"
+        assert tasks[name]["failure_message"] == "stopped because worker failed (exit code 7)"
     lab.await_nothing_left()

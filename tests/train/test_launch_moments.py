@@ -51,7 +51,7 @@ def test_a_request_to_stop_that_comes_with_the_last_failure_starts_nothing_anew(
     run = start(
         LAUNCHER
         + """
-    kill_late = processes._Watch.kill_late
+    kill_late = rank_processes._Watch.kill_late
 
     def and_then_somebody_asks(watch):
         kill_late(watch)
@@ -61,7 +61,7 @@ def test_a_request_to_stop_that_comes_with_the_last_failure_starts_nothing_anew(
     if "RANK" in os.environ:
         os.write(1, b"{}\\n")
         sys.exit(7)
-    processes._Watch.kill_late = and_then_somebody_asks
+    rank_processes._Watch.kill_late = and_then_somebody_asks
     sys.exit(main(["--max-restarts", "1", __file__]))
     """,
         plain=True,

@@ -233,7 +233,7 @@ def test_the_whole_state_is_put_together_on_rank_0(worlds: Worlds) -> None:
     [
         ("ranks", "the strategy is for 5 = 5 ranks, but there are 2"),
         ("loss", "parallelize(model, loss=…)"),
-        ("trace", "say split_points"),
+        ("trace", "set split_points"),
         ("plan", "no attention or MLP with names that we know"),
         ("unknown plan", "the plan names 'thrid'"),
         ("fused by name", "c_attn seems to hold several matrices at once"),

@@ -221,7 +221,7 @@ class _Keeper:
         if self._exit is None and self._reason is None and not has_ended:
             grace_s = float((self._launch or {}).get("gang", {}).get("grace_s") or 0)
             self._stop(grace_s, "PEER_FAILED", EndReason.PEER_FAILED)
-            self._message = "{} failed ({}), as its own node told".format(task, why)
+            self._message = "stopped because {} failed ({})".format(task, why)
 
     def _kill(self) -> None:
         self._killing = True
