@@ -1,1 +1,1 @@
-"""Rank layouts: what a spec claims, whether it adds up, and which node takes which task. Pure."""
+"""Rank layouts: the ranks that a spec claims, whether they add up, and the nodes that take the tasks. Pure."""

@@ -1,4 +1,4 @@
-"""A rank layout as text: one line for each task, one mark for each rank, in plain ASCII so that it survives any log.
+"""A rank layout as text: one line for each task, one mark for each rank, in plain ASCII for any log.
 
 ::
 
@@ -10,7 +10,7 @@
     ! claimed twice   . claimed by no task
 
 ``#`` is a rank held once, ``!`` a rank that more than one task claims, ``>`` a rank beyond the world size, ``.`` a rank that
-no task claims. Worlds wider than 64 ranks are scaled down, and the first line says by how much.
+no task claims. Worlds wider than 64 ranks are scaled down, and the first line states the scale.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class Bar:
     """First global rank; ranks below 0 are not drawn."""
     size: int
     note: str = ""
-    """Written at the end of its line: the claimed world size."""
+    """A note at the end of its line: the claimed world size."""
     place: str = ""
     """``file:line`` of the claim."""
     marked: bool = False
-    """True for a line that has to change."""
+    """Whether the line has to change."""
 
     @property
     def end(self) -> int:
-        """One more than its last rank."""
+        """The rank after its last rank."""
         return self.offset + self.size
 
 
 def rank_text(start: int, stop: int) -> str:
-    """Return ``8-15`` for the ranks 8 up to but not including 16, ``8`` for a single one."""
+    """Return ``8-15`` for the ranks 8 up to but not including 16, and ``8`` for a single rank."""
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
 
@@ -64,7 +64,7 @@ def draw_world(world: World) -> str:
 
 
 def draw(bars: Sequence[Bar], world_size: int | None = None) -> str:
-    """Return the picture of what is claimed; ``world_size`` is the one agreed upon, ``None`` when there is none."""
+    """Return the picture of all claims; ``world_size`` is the one that all tasks state, or ``None``."""
     span = max([bar.end for bar in bars] + [world_size or 1, 1])
     scale = _Scale(span)
     counts = _segments(bars, span)
@@ -105,7 +105,7 @@ def _within(bar: Bar, parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]
 
 
 def _segments(bars: Sequence[Bar], span: int) -> list[tuple[int, int, int]]:
-    """Return the parts of 0 … span with how many tasks claim each."""
+    """Return the parts of 0 … span, each with the number of tasks that claim it."""
     steps: dict[int, int] = {0: 0, span: 0}
     for bar in bars:
         steps[max(bar.offset, 0)] = steps.get(max(bar.offset, 0), 0) + 1
@@ -120,7 +120,7 @@ def _segments(bars: Sequence[Bar], span: int) -> list[tuple[int, int, int]]:
 
 
 def _shown(bars: Sequence[Bar], twice: Sequence[tuple[int, int]]) -> list[Bar | None]:
-    """Return the lines to draw: all of them, or the first, the last and those of interest; ``None`` stands for others."""
+    """Return the lines to draw: all, or the first, the last and those of interest. ``None`` stands for omitted lines."""
     if len(bars) <= _MANY:
         return list(bars)
     wanted = {0, 1, len(bars) - 1}
@@ -138,7 +138,7 @@ def _shown(bars: Sequence[Bar], twice: Sequence[tuple[int, int]]) -> list[Bar | 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From ranks to columns."""
+    """Converts ranks to columns."""
 
     span: int
 
@@ -156,11 +156,11 @@ class _Scale:
         return 4 if self.span <= 8 else 2 if self.span <= 16 else 1
 
     def column(self, rank: int) -> int:
-        """Return where a rank begins."""
+        """Return the first column of a rank."""
         return rank // self.per_mark * self.columns
 
     def cells(self, marks: Iterable[tuple[str, Sequence[tuple[int, int]]]], below: str = "") -> str:
-        """Return a line with each mark at its parts, later marks above earlier ones."""
+        """Return a line with each mark at its parts; later marks overwrite earlier ones."""
         line = list(below.ljust(self.column(self.span - 1) + self.columns))
         for mark, parts in marks:
             for start, stop in parts:
@@ -169,7 +169,7 @@ class _Scale:
         return "".join(line)
 
     def ruler(self, ticks: Iterable[int]) -> str:
-        """Return the numbers of the ranks where something begins, as far as they fit."""
+        """Return the numbers of the ranks at which something begins, as far as they fit."""
         line = ""
         for tick in ticks:
             column = self.column(tick) if tick < self.span else self.column(self.span - 1) + self.columns

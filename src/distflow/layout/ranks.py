@@ -1,7 +1,7 @@
-"""The rank layout of a group: which task holds which global ranks.
+"""The rank layout of a group: the global ranks of each task.
 
 A *world* is a group whose tasks share ranks 0 … world_size−1. Each task holds ``size`` consecutive ranks from ``offset``; the
-one that holds rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``) and those of OSMO's sample (``--offset``,
+task with rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``) and those of OSMO's sample (``--offset``,
 ``--size``).
 """
 
@@ -20,7 +20,7 @@ class TaskRanks:
     offset: int
     """First global rank."""
     size: int
-    """How many ranks; one process each."""
+    """The number of ranks; each is one process."""
     node_rank: int
     """Position of the task among those of its world, ordered by offset."""
 
@@ -36,29 +36,29 @@ class TaskRanks:
 
 
 def rank_words(text: str) -> str:
-    """Return ``rank 3`` or ``ranks 0-7`` for the text of some ranks, and ``""`` for none."""
+    """Return ``rank 3`` or ``ranks 0-7`` for a text of ranks, and ``""`` for an empty one."""
     return f"rank{'s' if '-' in text else ''} {text}" if text else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A correct layout: every rank of 0 … world_size−1 held exactly once."""
+    """A correct layout: every rank of 0 … world_size−1 is held exactly once."""
 
     world_size: int
     tasks: tuple[TaskRanks, ...]
     """In the order of their ranks."""
     style: str
-    """Which kind of claim it came from: ``ranks``, ``flags`` or ``torchrun``."""
+    """The kind of claim that it came from: ``ranks``, ``flags`` or ``torchrun``."""
     port: int | None = None
-    """The rendezvous port that the spec names; ``None``: distflow chooses a free one."""
+    """The rendezvous port in the spec; ``None`` if distflow chooses a free one."""
     smaller: tuple[World, ...] = ()
-    """What an elastic group may run as instead, the largest first: worlds of its first tasks."""
+    """The smaller worlds that an elastic group may run as, the largest first: worlds of its first tasks."""
 
     @property
     def master(self) -> str:
-        """Name of the task that holds rank 0."""
+        """The name of the task that holds rank 0."""
         return self.tasks[0].task
 
     def of(self, task: str) -> TaskRanks:
-        """Return the ranks of the task named so."""
+        """Return the ranks of the task with this name."""
         return next(item for item in self.tasks if item.task == task)

@@ -1,4 +1,4 @@
-"""Records as JSON, and back: strict in what is written, tolerant of what an older or newer distflow wrote."""
+"""Convert records to JSON and back. Writing is strict; reading accepts records of older and newer versions of distflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def encode(record: object) -> bytes:
-    """Return a frozen record as JSON, with its texts as ``writable`` has them."""
+    """Return a frozen record as JSON; its texts are converted with ``writable``."""
     try:
         return msgspec.json.encode(record, enc_hook=_plain)
     except UnicodeEncodeError:
@@ -25,15 +25,15 @@ def encode(record: object) -> bytes:
 
 
 def writable(text: str) -> str:
-    """Return a text without what cannot be encoded: bytes of a file's name that are no UTF-8, halves of UTF-16 pairs.
+    """Return a text without characters that cannot be encoded: non-UTF-8 bytes of a file name, halves of UTF-16 pairs.
 
-    Nodes and tasks say what they like, and no word of theirs may keep the rest of a record from being written.
+    Nodes and tasks may send any text, and none of it may prevent the rest of a record from being written.
     """
     return text.encode("utf-8", "replace").decode()
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Return the record of ``kind`` that ``data`` holds; unknown fields are ignored. Raises ``DecodeError``."""
+    """Return the record of ``kind`` in ``data``; unknown fields are ignored. Raises ``DecodeError``."""
     return msgspec.json.decode(data, type=kind)
 
 

@@ -1,7 +1,7 @@
-"""This user's credentials: named secrets, one file of mode 0600 each in a folder of mode 0700, and what may stand in them.
+"""This user's credentials: named secrets, one file of mode 0600 each in a folder of mode 0700, and their valid contents.
 
-A value leaves its ``Secret`` only for the file. Whoever needs one asks by name (``find``), by the profile of a storage URL
-(``for_data``) or by a registry (``for_registry``); nothing here prints, logs or names a value.
+A value leaves its ``Secret`` only to be written to its file. Callers ask for a credential by its name (``find``), by the
+profile of a storage URL (``for_data``) or by a registry (``for_registry``). This module does not print, log or quote any value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distflow.shell import Secret
 __all__ = ["LONGEST_VALUE", "Credential", "CredentialType", "Credentials", "check_payload"]
 
 LONGEST_VALUE = 64 * 1024
-"""Bytes; the kernel takes no variable of more than twice that."""
+"""Bytes; the kernel accepts no variable of more than twice this size."""
 
 _NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9_-]*[a-zA-Z0-9])?")
 _LONGEST_NAME = 64
@@ -35,7 +35,7 @@ _ADDRESSING = ("virtual", "path", "auto")
 
 
 class CredentialType(str, Enum):
-    """What a credential is for."""
+    """The purpose of a credential."""
 
     GENERIC = "GENERIC"
     """Given to tasks that name it."""
@@ -70,7 +70,7 @@ class Credential:
 
     @property
     def profile(self) -> str | None:
-        """What it is looked up by: the URL profile of DATA, the registry of REGISTRY; ``None`` for GENERIC."""
+        """The key of its lookup: the URL profile of DATA, the registry of REGISTRY; ``None`` for GENERIC."""
         if self.type is CredentialType.DATA:
             return self.payload["endpoint"].reveal()
         if self.type is CredentialType.REGISTRY:
@@ -79,7 +79,7 @@ class Credential:
 
 
 def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[str, Secret]:
-    """Return the payload as it is kept. Raises ``InputError`` for one that cannot be, never naming a value."""
+    """Return the payload in its stored form. Raises ``InputError`` if it is not valid; the error never quotes a value."""
     if not payload:
         raise InputError("the credential has no payload", hint="give it with --payload KEY=VALUE or --payload-file KEY=FILE")
     for key, value in payload.items():
@@ -124,14 +124,14 @@ def _check_entry(key: str, value: str) -> None:
 
 
 class Credentials:
-    """The credentials in one folder; nothing needs to be there yet."""
+    """The credentials in one folder, which may not exist yet."""
 
     def __init__(self, folder: Path) -> None:
-        """Look into ``folder``."""
+        """Use ``folder``."""
         self._folder = folder
 
     def all(self) -> tuple[Credential, ...]:
-        """Return all of them by name. Raises ``StateError`` for what cannot be read."""
+        """Return all credentials, ordered by name. Raises ``StateError`` if one cannot be read."""
         with _errors(self._folder):
             try:
                 paths = sorted(self._folder.glob("*.json"))
@@ -140,7 +140,7 @@ class Credentials:
             return tuple(one for one in map(_read, paths) if one is not None)
 
     def find(self, name: str) -> Credential | None:
-        """Return the one of this name."""
+        """Return the credential with this name, or ``None``."""
         if not _NAME.fullmatch(name):
             return None
         with _errors(self._folder):
@@ -151,17 +151,17 @@ class Credentials:
         return self._payload(CredentialType.DATA, profile.rstrip("/"))
 
     def for_registry(self, registry: str) -> Mapping[str, Secret] | None:
-        """Return the payload of the REGISTRY credential of a registry; ``""`` for images that name none."""
+        """Return the payload of the REGISTRY credential of a registry; ``""`` stands for images without a registry."""
         return self._payload(CredentialType.REGISTRY, registry)
 
     def _payload(self, kind: CredentialType, profile: str) -> Mapping[str, Secret] | None:
         return next((one.payload for one in self.all() if one.type is kind and one.profile == profile), None)
 
     def set(self, name: str, kind: CredentialType, payload: Mapping[str, Secret]) -> Credential:
-        """Keep a credential, and return it as it is kept.
+        """Store a credential, and return it in its stored form.
 
-        A DATA or REGISTRY credential takes the place of the one with its profile. Raises ``InputError`` for a name that is in
-        use otherwise, and for a payload that is not right.
+        A DATA or REGISTRY credential replaces the one with its profile. Raises ``InputError`` if another credential has the
+        name, or if the payload is not valid.
         """
         if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
             hint = f"begin with a letter, end with a letter or digit, use letters, digits, `_` and `-`; at most {_LONGEST_NAME}"
@@ -180,7 +180,7 @@ class Credentials:
         return made
 
     def delete(self, name: str) -> None:
-        """Forget a credential. Raises ``NotFound``."""
+        """Remove a credential. Raises ``NotFound``."""
         if self.find(name) is None:
             known = ", ".join(one.name for one in self.all())
             raise NotFound(f"there is no credential {name!r}", hint=f"there is: {known}" if known else "there are none yet")
@@ -200,7 +200,7 @@ class Credentials:
 
     def _write(self, one: Credential) -> None:
         text = json.dumps({"type": one.type.value, "payload": {key: value.reveal() for key, value in one.payload.items()}})
-        handle, new = tempfile.mkstemp(dir=self._folder, prefix=".new-")  # made with mode 0600
+        handle, new = tempfile.mkstemp(dir=self._folder, prefix=".new-")  # created with mode 0600
         try:
             with os.fdopen(handle, "w") as file:
                 file.write(text)
@@ -228,7 +228,7 @@ def _read(path: Path) -> Credential | None:
         made = Credential(name=path.stem, type=CredentialType(found["type"]), payload=MappingProxyType(payload))
         _ = made.profile
     except (ValueError, KeyError, TypeError, AttributeError):
-        # Not the parser's own words: they may quote what stands there.
+        # The parser's message is not shown, because it may quote secret values.
         hint = f"remove {path}, and set the credential again"
         raise StateError(f"the credential {path.stem} cannot be read: its file is damaged", hint=hint) from None
     return made

@@ -1,4 +1,4 @@
-"""The state directory: where everything of this user on this machine lies.
+"""The state directory, which contains all of this user's distflow data on this machine.
 
 State is per user and host: homes on NFS are common, and SQLite's WAL and file locks are not safe between hosts.
 """
@@ -20,12 +20,12 @@ __all__ = ["StateDirectory", "find_state_directory", "has_room", "is_locked", "l
 
 _LOCK_PAUSES_S = (0.01, 0.03, 0.1, 0.2)
 _ROOM = 1 << 20
-"""Bytes; a decision takes less."""
+"""Bytes; saving a decision takes less."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDirectory:
-    """Names of everything in the state directory."""
+    """Paths of everything in the state directory."""
 
     path: Path
 
@@ -36,7 +36,7 @@ class StateDirectory:
 
     @property
     def blobs(self) -> Path:
-        """Files that specs send, by digest."""
+        """Files that specs send, named by their digest."""
         return self.path / "blobs"
 
     @property
@@ -56,38 +56,38 @@ class StateDirectory:
 
     @property
     def profile(self) -> Path:
-        """What this user prefers."""
+        """This user's preferences."""
         return self.path / "profile.json"
 
     @property
     def syncs(self) -> Path:
-        """What is known of the processes that copy files to running tasks."""
+        """Records of the processes that copy files to running tasks."""
         return self.path / "rsync"
 
     @property
     def lock(self) -> Path:
-        """Names the supervisor by its process id, and is locked by it for as long as it lives, as is ``blobs``."""
+        """Contains the supervisor's process id. A running supervisor keeps it locked, and ``blobs`` as well."""
         return self.path / "supervisor.lock"
 
     @property
     def supervisor_log(self) -> Path:
-        """What the supervisor writes about itself."""
+        """The supervisor's log."""
         return self.path / "supervisor.log"
 
     @property
     def crash_log(self) -> Path:
-        """Traceback of the last bug."""
+        """The traceback of the last bug."""
         return self.path / "crash.log"
 
     @property
     def socket(self) -> Path:
-        """Where the supervisor is woken."""
+        """The socket on which the supervisor is woken."""
         return self.path / "supervisor.sock"
 
     def ensure(self) -> StateDirectory:
         """Create the directories with mode 0700 and return self.
 
-        Raises ``StateError`` when they cannot be made or used, or belong to another user.
+        Raises ``StateError`` if they cannot be created or used, or belong to another user.
         """
         with state_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -102,7 +102,7 @@ class StateDirectory:
         return self
 
     def check_owner(self) -> None:
-        """Refuse a directory of another user: it decides what runs with this user's rights. Raises ``StateError``."""
+        """Refuse another user's directory, because its owner could run commands as this user. Raises ``StateError``."""
         with state_errors(self.path):
             stranger = owned_by_stranger(self.path, os.environ)
         if stranger is not None:
@@ -114,7 +114,7 @@ class StateDirectory:
 
 @contextmanager
 def state_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's errors about the state directory into ``StateError``."""
+    """Convert the operating system's errors about the state directory to ``StateError``."""
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def state_errors(path: Path) -> Iterator[None]:
 
 
 def has_room(directory: StateDirectory) -> bool:
-    """Return whether anything can be written there: false for a disk that is full."""
+    """Return whether the state directory's disk has room for writing."""
     found = os.statvfs(directory.path)
     return found.f_bavail * found.f_frsize >= _ROOM
 
@@ -140,9 +140,9 @@ def find_state_directory(environ: Mapping[str, str]) -> StateDirectory:
 
 
 def lock_at_once(handle: int) -> bool:
-    """Lock an open file (``flock``) and return True, or False when another process has it.
+    """Lock an open file (``flock``) and return True, or return False if another process has it.
 
-    Readers hold the lock for an instant when they look (``is_locked``), so one refusal is not believed.
+    ``is_locked`` holds the lock for an instant, so a failed attempt is repeated a few times.
     """
     for pause_s in (*_LOCK_PAUSES_S, None):
         try:
@@ -155,7 +155,7 @@ def lock_at_once(handle: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of a file or a directory (``flock``); of one that is not there, nobody does."""
+    """Return whether a process holds the lock (``flock``) of a file or a directory; False if the path does not exist."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

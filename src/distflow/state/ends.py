@@ -1,4 +1,4 @@
-"""How attempts ended, and which end was the first cause of a group's failure: frozen records."""
+"""Frozen records of how attempts ended, and of the first cause of a group's failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Cause", "End", "RankText"]
 
 
 class RankText(str):
-    """The text of a line that is known to be a rank's."""
+    """The text of a line whose rank is known."""
 
     __slots__ = ("rank",)
 
@@ -20,7 +20,7 @@ class RankText(str):
 
     @classmethod
     def of(cls, text: str, rank: int) -> RankText:
-        """Return ``text`` as one that ``rank`` printed."""
+        """Return ``text`` as a line of ``rank``."""
         made = cls(text)
         made.rank = rank
         return made
@@ -28,7 +28,7 @@ class RankText(str):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How an attempt of a task ended, as its node recorded it (``docs/agent-protocol.md``); its times are by our clock."""
+    """The end of an attempt, as its node recorded it (``docs/agent-protocol.md``). Times are by the supervisor's clock."""
 
     ended_at: float
     reason: EndReason = EndReason.EXITED
@@ -36,23 +36,23 @@ class End:
     signal: int | None = None
     started_at: float | None = None
     stopped_at: float | None = None
-    """When the stop reached it; ``None`` when nobody stopped it."""
+    """When the stop request reached it; ``None`` if it was not stopped."""
     message: str | None = None
     output_bytes: int = 0
     lost_output_bytes: int = 0
     """Bytes of output that the node could not keep, because its disk was full."""
     error: dict[str, object] | None = None
-    """torch's error file (``TORCHELASTIC_ERROR_FILE``), when a process of the task wrote one."""
+    """torch's error file (``TORCHELASTIC_ERROR_FILE``), if a process of the task wrote one."""
     oom_pid: int | None = None
-    """The process of it that the kernel killed for want of memory."""
+    """Its process that the kernel killed for lack of memory."""
     kernel: tuple[str, ...] = ()
-    """What the kernel said of that, and of errors of its GPUs (``NVRM: Xid``) while it ran."""
+    """The kernel's messages about that, and about errors of the task's GPUs (``NVRM: Xid``) while it ran."""
     clock: Clock | None = None
-    """How far the node's clock was from ours, which the times were corrected by; ``None`` where nobody measured it."""
+    """The measured offset of the node's clock, by which the times were corrected; ``None`` if it was not measured."""
 
     @property
     def is_success(self) -> bool:
-        """True when the command itself said so."""
+        """Whether the command itself exited with code 0."""
         return self.reason is EndReason.EXITED and self.exit_code == 0
 
 
@@ -67,20 +67,20 @@ class Cause:
     at: float
     node: str | None = None
     ranks: str = ""
-    """The rank that failed where it is known, else all ranks of the task."""
+    """The rank that failed if it is known, else all ranks of the task."""
     pid: int | None = None
-    """The process that failed where it is known, else the task's command."""
+    """The process that failed if it is known, else the task's command."""
     exit_code: int | None = None
     signal: int | None = None
     rank_signal: int | None = None
-    """The signal that ended the rank that failed first, where a launcher reports it; the command then has an exit code."""
+    """The signal that ended the first failed rank, if a launcher reports it; the command then has an exit code."""
     clock: Clock | None = None
-    """How sure ``at`` is, between nodes; ``None`` where nobody measured it."""
+    """The uncertainty of ``at`` compared with other nodes; ``None`` if it was not measured."""
     rivals: tuple[str, ...] = ()
-    """Tasks that failed by themselves too, so close to it that the clocks do not tell which was first."""
+    """Tasks that also failed by themselves, at so short a distance that the clocks cannot tell which was first."""
     lines: tuple[str, ...] = ()
-    """The last lines that the task printed."""
+    """The last lines of the task's output."""
     traceback: str = ""
-    """Of Python, from torch's error file."""
+    """The Python traceback, from torch's error file or the output."""
     kernel: tuple[str, ...] = ()
-    """What the kernel said: a process that it killed for want of memory, errors of GPUs while the task ran."""
+    """The kernel's messages: a process that it killed for lack of memory, errors of GPUs while the task ran."""

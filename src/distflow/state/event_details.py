@@ -1,6 +1,6 @@
 """The kinds of events, each with a code for programs and typed fields: a closed union.
 
-``state.event_text`` renders the sentences. The event itself says which workflow, group and task it is about.
+``state.event_text`` renders the sentences. The event itself names the workflow, group and task that it is about.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A sentence without typed fields: an event that an older distflow stored, or a note for people alone."""
+    """A sentence without typed fields: an event that an older distflow stored, or a note for people only."""
 
     code: ClassVar[None] = None
     kind: str = "state"
@@ -72,35 +72,35 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowSubmitted:
-    """Somebody submitted the workflow, or restarted another one as it."""
+    """A user submitted the workflow, or restarted another one as this one."""
 
     code: ClassVar[str] = "submitted"
     kind: ClassVar[str] = "submitted"
     user: str
     pool: str
     parent: str | None = None
-    """Id of the workflow that it restarts."""
+    """The id of the workflow that it restarts."""
     kept: tuple[str, ...] = ()
-    """Groups that had completed in that one, and do not run again."""
+    """Groups that had completed in that workflow and do not run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowAdopted:
-    """The workflow's record was rebuilt from what its nodes hold."""
+    """The workflow's record was rebuilt from the records on its nodes."""
 
     code: ClassVar[str] = "adopted"
     kind: ClassVar[str] = "submitted"
     nodes: tuple[str, ...]
     user: str
     host: str
-    """Where it was submitted."""
+    """The host where it was submitted."""
     id: str
-    """Its id there."""
+    """Its id on that host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequested:
-    """Somebody asked for the end of the workflow."""
+    """A user canceled the workflow."""
 
     code: ClassVar[str] = "cancel_requested"
     kind: ClassVar[str] = "cancel"
@@ -120,7 +120,7 @@ class WorkflowStatus(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowRefused(_State):
-    """This distflow cannot run the workflow."""
+    """This version of distflow cannot run the workflow."""
 
     code: ClassVar[str] = "workflow_refused"
     message: str
@@ -138,7 +138,7 @@ class NodeUnreachable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReachable:
-    """Such a node answers again."""
+    """A node that did not answer answers again."""
 
     code: ClassVar[str] = "node_reachable"
     kind: ClassVar[str] = "node"
@@ -179,7 +179,7 @@ class GroupRescheduled(_State):
     message: str
     """Why that task failed."""
     next: str
-    """Which attempt follows, and when."""
+    """The number of the next attempt and the time when it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class LeaseGranted(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangSuspected(_State):
-    """All tasks of a group have printed nothing for longer than ``hang_timeout``."""
+    """No task of a group has printed anything for longer than ``hang_timeout``."""
 
     code: ClassVar[str] = "hang"
     limit_s: float | None = None
@@ -214,7 +214,7 @@ class HangSuspected(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangOver(_State):
-    """A task of such a group has made progress again."""
+    """A task of a group that seemed to hang has made progress again."""
 
     code: ClassVar[str] = "hang_over"
 
@@ -272,7 +272,7 @@ class AttemptForgotten(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanStopping(_State):
-    """The node of an attempt that was given up is back, and the attempt is stopped there."""
+    """The node of an attempt that was given up is back, and stops the attempt."""
 
     code: ClassVar[str] = "orphan_stopping"
     node: str | None
@@ -280,7 +280,7 @@ class OrphanStopping(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanGone(_State):
-    """No process of an attempt that was given up is left."""
+    """All processes of an attempt that was given up are gone."""
 
     code: ClassVar[str] = "orphan_gone"
     node: str | None
@@ -288,7 +288,7 @@ class OrphanGone(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanNotSeen(_State):
-    """The node of an attempt that was given up was not seen again within the retention time."""
+    """The node of an attempt that was given up did not answer again within the retention time."""
 
     code: ClassVar[str] = "orphan_not_seen"
     node: str | None
@@ -296,14 +296,14 @@ class OrphanNotSeen(_State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputCollected(_State):
-    """The task's output is in the blob store, or where all nodes see it."""
+    """The task's output is in the blob store, or in storage that all nodes can read."""
 
     code: ClassVar[str] = "output_collected"
     size: int
     """Bytes."""
     is_everywhere: bool = False
     left_out: tuple[str, ...] = ()
-    """Names of sockets, pipes and devices, which no archive holds."""
+    """Names of sockets, pipes and devices, which archives cannot contain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,7 +389,7 @@ class CheckpointFailed(_State):
 
     code: ClassVar[str] = "checkpoint_failed"
     is_taken: bool
-    """It is here, and was not written."""
+    """Whether the checkpoint is here, and only writing it failed."""
     error: str
 
 
@@ -435,7 +435,7 @@ def write_fields(details: EventDetails) -> str:
 
 
 def read_details(*, code: str | None, fields: str | None, kind: str, text: str) -> EventDetails:
-    """Return the details of a stored event; what an older or newer distflow wrote becomes a ``Message`` where it must."""
+    """Return the details of a stored event. An event of another version of distflow may become a ``Message``."""
     found = _BY_CODE.get(code or "")
     if found is None:
         return _older(kind, text) if code is None else Message(kind=kind, text=text or code)
@@ -446,7 +446,7 @@ def read_details(*, code: str | None, fields: str | None, kind: str, text: str) 
 
 
 def _older(kind: str, text: str) -> EventDetails:
-    """Return the details of an event that was stored as a sentence alone."""
+    """Return the details of an event that was stored only as a sentence."""
     if kind != "node":
         return Message(kind=kind, text=text)
     node, _, rest = text.partition(": ")

@@ -1,4 +1,4 @@
-"""The sentences of events. No other module writes them, and no module reads them back."""
+"""The sentences of events. Other modules do not write such sentences, and no module parses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def event_text(details: of.EventDetails, *, group: str | None, task: str | None)
 
 
 def hang_text(limit_s: float | None) -> str:
-    """Return what is known of a group that may hang."""
+    """Return the reason why a group may hang."""
     return f"no task has printed anything for {seconds_text(limit_s)} (hang_timeout)" if limit_s else "no task prints anything"
 
 

@@ -1,4 +1,4 @@
-"""The tasks of a group before anything became of them."""
+"""The tasks of a group in their initial state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["fresh_tasks"]
 
 
 def fresh_tasks(plan: GroupPlan, attempt: int = 0, state: State = State.WAITING) -> tuple[TaskRecord, ...]:
-    """Return every task of a group as an attempt begins with it."""
+    """Return every task of a group in its state at the start of an attempt."""
     return tuple(
         TaskRecord(
             name=launch.task, lead=launch.lead, attempt=attempt, state=state, ranks=launch.ranks.text if launch.ranks else "",

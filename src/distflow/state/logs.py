@@ -1,11 +1,12 @@
-"""Reading the mirrored logs as lines: of one or several attempts, merged by time, from the end, or as they come.
+"""Read the mirrored logs as lines: of one or several attempts, merged by time, from the end, or while they are written.
 
-A line carries the time of the read on the node that holds its first byte, and the rank that wrote it where ranks have an
-output of their own (the index, see ``state.mirror``). Lines of a rank stay whole and in order, whatever others write between.
-Lines of one task stay in their order whatever its node's clock does; lines of several are merged by time, so nodes whose clocks
-differ interleave as their clocks say. What programs write over itself with carriage returns (progress bars) is given once,
-as a terminal would show it in the end. Where output was not kept (``max_log``), a line says how much. Nothing here holds more
-than blocks in memory, but for the last ``n`` lines where those are asked for.
+A line has the time at which its node read its first byte, and its rank if the ranks have separate outputs (the index, see
+``state.mirror``). The lines of a rank stay whole and in order, even if other ranks write in between.
+
+The lines of one task stay in order even if its node's clock jumps. The lines of several tasks are merged by time, so they
+interleave according to their nodes' clocks. Text that a program overwrites with carriage returns (progress bars) is returned
+once, in its final state. If output was not kept (``max_log``), a line says how much. The reader holds only blocks in memory,
+except for the last ``n`` lines if the caller asks for those.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from distflow.runtime.files.log_files import Segment
 __all__ = ["POLL_S", "Keep", "LogLine", "LogSource", "end_lines", "follow_lines", "mirrored_bytes", "read_lines", "tells_ranks"]
 
 POLL_S = 0.1
-"""Between two looks for new lines."""
+"""Seconds between two polls for new lines."""
 
 _BLOCK = 64 << 10
 _LONGEST_LINE = 1 << 20
-"""A line without an end is given in pieces of about this size."""
+"""A line without an end is returned in pieces of about this size."""
 _STAMP = struct.Struct("<dQ")
 _SOURCE_BITS = 48
 _FULL_LOOK = 20
-"""Every so many looks at a log, its directory is read in any case."""
+"""The directory of a log is read at least once in this number of polls."""
 _WIDER = 8
-"""By how much more is read when the end of a log held too few lines."""
+"""The factor by which more is read if the end of a log has too few lines."""
 _MOST_BYTES = 1 << 20
 _LONGEST_TEXT = 4096
-"""Characters of a line that are looked at for causes."""
+"""Characters of a line that are searched for causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +49,35 @@ class LogSource:
     task: str
     attempt: int
     folder: Path
-    """Holds ``output.log`` and ``output.idx``, once there is something; see ``Mirror.folder``."""
+    """The directory of ``output.log`` and ``output.idx``, which may not exist yet; see ``Mirror.folder``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line that a task printed, without its end."""
+    """One line of a task's output, without its line break."""
 
     task: str
     attempt: int
     time: float | None
-    """Seconds since the epoch by the node's clock; ``None`` when the node could not note it."""
+    """Seconds since the epoch by the node's clock; ``None`` if the node could not record it."""
     text: str
     rank: int | None = None
-    """The rank that printed it; ``None`` when its task's ranks are not told apart, or it was none of them."""
+    """The rank that printed it; ``None`` if the task's ranks share one output, or if the process was not a rank."""
     dropped: int = 0
-    """Bytes that were not kept, for which this line stands; the task did not print it."""
+    """For a line that stands for output that was not kept: its number of bytes. The task did not print this line."""
 
 
 Keep = Callable[[LogLine], bool]
-"""Which lines are wanted."""
+"""Returns whether a line is wanted."""
 
 
 def mirrored_bytes(source: LogSource) -> int:
-    """Return how many bytes of an attempt's output came here, those that were not kept included."""
+    """Return the number of bytes of an attempt's output that arrived here, including those that were not kept."""
     return log_files.end_of(str(source.folder))
 
 
 def tells_ranks(source: LogSource) -> bool:
-    """Return whether something that is here was printed by a rank with an output of its own."""
+    """Return whether any of the mirrored output comes from a rank with a separate output."""
     for file in log_files.segments(str(source.folder), "idx"):
         at = 0
         while data := _read(source.folder / file.name, at, _BLOCK):
@@ -88,16 +89,16 @@ def tells_ranks(source: LogSource) -> bool:
 
 
 def read_lines(sources: Iterable[LogSource], *, last: int | None = None, keep: Keep | None = None) -> Iterator[LogLine]:
-    """Yield the lines that are here now, merged by time; with ``last``, only that many from the end of the merged stream.
+    """Yield the lines that are here now, merged by time. With ``last``, yield only that number from the end of the stream.
 
-    A last line that has not ended is given as it stands. Attempts without output give none.
+    A last line without a line break is yielded as it is. Attempts without output yield nothing.
     """
     readers = [_Reader(source, _tail_start(source, last, keep), keep) for source in sources]
     return _merged_tail(readers, last, final=True)
 
 
 def end_lines(source: LogSource, count: int, *, most_bytes: int = _MOST_BYTES) -> list[LogLine]:
-    """Return the last lines of an attempt from at most its last ``most_bytes``; the middle of very long ones is left out."""
+    """Return the last lines in at most the last ``most_bytes`` of an attempt; the middle of very long lines is left out."""
     reader = _Reader(source, _tail_start(source, count, None, most_bytes))
     found = [(line, is_whole) for line, is_whole in reader.measured(final=True) if not line.dropped]
     lines = [line for line, is_whole in found if is_whole] or [line for line, _ in found]
@@ -112,11 +113,11 @@ def follow_lines(
     last: int | None = None,
     keep: Keep | None = None,
 ) -> Iterator[LogLine]:
-    """Yield the lines that are here (with ``last``: that many of them), then new ones as they are mirrored, until ``is_over``.
+    """Yield the existing lines (with ``last``, that number of them), then new ones as they are mirrored, until ``is_over``.
 
-    ``sources`` is asked at every look, so that attempts may come to be later. ``wait`` is called with ``POLL_S`` whenever
-    everything that was here has been yielded. What was mirrored before ``is_over`` said so is yielded completely, with lines
-    that never ended.
+    ``sources`` is called at every poll, so that new attempts are included. ``wait`` is called with ``POLL_S`` whenever all
+    existing lines have been yielded. All output that was mirrored before ``is_over`` returned True is yielded, including
+    lines without a line break.
     """
     readers: dict[LogSource, _Reader] = {}
     begun = False
@@ -134,16 +135,16 @@ def follow_lines(
 
 @dataclass(slots=True)
 class _Pending:
-    """The beginning of a line."""
+    """The beginning of a line whose end has not been read."""
 
     data: bytes
     time: float | None
     is_whole: bool
-    """Whether the line began with it."""
+    """Whether ``data`` starts at the beginning of the line."""
 
 
 class _Reader:
-    """Reads the lines of one attempt, each once, from where it stopped."""
+    """Reads the lines of one attempt, each once, and continues where it stopped."""
 
     def __init__(self, source: LogSource, start: int, keep: Keep | None = None) -> None:
         self._source = source
@@ -151,29 +152,29 @@ class _Reader:
         self._start = self._offset = start
         self._index = _Index(source.folder)
         self._pending: dict[int, _Pending] = {}
-        """By source: 0, or a rank plus 1."""
+        """By source number: 0 for no rank, otherwise the rank plus 1."""
         self._cut = start > 0
-        """Whether it began in the middle, so that the first line of each source may lack its beginning."""
+        """Whether reading started in the middle, so that the first line of each source may lack its beginning."""
         self._seen: set[int] = set()
         self._newlines = 0
         self._newest: tuple[Segment, int, int] | None = None
-        """The last file, its end, and when its directory had changed, as it was at the last full look."""
+        """The last file, its end, and the modification time of its directory, at the last full poll."""
         self._looks = 0
         self._stood_at = self._held = -1
 
     def lines(self, *, final: bool) -> Iterator[LogLine]:
-        """Yield the lines that have ended; when ``final`` also those that have not. Stops at what is there when it begins."""
+        """Yield the lines that have ended, and with ``final`` also the others. Stop at the end of the existing output."""
         for line, _ in self.measured(final=final):
             yield line
 
     def measured(self, *, final: bool, at_once: bool = False) -> Iterator[tuple[LogLine, bool]]:
-        """Yield the lines, each with whether it is there from its beginning; ``at_once`` waits for nothing."""
+        """Yield the lines, each with whether its beginning was read. With ``at_once``, do not wait for the index."""
         for line, is_whole in self._read(final=final, at_once=at_once or final):
             if self._keep is None or self._keep(line):
                 yield line, is_whole
 
     def has_torn_line(self) -> bool:
-        """Return whether there is a line without its beginning that has not ended; of a progress bar the end is enough."""
+        """Return whether a line that has not ended lacks its beginning. Progress bars do not count: their end is enough."""
         return any(not one.is_whole and b"\r" not in one.data for one in self._pending.values())
 
     def _read(self, *, final: bool, at_once: bool) -> Iterator[tuple[LogLine, bool]]:
@@ -201,7 +202,7 @@ class _Reader:
             yield from self._end_pending()
 
     def _is_unchanged(self) -> bool:
-        """Return at little cost whether there is nothing new: thousands of logs may be followed."""
+        """Return whether there is nothing new. This is cheap, because thousands of logs may be followed."""
         self._looks += 1
         if self._newest is None or self._newest[1] != self._offset or self._looks % _FULL_LOOK == 0:
             return False
@@ -210,10 +211,10 @@ class _Reader:
         return not grown and _changed_at(self._source.folder) == changed_at
 
     def _until(self, end: int) -> int:
-        """Return up to where to read: the text and its index are mirrored one after the other.
+        """Return the offset up to which to read. The text and its index are mirrored one after the other.
 
-        Text waits for one look when its times have not come, and what follows the last known record for one more where that
-        may be another rank's.
+        Text waits for one poll if its times have not arrived. Text after the last known record waits for one more poll if it
+        may belong to another rank.
         """
         if end <= self._offset:
             return end
@@ -229,7 +230,7 @@ class _Reader:
         return end if is_quiet else self._offset
 
     def _leap(self, file: Segment) -> Iterator[tuple[LogLine, bool]]:
-        """Say what is missing before a file."""
+        """Yield a line about the output that is missing before a file."""
         yield from self._end_pending()
         missing, before = file.start - self._offset, self._lines_before()
         lines = f" in {file.lines - before:,} lines" if before is not None and file.lines > before else ""
@@ -241,7 +242,7 @@ class _Reader:
         yield LogLine(self._source.task, self._source.attempt, time, text, dropped=missing), True
 
     def _lines_before(self) -> int | None:
-        """Return how many lines end before the place that was reached; ``None`` when that cannot be known any more."""
+        """Return the number of lines before the current offset; ``None`` if it cannot be determined now."""
         files = log_files.segments(str(self._source.folder), "log")
         own = next((file for file in reversed(files) if file.start <= self._start), None)
         if own is None:
@@ -265,7 +266,7 @@ class _Reader:
         begun = self._begin(number, time)
         begun.data += rest
         if len(begun.data) > _LONGEST_LINE:
-            # Of a progress bar only its latest states matter; anything else is given as it is.
+            # Of a progress bar only the latest states matter; other text is returned unchanged.
             before = begun.data.rfind(b"\r", 0, max(0, begun.data.rfind(b"\r")))
             if before >= 0:
                 begun.data = begun.data[before + 1 :]
@@ -291,20 +292,20 @@ class _Reader:
 
 
 class _Index:
-    """Time and source of an attempt's output, asked for growing offsets."""
+    """Times and sources of an attempt's output. Callers must ask for increasing offsets."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: Segment | None = None
         self._next = 0
-        """Number of the first record of the file that was not read."""
+        """The number of the first record of the file that was not read."""
         self._records: deque[tuple[int, float, int]] = deque()
-        """Start, time and source; the first is the last one at or before the place that was asked for."""
+        """Start, time and source; the first is the last record at or before the requested offset."""
         self._exhausted = False
         self._ranks = False
 
     def look_again(self) -> None:
-        """Let the files be read on, after their end was seen."""
+        """Allow reading beyond the end that was found before."""
         self._exhausted = False
 
     def has_news(self) -> bool:
@@ -315,7 +316,7 @@ class _Index:
         return grown or log_files.next_of(str(self._folder), self._file) is not None
 
     def newest(self) -> tuple[int, bool]:
-        """Return where the text of the newest record begins, and whether ranks are told apart, as far as recent records say."""
+        """Return the offset of the newest record's text, and whether recent records distinguish ranks."""
         for file in reversed(log_files.segments(str(self._folder), "idx")):
             end = _size(self._folder / file.name) // _STAMP.size * _STAMP.size
             begin = max(0, end - _BLOCK // _STAMP.size * _STAMP.size)
@@ -388,15 +389,15 @@ def _merged_tail(readers: Sequence[_Reader], last: int | None, *, final: bool) -
 
 
 def _keyed(number: int, reader: _Reader, *, final: bool) -> Iterator[tuple[float, int, LogLine]]:
-    """Yield the lines with keys that never compare lines themselves; one whose clock went back comes at once, in its order."""
+    """Yield the lines with keys, so that lines are never compared. A line after a clock jump is yielded at once, in order."""
     for line in reader.lines(final=final):
         yield line.time or 0.0, number, line
 
 
 def _tail_start(source: LogSource, last: int | None, keep: Keep | None, most_bytes: int = sys.maxsize) -> int:
-    """Return an offset from which the last lines of an attempt are there, each from its beginning.
+    """Return an offset after which the requested number of lines is complete.
 
-    More and more of the end is read, until that is so; no more than ``most_bytes``.
+    It reads larger and larger parts of the end, but no more than ``most_bytes``.
     """
     if last is None:
         return 0
@@ -406,7 +407,7 @@ def _tail_start(source: LogSource, last: int | None, keep: Keep | None, most_byt
         reader, count = _Reader(source, start, keep), 0
         for _, is_whole in reader.measured(final=False, at_once=True):
             count = count + 1 if is_whole else 0
-        # A line that has not ended is still to come, also when none is asked for.
+        # A line that has not ended will be yielded later, even if no existing line is requested.
         if count >= max(last, 1) and not reader.has_torn_line():
             return start
         window *= _WIDER
@@ -421,7 +422,7 @@ def _cut(text: str) -> str:
 
 
 def _shown(raw: bytes) -> str:
-    """Return what a terminal shows of a line in the end."""
+    """Return the line as a terminal would finally show it."""
     text = raw.decode("utf-8", "replace")
     if "\r" not in text:
         return text
@@ -429,7 +430,7 @@ def _shown(raw: bytes) -> str:
     if not parts:
         return ""
     if "\x1b" in text:
-        # With escape sequences, lengths say nothing: the last state is the whole line.
+        # With escape sequences, lengths are meaningless: take the last state as the whole line.
         return parts[-1].removeprefix("\x1b[K").removeprefix("\x1b[2K")
     line = ""
     for part in parts:
@@ -438,7 +439,7 @@ def _shown(raw: bytes) -> str:
 
 
 def _changed_at(folder: Path) -> int:
-    """Return when files came to a directory or left it, in nanoseconds."""
+    """Return when a file was last added to a directory or removed from it, in nanoseconds."""
     try:
         return os.stat(folder).st_mtime_ns
     except FileNotFoundError:
@@ -453,7 +454,7 @@ def _size(path: Path) -> int:
 
 
 def _read(path: Path, offset: int, count: int) -> bytes:
-    """Read a piece; nothing is kept open, because there may be thousands of tasks. Empty when the file is gone."""
+    """Read a piece of a file; empty if it is gone. No file is kept open, because there may be thousands of tasks."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

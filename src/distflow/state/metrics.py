@@ -1,8 +1,8 @@
-"""Metrics: what programs say of themselves on lines of JSON in their output, read back from the mirrored logs. Pure.
+"""Metrics that programs print as lines of JSON, read from the mirrored logs. Pure.
 
-A line counts when it is a JSON object with a whole number ``step``: ``{"step": 3, "loss": 0.5, "rank": 0}``, as
-``distflow.train.report`` prints it and as any program may. All other output is passed over. A launcher's prefix such as
-``[default0]:`` (torchrun's ``--tee``) may stand before it.
+A line counts if it is a JSON object with a whole number ``step``: ``{"step": 3, "loss": 0.5, "rank": 0}``. Such lines are
+printed by ``distflow.train.report``, and any program may print them. All other output is ignored. A launcher's prefix such as
+``[default0]:`` (torchrun's ``--tee``) may precede the object.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from distflow.state.logs import LogLine
 __all__ = ["Latest", "Metric", "Scalar", "latest", "number", "parse_metric", "read_metrics"]
 
 Scalar = str | int | float | bool | None
-"""What a metric may be."""
+"""The possible values of a metric."""
 
 _LONGEST = 16 << 10
 _MOST_VALUES = 64
 _LONGEST_TEXT = 200
 _MOST_WHOLE = 1 << 53
-"""Larger whole numbers are not exact as floats: as values they become texts, as steps they do not count."""
+"""Larger whole numbers are not exact as floats: values become texts, and steps are ignored."""
 _PREFIX = re.compile(r"\[[\w ./-]{1,64}\]:?\s*")
 
 
@@ -34,17 +34,17 @@ class Metric:
     task: str
     attempt: int
     rank: int | None
-    """``None`` when the line does not say."""
+    """``None`` if the line does not name it."""
     step: int
     values: Mapping[str, Scalar]
-    """Without ``step`` and ``rank``; NaN and infinities are texts, as JSON has no word for them."""
+    """Without ``step`` and ``rank``. NaN and infinities are texts, because JSON cannot represent them."""
     time: float | None
-    """Seconds since the epoch by the node's clock; ``None`` when the node could not note it."""
+    """Seconds since the epoch by the node's clock; ``None`` if the node could not record it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Latest:
-    """What one rank of a task said last."""
+    """The latest metrics of one rank of a task."""
 
     task: str
     attempt: int
@@ -55,7 +55,7 @@ class Latest:
     """The latest value of each name; some may be older than ``step``."""
 
     def take(self, metric: Metric) -> None:
-        """Take over what a later line says; beyond some hundred names only known ones."""
+        """Update with a later line; after some hundred names, new names are ignored."""
         self.step, self.time = metric.step, metric.time
         for name, value in metric.values.items():
             if name in self.values or len(self.values) < 4 * _MOST_VALUES:
@@ -63,9 +63,9 @@ class Latest:
 
 
 def parse_metric(text: str) -> tuple[int, int | None, dict[str, Scalar]] | None:
-    """Return step, rank and values of a line, or ``None`` when it is no metric.
+    """Return step, rank and values of a line, or ``None`` if it is not a metric.
 
-    Values that are lists or objects are left out, long texts are cut, and of more than 64 values the first ones are taken.
+    Lists and objects are left out, long texts are cut, and only the first 64 values are kept.
 
     >>> parse_metric('{"step": 3, "loss": 0.5, "rank": 1}')
     (3, 1, {'loss': 0.5})
@@ -94,7 +94,7 @@ def parse_metric(text: str) -> tuple[int, int | None, dict[str, Scalar]] | None:
 
 
 def read_metrics(lines: Iterable[LogLine], *, rank: int | None = None) -> Iterator[Metric]:
-    """Yield the metrics among the lines of logs, in their order; with ``rank``, that one's only."""
+    """Yield the metrics in the lines of logs, in their order; with ``rank``, only those of that rank."""
     for line in lines:
         found = parse_metric(line.text)
         if found is None:
@@ -106,9 +106,9 @@ def read_metrics(lines: Iterable[LogLine], *, rank: int | None = None) -> Iterat
 
 
 def latest(metrics: Iterable[Metric]) -> list[Latest]:
-    """Return what each rank of each task said last, tasks in the order of their first line, ranks by number.
+    """Return the latest metrics of each rank of each task, tasks in the order of their first line, ranks by number.
 
-    Attempts must come in their order: with the first line of a later one, what the ranks of an earlier one said is past.
+    Attempts must come in order: the first line of a later attempt discards the metrics of the earlier one.
     """
     tasks: dict[str, dict[int | None, Latest]] = {}
     attempts: dict[str, int] = {}
@@ -126,7 +126,7 @@ def latest(metrics: Iterable[Metric]) -> list[Latest]:
 
 
 def number(value: Scalar) -> float | None:
-    """Return a value as a finite number, or ``None`` when it is none: a text, NaN, an infinity."""
+    """Return a value as a finite number, or ``None`` for a text, NaN or an infinity."""
     return float(value) if isinstance(value, int | float) else None
 
 

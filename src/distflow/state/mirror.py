@@ -1,11 +1,11 @@
 """The mirrored logs: a copy of each attempt's output on this machine, file by file and byte by byte.
 
 ``<logs>/<workflow uuid>/<group>/<task>/<attempt>/`` holds the files of ``runtime.files.log_files`` as the node wrote them
-(``docs/agent-protocol.md``): ``output.log`` (raw bytes), later segments of it, and for each an index of little-endian records
-``<dQ``: seconds since the epoch, and the source above 48 bits of the offset of the first byte. It also holds ``heartbeat``,
-empty, whose time is that of the attempt's last one, by our clock.
+(``docs/agent-protocol.md``): ``output.log`` (raw bytes), its later segments, and an index for each. An index has little-endian
+records ``<dQ``: seconds since the epoch, and the offset of the first byte with the source above its 48 bits. The empty file
+``heartbeat`` has the time of the attempt's last heartbeat, by the supervisor's clock.
 
-A reserve of the disk is never filled with output, so that the store can still be written.
+Output never fills a reserve of the disk, so that the store can still be written.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["LAST_LINES", "Mirror"]
 HEARTBEAT = "heartbeat"
 
 LAST_LINES = 2000
-"""How many lines a first cause is looked for in: eight ranks may print tracebacks with C++ frames before torchrun's report."""
+"""Lines searched for a first cause: eight ranks may print tracebacks with C++ frames before torchrun's report."""
 
 _LINE_BYTES = 128
-"""Of each line that is asked for, on average; longer lines make fewer."""
+"""The assumed average length of a requested line; if lines are longer, fewer are returned."""
 _LEAST_TAIL_BYTES = 16384
 
 
@@ -38,16 +38,16 @@ class Mirror:
     """Reads and writes the mirrored logs below one directory."""
 
     def __init__(self, root: Path, now: Callable[[], float] | None = None) -> None:
-        """Use ``root``, which may not exist yet. What ``write`` wrote gets the time that ``now`` tells, if that is given."""
+        """Use ``root``, which may not exist yet. If ``now`` is given, files that ``write`` changes get its time."""
         self.root = root
         self._now = now
 
     def folder(self, workflow: str, group: str, task: str, attempt: int) -> Path:
-        """Return where the logs of an attempt lie."""
+        """Return the directory of an attempt's logs."""
         return self.root / attempt_name(workflow, group, task, attempt)
 
     def reached(self, attempt: str, kind: str) -> tuple[str, int]:
-        """Return the newest file of a kind (``log``, ``idx``) of an attempt, and how many bytes of it are here."""
+        """Return the newest file of a kind (``log``, ``idx``) of an attempt, and the number of its bytes that are here."""
         folder = self.root / attempt
         newest = (log_files.segments(str(folder), kind) or [log_files.Segment(0, 0, kind)])[-1].name
         try:
@@ -56,14 +56,14 @@ class Mirror:
             return newest, 0
 
     def has_room(self) -> bool:
-        """Return whether output may be written: the reserve of the disk is not touched."""
+        """Return whether output may be written without using the reserve of the disk."""
         return reserve_bytes(str(self.root))[0] <= 0
 
     def write(self, attempt: str, file: str, offset: int, data: bytes) -> None:
-        """Put ``data`` where it stood on the node, and drop what the node no longer keeps.
+        """Write ``data`` at its offset on the node, and remove segments that the node no longer keeps.
 
-        Raises ``OSError`` when this disk does not take it, ``ValueError`` for a name that is not one of the output's files, and
-        for data behind a gap: the sparse file would take readers of the output days.
+        Raises ``OSError`` if this disk cannot store it. Raises ``ValueError`` for a name that is not one of the output's files,
+        and for data after a gap, because reading a sparse file could take days.
         """
         segment = log_files.parse(file)
         if segment is None:
@@ -94,7 +94,7 @@ class Mirror:
                 (path.parent / old.name).unlink(missing_ok=True)
 
     def beat(self, attempt: str, at: float) -> None:
-        """Take note that an attempt touched its heartbeat at ``at`` (seconds since the epoch); a full disk forgets it."""
+        """Record that an attempt touched its heartbeat at ``at`` (seconds since the epoch); ignored if the disk is full."""
         path = self.root / attempt / HEARTBEAT
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -102,9 +102,9 @@ class Mirror:
             os.utime(path, (at, at))
 
     def alive_at(self, workflow: str, group: str, task: str, attempt: int) -> float | None:
-        """Return when output of an attempt came here last, or it touched its heartbeat (seconds since the epoch).
+        """Return when an attempt's output last arrived or its heartbeat was last touched (seconds since the epoch).
 
-        ``None`` when neither was.
+        Returns ``None`` if neither has happened.
         """
         times = []
         for name in (HEARTBEAT, self.reached(attempt_name(workflow, group, task, attempt), "log")[0]):
@@ -113,9 +113,9 @@ class Mirror:
         return max(times, default=None)
 
     def last_lines(self, workflow: str, group: str, task: str, attempt: int, count: int) -> tuple[str, ...]:
-        """Return the last lines that an attempt printed, as far as they are here; fewer when they are very long.
+        """Return the last mirrored lines of an attempt's output; fewer if they are very long.
 
-        Those of a rank whose output is kept apart are ``RankText``.
+        The lines of a rank with a separate output are ``RankText``.
         """
         source = LogSource(task, attempt, self.folder(workflow, group, task, attempt))
         lines = end_lines(source, count, most_bytes=max(_LEAST_TAIL_BYTES, count * _LINE_BYTES))

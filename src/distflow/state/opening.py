@@ -1,6 +1,6 @@
-"""Opening the store's file: for reading and writing, or where it cannot be written, as a copy that answers all the same.
+"""Open the store's file for reading and writing. If it cannot be written, open a copy that can be read.
 
-And what to do with a file that SQLite cannot read any more: it is kept aside, never removed.
+This module also moves a file that SQLite cannot read out of the way. It never removes one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["alone", "connect", "copy_to_read", "is_broken", "is_damage", "is_read_only", "set_aside", "state_error"]
 
 _BESIDE = ("", "-wal")
-"""The file itself, and what was written to it last; SQLite makes the third one, ``-shm``, anew."""
+"""The file itself, and the latest writes to it; SQLite creates the third file, ``-shm``, again."""
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Return a connection to the file, which is made when it is not there."""
+    """Return a connection to the file, which is created if it does not exist."""
     if not path.exists():
         # SQLite would create it with the umask's mode.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -35,13 +35,13 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def is_read_only(path: Path) -> bool:
-    """Return whether the file is there and cannot be written: its disk is read-only, or it is somebody else's."""
+    """Return whether the file exists but cannot be written: its disk is read-only, or another user owns it."""
     return path.exists() and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK | os.X_OK))
 
 
 def copy_to_read(path: Path) -> TemporaryDirectory[str]:
-    """Copy the file, with what was written to it last, into a directory of its own: SQLite does not read without writing."""
-    import shutil  # noqa: PLC0415  these two are needed here only, and slow every other start
+    """Copy the file and its latest writes to a temporary directory, because SQLite cannot read without writing."""
+    import shutil  # noqa: PLC0415  these two are needed only here, and would slow down every other start
     import tempfile  # noqa: PLC0415
 
     try:
@@ -59,7 +59,7 @@ def copy_to_read(path: Path) -> TemporaryDirectory[str]:
 
 
 def state_error(path: Path, error: Exception) -> StateError:
-    """Say what is wrong with the file, and what to do."""
+    """Return an error that says what is wrong with the file, and what to do."""
     if is_damage(error):
         return StoreBroken(
             f"{path} is damaged and cannot be read: {error}",
@@ -78,12 +78,12 @@ def state_error(path: Path, error: Exception) -> StateError:
 
 
 def is_damage(error: Exception) -> bool:
-    """Return whether SQLite says that the content is wrong: what is locked, full or forbidden are errors of other classes."""
+    """Return whether SQLite reports damaged content; a locked, full or forbidden file has another class of error."""
     return type(error) is sqlite3.DatabaseError
 
 
 def is_broken(path: Path) -> bool:
-    """Return whether SQLite can open the file and not read it; never of a file that is locked, or not ours to read."""
+    """Return whether SQLite can open the file but not read it; False for a file that is locked or not readable by this user."""
     try:
         with path.open("rb"):
             pass
@@ -99,9 +99,9 @@ def is_broken(path: Path) -> bool:
 
 
 def set_aside(path: Path, day: str) -> Path | None:
-    """Move a damaged file out of the way, as ``<name>.broken-<day>``, and return where it is now; ``None``: it is not damaged.
+    """Rename a damaged file to ``<name>.broken-<day>`` and return its new path; ``None`` if it is not damaged.
 
-    Nobody may be at work with it. Raises ``OSError``.
+    No process may be using the file. Raises ``OSError``.
     """
     with alone(path.parent):
         if not path.exists() or is_read_only(path) or not is_broken(path):
@@ -110,7 +110,7 @@ def set_aside(path: Path, day: str) -> Path | None:
         while target.exists():
             number += 1
             target = Path(f"{path}.broken-{day}-{number}")
-        # The file last: as long as it is there, whoever comes after a crash in between does all of this again.
+        # The file is renamed last: if a crash happens in between, the next process does all of this again.
         for ending in reversed(_BESIDE):
             with contextlib.suppress(FileNotFoundError):
                 os.rename(f"{path}{ending}", f"{target}{ending}")
@@ -120,7 +120,7 @@ def set_aside(path: Path, day: str) -> Path | None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time open the store: while another turns a new file to WAL, SQLite refuses without waiting."""
+    """Let one process at a time open the store: while one converts a new file to WAL, SQLite refuses others without waiting."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""What this user prefers on this machine: the pool that is meant when none is named."""
+"""This user's preferences on this machine: the pool that is used if none is named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["read_pool", "write_pool"]
 
 
 def read_pool(file: Path) -> str | None:
-    """Return the preferred pool; ``None`` when nothing was said. Raises ``StateError``."""
+    """Return the preferred pool; ``None`` if there is no preference. Raises ``StateError``."""
     try:
         with state_errors(file):
             found = json.loads(file.read_text()).get("pool")
@@ -29,7 +29,7 @@ def read_pool(file: Path) -> str | None:
 
 
 def write_pool(file: Path, pool: str | None) -> None:
-    """Prefer a pool from now on, or none. Raises ``StateError``."""
+    """Store the preferred pool, or that there is none. Raises ``StateError``."""
     with state_errors(file):
         handle, new = tempfile.mkstemp(dir=file.parent, prefix=".profile-")
         try:

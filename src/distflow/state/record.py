@@ -1,4 +1,4 @@
-"""Frozen records of workflows, groups and tasks: what the supervisor decides on and the command line shows.
+"""Frozen records of workflows, groups and tasks: the input of the supervisor's decisions and of the command line's output.
 
 Times are seconds since the epoch (UTC). Records are replaced, never changed.
 """
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Priority(str, Enum):
-    """Which of the gangs that wait for a pool goes first; one that runs gives way to none."""
+    """The order of the gangs that wait for a pool; a running gang is never preempted."""
 
     HIGH = "HIGH"
     NORMAL = "NORMAL"
@@ -51,7 +51,7 @@ class Priority(str, Enum):
 
     @property
     def turn(self) -> int:
-        """What the queue sorts by: the smaller goes first."""
+        """The sort key of the queue: smaller values go first."""
         return _TURNS[self]
 
 
@@ -59,45 +59,45 @@ _TURNS = {priority: turn for turn, priority in enumerate(Priority)}
 
 
 class Stray(str, Enum):
-    """What is known of an attempt that was given up and may still run on a node that cannot be reached."""
+    """The state of an attempt that was given up and may still run on an unreachable node."""
 
     OUT_OF_REACH = "out_of_reach"
     STOPPING = "stopping"
-    """The node is back and was told to stop it."""
+    """The node is back and was asked to stop it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Files on their way to a node."""
+    """The progress of files that are sent to a node, or of a task's output."""
 
     sent: int
-    """Bytes that are there."""
+    """Bytes that have arrived."""
     total: int
     bytes_per_s: float
     at: float
-    """When that was so."""
+    """When this progress was reported."""
     output: str = ""
-    """Of a task's output: what is done with it (``packs``, ``sends``, ``writes``); empty for files that it receives."""
+    """For a task's output: the current step (``packs``, ``sends``, ``writes``). Empty for files that the task receives."""
     url: str = ""
-    """Between this machine and a URL: that, as it may be shown."""
+    """For a transfer between this machine and a URL: the URL without secrets."""
     image: str = ""
-    """The container image that is being pulled; nobody knows how many bytes."""
+    """The container image that is being pulled; its size is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What became of a task's output that other groups take."""
+    """The outcome of collecting a task's output for other groups."""
 
     at: float
     digest: str = ""
     """SHA-256 of the archive in the blob store."""
     size: int = 0
     error: str = ""
-    """Why it will never be here; then there is no archive."""
+    """Why it will never be here; there is then no archive."""
 
 
 class DataKind(str, Enum):
-    """What is done with data at a URL."""
+    """The kinds of transfers between distflow and a URL."""
 
     FETCH = "fetch"
     """An input is fetched, or looked up for its nodes to fetch."""
@@ -113,10 +113,10 @@ class DataRef:
 
     kind: DataKind = DataKind.FETCH
     number: int = 0
-    """Counted from 0: over the group's different inputs, or over the task's outputs or checkpoints."""
+    """Counted from 0 over the group's different inputs, or over the task's outputs or checkpoints."""
 
     def __str__(self) -> str:
-        """Return a short text such as ``fetch/0``, which also stands in names of directories and marks of transfers."""
+        """Return a short text such as ``fetch/0``, which is also used in names of directories and marks of transfers."""
         return f"{self.kind.value}/{self.number}"
 
 
@@ -126,37 +126,37 @@ class Carried:
 
     data: DataRef = DataRef()
     is_relayed: bool = False
-    """Only notes, with the reason in ``error``, that no node can do it, so that the data passes through this machine."""
+    """Whether this only notes that nodes cannot transfer the data, for the reason in ``error``, so this machine relays it."""
     op: str = ""
-    """How older distflows wrote ``data`` and ``is_relayed``, such as ``relay/fetch/0``; empty otherwise."""
+    """``data`` and ``is_relayed`` in the form of older versions, such as ``relay/fetch/0``; empty otherwise."""
     task: str
     at: float
     since: float | None = None
-    """When the transfer began, or began anew after it broke off; ``None`` where nobody noted it."""
+    """When the transfer began, or began again after it broke off; ``None`` if that was not recorded."""
     url: str
-    """As it may be shown."""
+    """The URL without secrets."""
     regex: str = ""
     digest: str = ""
-    """Of an input: SHA-256 of its archive in the blob store."""
+    """For an input: the SHA-256 of its archive in the blob store."""
     size: int = 0
-    """Of an input: bytes of that archive."""
+    """For an input: the size of that archive in bytes."""
     files: int = 0
     content: int = 0
-    """Bytes of the files."""
+    """The size of the files in bytes."""
     error: str = ""
-    """Why it was not done."""
+    """Why it failed."""
     is_direct: bool = False
-    """Of an input: it was only looked up; every node fetches it for itself."""
+    """For an input: whether it was only looked up, so that every node fetches it itself."""
     dataset: str = ""
-    """Of such an input: with the version that was the latest then."""
+    """For an input from a dataset: its name with the version that was the latest at that time."""
 
     @property
     def is_written(self) -> bool:
-        """Whether it is an output that was written, or could not be."""
+        """Whether it is an output that was written or could not be."""
         return self.data.kind is DataKind.WRITE and not self.is_relayed
 
     def __post_init__(self) -> None:
-        """Read what an older distflow wrote."""
+        """Convert a record of an older version of distflow."""
         if not self.op:
             return
         *relay, kind, number = self.op.split("/")
@@ -167,21 +167,21 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfReach:
-    """A node that does not answer at present; what runs there may still run."""
+    """A node that does not answer at present; its tasks may still run."""
 
     since: float
     error: str
-    """Why, as it was seen last, and what to do about it."""
+    """The last known reason, and what to do about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A node was asked for a lease and said no."""
+    """A node refused a lease."""
 
     node: str
     message: str
     until: float
-    """It is not asked again before."""
+    """The node is not asked again before this time."""
     times: int
 
 
@@ -190,9 +190,9 @@ class HiddenFailure:
     """Ranks that failed although their task's command ended with code 0."""
 
     detail: str
-    """One line: the exception, or how torchrun reports the rank's end."""
+    """One line: the exception, or torchrun's report of the rank's end."""
     have_met: bool
-    """They may have met the other ranks before, which then need not be waiting for them."""
+    """Whether they may have met the other ranks before, which then need not be waiting for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,46 +202,46 @@ class TaskRecord:
     name: str
     lead: bool = False
     attempt: int = 0
-    """Counted from 0, as OSMO's ``retry_id``."""
+    """Counted from 0, like OSMO's ``retry_id``."""
     state: State = State.WAITING
     reason: Reason | None = None
     message: str = ""
-    """One sentence about why it ended so; may be empty."""
+    """One sentence about the reason of its end; may be empty."""
     ranks: str = ""
     """Its global ranks, such as ``8-15``; empty without a world."""
     node: str | None = None
     gpu_ids: tuple[int, ...] = ()
     out_of_reach: OutOfReach | None = None
-    """Its node, while nobody gets through to it; not kept up once the task has ended."""
+    """Set while its node is unreachable; not updated after the task has ended."""
     prepared: bool = False
-    """Its node has everything that the start needs."""
+    """Whether its node has everything that the start needs."""
     transfer: Transfer | None = None
-    """How far its files are, while they are on their way to the node."""
+    """The progress of its files or its output, while they are transferred."""
     pid: int | None = None
     started_at: float | None = None
     ended_at: float | None = None
     end: End | None = None
     is_output_checked: bool = False
-    """Its command ended with code 0, and its output was searched for a failure of its ranks."""
+    """Whether its command ended with code 0 and its output was searched for a failure of its ranks."""
     hidden_failure: HiddenFailure | None = None
-    """What was found there."""
+    """The failure that was found there."""
     log_complete: bool = False
-    """All of its output is mirrored here, or it is known that the rest never will be."""
+    """Whether all of its output is mirrored here, or the rest is known to be lost."""
     stray: Stray | None = None
-    """Set when it was given up while it may still run: its node was unreachable for too long."""
+    """Set if it was given up while it may still run, because its node was unreachable for too long."""
     grace_s: float | None = None
-    """What its stop gave it between TERM and KILL; ``None`` before its node has said so."""
+    """The seconds between TERM and KILL of its stop; ``None`` before its node has reported them."""
     outputs: tuple[str, ...] = ()
     saved: Saved | None = None
-    """Its output, once it was fetched for the groups that take it."""
+    """Its output, after it was fetched for the groups that use it."""
     output_dir: str | None = None
-    """Where its ``{{output}}`` lies on the node."""
+    """The directory of its ``{{output}}`` on the node."""
 
     @property
     def exit_code(self) -> int | None:
-        """Its code in OSMO's ranges: the command's own where the reason has none, as of a task that was stopped.
+        """Its code in OSMO's ranges. If its reason has no code there, as for a stopped task, it is the command's own code.
 
-        ``None`` while it has not ended, and when its command has not run.
+        ``None`` before it has ended, and if its command has not run.
         """
         if self.end is not None and self.end.is_success:
             return 0
@@ -263,24 +263,24 @@ class Checkpoint:
 
     task: str
     number: int
-    """Which entry of the task's ``checkpoint`` it is, counted from 0."""
+    """The index of the task's ``checkpoint`` entry, counted from 0."""
     attempt: int = 0
-    """Of which attempt."""
+    """The attempt that it was taken from."""
     at: float = 0.0
-    """When it was taken last, or written, or when that failed."""
+    """When it was last taken or written, or when that failed."""
     digest: str = ""
-    """SHA-256 of the last whole archive in the blob store; empty when there was nothing yet."""
+    """SHA-256 of the last complete archive in the blob store; empty if there was none yet."""
     size: int = 0
     is_new: bool = False
-    """It is still to be written to its URL."""
+    """Whether it must still be written to its URL."""
     is_last: bool = False
-    """It was taken after the task had ended."""
+    """Whether it was taken after the task had ended."""
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The workflow in which a group ran that a later one did not run again."""
+    """The earlier workflow in which a group ran that its restart did not run again."""
 
     uuid: str
     id: str
@@ -288,23 +288,23 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """One group of a workflow: the latest attempt of its tasks, and those before."""
+    """One group of a workflow: the latest attempt of its tasks, and the earlier ones."""
 
     name: str
     tasks: tuple[TaskRecord, ...]
     state: State = State.WAITING
     reason: Reason | None = None
     message: str = ""
-    """What it waits for, or why it ended so."""
+    """What it waits for, or why it ended."""
     cause: Cause | None = None
     attempt: int = 0
     earlier: tuple[TaskRecord, ...] = ()
-    """The attempts before this one, oldest first: all are RESCHEDULED."""
+    """The earlier attempts, oldest first; all are RESCHEDULED."""
     earlier_causes: tuple[Cause, ...] = ()
-    """Why each of them ended."""
+    """The cause of the end of each earlier attempt."""
     checkpoints: tuple[Checkpoint, ...] = ()
     kept: Kept | None = None
-    """Set when it did not run here: it had completed in an earlier workflow, which this one restarts."""
+    """Set if it did not run in this workflow, because it had completed in the workflow that this one restarts."""
     upstream: tuple[str, ...] = ()
     """Groups that must have completed before it is queued."""
     binding: Binding | None = None
@@ -314,27 +314,27 @@ class GroupRecord:
     stopping_at: float | None = None
     ended_at: float | None = None
     silent_since: float | None = None
-    """When its tasks printed last, once that is longer ago than ``hang_timeout``; ``None`` while they make progress."""
+    """When its tasks last printed something, if that is longer ago than ``hang_timeout``; otherwise ``None``."""
     stop_reason: Reason | None = None
-    """Why it is being stopped, while it is."""
+    """Why it is being stopped; ``None`` at other times."""
     withdrawing: bool = False
-    """INITIALIZING, but on its way back to the queue: its leases are being given back."""
+    """Whether it is INITIALIZING but on its way back to the queue, while its leases are given back."""
     not_before: float = 0.0
-    """No new try for nodes before this time."""
+    """It does not try to lease nodes before this time."""
     carried: tuple[Carried, ...] = ()
-    """Its data at URLs that was fetched or written, or never will be."""
+    """Its finished transfers of data at URLs, including failed ones."""
     resting_until: float = 0.0
-    """It was rescheduled: until then it does not stand in its pool's queue."""
+    """For a rescheduled group: it does not enter its pool's queue before this time."""
     refusals: tuple[Refusal, ...] = ()
-    """Of the nodes that were asked for a lease and said no."""
+    """The nodes that refused a lease."""
     waits_for: str = ""
-    """What it waited for last while it stood in the queue."""
+    """What it last waited for in the queue."""
     announced: tuple[str, ...] = ()
-    """What it waited for while it stood in the queue, as far as events tell it."""
+    """The reasons for waiting in the queue that events have reported."""
     announced_for: tuple[int, float | None] = (0, None)
-    """The attempt and ``scheduling_at`` that ``announced`` is about."""
+    """The attempt and ``scheduling_at`` that ``announced`` belongs to."""
     left_out: tuple[str, ...] = ()
-    """Tasks that this attempt runs without, as there was no room for them; they do not stand in ``tasks``."""
+    """Tasks that this attempt runs without, because there was no room for them; ``tasks`` does not contain them."""
 
     @property
     def status(self) -> str:
@@ -342,14 +342,14 @@ class GroupRecord:
         return status_of(self.state, self.reason)
 
     def moving(self, task: TaskRecord) -> Transfer | None:
-        """Return what is on its way for a task of it at present: data before it runs, or its output after it has ended."""
+        """Return the current transfer of a task: data before the task runs, or its output after it has ended."""
         if self.state.is_final or task.transfer is None:
             return None
         is_now = task.state.is_final if task.transfer.output else task.state in (State.WAITING, State.INITIALIZING)
         return task.transfer if is_now else None
 
     def task(self, name: str) -> TaskRecord:
-        """Return one task."""
+        """Return the latest attempt of a task."""
         return next(task for task in self.tasks if task.name == name)
 
     def with_task(self, task: TaskRecord) -> GroupRecord:
@@ -362,7 +362,7 @@ class GroupRecord:
         return replace(self, tasks=put(self.tasks), earlier=put(self.earlier))
 
     def checkpoint(self, task: str, number: int) -> Checkpoint | None:
-        """Return the last checkpoint of a task's directory; ``None`` when none was ever taken."""
+        """Return the last checkpoint of a task's directory; ``None`` if none was taken."""
         return next((one for one in self.checkpoints if (one.task, one.number) == (task, number)), None)
 
     def with_checkpoint(self, taken: Checkpoint) -> GroupRecord:
@@ -372,29 +372,29 @@ class GroupRecord:
 
     @property
     def attempts(self) -> tuple[TaskRecord, ...]:
-        """Every attempt of every task: task by task, the latest first; then those of tasks that this one runs without."""
+        """All attempts, task by task, the latest first; then those of tasks that the current attempt runs without."""
         found: dict[str, list[TaskRecord]] = {task.name: [task] for task in self.tasks}
         for old in reversed(self.earlier):
             found.setdefault(old.name, []).append(old)
         return tuple(one for attempts in found.values() for one in attempts)
 
     def find(self, name: str, attempt: int) -> TaskRecord | None:
-        """Return one attempt of a task; ``None`` when there is none of that number."""
+        """Return one attempt of a task; ``None`` if there is none with that number."""
         return next((task for task in self.attempts if (task.name, task.attempt) == (name, attempt)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequest:
-    """A person asked for the end of a workflow."""
+    """A user's request to cancel a workflow."""
 
     at: float
     by: str
     message: str = ""
     force: bool = False
-    """Skip the grace between TERM and KILL."""
+    """Skip the grace period between TERM and KILL."""
 
     def after(self, first: CancelRequest) -> CancelRequest:
-        """Return what holds when this is asked after the first: it takes no force back, and no wait begins anew."""
+        """Return this request combined with an earlier one: it keeps the earlier time, and force is never taken back."""
         return replace(self, at=first.at, force=first.force or self.force)
 
 
@@ -403,15 +403,15 @@ class WorkflowRecord:
     """One submission of a spec."""
 
     uuid: str
-    """Names its directories on the nodes."""
+    """The name of its directories on the nodes."""
     id: str
-    """What people call it: ``<name>-<n>``."""
+    """The name for users: ``<name>-<n>``."""
     name: str
     number: int
     user: str
     pool: str
     pool_key: str
-    """Tells pools of one name but with other settings apart; all workflows with one key share one set of nodes."""
+    """Distinguishes pools that have the same name but other settings. All workflows with one key share one set of nodes."""
     submitted_at: float
     state: WorkflowState = WorkflowState.PENDING
     reason: Reason | None = None
@@ -419,15 +419,15 @@ class WorkflowRecord:
     ended_at: float | None = None
     cancel: CancelRequest | None = None
     groups: tuple[GroupRecord, ...] = ()
-    """Empty where only the workflow itself was asked for."""
+    """Empty if only the workflow itself was loaded."""
     warnings: tuple[str, ...] = ()
     priority: Priority = Priority.NORMAL
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Given at submission, and never changed."""
+    """Set at submission, and never changed."""
     parent: str | None = None
-    """Id of the workflow that this one restarts."""
+    """The id of the workflow that this one restarts."""
     tags: tuple[str, ...] = ()
-    """Put on and taken off at any time; sorted."""
+    """Can be added and removed at any time; sorted."""
 
     @property
     def status(self) -> str:
@@ -445,13 +445,13 @@ class WorkflowRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened, as the store remembers it."""
+    """Something that happened, as the store records it."""
 
     at: float
     workflow: str
     """The workflow's uuid."""
     details: EventDetails
-    """What happened."""
+    """The kind of event, with its fields."""
     group: str | None = None
     task: str | None = None
     attempt: int | None = None
@@ -460,17 +460,17 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """A word to filter by: ``submitted``, ``state``, ``node``, ``cancel``."""
+        """A category for filters: ``submitted``, ``state``, ``node``, ``cancel``."""
         return self.details.kind
 
     @property
     def code(self) -> str | None:
-        """What it means to a program; ``None`` for a message to people alone."""
+        """The code for programs; ``None`` for a message that is only for people."""
         return self.details.code
 
     @property
     def text(self) -> str:
-        """The sentence for people. No program may depend on it."""
+        """The sentence for people. Programs must not depend on it."""
         from distflow.state.event_text import event_text  # noqa: PLC0415  most commands show no events
 
         return event_text(self.details, group=self.group, task=self.task)

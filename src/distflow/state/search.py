@@ -1,4 +1,4 @@
-"""Which workflows a reader asks for: the filters of ``list``, and what they are in SQL. Pure."""
+"""The filters of ``list``, and their SQL. Pure."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _PARTS = r"\(([^)]*)\)|([^(]+)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What must hold for a workflow to be found; whatever is empty holds for all."""
+    """The conditions for a workflow to be found; empty ones hold for all workflows."""
 
     ends: Sequence[tuple[WorkflowState, Reason | None]] | None = None
-    """Pairs of state and reason, any of which matches: of none, no workflow; ``None``: all do."""
+    """Pairs of state and reason, one of which must match: an empty list matches no workflow, ``None`` matches all."""
     name: str | None = None
     """A part of the id."""
     users: Sequence[str] = ()
     pools: Sequence[str] = ()
     priorities: Sequence[Priority] = ()
     tags: Sequence[str] = ()
-    """Any of which it has."""
+    """Tags, one of which the workflow has."""
     labels: Sequence[tuple[str, str]] = ()
     """Keys and selectors (``label_globs``), all of which match."""
     without_labels: Sequence[str] = ()
-    """Keys, none of which it has."""
+    """Keys of labels, none of which the workflow has."""
     submitted_after: float | None = None
-    """This instant or later."""
+    """Submitted at this instant or later."""
     submitted_before: float | None = None
-    """Before this instant."""
+    """Submitted before this instant."""
     unfinished: bool = False
-    """Only those that a supervisor still has work with."""
+    """Whether to find only workflows that a supervisor still has work for."""
 
 
 def label_globs(selector: str) -> tuple[str, ...]:
-    """Return the patterns of a label selector, any of which may match: ``*`` is any run, ``(a|b)`` one of several.
+    """Return the patterns of a label selector, one of which must match. ``*`` matches any text, ``(a|b)`` one of several.
 
-    Raises ``ValueError`` for what is no selector.
+    Raises ``ValueError`` if the selector is not valid.
 
     >>> label_globs("(train|eval)-*")
     ('train-*', 'eval-*')
@@ -63,7 +63,7 @@ def label_globs(selector: str) -> tuple[str, ...]:
 
 
 def where(search: Search) -> tuple[str, list[object]]:
-    """Return the condition of a search over the table ``workflows``, and its values."""
+    """Return the SQL condition of a search over the table ``workflows``, and its values."""
     parts, values = ["1"], list[object]()
 
     def add(part: str, *more: object) -> None:

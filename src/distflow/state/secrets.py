@@ -1,4 +1,4 @@
-"""Values of ``--set-env`` and of credentials: one file of mode 0600 per workflow, apart from the store, gone at its end."""
+"""Values of ``--set-env`` and of credentials: one file of mode 0600 per workflow, outside the store, removed at its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _BEING_SUBMITTED_S = 3600.0
 _KEY = "gang.key"
 _KEY_BYTES = 32
 _RECORD = b"record\0"
-"""Nodes know the tokens of their gangs; none of these can be the signature of a record, which begins otherwise."""
+"""The prefix of signed records. Nodes know the tokens of their gangs, but no token can be the signature of a record."""
 
 
 def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) -> None:
-    """Keep the secrets of a workflow (uuid); nothing is written when there are none."""
+    """Store the secrets of a workflow (uuid); without secrets, nothing is written."""
     if not secrets:
         return
     text = json.dumps({name: secret.reveal() for name, secret in secrets.items()})
@@ -34,7 +34,7 @@ def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) ->
 
 
 def read_secrets(folder: Path, workflow: str) -> dict[str, Secret]:
-    """Return the secrets of a workflow (uuid), empty when it was given none."""
+    """Return the secrets of a workflow (uuid); empty if it has none."""
     try:
         text = (folder / f"{workflow}.json").read_text()
     except FileNotFoundError:
@@ -43,14 +43,14 @@ def read_secrets(folder: Path, workflow: str) -> dict[str, Secret]:
 
 
 def remove_secrets(folder: Path, workflow: str) -> None:
-    """Forget the secrets of a workflow (uuid); harmless when there are none."""
+    """Remove the secrets of a workflow (uuid), if there are any."""
     (folder / f"{workflow}.json").unlink(missing_ok=True)
 
 
 def gang_token(folder: Path, gang: str) -> Secret:
-    """Return the token of one attempt of a gang: the same each time it is asked for, and of no use for any other gang.
+    """Return the token of one attempt of a gang. It is the same at every call, and useless for any other gang.
 
-    It is made from a key that lies in ``folder`` and is made when there is none (HMAC, RFC 2104).
+    It is derived from a key in ``folder``, which is created if there is none (HMAC, RFC 2104).
     """
     return Secret(hmac.new(_key(folder), gang.encode(), hashlib.sha256).hexdigest())
 
@@ -61,7 +61,7 @@ def record_mac(folder: Path, record: str) -> str:
 
 
 def is_own_record(folder: Path, record: str, mac: str) -> bool:
-    """Return whether ``record_mac`` made the signature with the key in ``folder``; false without a key."""
+    """Return whether ``record_mac`` made the signature with the key in ``folder``; False without a key."""
     return (folder / _KEY).exists() and hmac.compare_digest(record_mac(folder, record), mac)
 
 
@@ -86,7 +86,7 @@ def _key(folder: Path) -> bytes:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file that only this user can read; after a power cut, it is there in full or not at all."""
-    # Made with mode 0600; one that is left by a kill goes with those of workflows that were never stored.
+    # Created with mode 0600. After a kill, the sweep removes it together with files of workflows that were never stored.
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", suffix=".json", delete=False) as file:
         try:
             file.write(data)
@@ -97,8 +97,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:
-    """Forget the secrets of workflows that have ended, or were never stored: of a submit or a supervisor that was killed."""
-    # In this order: what is submitted meanwhile is not among them.
+    """Remove the secrets of workflows that have ended or were never stored, because a submit or a supervisor was killed."""
+    # The files are listed first, so that they do not include those of workflows that are submitted meanwhile.
     files = list(folder.glob("*.json"))
     unfinished, known = store.uuids(are_unfinished=True), store.uuids()
     for file in files:

@@ -1,9 +1,10 @@
 """The store: one SQLite file (WAL) with workflows, groups and an append-only list of events.
 
-Who writes what is divided, so that no writer can undo another: submission inserts, ``request_cancel`` adds a row of
-its own, and only the supervisor that holds the lock saves progress. Readers never wait for it. What it holds is
-tolerant to its own past: unknown fields of older or newer records are ignored, the schema is numbered (``PRAGMA
-user_version``) and moved forward step by step.
+Each writer has its own part, so that no writer can undo another's changes. Submission inserts workflows, ``request_cancel``
+adds a row of its own, and only the supervisor that holds the lock saves progress. Readers never wait for it.
+
+The store reads its own older and newer versions: unknown fields of records are ignored. The schema is numbered (``PRAGMA
+user_version``) and migrated step by step.
 """
 
 from __future__ import annotations
@@ -80,27 +81,27 @@ _FIELDS = (
 _COLUMNS = ", ".join(_FIELDS)
 _ALL = Search()
 _TAGS = "(SELECT group_concat(tag) FROM tags WHERE workflow = uuid)"
-"""No tag holds a comma."""
+"""Tags contain no commas."""
 
 
 class Store:
     """The records of this user on this machine.
 
-    Contract, held by ``tests/contract/test_store.py``:
+    Contract, tested by ``tests/contract/test_store.py``:
 
     1. Every method is one transaction: another process sees all of it or nothing.
-    2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, however many submit at once.
+    2. ``submit`` numbers workflows of one name 1, 2, 3, … without gaps or repetition, even with concurrent submissions.
     3. ``save`` writes records and their events together.
     4. It raises only ``StateError`` and ``NotFound``.
-    5. Where the file cannot be written, all that reads works, and all that writes is a ``StateError``.
+    5. If the file cannot be written, all methods that read work, and all that write raise ``StateError``.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the store at ``path``, creating or upgrading it when needed."""
+        """Open the store at ``path``, creating or upgrading it if needed."""
         self.path = path
         self._copy = None
         self.is_read_only = False
-        """The file cannot be written: this answers from a copy."""
+        """Whether the file cannot be written; this object then reads a copy."""
         with self._errors(), opening.alone(path.parent):
             if opening.is_read_only(path):
                 self._copy = opening.copy_to_read(path)
@@ -126,7 +127,7 @@ class Store:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the file."""
         self.close()
 
     def submit(
@@ -141,11 +142,11 @@ class Store:
         events: Sequence[Event] = (),
         keep_number: bool = False,
     ) -> WorkflowRecord:
-        """Insert a new workflow, give it its number and id, and return it with both.
+        """Insert a new workflow, assign its number and id, and return it with both.
 
-        The pool is stored as it is now, so that the supervisor needs no configuration, and later edits change nothing
-        that runs. ``folder`` is the directory that the spec's ``localpath`` entries are relative to. With ``keep_number``
-        it has a number already, from another store, and gets another one only when that is taken.
+        The pool is stored as it is now. The supervisor therefore needs no configuration, and later edits do not affect stored
+        workflows. ``folder`` is the directory that the spec's ``localpath`` entries are relative to. With ``keep_number`` the
+        record already has a number, from another store, and gets another one only if that number is taken.
         """
         with self._transaction():
             number = self._number(record, keep_number)
@@ -167,7 +168,7 @@ class Store:
         return record
 
     def save(self, records: Iterable[WorkflowRecord], events: Iterable[Event]) -> None:
-        """Write the progress of workflows together with the events that tell of it; the supervisor's alone."""
+        """Write the progress of workflows together with the events that report it. Only the supervisor may call this."""
         with self._transaction():
             for record in records:
                 self._db.execute(
@@ -182,12 +183,12 @@ class Store:
             self._write_events(events)
 
     def add_events(self, events: Iterable[Event]) -> None:
-        """Append events that change no record."""
+        """Append events that do not change any record."""
         with self._transaction():
             self._write_events(events)
 
     def request_cancel(self, workflow: str, request: CancelRequest, event: Event) -> None:
-        """Remember that a person wants this workflow (uuid) to end; a later request takes no force off the first."""
+        """Record a user's request to cancel this workflow (uuid). A later request never revokes an earlier force."""
         with self._transaction():
             row = self._db.execute("SELECT record FROM cancels WHERE workflow = ?", (workflow,)).fetchone()
             request = request.after(decode(row[0], CancelRequest)) if row else request
@@ -195,7 +196,7 @@ class Store:
             self._write_events([event])
 
     def tag(self, workflow: str, *, add: Iterable[str] = (), remove: Iterable[str] = ()) -> tuple[str, ...]:
-        """Take tags off a workflow (uuid), put others on it, and return the ones it has then."""
+        """Remove tags from a workflow (uuid), add others, and return its tags after that."""
         with self._transaction():
             self._db.executemany("DELETE FROM tags WHERE workflow = ? AND tag = ?", [(workflow, tag) for tag in remove])
             self._db.executemany("INSERT OR IGNORE INTO tags VALUES (?,?)", [(workflow, tag) for tag in add])
@@ -204,14 +205,14 @@ class Store:
             )
 
     def tags(self) -> dict[str, int]:
-        """Return the tags that there are, each with the number of its workflows."""
+        """Return all tags, each with the number of its workflows."""
         with self._errors():
             return dict(self._db.execute("SELECT tag, count(*) FROM tags GROUP BY tag ORDER BY tag").fetchall())
 
     def find(self, key: str) -> WorkflowRecord:
         """Return the workflow with this id or uuid, with its groups.
 
-        Raises ``NotFound`` when there is none, naming the nearest ids.
+        Raises ``NotFound`` if there is none; the error suggests similar ids.
         """
         with self._transaction("DEFERRED"):
             row = self._db.execute(
@@ -223,10 +224,10 @@ class Store:
             return self._complete(_workflow(row))
 
     def unfinished(self) -> tuple[WorkflowRecord, ...]:
-        """Return every workflow that the supervisor still has work with, oldest first, with its groups.
+        """Return every workflow that the supervisor still has work for, oldest first, with its groups.
 
-        Also those of which no more is to be done than to stop what was left on a node that could not be reached. One that
-        cannot be read, as another distflow wrote it, is passed over: it must not stand in the way of the others.
+        They include workflows that have ended, but left attempts on an unreachable node that must be stopped. Records that
+        cannot be read, because another version of distflow wrote them, are skipped so that they do not block the others.
         """
         found = []
         with self._transaction("DEFERRED"):
@@ -240,13 +241,13 @@ class Store:
         return tuple(found)
 
     def has_news(self) -> bool:
-        """Return whether somebody else has written since this was asked last; true for the first time."""
+        """Return whether another process has written since the last call; True for the first call."""
         with self._errors():
             before, (self._version,) = self._version, self._db.execute("PRAGMA data_version").fetchone()
         return self._version != before
 
     def has_unfinished(self, but: Container[str] = ()) -> bool:
-        """Return whether the supervisor is needed, for more than these workflows (uuids)."""
+        """Return whether workflows other than these (uuids) need the supervisor."""
         with self._errors():
             return any(row[0] not in but for row in self._db.execute("SELECT uuid FROM workflows WHERE unfinished = 1"))
 
@@ -270,7 +271,7 @@ class Store:
         return str(row[0])
 
     def folder(self, workflow: str) -> str | None:
-        """Return the directory of a workflow's (uuid) spec when it was submitted; ``None`` where nobody noted it."""
+        """Return the directory of a workflow's (uuid) spec at its submission; ``None`` if it was not recorded."""
         with self._errors():
             row = self._db.execute("SELECT folder FROM documents WHERE workflow = ?", (workflow,)).fetchone()
         return None if row is None else row[0]
@@ -315,7 +316,7 @@ class Store:
         )
 
     def uuids(self, *, are_unfinished: bool = False) -> frozenset[str]:
-        """Return the uuid of every workflow, or of all unfinished ones, so that leftovers can be told from work."""
+        """Return the uuid of every workflow, or of all unfinished ones, so that leftover files can be recognized."""
         condition = " WHERE unfinished IN (1, 2)" if are_unfinished else ""
         with self._errors():
             return frozenset(row[0] for row in self._db.execute(f"SELECT uuid FROM workflows{condition}"))  # noqa: S608
@@ -394,7 +395,7 @@ class Store:
 
     @contextmanager
     def _transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[None]:
-        """Write, or in ``DEFERRED`` mode read, as of one moment, whatever others write (sqlite.org/isolation.html)."""
+        """Write (or read, in ``DEFERRED`` mode) a consistent state during writes of others (sqlite.org/isolation.html)."""
         if self.is_read_only and mode == "IMMEDIATE":
             raise opening.state_error(self.path, OSError("it cannot be written"))
         with self._errors():
@@ -419,7 +420,7 @@ _WORK, _STRAYS, _NOTHING = 1, 2, 0
 
 
 def _work_left(record: WorkflowRecord) -> int:
-    """Return what the column ``unfinished`` holds: whether a supervisor is needed, or would merely be of use."""
+    """Return the value of the column ``unfinished``: work for a supervisor, only orphan attempts to stop, or nothing."""
     tasks = [task for group in record.groups for task in group.attempts]
     if not (record.state.is_final and all(task.log_complete for task in tasks)):
         return _WORK

@@ -1,4 +1,4 @@
-"""The DATA credentials of this user as stores want them."""
+"""This user's DATA credentials in the form that object stores need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES: dict[str, Literal["virtual", "path", "auto"]] = {"virtual": "virtual", 
 
 
 def kept_in(folder: Path) -> CredentialsFor:
-    """Return what looks a URL's profile up among the credentials in ``folder``, each time anew."""
+    """Return a function that finds the credentials of a URL's profile in ``folder``; each call reads the folder again."""
 
     def find(profile: str) -> StoreCredentials | None:
         payload = Credentials(folder).for_data(profile)

@@ -1,7 +1,7 @@
-"""The processes that copy files to running tasks in the background: at most one for each task, known by a lock.
+"""The background processes that copy files to running tasks: at most one for each task, identified by a lock.
 
-A folder of mode 0700 has three files of mode 0600 for each: ``<workflow uuid>-<task>.json`` is the record, ``.lock`` is locked
-for as long as the process lives, and ``.log`` is what it says. Whoever holds the lock writes the record, and nobody else.
+A folder of mode 0700 has three files of mode 0600 for each process. ``<workflow uuid>-<task>.json`` is the record, ``.lock`` is
+locked while the process lives, and ``.log`` is its log. Only the process that holds the lock writes the record.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ _KEPT_S = 14 * 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """What is copied to one task, how, and how far it is."""
+    """The settings and the progress of copying to one task."""
 
     workflow: str
     """The uuid of the workflow."""
     workflow_id: str
     task: str
     local: str
-    """What is watched: an absolute path, as rsync takes it."""
+    """The watched files: an absolute path, as rsync takes it."""
     remote: str
-    """Where it goes, as rsync takes it: relative to the task's working directory, or absolute."""
+    """The destination, as rsync takes it: relative to the task's working directory, or absolute."""
     options: tuple[str, ...] = ()
-    """rsync's own."""
+    """Options of rsync."""
     connect_timeout_s: int = 60
     poll_s: float
-    """Between two looks at the files here."""
+    """Seconds between two polls of the local files."""
     debounce_s: float
-    """How long nothing must have changed before a change is copied."""
+    """Seconds without a change before a change is copied."""
     reconcile_s: float
-    """After so long, it is copied also when no change was seen, or when the changes do not end."""
+    """Seconds after which files are copied even if no change was seen, or if the changes do not end."""
     max_log_size: int
-    """Bytes of the log, and as many of the one before it."""
+    """The maximum size of the log, and of the rotated one, in bytes."""
     pid: int = 0
     synced_at: float | None = None
-    """When the last copy ended well."""
+    """When the last successful copy ended."""
     error: str = ""
-    """Why the last copy did not; empty when it did."""
+    """Why the last copy failed; empty if it succeeded."""
     ended_at: float | None = None
 
 
@@ -62,16 +62,16 @@ class Syncs:
         self._folder = folder
 
     def ensure(self) -> None:
-        """Make the folder. Raises ``StateError``."""
+        """Create the folder. Raises ``StateError``."""
         with state_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def log(self, sync: Sync) -> Path:
-        """Return where the process of a task writes."""
+        """Return the path of the log of a task's process."""
         return self._path(sync, "log")
 
     def take(self, sync: Sync) -> int | None:
-        """Become the one that copies to a task: return the handle that locks it, or ``None`` when another process does."""
+        """Take the lock of a task and return its handle, or ``None`` if another process copies to the task."""
         handle = os.open(self._path(sync, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
         if lock_at_once(handle):
             return handle
@@ -79,7 +79,7 @@ class Syncs:
         return None
 
     def write(self, sync: Sync) -> None:
-        """Keep the record; only for who holds the lock. Raises ``StateError``."""
+        """Write the record; only the holder of the lock may do so. Raises ``StateError``."""
         path = self._path(sync, "json")
         new = path.with_suffix(".new")
         with state_errors(self._folder):
@@ -92,12 +92,12 @@ class Syncs:
         return is_locked(self._path(sync, "lock"))
 
     def list(self) -> list[Sync]:
-        """Return all that are known, in the order of their workflows and tasks; a damaged record is passed over."""
+        """Return all records, ordered by workflow and task; damaged records are skipped."""
         found = [sync for path in self._folder.glob("*.json") if (sync := _read(path)) is not None]
         return sorted(found, key=lambda one: (one.workflow_id, one.task))
 
     def stop(self, sync: Sync) -> None:
-        """End the process of a task, first with SIGTERM, and return when it is gone."""
+        """End the process of a task, first with SIGTERM, then with SIGKILL, and return when it is gone."""
         for signum in (signal.SIGTERM, signal.SIGKILL):
             self._signal(sync, signum)
             pause = threading.Event()
@@ -107,7 +107,7 @@ class Syncs:
                 pause.wait(_LOOK_S)
 
     def forget(self, now: float) -> None:
-        """Remove what is left of those that ended long ago."""
+        """Remove the files of processes that ended long ago."""
         for sync in self.list():
             if sync.ended_at is not None and now - sync.ended_at > _KEPT_S and not self.is_running(sync):
                 for kind in ("json", "log", "log.1", "lock"):
@@ -115,7 +115,7 @@ class Syncs:
 
     def _signal(self, sync: Sync, signum: int) -> None:
         with suppress(ProcessLookupError, OSError):
-            # The handle names this very process, also when it ends now and another one gets its number.
+            # The descriptor refers to this very process, even if it ends now and its process id is reused.
             process = os.pidfd_open((_read(self._path(sync, "json")) or sync).pid)
             try:
                 if self.is_running(sync):

@@ -1,4 +1,4 @@
-"""The one background process that observes, decides, acts and saves.
+"""The one background process that observes, decides, saves and acts.
 
 All policy is in ``decide`` and ``queue``, which are pure.
 """

@@ -1,4 +1,4 @@
-"""``python -m distflow.supervisor STATE_DIRECTORY READY_FD [BACKENDS]``: the background process. People never type this."""
+"""``python -m distflow.supervisor STATE_DIRECTORY READY_FD [BACKENDS]``: the background process. Users never type this."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def _main() -> int:
-    # Among modules that are being imported there is nothing to collect, and looking for it delays every start.
+    # Modules that are being imported are not garbage, and searching them for it delays every start.
     gc.disable()
     from distflow.supervisor.service import main  # noqa: PLC0415  after the line above, which is the point
 

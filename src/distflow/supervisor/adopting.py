@@ -1,8 +1,9 @@
-"""A workflow put together again from what its nodes hold, for a store that does not know it. Pure.
+"""Rebuild a workflow from the records on its nodes, for a store that does not know it. Pure.
 
-The nodes keep the record as it was when the latest attempt was prepared. What became of that since, a supervisor finds out as
-it always does after it was away; here the record is only brought to where it can ask. Nothing is ever started from it: groups
-that had not begun are ended, and no attempt is followed by another one, because the submitter may still be at work elsewhere.
+The nodes keep the record as it was when the latest attempt was prepared. The supervisor asks the nodes for everything that
+happened later, as it does after every restart. This module only brings the record into a state from which the supervisor can
+ask. It never starts anything, because the submitter may still be running elsewhere: groups that had not begun are ended, and
+no attempt is followed by another one.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _UNSTARTED = "it had not been started when the workflow was adopted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """An attempt, and the node where it was found, as it is called here."""
+    """An attempt that was found on a node; the node has its name in the adopting pool."""
 
     node: str
     phase: str
-    """As in the agent protocol's ``status``."""
+    """The phase in the agent protocol's ``status``."""
     pid: int | None = None
     started_at: float | None = None
     directory: str = ""
@@ -42,11 +43,11 @@ class Rebuilt:
     record: WorkflowRecord
     plan: Plan
     notes: tuple[str, ...]
-    """What could not be had back."""
+    """What could not be recovered, one message for each item."""
 
 
 def latest(memos: Iterable[Memo]) -> Memo:
-    """Return the memo that knows most. The clocks of nodes are not compared: a workflow only moves forward."""
+    """Return the memo that shows the most progress. The nodes' clocks are not compared: a workflow only moves forward."""
 
     def progress(memo: Memo) -> tuple[int, int, int, int]:
         groups = memo.record.groups
@@ -61,7 +62,7 @@ def latest(memos: Iterable[Memo]) -> Memo:
 
 
 def is_starting(record: WorkflowRecord, places: Mapping[str, Place]) -> bool:
-    """Whether somebody is just starting one of its gangs, or left it a moment ago; that passes, one way or the other."""
+    """Return whether a gang of the workflow is starting, or its start was abandoned a moment ago. Both states are temporary."""
     names = {
         attempt_name(record.uuid, group.name, task.name, task.attempt)
         for group in record.groups
@@ -72,9 +73,9 @@ def is_starting(record: WorkflowRecord, places: Mapping[str, Place]) -> bool:
 
 
 def rebuild(memo: Memo, places: Mapping[str, Place], *, nodes: Collection[str], now: float) -> Rebuilt:
-    """Return the workflow as a supervisor can take it up.
+    """Return the workflow in a form that a supervisor can continue with.
 
-    ``places``: its attempts that were found, by name. ``nodes``: those of the pool.
+    ``places`` are its attempts that were found, by name. ``nodes`` are the nodes of the pool.
     """
     record = memo.record
     notes: list[str] = []
@@ -109,7 +110,7 @@ def _group(
         return places.get(attempt_name(record.uuid, group.name, task.name, task.attempt))
 
     def over(task: TaskRecord) -> TaskRecord:
-        """Return an attempt that had ended: its output is to be mirrored anew, where it still lies."""
+        """Return an attempt that had ended; its output is mirrored again if a node still has it."""
         place = place_of(task)
         return replace(task, log_complete=True) if place is None else replace(task, node=place.node, log_complete=False)
 
@@ -150,7 +151,7 @@ def _group(
 
 
 def _has_begun(group: GroupRecord) -> bool:
-    """Whether processes of the group's attempt may exist."""
+    """Return whether processes of the group's attempt may exist."""
     return group.state in _BEGUN and not group.withdrawing
 
 
@@ -159,7 +160,7 @@ def _no_node(task: TaskRecord) -> str:
 
 
 def _renamed(binding: Binding | None, tasks: Iterable[TaskRecord]) -> Binding | None:
-    """Return the binding with the nodes called as they are here."""
+    """Return the binding with the node names of the adopting pool."""
     if binding is None:
         return None
     names = {task.name: task.node for task in tasks}

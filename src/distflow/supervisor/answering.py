@@ -1,4 +1,4 @@
-"""Which commands an observation answers. Pure."""
+"""Find the commands that an observation answers. Pure."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = ["answered"]
 
 
 def answered(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> tuple[CommandId, ...]:
-    """Return the commands that need no answer after this observation.
+    """Return the commands that this observation answers.
 
-    A report of an attempt's status answers all of the attempt's commands but those that collect or transfer data.
+    A report of an attempt's status answers all commands of the attempt, except those that collect or transfer data.
     """
     match seen:
         case Leased() | LeaseRefused():

@@ -1,10 +1,10 @@
-"""Data between URLs and gangs: what is fetched before a group is queued, what is written after its tasks completed. Pure.
+"""Data between URLs and gangs: inputs are fetched before a group is queued, outputs are written after its tasks end. Pure.
 
-Nodes fetch and write by themselves what means the same to them: an input is only looked up before its group is queued, then
-every task's node fetches it while it is prepared. Where that cannot be, it is noted (``Carried.is_relayed``), and the data
-passes through this machine: an input becomes an archive in the blob store, as an output of a task is one, and is sent to the
-nodes like that; an output is collected from its node first. What is to be done is said as commands, which are repeated until
-the record holds their outcome; ``mover`` does them.
+If a URL means the same on a node as here, the node fetches and writes by itself. An input is then only looked up before its
+group is queued, and every task's node fetches it during preparation. Otherwise ``Carried.is_relayed`` is noted, and the data
+passes through this machine. A relayed input becomes an archive in the blob store, like the output of a task, and is sent to the
+nodes. A relayed output is first collected from its node. This module returns commands, which are repeated until the record has
+their outcome; ``mover`` executes them.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class _OfTransfer:
     at: float
     """The submitter's clock."""
     key: AttemptKey
-    """Of the task; its node is empty."""
+    """The task's attempt; the node is empty."""
     data: DataRef
     url: str
-    """As it may be shown."""
+    """The URL without secrets, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferMoved(_OfTransfer):
-    """The progress of a transfer of data, in bytes."""
+    """The progress of a data transfer, in bytes."""
 
     done: int
     total: int
@@ -74,59 +74,59 @@ class TransferMoved(_OfTransfer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEnded(_OfTransfer):
-    """A transfer of data has ended, well or not."""
+    """The end of a data transfer, successful or not."""
 
     outcome: Carried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errand:
-    """One thing to carry."""
+    """One data transfer to execute."""
 
     data: DataRef
     url: str
-    """With everything filled in."""
+    """The URL with all tokens replaced."""
     regex: str
     digest: str = ""
-    """Of the archive to write; empty, without a ``source``: fetch one."""
+    """The digest of the archive to write. If it is empty and ``source`` is ``None``, the transfer fetches an archive."""
     source: AttemptKey | None = None
-    """Whose output it is, for its node to write."""
+    """The attempt whose output its node writes."""
     dataset: str = ""
-    """Of those below the URL, with a version or without; empty: the URL itself is meant."""
+    """The dataset below the URL, with or without a version; empty if the URL itself is meant."""
     paths: tuple[str, ...] = ()
-    """Of an output into a dataset: what of it; none: all."""
+    """For an output into a dataset: the paths to write; empty for all."""
     is_update: bool = False
-    """Of such an output: it is put over what a version holds."""
+    """For an output into a dataset: whether it is laid over the files of an existing version."""
     may_stay: bool = False
-    """Of an input: nodes can fetch it for themselves, as far as is known."""
+    """For an input: whether nodes can fetch it themselves, as far as is known."""
 
     @property
     def words(self) -> str:
-        """The URL, as it may be shown, or the dataset."""
+        """The dataset, or the URL without secrets."""
         return f"dataset {self.dataset}" if self.dataset else str(parse_url(self.url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carriage:
-    """How far a group is with its data at URLs."""
+    """The state of a group's data transfers."""
 
     commands: tuple[TransferData, ...] = ()
-    """All that is still to be done; some of it is under way."""
+    """All remaining transfers; some of them may be running."""
     message: str = ""
-    """That, in words; empty when nothing is."""
+    """The remaining transfers as a message; empty if there are none."""
     failed: Cause | None = None
-    """Why it will never be done."""
+    """Why a transfer can never succeed."""
     at: float = 0.0
-    """When the last of it was done."""
+    """When the last finished transfer ended."""
     on_nodes: frozenset[str] = frozenset()
-    """Tasks whose node has something to write."""
+    """Tasks whose node still has something to write."""
 
 
 def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
-    """Return what a group that waits for no other one any more still needs from URLs."""
+    """Return the transfers from URLs that a group still needs. The groups that it depended on have ended."""
     there, done = {task.name for task in group.tasks}, {one.data: one.task for one in group.carried if not one.is_relayed}
     errands = [
-        # In the name of one that runs: a smaller world may leave out the first that wants it.
+        # The transfer is named after a task that runs: a smaller world may leave out the first task that needs the data.
         (done.get(data) or next(name for name in tasks if name in there), _fetch(data, one, record, group))
         for data, tasks, one in _fetches(plan)
         if data in done or not there.isdisjoint(tasks)
@@ -136,7 +136,7 @@ def carry_in(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Car
 
 
 def carry_out(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Carriage:
-    """Return what is still to be written to URLs of a group whose tasks have ended well, and can be, by nodes or from here."""
+    """Return the transfers to URLs that remain for a group whose tasks ended well, if they can be done now."""
     errands = [(task, errand) for task, errand in _writes(plan, record, group) if errand.source or errand.digest]
     return _carriage(
         record, group, errands, "all tasks have ended; their outputs are written: ", "its output cannot be written"
@@ -144,12 +144,12 @@ def carry_out(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> Ca
 
 
 def relayed(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> frozenset[str]:
-    """Return the tasks of which an output is written from this machine, so that it must be here."""
+    """Return the tasks that have an output which this machine writes. That output must first be collected here."""
     return frozenset(task for task, errand in _writes(plan, record, group) if errand.source is None)
 
 
 def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
-    """Return the tasks whose output goes to URLs: those that ended well by themselves."""
+    """Return the tasks whose output goes to URLs: those that completed without being stopped."""
     wanting = {launch.task for launch in plan.launches if launch.url_outputs}
     return [
         task
@@ -159,9 +159,9 @@ def writers(plan: GroupPlan, group: GroupRecord) -> list[TaskRecord]:
 
 
 def place_data(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> BoundLaunch:
-    """Return the launch with its inputs from URLs: archives to unpack, and what its node fetches itself.
+    """Return the launch with its inputs from URLs: archives to unpack, and inputs that its node fetches itself.
 
-    All of them were here, or looked up, before it was prepared.
+    All of them were fetched or looked up before the task was prepared.
     """
     refs = {_content(one): data for data, _, one in _fetches(plan)}
     done = {one.data: one for one in group.carried if not one.is_relayed}
@@ -178,19 +178,22 @@ def place_data(launch: BoundLaunch, plan: GroupPlan, record: WorkflowRecord, gro
 
 
 def fetched_for(plan: GroupPlan, group: GroupRecord, task: str) -> list[Carried]:
-    """Return what was fetched here of the inputs of a task; several tasks may share it."""
+    """Return the inputs of a task that were fetched to this machine; several tasks may share one."""
     wanted = {_content(one) for one in plan.launch(task).url_inputs}
     refs = {data for data, _, one in _fetches(plan) if _content(one) in wanted}
     return [one for one in group.carried if one.data in refs and not (one.is_relayed or one.is_direct)]
 
 
 def written_of(group: GroupRecord, task: str) -> list[Carried]:
-    """Return what was written of the outputs of a task."""
+    """Return the outputs of a task that were written."""
     return [one for one in group.carried if one.is_written and one.task == task]
 
 
 def kept(group: GroupRecord) -> tuple[Carried, ...]:
-    """Return what the next attempt of a group need not do again: what was fetched or looked up, and what nodes cannot fetch."""
+    """Return the transfers that the next attempt of a group inherits.
+
+    They are the inputs that were fetched or looked up, and the notes about inputs that nodes cannot fetch.
+    """
     inputs = [one for one in group.carried if one.data.kind is DataKind.FETCH]
     return (
         *(one for one in inputs if not (one.is_relayed or one.error)),
@@ -199,7 +202,7 @@ def kept(group: GroupRecord) -> tuple[Carried, ...]:
 
 
 def fetch_errand(plan: GroupPlan, record: WorkflowRecord, command: TransferData) -> Errand:
-    """Return the transfer that fetches an input, or looks it up."""
+    """Return the transfer that fetches an input or looks it up."""
     one = next(one for data, _, one in _fetches(plan) if data == command.data)
     return _fetch(command.data, one, record, record.group(plan.name))
 
@@ -212,13 +215,13 @@ def write_errand(plan: GroupPlan, record: WorkflowRecord, command: TransferData)
 
 
 def is_wanted(record: WorkflowRecord, command: TransferData) -> bool:
-    """Whether somebody still waits for what a command carries."""
+    """Return whether the group of a transfer still needs it."""
     group = record.group(command.key.group)
     return not group.state.is_final and group.attempt == command.key.attempt
 
 
 def apply_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
-    """Return the workflow's record after something was carried, or a part of it, and the events that tell of it."""
+    """Return the workflow's record after progress or the end of a transfer, and the events that report it."""
     group = record.group(seen.key.group)
     task = group.find(seen.key.task, seen.key.attempt)
     is_relayed = isinstance(seen, TransferEnded) and seen.outcome.is_relayed
@@ -238,7 +241,7 @@ def apply_data(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> t
 
 
 def _details(seen: TransferEnded) -> EventDetails:
-    """Return what an event says of the end of a transfer."""
+    """Return the event's details for the end of a transfer."""
     done, is_input = seen.outcome, seen.data.kind is DataKind.FETCH
     if done.is_relayed:
         return DataRelayed(is_input=is_input, url=done.url, why=done.error)
@@ -254,12 +257,12 @@ def _details(seen: TransferEnded) -> EventDetails:
 
 
 def apply_not_brought(record: WorkflowRecord, seen: NotBrought) -> tuple[WorkflowRecord, list[Event]]:
-    """Return the workflow's record after a node could not fetch an input: it is to be fetched here, for all of them."""
+    """Return the workflow's record after a node could not fetch an input: this machine then fetches it for all nodes."""
     group = record.group(seen.key.group)
     data = DataRef(DataKind.FETCH, seen.number)
     found = next((one for one in group.carried if one.data == data and one.is_direct), None)
     if found is None or seen.key.attempt != group.attempt or group.state.is_final:
-        return record, []  # another node could not either
+        return record, []  # another node reported the same before
     left = tuple(one for one in group.carried if one is not found)
     note = Carried(data=data, is_relayed=True, task=found.task, at=seen.at, url=found.url, regex=found.regex, error=seen.why)
     event = Event(
@@ -287,12 +290,12 @@ def _filled(one: DataSpec, record: WorkflowRecord) -> str:
 
 
 def _means_the_same(url: str) -> bool:
-    """Whether nodes may do it: what needs no driver is of this machine, or is reached as it is from here."""
+    """Return whether nodes can transfer the URL. Those without a driver depend on this machine."""
     return bool(package_of(parse_url(url)))
 
 
 def _writes(plan: GroupPlan, record: WorkflowRecord, group: GroupRecord) -> list[tuple[str, Errand]]:
-    """Return everything that goes to URLs, with its task; what is written already, too."""
+    """Return all outputs that go to URLs, each with its task, including those that are already written."""
     return [
         (task.name, _write(one, record, group, task))
         for task in writers(plan, group)
@@ -310,12 +313,12 @@ def _write(one: DataSpec, record: WorkflowRecord, group: GroupRecord, task: Task
 
 
 def _content(one: DataSpec) -> tuple[str, str, str]:
-    """Return what is equal for inputs that are the same."""
+    """Return a key that is equal for equal inputs."""
     return (one.url, one.dataset, one.regex)
 
 
 def _fetches(plan: GroupPlan) -> list[tuple[DataRef, tuple[str, ...], DataSpec]]:
-    """Return the inputs that a group fetches: number, tasks that want it, and the input. Tasks that want the same share it."""
+    """Return the inputs that a group fetches: number, tasks, and input. Tasks with the same input share it."""
     found: dict[tuple[str, str, str], tuple[DataRef, tuple[str, ...], DataSpec]] = {}
     for launch in plan.launches:
         for one in launch.url_inputs:

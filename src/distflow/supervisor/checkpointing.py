@@ -1,11 +1,11 @@
-"""Checkpoints: directories of running tasks, taken every so often and once more at the end, given to the next attempt. Pure.
+"""Checkpoints: directories of running tasks, saved at intervals and at the end, and given to the next attempt. Pure.
 
-A checkpoint is packed on its node and fetched (``PackCheckpoint``), then written to its URL. The last whole archive stays in
-the blob store until the workflow has ended: a group that is tried again gets it from there. What fails is told, and tried
-again when the next one is due; no training ends because of it.
+The node packs a checkpoint, the supervisor fetches it (``PackCheckpoint``) and writes it to its URL. The last complete archive
+stays in the blob store until the workflow has ended, and a retried group gets it from there. A failure is reported, and the
+next checkpoint is another try; a failed checkpoint never ends a training.
 
-A directory that a group shares is taken of each task in the same way, only as long as the group may be tried again, and is
-written to no URL. Every task of the next attempt is given the archives of all tasks, the lead's over those of the others.
+A directory that a group shares is saved from each task in the same way. It is saved only while the group may be retried, and it
+is not written to a URL. Every task of the next attempt gets the archives of all tasks, with the lead's files on top.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ __all__ = [
 ]
 
 CANCELED_S = 60.0
-"""How long a canceled group whose tasks have ended waits for their last checkpoints; what is on its way then is given up."""
+"""Seconds that a canceled group whose tasks have ended waits for their last checkpoints before it abandons the transfers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What is to be done now for the checkpoints of a group."""
+    """What has to be done now for a group's checkpoints."""
 
     packs: tuple[tuple[TaskRecord, CheckpointRef], ...] = ()
-    """Checkpoints to take, each with its task."""
+    """Checkpoints to pack, each with its task."""
     stores: tuple[TransferData, ...] = ()
     wake_at: float | None = None
     message: str = ""
-    """Of a group whose tasks have all ended: what is still to be saved, in words; empty when nothing is."""
+    """The checkpoints that remain to be saved after all tasks have ended, as a message; empty if there are none."""
 
 
 def due(
@@ -68,7 +68,7 @@ def due(
     lost_after_s: float,
     now: float,
 ) -> Due:
-    """Return what is due at ``now``. A task that has ended has one more, unless its node is unreachable for too long."""
+    """Return what is due at ``now``. An ended task has one last checkpoint, unless its node is unreachable for too long."""
     packs: list[tuple[TaskRecord, CheckpointRef]] = []
     stores: list[TransferData] = []
     times: list[float] = []
@@ -102,7 +102,7 @@ def due(
 
 
 def place_of(plan: GroupPlan, command: PackCheckpoint) -> str:
-    """Return the directory of the attempt that holds the checkpoint."""
+    """Return the directory, within the attempt's directory, that holds the checkpoint."""
     return plan.launch(command.key.task).checkpoints[command.checkpoint.number].place
 
 
@@ -120,8 +120,8 @@ def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) 
     files = []
     for number, planned in enumerate(plan.launch(launch.task).checkpoints):
         place = PurePosixPath(planned.place)
-        # A node packed it, and tasks on other nodes may get it: it may not place anything next to the directory, such as
-        # a module that their scripts import, or distflow's own records of the attempt.
+        # The archive comes from a node and may be unpacked on other nodes. It must not place files outside its directory,
+        # such as a module that the scripts import, or distflow's own records of the attempt.
         files += [
             PlannedFile(
                 path=str(place.parent), shown=f"the last checkpoint of {planned.shown}", blob=known.digest, size=known.size,
@@ -129,12 +129,12 @@ def place_checkpoints(launch: BoundLaunch, plan: GroupPlan, group: GroupRecord) 
             )
             for known in _archives(plan, group, launch.task, number)
         ]  # fmt: skip
-    # Files of the spec are placed over those of a checkpoint: they may name addresses of this attempt.
+    # The spec's files are placed over those of a checkpoint, because they may contain addresses of this attempt.
     return replace(launch, files=(*files, *launch.files))
 
 
 def differences(plan: GroupPlan, group: GroupRecord) -> str:
-    """Return which tasks of a world begin their next attempt with different files, in words; empty when none do."""
+    """Return a warning that names the tasks which begin their next attempt with different files; empty if there are none."""
     ranked = [launch for launch in plan.launches if launch.ranks is not None]
     found = []
     for shown in dict.fromkeys(one.shown for launch in ranked for one in launch.checkpoints if not one.is_shared):
@@ -163,18 +163,18 @@ def apply_checkpoint(
     checkpoint: CheckpointRef,
     seen: Collected | CollectFailed,
 ) -> tuple[GroupRecord, list[Event]]:
-    """Return the group after a checkpoint was taken, or could not be; none takes the place of a later one."""
+    """Return the group after a checkpoint was saved or could not be. An older checkpoint never replaces a later one."""
     number = checkpoint.number
     known = group.checkpoint(task.name, number) or Checkpoint(task=task.name, number=number)
     is_being_written = known.is_new and known.attempt == task.attempt
     is_being_sent = task.attempt < group.attempt and group.state is State.INITIALIZING  # to the next attempt
     if is_being_written or is_being_sent or known.attempt > task.attempt:
-        return group, []  # it came twice, or from a node that was given up
+        return group, []  # a duplicate, or a report from a node that was given up
     taken = replace(known, attempt=task.attempt, at=seen.at, is_last=checkpoint.is_last, error="")
     told: list[EventDetails] = []
     if isinstance(seen, CollectFailed):
         taken, told = replace(taken, error=seen.message), [CheckpointFailed(is_taken=False, error=seen.message)]
-    elif seen.digest and (seen.digest != known.digest or known.error):  # with an error it may not be at its URL
+    elif seen.digest and (seen.digest != known.digest or known.error):  # after an error, it may be missing at its URL
         is_shared = plan.launch(task.name).checkpoints[number].is_shared
         taken = replace(taken, digest=seen.digest, size=seen.size, is_new=not is_shared)
         if seen.left_out:
@@ -195,14 +195,14 @@ def errand_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Erra
 
 
 def apply_transfer(record: WorkflowRecord, seen: TransferMoved | TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
-    """Return the workflow's record after progress or the end of a transfer, and the events that tell of it."""
+    """Return the workflow's record after progress or the end of a transfer, and the events that report it."""
     if seen.data.kind is not DataKind.STORE:
         return apply_data(record, seen)
     return _apply_stored(record, seen) if isinstance(seen, TransferEnded) else (record, [])
 
 
 def _apply_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[WorkflowRecord, list[Event]]:
-    """Return the workflow's record after a checkpoint was written to its URL, or could not be."""
+    """Return the workflow's record after a checkpoint was written to its URL or could not be written."""
     group = record.group(seen.key.group)
     known = group.checkpoint(seen.key.task, seen.data.number)
     if known is None or not known.is_new or known.attempt != seen.key.attempt:
@@ -221,7 +221,7 @@ def _all(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int,
 
 
 def _archives(plan: GroupPlan, group: GroupRecord, task: str, number: int) -> list[Checkpoint]:
-    """Return the archives of which a task is given the files, one over the other."""
+    """Return the archives that a task gets, in the order in which they are unpacked over one another."""
     holders = [(task, number)]
     if plan.launch(task).checkpoints[number].is_shared:
         order = [*(launch for launch in plan.launches[::-1] if not launch.lead), plan.lead]
@@ -241,13 +241,13 @@ def _may_be_tried_again(plan: GroupPlan, record: WorkflowRecord, group: GroupRec
 
 
 def _goes_well(group: GroupRecord) -> bool:
-    """Whether no task has ended otherwise than well, so that there will be no other attempt, as far as is known."""
+    """Return whether all tasks that have ended completed. As far as is known, there will then be no other attempt."""
     return all(task.state is State.COMPLETED for task in group.tasks if task.state.is_final)
 
 
 def _has_one_more(task: TaskRecord, known: Checkpoint | None) -> bool:
     has_run = task.state.is_final and task.started_at is not None and task.node is not None
-    # One without an end was given up; a node that was restarted, or had no contact for long, is there and tells of it.
+    # A lost task without an end was given up. With an end, its node is back: it was rebooted, or had no contact for long.
     is_gone = task.reason is Reason.NODE_LOST and task.end is None
     return has_run and not is_gone and not (known is not None and known.is_last)
 

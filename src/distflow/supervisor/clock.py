@@ -1,4 +1,4 @@
-"""The clock that decisions are made by, so that tests can turn it."""
+"""The clock that decisions use; tests replace it by one that they can set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Clock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Tells the time."""
+    """A clock."""
 
     def now(self) -> float:
         """Return seconds since the epoch (UTC)."""
@@ -18,7 +18,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """This machine's clock as it was when the process began, and the time elapsed since: it never jumps."""
+    """This machine's clock when the process began, plus the time elapsed since then: it never jumps."""
 
     def now(self) -> float:
         """Return seconds since the epoch (UTC)."""

@@ -1,4 +1,4 @@
-"""The commands that a decision gives: a closed union of values, matched exhaustively where they are carried out."""
+"""The commands of a decision: a closed union of values that is matched exhaustively where they are executed."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = [
 
 
 class CommandId(NamedTuple):
-    """Identifies a command while it waits for its answer; equal for commands that must not be under way at once."""
+    """Identifies a command while it waits for its answer. Commands that must not run at the same time have equal ids."""
 
     kind: type[object]
     """The command's class."""
     workflow: str
-    """uuid"""
+    """The workflow's uuid."""
     group: str
     task: str
-    """Empty for a lease, which is about the whole group."""
+    """Empty for a lease, which concerns the whole group."""
     attempt: int
     part: int | DataRef | None = None
-    """Which checkpoint of the task, or which data."""
+    """The number of the task's checkpoint, or the data."""
 
     @classmethod
     def of(cls, kind: type[object], key: AttemptKey, part: int | DataRef | None = None) -> CommandId:
-        """Return the identity of a command about an attempt."""
+        """Return the identity of a command for an attempt."""
         return cls(kind, key.workflow, key.group, key.task, key.attempt, part)
 
 
@@ -50,13 +50,13 @@ class _AboutAttempt:
 
     @property
     def identity(self) -> CommandId:
-        """What tells whether this command is under way already."""
+        """The command's identity: a command with the same one may already be running."""
         return CommandId.of(type(self), self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Get the nodes, GPUs and port of a whole group."""
+    """Lease the nodes, GPUs and port of a whole group."""
 
     pool: str
     request: LeaseRequest
@@ -69,13 +69,13 @@ class Lease:
 
     @property
     def identity(self) -> CommandId:
-        """What tells whether this command is under way already."""
+        """The command's identity: a command with the same one may already be running."""
         return CommandId.of(Lease, self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare(_AboutAttempt):
-    """Bring a task's files and launch record to its node."""
+    """Send a task's files and launch record to its node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,10 @@ class Release(_AboutAttempt):
 
 @dataclass(frozen=True, slots=True)
 class CollectOutput(_AboutAttempt):
-    """Bring the output of a task that has ended to the blob store."""
+    """Bring the output of an ended task to the blob store."""
 
     for_nodes: bool = False
-    """Only nodes will want it."""
+    """Whether only nodes need the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +113,26 @@ class PackCheckpoint(_AboutAttempt):
 
     @property
     def identity(self) -> CommandId:
-        """The last checkpoint of a directory waits for the one that is under way, so both have one identity."""
+        """The command's identity, equal for all checkpoints of a directory: the last one waits for the one that is running."""
         return CommandId.of(PackCheckpoint, self.key, self.checkpoint.number)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferData(_AboutAttempt):
-    """Move data between a URL and this machine, or have a node do it; no backend carries it out. The key has no node."""
+    """Move data between a URL and this machine, or make a node do it. Backends do not execute it, and its key has no node."""
 
     data: DataRef
 
     @property
     def identity(self) -> CommandId:
-        """What tells whether this command is under way already."""
+        """The command's identity: a command with the same one may already be running."""
         return CommandId.of(TransferData, self.key, self.data)
 
 
 Command = Lease | Prepare | Start | Stop | Release | CollectOutput | PackCheckpoint | TransferData
-"""Everything that a decision may ask for."""
+"""Every command that a decision can contain."""
 
 
 def answerable(key: AttemptKey) -> tuple[CommandId, ...]:
-    """Return the identities of the commands that any report of an attempt's status answers."""
+    """Return the identities of the commands that every report of an attempt's status answers."""
     return tuple(CommandId.of(kind, key) for kind in (Prepare, Start, Stop, Release))

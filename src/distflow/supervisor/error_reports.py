@@ -1,4 +1,4 @@
-"""What a failed task reports of its failure: torch's error file, tracebacks in its output, torchrun's report. Pure."""
+"""What a failed task reports about its failure: torch's error file, tracebacks in its output, torchrun's report. Pure."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from distflow.supervisor.printed_errors import (
 __all__ = ["FailureReport", "failure_report", "hidden_failure_report", "signal_name"]
 
 _LAST = 8
-"""Lines at the end of an output that tell why it ended; what stands before may have been overcome."""
+"""Lines at the end of an output that explain its end; the task may have recovered from errors in earlier lines."""
 _NEAR = 20
-"""Lines that may follow the traceback of the exception that ended a process: warnings of libraries at the interpreter's end."""
+"""Lines that may follow the traceback of the fatal exception: libraries print warnings while the interpreter exits."""
 _NOT_PYTHONS = (-9, -15, 137, 143)
-"""Exit codes of processes that no exception ended: they were killed or told to stop."""
+"""Exit codes of processes that a signal ended, not an exception."""
 _PYTHONS = (1, -6, -11)
 """Exit codes of Python after an exception; threads of gloo and NCCL may abort the process while it exits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """What is known of a failure beyond the end of the task's command."""
+    """What is known about a failure in addition to the end of the task's command."""
 
     detail: str = ""
-    """One line."""
+    """The failure in one line."""
     rank: str = ""
-    """The rank that failed first; empty when not known."""
+    """The rank that failed first; empty if it is not known."""
     pid: int | None = None
     signal: int | None = None
     """The signal that ended that rank, as torchrun reports it."""
     traceback: str = ""
     is_symptom: bool = False
-    """It only says that another process was gone."""
+    """Whether it only reports that another process was gone."""
     has_joined: bool = False
-    """torch had labeled the traceback with its rank: it had joined its world."""
+    """Whether the rank had joined its world: torch had labeled the traceback with it."""
 
 
 def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
-    """Return what the error file of an end says, and where there is none what the last ``lines`` of the output say.
+    """Return the failure that the error file of an end reports, or else the last ``lines`` of the output.
 
-    The file's format is torch's (``torch.distributed.elastic.multiprocessing.errors.error_handler``); ``rank`` and ``pid``
-    in it are our sample's additions.
+    The file has torch's format (``torch.distributed.elastic.multiprocessing.errors.error_handler``). Our sample adds ``rank``
+    and ``pid``.
     """
     error = parse_error_file(end.error if end else None) or ErrorReport(message="")
     detail, traceback = (error.message.strip().splitlines() or [""])[-1][:300], error.callstack.rstrip()
@@ -74,7 +74,7 @@ def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
 
 
 def hidden_failure_report(lines: Sequence[str]) -> FailureReport | None:
-    """Return how the ranks of a task failed whose command ended with code 0; ``None`` when nothing says that they did."""
+    """Return the failure of the ranks of a task whose command ended with code 0; ``None`` if the output reports none."""
     told = failure_report(End(ended_at=0.0, exit_code=1), lines)
     return told if told.detail else None
 
@@ -88,7 +88,7 @@ def signal_name(number: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text that can stand in an event or a message: what a task prints shall not move a terminal's cursor."""
+    """Return a text that is safe in an event or a message: a task's output must not move a terminal's cursor."""
     return text if text.isprintable() else "".join(one if one.isprintable() else " " for one in text).strip()
 
 
@@ -98,7 +98,7 @@ def _reported(failed: ReportedRank) -> str:
 
 
 def _may_be_exception(end: End | None) -> bool:
-    """Whether an exception in the output may be what ended the command."""
+    """Return whether an exception in the output may have ended the command."""
     if end is None or end.reason is not EndReason.EXITED or end.oom_pid is not None:
         return False
     code = -end.signal if end.signal else end.exit_code
@@ -108,7 +108,7 @@ def _may_be_exception(end: End | None) -> bool:
 def _raised(
     lines: Sequence[str], reported: Sequence[ReportedRank], *, is_by_exception: bool
 ) -> dict[ReportedRank | None, PrintedException]:
-    """Return the exception that ended each failed rank, as far as the output shows it; without a report by ``None``."""
+    """Return the exception that ended each failed rank, if the output shows it. Without a report, its key is ``None``."""
     own = without_launcher(lines)
     printed = [one for one in printed_exceptions(own) if not one.is_launchers]
     if not reported:
@@ -123,7 +123,7 @@ def _raised(
         its_own = [
             each for each in printed if each.rank == one.rank or (each.rank is None and each.local_rank == one.local_rank)
         ]
-        # Lines without a label are of any rank: as many of the last exceptions as ranks have failed come into question.
+        # Lines without a label may be from any rank: consider as many of the last exceptions as there are failed ranks.
         candidates = its_own[-1:] or anonymous[-len(failed) :]
         if one.exit_code not in _PYTHONS:
             candidates = [each for each in candidates if each.last_line >= len(own) - _NEAR]
@@ -133,7 +133,7 @@ def _raised(
 
 
 def _most_telling(candidates: Sequence[PrintedException]) -> PrintedException:
-    """Return the first exception that does not only say that another process was gone."""
+    """Return the first exception that reports more than the loss of another process, or else the first one."""
     return next((one for one in candidates if not is_symptom(one.text)), candidates[0])
 
 
@@ -142,8 +142,8 @@ def _first(
 ) -> tuple[ReportedRank | None, PrintedException | None]:
     """Return the rank that failed first, and its exception.
 
-    torchrun looks ten times a second: of ranks that failed between two looks it names the one with the lowest number, which
-    may only have lost the other.
+    torchrun polls ten times a second. If several ranks fail between two polls, it names the one with the lowest number, which
+    may only have lost its connection to another failed rank.
     """
     if not reported:
         return None, raised.get(None)
@@ -159,5 +159,5 @@ def _is_symptom(words: str, lines: Sequence[str], failed: ReportedRank | None) -
         return is_symptom(words)
     if failed is None:
         return any(is_symptom(line) for line in lines[-_LAST:])
-    # Its other ranks lost their peer, too: only the output of the first of them counts. A signal leaves no words.
+    # The other ranks lost their peer, too, so only the output of the first one counts. A signal leaves no message.
     return failed.exit_code > 0 and any(is_symptom(line) for line in lines if line.startswith(f"[rank{failed.rank}]"))

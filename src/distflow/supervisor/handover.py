@@ -1,4 +1,4 @@
-"""What groups hand on to those that wait for them: which outputs are wanted, what spoils one, and where they appear. Pure."""
+"""The outputs that groups pass to dependent groups: which are needed, which cannot be had, and where they appear. Pure."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["Handover", "archives", "arrived", "hand_over", "place_inputs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """How far a group, of which all tasks have ended, is with what others take of it."""
+    """The state of a group's outputs after all of its tasks have ended."""
 
     missing: tuple[TaskRecord, ...] = ()
-    """Tasks whose output is wanted here and has not come."""
+    """Tasks whose output is needed here and has not arrived."""
     commands: tuple[TransferData, ...] = ()
-    """What is to be written to URLs, from here or by nodes."""
+    """Outputs to write to URLs, from here or by nodes."""
     message: str = ""
-    """That, in words; empty when nothing is left to do."""
+    """The remaining work as a message; empty if there is none."""
     spoilt: Cause | None = None
-    """Why one of them will never be here."""
+    """Why one of the outputs will never be available."""
     saved_at: float = 0.0
-    """When the last one came, or was written."""
+    """When the last output arrived or was written."""
     wake_at: float | None = None
     """When a node will have been unreachable for too long."""
 
@@ -45,7 +45,7 @@ def hand_over(
     lost_after_s: float,
     now: float,
 ) -> Handover:
-    """Return what is still to be done with a group's outputs: fetched for groups that wait for them, written to URLs."""
+    """Return what remains to be done with a group's outputs: fetch them for dependent groups, and write them to URLs."""
     planned = plan.group(group.name)
     handed_on = _wanted(plan, record)
     wanted = handed_on | relayed(planned, record, group)
@@ -70,7 +70,7 @@ def hand_over(
 
 
 def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: WorkflowRecord) -> BoundLaunch:
-    """Return the launch with its inputs as archives to unpack; every group that they come from has completed."""
+    """Return the launch with its inputs as archives to unpack; all groups that produce them have completed."""
     saved = {task.name: task.saved for group in record.groups for task in group.tasks}
     files = []
     for one in inputs:
@@ -87,7 +87,7 @@ def place_inputs(launch: BoundLaunch, inputs: Sequence[InputSpec], record: Workf
 
 
 def archives(record: WorkflowRecord) -> frozenset[str]:
-    """Return the archives (SHA-256) of a workflow's outputs, checkpoints and inputs from URLs that were fetched."""
+    """Return the archives (SHA-256) of a workflow's outputs, checkpoints and fetched inputs."""
     saved = {task.saved.digest for group in record.groups for task in group.attempts if task.saved and task.saved.digest}
     carried = {one.digest for group in record.groups for one in group.carried if one.digest}
     checkpoints = {one.digest for group in record.groups for one in group.checkpoints if one.digest}
@@ -95,13 +95,13 @@ def archives(record: WorkflowRecord) -> frozenset[str]:
 
 
 def arrived(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> frozenset[str]:
-    """Return the archive (SHA-256) that has come here, as an observation tells; empty for any other observation."""
+    """Return the archive (SHA-256) whose arrival an observation reports; empty for any other observation."""
     outcome = seen.outcome if isinstance(seen, TransferEnded) else seen if isinstance(seen, Collected) else None
     return frozenset({outcome.digest} - {""}) if outcome is not None else frozenset()
 
 
 def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:
-    """Return the tasks whose output a group takes that still waits."""
+    """Return the tasks whose output a waiting group uses as its input."""
     waiting = [group for group in plan.groups if record.group(group.name).state is State.WAITING]
     return frozenset(one.task for group in waiting for launch in group.launches for one in launch.inputs)
 

@@ -1,7 +1,7 @@
-"""The loop: observe → decide → save → act. Everything that decides is elsewhere and pure; this is the hand that carries it out.
+"""The loop: observe → decide → save → act. All decisions are made in pure modules; this module executes them.
 
-It may be killed at any instant: a decision is saved with its events in one transaction before anything is done about
-it, commands may be repeated, and on start it asks the nodes what became of every unfinished attempt.
+It may be killed at any instant. It saves each decision with its events in one transaction before it acts, and it may repeat
+commands. When it starts, it asks the nodes for the state of every unfinished attempt.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from distflow.supervisor.world import Decision, LastDecision, NodeView, Workflow
 __all__ = ["STRAY_PATIENCE_S", "Supervisor", "Wake"]
 
 STRAY_PATIENCE_S = 3600.0
-"""How long a supervisor stays for a lost node alone, to stop there what may still run."""
+"""Seconds that a supervisor runs only for a lost node, to stop the orphan processes that may still run there."""
 
 _IDLE_S = 5.0
 _ROUNDS = 20
@@ -83,7 +83,7 @@ OpenMover = Callable[[Callable[[TransferMoved | TransferEnded], None]], DataMove
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wake:
-    """Somebody changed the store."""
+    """Another process changed the store."""
 
 
 Seen = Observation | TransferMoved | TransferEnded | Wake
@@ -91,7 +91,7 @@ Seen = Observation | TransferMoved | TransferEnded | Wake
 
 
 class _LastLines(Mapping[tuple[str, str, str], tuple[str, ...]]):
-    """The last lines of tasks of unfinished groups, by workflow (uuid), group and task; read when they are asked for."""
+    """The last lines of the tasks of unfinished groups, by workflow (uuid), group and task. They are read on access."""
 
     def __init__(self, workflows: Mapping[str, Workflow], mirror: Mirror) -> None:
         self._workflows = workflows
@@ -113,7 +113,7 @@ class _LastLines(Mapping[tuple[str, str, str], tuple[str, ...]]):
 
 
 class Supervisor:
-    """Supervises everything unfinished in one state directory, until nothing is."""
+    """Supervises all unfinished workflows of one state directory until there are none."""
 
     def __init__(
         self,
@@ -126,40 +126,40 @@ class Supervisor:
         open_mover: OpenMover,
         log: Callable[[str], None],
     ) -> None:
-        """Keep what the supervisor works with. It does nothing before ``run`` or ``step`` is called."""
+        """Store the arguments. The supervisor does nothing before ``run`` or ``step`` is called."""
         self._store = store
         self._mirror = mirror
         self._secrets = secrets
         self._blobs = blobs
         self._spent: set[str] = set()
         self._over: set[str] = set()
-        """Workflows of which everything was let go, and that are known for what was given up alone."""
+        """Workflows that have ended and whose data was released; they are kept only because of orphan attempts."""
         self.unreadable: frozenset[str] = frozenset()
-        """Workflows (uuids) that another distflow wrote and can read: they stay as they are."""
+        """Workflows (uuids) that another version of distflow wrote and only it can read; they are not changed."""
         self._clock = clock
         self._open_backend = open_backend
         self._mover = open_mover(self.tell)
         self._log = log
         self._seen: queue.SimpleQueue[Seen] = queue.SimpleQueue()
         self._workflows: dict[str, Workflow] = {}
-        # These two are replaced, never changed: a decision knows by that whether anything happened.
+        # These two are replaced, never changed: a decision uses their identity to see whether anything happened.
         self._pools: Mapping[str, Pool] = {}
         self._nodes: Mapping[tuple[str, str], NodeView] = {}
         self._rest = LastDecision()
         self._backends: dict[str, Backend] = {}
         self.in_flight: dict[CommandId, Command] = {}
-        """Commands that were given and have not been answered."""
+        """Commands that were given and are not answered yet."""
 
     def tell(self, seen: Seen) -> None:
-        """Hand in an observation, from any thread."""
+        """Add an observation, from any thread."""
         self._seen.put(seen)
 
     def wake(self) -> None:
-        """Say that the store has something new, from any thread."""
+        """Report a change of the store, from any thread."""
         self._seen.put(Wake())
 
     def run(self) -> None:
-        """Work until nothing is unfinished."""
+        """Work until there is no unfinished workflow."""
         try:
             wake_at = self.step(0.0)
             while self._is_needed():
@@ -170,16 +170,16 @@ class Supervisor:
                 backend.close()
 
     def step(self, patience_s: float) -> float | None:
-        """Observe, then decide and act until nothing more follows; return when time alone changes something.
+        """Observe, then decide and act until nothing more follows. Return the time at which something changes by itself.
 
-        The first observation is waited for as long as ``patience_s``. A caller that never waits, and turns the clock itself,
-        runs the supervisor without threads or processes.
+        ``patience_s`` is the time to wait for the first observation. With 0, and a clock that the caller sets, the supervisor
+        runs without threads or processes.
         """
         self.observe(patience_s)
         return self._settle()
 
     def _is_needed(self) -> bool:
-        """Whether there is work; for strays alone it waits some time, the next supervisor looks for them again."""
+        """Return whether there is work. Orphans alone count only for a while: the next supervisor checks them again."""
         patience = self._clock.now() - STRAY_PATIENCE_S
         return any(
             not _is_over(one.record) or any(task.stray and (task.ended_at or 0) > patience for task in _tasks(one.record))
@@ -189,7 +189,7 @@ class Supervisor:
     # Observing.
 
     def observe(self, patience_s: float) -> None:
-        """Take the observations that are there, waiting ``patience_s`` for the first; save what they change, and load news."""
+        """Take the queued observations, waiting ``patience_s`` for the first. Save the changes, and load new work."""
         batch: list[Seen] = []
         with contextlib.suppress(queue.Empty):
             batch.append(self._seen.get(timeout=patience_s))
@@ -197,7 +197,7 @@ class Supervisor:
                 batch.append(self._seen.get_nowait())
         changed: dict[str, WorkflowRecord] = {}
         events: list[Event] = []
-        # Who wrote may have knocked where nobody listens: its session has another runtime directory, or ours is gone.
+        # The writer's wake-up may have been lost: its session has another runtime directory, or ours was removed.
         reload = self._store.has_news()
         for seen in batch:
             if isinstance(seen, Wake):
@@ -223,7 +223,7 @@ class Supervisor:
         workflow = self._workflows.get(uuid)
         came = arrived(seen)
         if workflow is None:
-            self._spent |= came  # it was on its way when its workflow ended
+            self._spent |= came  # it was in transit when its workflow ended
         if workflow is None or isinstance(seen, Unanswered | CollectUnanswered):
             return
         if isinstance(seen, TransferMoved | TransferEnded):
@@ -232,7 +232,7 @@ class Supervisor:
             record, told = apply_observation(workflow.record, workflow.plan, seen)
         events += told
         if came:
-            # A checkpoint took the place of the one before, or nobody waits for this any more.
+            # A checkpoint replaced the one before it, or no group needs this archive now.
             self._spent |= (archives(workflow.record) | came) - archives(record)
         if record is not workflow.record:
             changed[uuid] = record
@@ -261,7 +261,7 @@ class Supervisor:
     # Loading what is new.
 
     def _load(self) -> None:
-        """Take new workflows and cancel requests from the store; what is known here already is newer than what lies there."""
+        """Load new workflows and cancel requests from the store. Known workflows are newer here than in the store."""
         unreadable = set(self._store.uuids(are_unfinished=True))
         for record in self._store.unfinished():
             unreadable.discard(record.uuid)
@@ -294,7 +294,7 @@ class Supervisor:
         self.unreadable = frozenset(unreadable)
 
     def _refuse(self, record: WorkflowRecord, message: str) -> None:
-        """End a workflow that this distflow cannot run, in words; nothing of it is anywhere."""
+        """End a workflow that this version of distflow cannot run, with a message; nothing of it is on any node."""
         now = self._clock.now()
         groups = tuple(
             group if group.state.is_final else end_unstarted(group, State.FAILED, Reason.START_ERROR, message, now)
@@ -323,7 +323,7 @@ class Supervisor:
     # Deciding and acting.
 
     def _settle(self) -> float | None:
-        """Decide and act until nothing more follows at once; return when time alone changes something."""
+        """Decide and act until nothing more follows at once; return the time at which something changes by itself."""
         decision = Decision()
         for _ in range(_ROUNDS):
             decision = self.decide()
@@ -343,18 +343,18 @@ class Supervisor:
         return decision.wake_at
 
     def _call_off(self) -> None:
-        """Let go of data on its way for groups that are over."""
+        """Cancel the transfers of groups that are over."""
         for identity, command in list(self.in_flight.items()):
             if isinstance(command, TransferData) and not is_wanted(self._workflows[command.key.workflow].record, command):
                 self._mover.call_off(command)
                 del self.in_flight[identity]
 
     def decide(self) -> Decision:
-        """Return what follows from what is known now; nothing is done about it."""
+        """Return what follows from the current state, without acting on it."""
         return decide(self.world(), self._clock.now())
 
     def world(self) -> World:
-        """Return everything that a decision depends on, but the time."""
+        """Return everything that a decision depends on, except the time."""
         return World(
             workflows=tuple(self._workflows.values()),
             pools=self._pools,
@@ -422,14 +422,14 @@ class Supervisor:
             if not _is_over(workflow.record):
                 continue
             if uuid not in self._over:
-                # Once: what it restarts as may have brought the same archives since.
+                # Only once: the workflow's restart may have brought the same archives since then.
                 self._over.add(uuid)
                 remove_secrets(self._secrets, uuid)
                 self._mover.forget(uuid)
                 self._spent |= archives(workflow.record)
             if not any(task.stray for task in _tasks(workflow.record)):
                 del self._workflows[uuid]
-        # Not while one may be arriving that is equal: it would be taken for here already.
+        # Remove nothing while archives arrive: an equal one may arrive now, and its sender would take it for present.
         if self._spent and not any(_brings_archives(command) for command in self.in_flight.values()):
             at_work = [one for one in self._workflows.values() if not _is_over(one.record)]
             others = [archives(one.record) | planned_blobs(one.plan) for one in at_work]
@@ -438,7 +438,7 @@ class Supervisor:
             self._spent.clear()
         if all(_is_over(one.record) for one in self._workflows.values()):
             for part in self._blobs.glob("*.part"):
-                part.unlink(missing_ok=True)  # of an output that nobody takes any more
+                part.unlink(missing_ok=True)  # of an output that no group needs now
 
 
 def _brings_archives(command: Command) -> bool:

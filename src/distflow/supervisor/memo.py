@@ -1,4 +1,4 @@
-"""What the nodes are given to keep, so that a workflow can be found again where its store is lost."""
+"""Copies of a workflow's record for its nodes, from which it can be restored if its store is lost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from distflow.supervisor.world import Workflow
 __all__ = ["COPIES", "Memo", "memo_for", "read_memo", "writes_here"]
 
 COPIES = 8
-"""Tasks of a gang that get one: it names all of them, and a thousand copies of a thousand tasks are too much."""
+"""Tasks of a gang that get a copy. Each copy names all tasks, so a thousand copies of a thousand tasks would be too much."""
 
 _LONGEST: Final = 64 << 20
 _SHOWN: Final = 80
-"""Characters of a wrong name that an error shows."""
+"""Characters of an invalid name that an error shows."""
 _SIGNED: Final = re.compile(r',"mac":"([0-9a-f]{64})"\}\Z')
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
@@ -36,20 +36,20 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memo:
-    """A workflow as it was when one of its attempts was prepared. It holds no values of secrets: plans and records do not."""
+    """A workflow when one of its attempts was prepared. It contains no secret values: plans and records do not have any."""
 
     record: WorkflowRecord
     plan: Plan
     template: str
     spec: str
     host: str
-    """Of the submitter."""
+    """The submitter's host name."""
 
 
 def memo_for(workflow: Workflow, command: Prepare, store: Store, host: str, secrets: Path) -> str:
-    """Return what goes along with a task's ``prepare``; nothing for those beyond the first ones of a large gang.
+    """Return the memo to send with a task's ``prepare``; empty for all but the first tasks of a large gang.
 
-    It is signed with the key in the directory ``secrets``. Raises ``StateError`` when that cannot be used.
+    It is signed with the key in the directory ``secrets``. Raises ``StateError`` if that key cannot be used.
     """
     record = workflow.record
     if command.key.task not in [task.name for task in record.group(command.key.group).tasks[:COPIES]]:
@@ -61,9 +61,9 @@ def memo_for(workflow: Workflow, command: Prepare, store: Store, host: str, secr
 
 
 def read_memo(text: str, secrets: Path) -> tuple[Memo, bool]:
-    """Return what ``memo_for`` wrote, by this distflow or another one, and whether the key in ``secrets`` signed it.
+    """Return the memo in a text of ``memo_for``, from any version of distflow, and whether the key in ``secrets`` signed it.
 
-    All names that become paths here are checked, also those of a signed record. Raises ``StateError``.
+    All names that become paths here are checked, even those of a signed record. Raises ``StateError``.
     """
     signed = _SIGNED.search(text)
     body = f"{text[: signed.start()]}}}" if signed else text
@@ -78,9 +78,9 @@ def read_memo(text: str, secrets: Path) -> tuple[Memo, bool]:
 
 
 def writes_here(memo: Memo) -> tuple[list[str], list[str]]:
-    """Return the URLs that a workflow writes to: those that this machine would write for it by itself, and all others.
+    """Return the URLs that a workflow writes to: those that only this machine can write, and all others.
 
-    The first are files of this machine, files of machines that this user reaches over SSH, and URLs that cannot be read.
+    The first are files of this machine, files that this user reaches over SSH, and URLs that cannot be parsed.
     """
     here: set[str] = set()
     stores: set[str] = set()
@@ -100,7 +100,7 @@ def writes_here(memo: Memo) -> tuple[list[str], list[str]]:
 
 
 def _check(record: WorkflowRecord, plan: Plan) -> None:
-    """Refuse names and ids that would be paths elsewhere, or that do not fit together. Raises ``ValueError``."""
+    """Refuse names and ids that would be paths elsewhere or that contradict one another. Raises ``ValueError``."""
     tasks = [(group, task) for group in record.groups for task in group.attempts]
     launches = [launch for group in plan.groups for size in group.sizes for launch in size.launches]
     names = [record.name, plan.name, *(group.name for group in plan.groups), *(launch.task for launch in launches)]

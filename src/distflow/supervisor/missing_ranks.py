@@ -1,7 +1,7 @@
 """Tasks whose ranks failed although their command ended with code 0, while other ranks of the world wait for them. Pure.
 
-A script that starts its ranks and does not pass on their exit code (no ``set -e``, or another command after it) ends as if all
-were well. The rest of the world then waits at the rendezvous for ranks that can no longer join.
+A script that starts its ranks without passing on their exit code (no ``set -e``, or another command after them) seems to
+succeed. The rest of the world then waits at the rendezvous for ranks that can no longer join.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distflow.supervisor.printed_errors import without_launcher
 __all__ = ["MissingRanks", "check_outputs", "hidden_cause", "missing_ranks"]
 
 _MEET_S = 120.0
-"""Ranks that fail later than this after their start may have met before."""
+"""Seconds after the start; ranks that fail later than this may have met before."""
 _LINES = 20
 
 
@@ -33,14 +33,14 @@ class MissingRanks:
 
     @property
     def message(self) -> str:
-        """What is wrong, for people."""
+        """The problem as a message."""
         waiting = [task.name for task in self.waiting]
         who = f"{waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} tasks wait"
         return f"{self.task.name} {_ended(self.failure)}; {who} for {rank_words(self.task.ranks)}"
 
 
 def check_outputs(group: GroupRecord, plan: GroupPlan, lines: Callable[[TaskRecord], Sequence[str]]) -> GroupRecord:
-    """Return the group with every task checked whose command ended with code 0 while other ranks still run."""
+    """Return the group after checking the output of every task that ended with code 0 while other ranks still run."""
     if not any(task.ranks and not task.state.is_final for task in group.tasks):
         return group
     for task in group.tasks:
@@ -52,7 +52,7 @@ def check_outputs(group: GroupRecord, plan: GroupPlan, lines: Callable[[TaskReco
 
 
 def missing_ranks(group: GroupRecord) -> MissingRanks | None:
-    """Return the first task whose ranks failed unnoticed while others of the world run; ``None`` when there is none."""
+    """Return the first task whose ranks failed unnoticed while others of the world run; ``None`` if there is none."""
     found = _first(group)
     waiting = tuple(task for task in group.tasks if task.ranks and not task.state.is_final)
     if found is None or found.hidden_failure is None or not waiting:
@@ -61,7 +61,7 @@ def missing_ranks(group: GroupRecord) -> MissingRanks | None:
 
 
 def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskRecord], Sequence[str]]) -> Cause | None:
-    """Return the first cause of a group that failed: the ranks that failed unnoticed, if the others waited for them."""
+    """Return the first cause of a failed group: the ranks that failed unnoticed, if the others waited for them."""
     task = _first(group)
     if task is None or task.hidden_failure is None:
         return cause
@@ -95,7 +95,7 @@ def _hidden_failure(task: TaskRecord, lines: Sequence[str]) -> HiddenFailure | N
     if told is None:
         return None
     ran_s = (task.ended_at or 0.0) - (task.started_at or 0.0)
-    # torch labels tracebacks with the rank from init_process_group on; the frames of that call come before.
+    # torch labels tracebacks with the rank after init_process_group; the frames of that call have no label.
     is_joining = "init_process_group" in told.traceback or "rendezvous" in told.traceback
     have_met = told.has_joined or not (is_joining or ran_s < _MEET_S)
     return HiddenFailure(detail=told.detail, have_met=have_met)

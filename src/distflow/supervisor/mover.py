@@ -1,6 +1,7 @@
-"""Doing what ``carrying`` decides: data between URLs and the blob store or nodes, each in a thread, told of as observations.
+"""Execute the transfers of ``carrying``: data between URLs and the blob store or nodes. Each runs in a thread.
 
-A transfer may be repeated at any time, by this supervisor or the next one: what it left half done is gone on with.
+Progress and outcomes are reported as observations. A transfer may be repeated at any time, by this supervisor or the next one:
+it then resumes from the part that is already there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["DataMover", "Mover"]
 
 _AT_ONCE = 4
 _PAUSES_S = (1.0, 5.0, 20.0, 60.0)
-"""Longer than a person would wait: what was computed for days is not given up for a network that is away for a minute."""
+"""Seconds between retries. They are long, because results of days of computing must survive a network failure of a minute."""
 
 _OURS_ALONE = (
     "no node has the credentials, which are in files or a role of this machine (to make it direct: "
@@ -42,14 +43,14 @@ _OURS_ALONE = (
 
 
 class DataMover(Protocol):
-    """Moves data between URLs, nodes and the blob store. No method blocks; progress and ends go to the supervisor's sink."""
+    """Moves data between URLs, nodes and the blob store. No method blocks; the supervisor's sink gets progress and outcomes."""
 
     def begin(self, command: TransferData, errand: Errand, backend: Backend | None = None) -> None:
-        """Begin one transfer and report its progress and its outcome. ``backend``: that of the node that holds the data."""
+        """Begin one transfer and report its progress and outcome. ``backend`` is that of the node that holds the data."""
         ...
 
     def call_off(self, command: TransferData) -> None:
-        """Abandon one transfer; nothing more is reported of it."""
+        """Abandon one transfer; nothing more is reported about it."""
         ...
 
     def identity(self, url: str) -> Identity | None:
@@ -57,11 +58,11 @@ class DataMover(Protocol):
         ...
 
     def forget(self, workflow: str) -> None:
-        """Remove what transfers of a workflow (uuid) that has ended left behind."""
+        """Remove the temporary files of a workflow (uuid) that has ended."""
         ...
 
     def close(self) -> None:
-        """Abandon everything, without waiting."""
+        """Abandon everything without waiting."""
         ...
 
 
@@ -76,7 +77,7 @@ class Mover:
         sink: Callable[[TransferMoved | TransferEnded], None],
         credentials_for: CredentialsFor = ambient_credentials,
     ) -> None:
-        """Begin nothing. ``scratch`` is made when it is needed, on the file system of ``blobs``."""
+        """Start no transfer yet. ``scratch`` is created when it is needed, on the file system of ``blobs``."""
         self._blobs = blobs
         self._scratch = scratch
         self._clock = clock
@@ -86,24 +87,24 @@ class Mover:
         self._turns = threading.BoundedSemaphore(_AT_ONCE)
 
     def begin(self, command: TransferData, errand: Errand, backend: Backend | None = None) -> None:
-        """Do one thing in a thread; the sink hears of it until it is over. ``backend``: of the errand's source."""
+        """Begin one transfer in a thread, which reports to the sink until it ends. ``backend`` is that of the source's node."""
         halt = self._halts[command.identity] = threading.Event()
         given = (command, errand, backend, halt)
         threading.Thread(target=self._run, args=given, name=f"data {errand.data}", daemon=True).start()
 
     def call_off(self, command: TransferData) -> None:
-        """Let go of one thing that nobody waits for any more; nothing more is heard of it."""
+        """Abandon one transfer that is not needed now; nothing more is reported about it."""
         halt = self._halts.pop(command.identity, None)
         if halt is not None:
             halt.set()
 
     def forget(self, workflow: str) -> None:
-        """Remove what transfers of a workflow (uuid) that is over have left."""
+        """Remove the temporary files of a workflow (uuid) that has ended."""
         shutil.rmtree(self._scratch / workflow, ignore_errors=True)
 
     def close(self) -> None:
-        """Let go of everything, without waiting."""
-        for halt in list(self._halts.values()):  # what ends meanwhile leaves it
+        """Abandon everything without waiting."""
+        for halt in list(self._halts.values()):  # a copy: transfers that end meanwhile remove their entry
             halt.set()
 
     def _run(self, command: TransferData, errand: Errand, backend: Backend | None, halt: threading.Event) -> None:
@@ -117,15 +118,15 @@ class Mover:
                 with self._turns:
                     outcome = self._carry(command, errand, halt, told)
         except TransferCanceled:
-            outcome = told.outcome(error="the transfer was canceled")  # reported only if nobody called it off
+            outcome = told.outcome(error="the transfer was canceled")  # reported only if the supervisor did not call it off
         except DistflowError as error:
             outcome = told.outcome(error=": ".join(str(error).split("\n")))
         except OSError as error:
             outcome = told.outcome(error=f"{error.filename or self._blobs}: {error.strerror or error}")
-        except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting for ever
+        except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting forever
             outcome = told.outcome(error=f"unexpected error: {error!r}")
             sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
-        # A transfer of which one file failed has halted the others itself: only what was called off is not told.
+        # A transfer with one failed file has halted its other files itself. Only abandoned transfers are not reported.
         if self._halts.pop(command.identity, None) is halt:
             self._sink(told.ended(outcome))
 
@@ -170,7 +171,7 @@ class Mover:
         )
 
     def identity(self, url: str) -> Identity | None:
-        """Return who we are to the store of a URL; ``None``: nobody that a node could be."""
+        """Return this machine's credentials for a URL's store, or ``None`` if a node could not use them."""
         from distflow.documents.urls import parse_url  # noqa: PLC0415
         from distflow.storage.credentials import identity_of  # noqa: PLC0415
 
@@ -186,7 +187,7 @@ class Mover:
         halt: threading.Event,
         told: _Told,
     ) -> Carried:
-        """Have a node write what it holds; when it cannot, the outcome is that, and what to do about it."""
+        """Make a node write its output. If it cannot, the outcome says why, and what to do about it."""
         if backend is None:
             raise AssertionError("what a node is to write is asked of its backend")
         from distflow.storage.task_data import RelayRequired  # noqa: PLC0415
@@ -223,7 +224,7 @@ class Mover:
 
 
 class _Told:
-    """Tells how far one transfer is, every second."""
+    """Reports the progress of one transfer every second."""
 
     def __init__(
         self, command: TransferData, errand: Errand, clock: Clock, sink: Callable[[TransferMoved | TransferEnded], None]

@@ -1,7 +1,7 @@
-"""From what was seen to what the record says: one observation at a time. Pure.
+"""Apply observations to the records, one at a time. Pure.
 
-Observations may come late, twice or out of order (a reconnection repeats what the node knows), so each is taken only
-where it still means something: an attempt that is over stays over.
+Observations may come late, twice or out of order, because a reconnection repeats the node's reports. Each is applied only if
+it is still valid: an attempt that has ended does not change.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
 """Why an attempt that holds its lease will never start."""
 
 _ANNOUNCED = 32
-"""Messages of a waiting group that are remembered, so that no event is written again and again."""
+"""Messages of a waiting group that are remembered, so that the same event is not written repeatedly."""
 
 LEASE_BACKOFF_S = (1.0, 2.0, 5.0, 10.0)
-"""How long a node is left alone that refused, the first time, the second, …"""
+"""Seconds before a node that refused a lease is asked again: after its first refusal, the second, …"""
 
 
 def apply_observation(
     record: WorkflowRecord, plan: Plan, seen: LeaseObservation | AttemptObservation
 ) -> tuple[WorkflowRecord, list[Event]]:
-    """Return the workflow's record after an observation of one of its attempts, and the events that tell of it."""
+    """Return the workflow's record after an observation of one of its attempts, and the events that report it."""
     if isinstance(seen, Leased | LeaseRefused):
         group = record.group(seen.group)
         if group.attempt != seen.attempt or group.state is not State.SCHEDULING:
@@ -116,7 +116,7 @@ def apply_observation(
 
 
 def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
-    """Return a node's view after it was lost or found: lost since it was heard last, not since that was noticed."""
+    """Return a node's view after it was lost or found. A node is lost since its last message, not since that was noticed."""
     if isinstance(seen, NodeDown):
         return replace(view, up=False, since=seen.since or seen.at if view.up else view.since, error=seen.error)
     node = view.node
@@ -134,10 +134,9 @@ def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
 
 
 def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> tuple[WorkflowRecord, list[Event]]:
-    """Return the workflow's record after one of the pool's nodes was lost or found, and the events that tell of it.
+    """Return the workflow's record after one of the pool's nodes was lost or found, and the events that report it.
 
-    The record remembers it beyond this supervisor, so that one which comes later neither repeats what is known nor leaves
-    standing what is over.
+    The record keeps this for the next supervisor, which then does not repeat known events and ends those that are over.
     """
     is_news = False
     after = record
@@ -160,14 +159,14 @@ def apply_node_observation(record: WorkflowRecord, seen: NodeUp | NodeDown) -> t
 
 
 def node_details(seen: NodeUp | NodeDown) -> NodeUnreachable | NodeReachable:
-    """Return what an event says of a node that was lost or found."""
+    """Return the event's details for a node that was lost or found."""
     if isinstance(seen, NodeDown):
         return NodeUnreachable(node=seen.node, error=seen.error)
     return NodeReachable(node=seen.node)
 
 
 def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str, at: float) -> GroupRecord:
-    """Return a group that ends before anything of it ran, with all of its tasks."""
+    """Return a group that ends before any of it ran, with all of its tasks."""
     tasks = tuple(
         replace(task, state=state, reason=reason, message=message, ended_at=at, log_complete=True) for task in group.tasks
     )
@@ -175,7 +174,7 @@ def end_unstarted(group: GroupRecord, state: State, reason: Reason, message: str
 
 
 def stop_unstarted(task: TaskRecord, why: Reason | None, at: float) -> TaskRecord:
-    """Return a task that is stopped together with its group, and that nothing is anywhere of."""
+    """Return a task that is stopped together with its group before anything of it exists on a node."""
     is_canceled = why is Reason.CANCELED
     state, reason = (State.CANCELED, Reason.CANCELED) if is_canceled else (State.FAILED, why or Reason.PEER_FAILED)
     return replace(task, state=state, reason=reason, ended_at=at, log_complete=True)
@@ -207,7 +206,7 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
         times = known[node].times if node in known else 0
         until = seen.at + LEASE_BACKOFF_S[min(times, len(LEASE_BACKOFF_S) - 1)]
         known[node] = Refusal(node=node, message=words, until=until, times=times + 1)
-    message = few([one.message for one in known.values()], "; ")  # what each said last
+    message = few([one.message for one in known.values()], "; ")  # each node's last refusal
     if seen.is_final:
         failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, seen.at)
         event = _event(record, seen.at, GroupCannotStart(message=message), group.name)
@@ -218,9 +217,9 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
 
 
 def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupWaiting | None]:
-    """Return a group that waits for nodes with what it waits for, and the event's details unless that was said before.
+    """Return a waiting group with the reason why it waits, and the event's details unless the same was announced before.
 
-    The obstacle may change back and forth every few seconds, for days.
+    The reason may change back and forth every few seconds, for days.
     """
     group = group if group.waits_for == message else replace(group, waits_for=message)
     message = f"Waiting for nodes: {message}"
@@ -238,7 +237,7 @@ def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupW
 _LEASE_LOST = (
     EndReason.START_TIMEOUT, EndReason.RELEASED, EndReason.RUNNER_DIED, EndReason.KEEPER_DIED, EndReason.BOTH_DIED,
 )  # fmt: skip
-"""Ends of a pair that waited for its start."""
+"""How a runner and a keeper end that waited for the start."""
 
 _StatusReport = (
     Staging | Prepared | PrepareFailed | Started | StopAccepted | Ended | Released | Absent
@@ -249,7 +248,7 @@ _StatusReport = (
 def _task_after(  # noqa: C901  one case for each observation
     group: GroupRecord, task: TaskRecord, seen: _StatusReport, plan: Plan
 ) -> tuple[TaskRecord, EventDetails | None]:
-    """Return the task after an observation of its attempt, and the details of the event; ``None`` where there is none."""
+    """Return the task after an observation of its attempt, and the event's details; ``None`` if there is no event."""
     match seen:
         case Prepared():
             return _prepared(task)
@@ -295,13 +294,13 @@ def _staging(task: TaskRecord, seen: Staging) -> TaskRecord:
 def _prepare_failed(task: TaskRecord, seen: PrepareFailed) -> tuple[TaskRecord, EventDetails | None]:
     if task.state is not State.INITIALIZING:
         return task, None
-    # The attempt's pair still waits on the node: its end is seen when it is stopped.
+    # The attempt's runner and keeper still wait on the node. Their end is reported after they are stopped.
     reason = Reason.IMAGE_PULL if seen.is_image else Reason.DATA if seen.is_data else Reason.START_ERROR
     return replace(task, reason=reason, message=seen.message), TaskCannotStart(message=seen.message)
 
 
 def _started(task: TaskRecord, seen: Started) -> tuple[TaskRecord, EventDetails | None]:
-    # Of one that was adopted while its node was unreachable, nobody knows yet when it was started, and where.
+    # If a task was adopted while its node was unreachable, its start time and process id are not known yet.
     is_unknown = task.state in (State.RUNNING, State.STOPPING) and task.started_at is None
     if not (is_unknown or task.state is State.INITIALIZING):
         return task, None
@@ -334,7 +333,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
     end = end_from(dict(seen.end), seen.at, seen.clock)
     was_waiting = task.state is State.INITIALIZING and group.state is State.INITIALIZING
     if was_waiting and end.started_at is None and end.reason in _LEASE_LOST:
-        # Nothing has run, so nothing has failed: the gang gives back what it has and queues again.
+        # Nothing has run, so nothing has failed: the gang gives back its leases and queues again.
         return replace(task, reason=Reason.START_TIMEOUT, prepared=False), LeaseLost()
     if task.reason in REFUSED:
         ended = replace(task, state=State.FAILED, ended_at=end.ended_at, end=end)
@@ -346,7 +345,7 @@ def _ended(group: GroupRecord, task: TaskRecord, seen: Ended, actions: ExitActio
 
 def _given_back(task: TaskRecord, at: float) -> tuple[TaskRecord, EventDetails | None]:
     if task.reason in REFUSED:
-        # It is why its group ends: that must not be forgotten with the lease.
+        # This refusal is why the group ends, so the task keeps its reason when its lease is given back.
         failed = replace(task, state=State.FAILED, ended_at=at, log_complete=True)
         return failed, TaskStatus(status=failed.status, message=task.message)
     back = replace(
@@ -395,7 +394,7 @@ def _collect_failed(task: TaskRecord, seen: CollectFailed) -> TaskRecord:
 def _apply_trouble(
     record: WorkflowRecord, group: GroupRecord, task: TaskRecord, seen: NotBrought | OutputLost | OutputWaits
 ) -> tuple[WorkflowRecord, list[Event]]:
-    """Return what follows from trouble that changes nothing about the task itself."""
+    """Return the record after trouble that does not change the task itself, and the events that report it."""
     if isinstance(seen, NotBrought):
         return apply_not_brought(record, seen)
     details = OutputLosing(node=task.node) if isinstance(seen, OutputLost) else OutputHeldBack(node=task.node)

@@ -1,4 +1,4 @@
-"""What a task's node is given before its start: its launch, with everything that came in for it, and its secrets."""
+"""Everything that a task's node gets before the start: the launch with its inputs, and the secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["launch_of", "secrets_of"]
 
 
 def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -> BoundLaunch | None:
-    """Return the complete launch of the task that ``prepare`` is about; ``None`` when its group has no lease any more."""
+    """Return the complete launch of the task that ``prepare`` names; ``None`` if its group has lost its lease."""
     group, plan = workflow.record.group(command.key.group), workflow.plan.group(command.key.group)
     if group.binding is None:
         return None
@@ -35,7 +35,7 @@ def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -
 
 
 def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecrets:
-    """Return the secrets of that task, of those in ``folder``. Raises ``StateError`` when they are not there."""
+    """Return that task's secrets from ``folder``. Raises ``StateError`` if they are not there."""
     plan = workflow.plan.group(command.key.group).launch(command.key.task)
     try:
         given = given_secrets(plan, read_secrets(folder, command.key.workflow))

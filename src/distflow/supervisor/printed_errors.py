@@ -1,6 +1,6 @@
 """Find Python exceptions, and torchrun's report of failed ranks, in the output of a task. Pure.
 
-A script that is not decorated with torch's ``@record`` leaves no error file: its traceback is in the output only, between the
+A script that is not decorated with torch's ``@record`` leaves no error file. Its traceback is only in the output, between the
 output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and 2.13
 (``torch/distributed/elastic/multiprocessing/errors``, ``torch/distributed/distributed_c10d.py``).
 """
@@ -16,30 +16,30 @@ from distflow.state.ends import RankText
 __all__ = ["PrintedException", "ReportedRank", "printed_exceptions", "read_report", "without_launcher"]
 
 _COLORS = re.compile(r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
-"""Python 3.13 colors tracebacks where ``FORCE_COLOR`` is set."""
+"""Terminal colors: Python 3.13 colors tracebacks if ``FORCE_COLOR`` is set."""
 _LABEL = re.compile(r"\[(?P<name>[A-Za-z_]\w{0,40}?) ?(?P<number>\d{1,9})\]:")
 """torch labels tracebacks ``[rank3]: `` once a rank has joined its world; ``torchrun --tee`` labels lines ``[default1]:``."""
 _TRACEBACK = re.compile(r"(?P<lead> *(?:\+ Exception Group |Original )?)Traceback \(most recent call last\):\s*")
 _UNCOMPILED = re.compile(r'  File "[^"]{1,4096}", line \d{1,9}\s*')
-"""Where Python cannot compile the script itself, it prints no head: only the place, the line with a mark, and the error."""
+"""If Python cannot compile the script itself, it prints no head: only the place, the line with a mark, and the error."""
 _COMPILER_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
 _EXCEPTION = re.compile(r"(?:[^\W\d]\w*\.)*[^\W\d]\w*(?:: .*|:)?\s*")
 _IN_GROUP = re.compile(r" +\| (?P<text>(?:[^\W\d]\w*\.)*[^\W\d]\w*: .*)")
 _LINKS = ("The above exception was the direct cause of", "During handling of the above exception", "-- Process ")
-"""Between two tracebacks of one failure; the last is that of ``torch.multiprocessing``."""
+"""Lines between two tracebacks of one failure; the last one is of ``torch.multiprocessing``."""
 _HARMLESS = ("Exception ignored in", "Exception in thread")
-"""Before a traceback: the process continues after it."""
+"""Lines before a traceback after which the process continues."""
 _MORE = 20
-"""Lines that a message may have after its first, where the label says that they belong to it."""
+"""Lines that a message may have after its first, if the label shows that they belong to it."""
 _LONGEST = 100
-"""Lines of a traceback that are kept: half of them from each end."""
+"""Lines of a traceback that are kept, half of them from each end."""
 _WIDEST = 500
 
 _LAUNCHER_NOTE = re.compile(
     r"[IWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/(?:elastic|launcher|run)"
     r"|(?:\[[\d :,-]+\] |[A-Z]+:)torch\.distributed\.(?:elastic|run)\b"
 )
-"""How the lines of torchrun's log begin: since torch 2.3, and before."""
+"""The first characters of torchrun's log lines, in the formats since torch 2.3 and before."""
 _LAUNCHER_RAISES = ("ChildFailedError", "SignalException")
 _RANK = re.compile(
     r"^ {1,4}rank {1,9}: (\d{1,9}) \(local_rank: (\d{1,9})\)\n {1,4}exitcode {1,9}: (-?\d{1,9}) {1,4}\(pid: (\d{1,9})\)",
@@ -54,44 +54,44 @@ class ReportedRank:
     rank: int
     local_rank: int
     exit_code: int
-    """Below 0: the signal that ended it."""
+    """A negative number is the signal that ended the rank."""
     pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintedException:
-    """An exception that ended up in the output."""
+    """An exception that was printed to the output."""
 
     message: str
-    """``ValueError: bad label``; of a message with several lines the first."""
+    """Its first line, such as ``ValueError: bad label``."""
     traceback: str
-    """With the exceptions that led to it."""
+    """The traceback, together with the exceptions that led to it."""
     text: str
-    """Every line of the message."""
+    """All lines of the message."""
     rank: int | None = None
-    """That of its lines: their output is kept apart, or torch labeled them; ``None`` where neither is so."""
+    """The rank that printed it, if each rank has its own output or torch labeled the lines; otherwise ``None``."""
     is_labeled: bool = False
-    """torch labeled its lines: the rank had joined its world."""
+    """Whether torch labeled its lines, which shows that the rank had joined its world."""
     local_rank: int | None = None
     last_line: int
-    """Where it ends, counted in the lines that were searched."""
+    """The index of its last line in the searched lines."""
 
     @property
     def is_launchers(self) -> bool:
-        """Whether torchrun raised it, to say that a rank failed."""
+        """Whether torchrun raised it to report a failed rank."""
         return self.message.partition(":")[0].endswith(_LAUNCHER_RAISES)
 
 
 @dataclass(slots=True)
 class _Stream:
-    """The lines that carry the same label: number, text, and whether torch labeled it as part of a traceback."""
+    """The lines with the same label: number, text, and whether torch labeled it as part of a traceback."""
 
     rank: int | None = None
     lines: list[tuple[int, str, bool]] = field(default_factory=list)
 
 
 def printed_exceptions(lines: Sequence[str]) -> list[PrintedException]:
-    """Return the exceptions in a task's output that may have ended a process, in the order of their ends."""
+    """Return the exceptions in a task's output that may have ended a process, ordered by their last lines."""
     streams: dict[tuple[str, int] | None, _Stream] = {}
     for number, line in enumerate(lines):
         key, rank, text, is_torchs = _unlabeled(line)
@@ -103,7 +103,7 @@ def printed_exceptions(lines: Sequence[str]) -> list[PrintedException]:
 
 
 def read_report(lines: Sequence[str]) -> list[ReportedRank]:
-    """Return the ranks that torchrun's report names, the one that it observed first in front; empty without a report."""
+    """Return the ranks in torchrun's report, starting with the one that it observed first; empty without a report."""
     text = _COLORS.sub("", "\n".join(lines))
     root = text.rfind("Root Cause (first observed failure)")
     if root < 0:
@@ -117,7 +117,7 @@ def read_report(lines: Sequence[str]) -> list[ReportedRank]:
 
 
 def without_launcher(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the output of the ranks themselves: torchrun's notes, traceback and report are left out."""
+    """Return the ranks' own output, without torchrun's notes, traceback and report."""
     left_out = {number for number, line in enumerate(lines) if _LAUNCHER_NOTE.match(line)}
     for one in printed_exceptions(lines):
         if one.is_launchers:
@@ -155,7 +155,7 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
     local_rank = key[1] if key is not None and key[0] != "rank" else None
     begin, end = 0, 0
     blocks: list[tuple[int, int, int, str]] = []
-    """Of each traceback its first line, its exception's line, where that ends, and that line."""
+    """For each traceback: its first line, its exception's line, the line after its end, and the exception's text."""
     position = 0
     while position < len(stream.lines):
         head = _TRACEBACK.fullmatch(stream.lines[position][1])
@@ -195,7 +195,7 @@ def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[Printe
 
 
 def _is_linked(stream: _Stream, after: int, begin: int) -> bool:
-    """Whether the traceback at ``begin`` tells what followed from the one that ended before ``after``."""
+    """Return whether the traceback at ``begin`` belongs to the same failure as the one that ended before ``after``."""
     if stream.lines[begin][1].startswith("Original "):
         return begin - after < _MORE
     between = [text for _, text, _ in stream.lines[max(after, begin - 3) : begin] if text.strip()]

@@ -1,7 +1,7 @@
-"""Starting, locking and waking the one background process of a state directory.
+"""Start, lock and wake the one background process of a state directory.
 
-Whoever adds work calls ``ensure_supervisor`` afterwards. A supervisor that finds nothing left to do first gives up
-the lock and then looks once more, so that work added in between is seen by one of the two.
+A process that adds work calls ``ensure_supervisor`` afterwards. A supervisor without work first releases the lock and then
+checks again, so that either it or the next supervisor sees work that was added in between.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ _LOG_LIMIT = 4 << 20
 class Lock:
     """The supervisor's lock: an ``flock`` that vanishes with its process.
 
-    A directory of the state directory is locked. A lock file alone could be removed while it is locked, and the next supervisor
-    would make another one, so two would work on one store. The file is locked as well, for supervisors of earlier versions.
+    The lock is on a directory of the state directory. A lock file alone could be removed while it is locked. The next
+    supervisor would then create another one, and two would work on one store. The lock file is locked as well, for
+    supervisors of earlier versions.
     """
 
     def __init__(self, directory: StateDirectory) -> None:
-        """Name the directory; nothing is locked yet."""
+        """Store the directory; nothing is locked yet."""
         self._directory = directory
         self._handles: list[int] = []
 
     def take(self) -> bool:
-        """Take the lock and return True, or False when another process has it."""
+        """Take the lock and return True, or return False if another process has it."""
         for path, flags in (
             (self._directory.blobs, os.O_RDONLY | os.O_DIRECTORY),
             (self._directory.lock, os.O_RDWR | os.O_CREAT),
@@ -52,7 +53,7 @@ class Lock:
         return True
 
     def give_up(self) -> None:
-        """Let go of the lock; harmless without it."""
+        """Release the lock; without the lock, do nothing."""
         while self._handles:
             os.close(self._handles.pop())
 
@@ -64,16 +65,16 @@ def is_running(directory: StateDirectory) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A supervisor that has loaded what it needs, and waits for the word; without it, it ends with this process."""
+    """A supervisor that has loaded its modules and waits for permission to run. Without it, it ends with this process."""
 
     process: subprocess.Popen[bytes]
     ready: int
 
 
 def hold_supervisor(directory: StateDirectory, backends: Iterable[str]) -> Held | None:
-    """Let a supervisor load its modules while the caller still prepares the work; ``None`` when one is running.
+    """Start a supervisor that loads its modules while the caller prepares the work; ``None`` if one is running.
 
-    ``backends`` are those that it may need. Pass the result to ``ensure_supervisor``.
+    ``backends`` are the backends that it may need. Pass the result to ``ensure_supervisor``.
     """
     if is_running(directory):
         return None
@@ -81,9 +82,9 @@ def hold_supervisor(directory: StateDirectory, backends: Iterable[str]) -> Held 
 
 
 def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, held: Held | None = None) -> None:
-    """Wake the supervisor, or start one; with ``wait``, return when it is at work.
+    """Wake the supervisor, or start one. With ``wait``, return when it is running.
 
-    Raises ``SupervisorError`` when it does not come up; the reason is in its log.
+    Raises ``SupervisorError`` if it does not start; the reason is in its log.
     """
     if held is None:
         if is_running(directory):
@@ -99,7 +100,7 @@ def ensure_supervisor(directory: StateDirectory, *, wait: bool = True, held: Hel
         if wait:
             _await_ready(process, ready, directory)
         else:
-            # Reaped by init: this process does not outlive the child it started.
+            # Init reaps the child, because this process exits before it.
             process.returncode = 0
     finally:
         os.close(ready)
@@ -132,7 +133,7 @@ def _launch(directory: StateDirectory, held_with: str | None = None) -> Held:
 def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateDirectory) -> None:
     readable, _, _ = select.select([ready], [], [], _READY_TIMEOUT_S)
     said = os.read(ready, 64) if readable else b""
-    # "ready": it works; "other": another one was quicker, and works, and must hear that there is more.
+    # "ready": it runs. "other": another supervisor took the lock first and must be woken for the new work.
     if said in (b"ready", b"other"):
         process.returncode = 0
         if said == b"other":
@@ -145,7 +146,7 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, directory: StateD
 
 
 def wake(directory: StateDirectory) -> None:
-    """Tell a running supervisor to look at the store now; silently nothing when there is none."""
+    """Make a running supervisor read the store now; do nothing if there is none."""
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as knock,
@@ -158,8 +159,8 @@ def wake(directory: StateDirectory) -> None:
 def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
     """Return the socket on which the supervisor is woken; only for the holder of the lock.
 
-    ``None`` where the file system of the state directory has no sockets: the supervisor then finds new work a few seconds
-    later, when it looks by itself.
+    Returns ``None`` if the file system of the state directory has no sockets. The supervisor then finds new work a few seconds
+    later, when it polls the store.
     """
     knock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -174,7 +175,7 @@ def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _address(directory: StateDirectory) -> Iterator[str]:
-    """Yield an address of the socket that is short enough, as addresses of sockets must be: by way of a descriptor."""
+    """Yield an address of the socket through a descriptor, because socket addresses have a small maximum length."""
     handle = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{handle}/{directory.socket.name}"

@@ -1,8 +1,8 @@
-"""Which waiting gang may try for its nodes now. Pure.
+"""Which waiting gang may try to lease its nodes now. Pure.
 
-Gangs of one pool go by priority, those of one priority in the order of submission, all or nothing: one that waits for
-nodes is not overtaken by a smaller one behind it, so that a large gang is never starved. One that has nodes keeps them.
-Only one gang per pool asks the nodes at a time, so two never hold half of what both need.
+Gangs of one pool are ordered by priority, then by submission. A gang gets all of its nodes or none. A smaller gang never
+overtakes one that waits for nodes, so that a large gang is never starved. A gang that has nodes keeps them. Only one gang per
+pool asks the nodes at a time, so two gangs never hold half of what both need.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from distflow.supervisor.world import NodeView, Share, Workflow, World
 __all__ = ["Leases", "next_leases"]
 
 _LEASE_OUTLIVES_S = 15.0
-"""How much longer than the start barrier nodes hold a lease: what becomes of a gang that is late is decided here. A node that
-gave up at the same moment would look as if it had lost its lease, and the gang would begin anew."""
+"""Seconds that nodes hold a lease longer than the start barrier, because the supervisor decides about a late gang. If a node
+gave up at the same moment, it would seem to have lost its lease, and the gang would start again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Leases:
-    """What the queue decided."""
+    """The queue's decision."""
 
     commands: list[Lease] = field(default_factory=list)
     messages: dict[tuple[str, str], str] = field(default_factory=dict)
     """What each waiting group waits for, by workflow (uuid) and group."""
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Why a group can never have its nodes, likewise."""
+    """Why a group can never have its nodes, by workflow (uuid) and group."""
     wake_at: float | None = None
 
     def wake(self, at: Sequence[float]) -> None:
-        """Look again at the earliest of these times."""
+        """Decide again at the earliest of these times."""
         self.wake_at = min([*at, *([] if self.wake_at is None else [self.wake_at])], default=None)
 
 
 def next_leases(world: World, shares: Iterable[Share], now: float) -> Leases:
-    """Return the lease commands of the gangs whose turn it is, and what the others wait for.
+    """Return the lease commands of the gangs whose turn it is, and the reasons why the others wait.
 
-    ``shares``: those of all workflows, in the order of their submission.
+    ``shares`` are those of all workflows, in the order of their submission.
     """
     leases = Leases()
     by_pool: dict[str, list[Share]] = {}
@@ -63,7 +63,7 @@ def next_leases(world: World, shares: Iterable[Share], now: float) -> Leases:
         resting = [group.resting_until for _, group in waiting if now < group.resting_until]
         leases.wake(resting)
         waiting = [one for one in waiting if now >= one[1].resting_until]
-        # Those of one priority stay in the order of submission.
+        # The sort is stable: workflows of one priority stay in the order of submission.
         waiting.sort(key=lambda one: one[0].record.priority.turn)
         if waiting and not any(share.workflow.record.uuid in asking for share in (of_pool if asking else ())):
             _next_of_pool(world, pool_key, pool, of_pool, waiting, now, leases)
@@ -81,7 +81,7 @@ def _next_of_pool(
 ) -> None:
     views = [world.nodes[pool_key, node.name] for node in pool.nodes]
     workflow, group = waiting[0]
-    # The one right before it: what stands first changes often, and every new word is an event of every gang behind it.
+    # Name the gang directly before it. The head of the queue changes often, and each new message is an event for all others.
     for (before, _), (other, later) in pairwise(waiting):
         leases.messages[other.record.uuid, later.name] = f"behind {before.record.id}"
     plan = workflow.plan.group(group.name)
@@ -91,7 +91,7 @@ def _next_of_pool(
         if any(not view.up and view.error for view in views):
             leases.messages[workflow.record.uuid, group.name] = _wait_words(views, ())
         return
-    # Nodes that refused are left alone for a while; others that would do are asked meanwhile.
+    # Nodes that refused are not asked again for a while; other suitable nodes are asked meanwhile.
     refused = {one.node: one.until for one in group.refusals if now < one.until}
     willing = [one for one in left if one.node not in refused]
     unplaced: tuple[Unplaced, ...] = ()
@@ -111,14 +111,14 @@ def _next_of_pool(
         leases.failures[workflow.record.uuid, group.name] = (
             f"pool {workflow.record.pool} cannot run it, even when idle: {never}"
         )
-    elif any(view.up or view.error for view in views):  # else the first connections are only just being made
+    elif any(view.up or view.error for view in views):  # otherwise the first connections are still being made
         words = _wait_words(views, unplaced)
         words += f"; avoided, as attempts failed there: {few(sorted(bad), ', ')}" if bad else ""
         leases.messages[workflow.record.uuid, group.name] = words
 
 
 def _never(plan: GroupPlan, views: Sequence[NodeView], pool: Pool) -> str:
-    """Return why the pool could not hold a gang if nothing else ran there; empty when it could, as far as is known."""
+    """Return why the idle pool could not hold a gang; empty if it could, as far as is known."""
     placed = place_near(demands(plan.sizes[-1]), capacity(views), shared=pool.shares_nodes)
     return "" if isinstance(placed, Placement) else _no_room(placed)
 
@@ -128,7 +128,7 @@ def _no_room(unplaced: Sequence[Unplaced]) -> str:
 
 
 def _sizes(plan: GroupPlan, group: GroupRecord, now: float, leases: Leases) -> Sequence[GroupPlan]:
-    """Return what a gang may start as now: all of it, and after a while with fewer tasks, where its spec allows that."""
+    """Return the sizes at which a gang may start now: its full size, and after a while smaller ones if its spec allows them."""
     patient_until = (group.scheduling_at or now) + plan.smaller_after_s
     if plan.smaller and now < patient_until:
         leases.wake([patient_until])
@@ -139,14 +139,14 @@ def _sizes(plan: GroupPlan, group: GroupRecord, now: float, leases: Leases) -> S
 def _usable(
     plan: GroupPlan, group: GroupRecord, views: Sequence[NodeView], shares: Sequence[Share], *, shared: bool
 ) -> tuple[list[Free], frozenset[str], bool]:
-    """Return what the nodes have left that may be taken, those that are avoided, and whether some are being connected to."""
-    # Nodes that earlier attempts failed on come last: they are taken when there are no others.
+    """Return the free resources of usable nodes, the nodes to avoid, and whether some nodes are still being connected to."""
+    # Nodes on which earlier attempts failed come last, so they are used only if there are no others.
     failures = Counter(cause.node for cause in group.earlier_causes)
     left = free(views, shares, plan.world.port if plan.world else None)
     if failures:
         left.sort(key=lambda one: failures[one.node])
     bad = frozenset(name for name, count in failures.items() if name and 0 < plan.retry.avoid_after <= count)
-    # The first connections are only just being made: of those nodes nothing is known yet.
+    # While the first connections are being made, nothing is known about those nodes.
     is_connecting = any(not view.up and not view.error for view in views)
     if bad and (is_connecting or _could_do_without(bad, left, demands(plan.sizes[-1]), shared=shared)):
         return [one for one in left if one.node not in bad], bad, is_connecting
@@ -154,7 +154,7 @@ def _usable(
 
 
 def _could_do_without(bad: frozenset[str], left: Sequence[Free], asked: Sequence[Demand], *, shared: bool) -> bool:
-    """Whether a gang would find room on the other nodes if nobody else used them."""
+    """Return whether a gang would find room on the other nodes if they were idle."""
     empty = [
         replace(one, gpus=one.all_gpus, cpus=one.all_cpus, memory=one.all_memory, closed="")
         for one in left

@@ -1,7 +1,7 @@
-"""Bring the times of a stored record into agreement with the clock of the supervisor that takes it up. Pure.
+"""Adjust the times of a stored record to the clock of the supervisor that continues it. Pure.
 
-Times in records must survive a reboot, so they are wall-clock times. If the machine's clock was set back since they were
-written, they lie in the future, and every wait that is counted from them would last longer by as much.
+Times in records must survive a reboot, so they are wall-clock times. If the machine's clock was set back after they were
+written, they are in the future. Every wait that is counted from them would then last longer by the same amount.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["in_our_time", "request_in_our_time"]
 
 
 def in_our_time(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowRecord:
-    """Return the record with nothing in it later than it can be at ``now``."""
+    """Return the record without times that are later than they can be at ``now``."""
     groups = tuple(
         group if group.state.is_final else _group(group, plan.group(group.name).retry.wait_s(group.attempt), now)
         for group in record.groups
@@ -25,14 +25,14 @@ def in_our_time(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowRecor
 
 
 def request_in_our_time(request: CancelRequest | None, known: CancelRequest | None, now: float) -> CancelRequest | None:
-    """Return a request to cancel with the time at which this supervisor learned of it, if its own is later."""
+    """Return a cancel request with the time at which this supervisor learned of it, if its own time is later."""
     if request is None:
         return None
     return replace(request, at=known.at if known is not None else min(request.at, now))
 
 
 def _group(group: GroupRecord, rest_s: float, now: float) -> GroupRecord:
-    # A rescheduled group begins to wait for nodes only after its rest.
+    # A rescheduled group begins to wait for nodes only after its backoff.
     rests_until = min(group.resting_until, now + rest_s)
     return replace(
         group,

@@ -1,7 +1,7 @@
-"""Trying a failed group again, when the exit actions of the task that failed first say so. Pure.
+"""Retry a failed group if the exit actions of the first failed task say so. Pure.
 
-Always the whole gang: ranks of one world cannot go on with a new member, and tasks that only start together were told each
-other's addresses. Each attempt is a new one for nodes and clocks: it leases anew, and its timeouts begin anew.
+A retry always restarts the whole gang: the ranks of a world cannot continue with a new member, and tasks without a world have
+each other's addresses. Each attempt is new for nodes and clocks: it gets new leases, and its timeouts start again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["is_rescheduled", "try_again"]
 
 
 def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
-    """Return whether the spec wants another attempt after this failure, however many there were."""
+    """Return whether the spec asks for another attempt after this failure, regardless of the number of attempts."""
     actions, has_run = plan.launch(cause.task).exit_actions, group.task(cause.task).started_at is not None
     return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
 
 
 def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> GroupRecord | None:
-    """Return a group that has ended on its way to its next attempt; ``None`` after its last one."""
+    """Return an ended group as it waits for its next attempt; ``None`` after its last one."""
     if group.attempt >= plan.retry.limit:
         return None
     attempt = group.attempt + 1
@@ -42,7 +42,7 @@ def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> 
         earlier=(*group.earlier, *(replace(task, state=State.RESCHEDULED) for task in group.tasks)),
         earlier_causes=(*group.earlier_causes, cause),
         tasks=fresh_tasks(plan, attempt, State.SCHEDULING),
-        # Its rest does not count as waiting for nodes.
+        # The backoff does not count as waiting for nodes.
         scheduling_at=now + wait_s,
         resting_until=now + wait_s,
     )

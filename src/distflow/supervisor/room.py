@@ -1,4 +1,4 @@
-"""What gangs hold of their nodes, and what is left there. Pure."""
+"""Resources that gangs hold on their nodes, and the free resources. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING = (0, 0, 0)
 
 
 def share_of(workflow: Workflow) -> Share:
-    """Return what a workflow waits for and holds."""
+    """Return the groups of a workflow that wait for nodes, and the resources that it holds."""
     groups = workflow.record.groups
     waits = workflow.record.cancel is None
     return Share(
@@ -49,10 +49,10 @@ def _holds(group: GroupRecord, plan: GroupPlan) -> Iterator[Hold]:
 
 
 def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | None) -> list[Free]:
-    """Return what each reachable node of a pool has left, beside what the shares of that pool hold.
+    """Return the free resources of each reachable node of a pool, given the shares of that pool.
 
-    Closed are those where ``fixed_port`` is taken, and those where an attempt is that was given up: it is stopped first.
-    Entries of the pool that are one machine have what it has once.
+    A node is closed if ``fixed_port`` is in use there, or if an abandoned attempt must first be stopped there. If several
+    entries of the pool are one machine, its resources count once.
     """
     first = _first_entries(views)
     used: dict[str, tuple[int, int, int]] = {}
@@ -67,7 +67,7 @@ def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | N
             if hold.is_stray:
                 closed[machine] = "an earlier attempt is being stopped there"
     touched = first.keys() | used.keys() | closed.keys()
-    # Most nodes of a large pool have nothing on them.
+    # Most nodes of a large pool are idle, and their view has the answer already.
     return [
         view.whole if view.node.name not in touched
         else _left_of(_whole(view, first), used.get(view.node.name), closed.get(first.get(view.node.name, view.node.name), ""))
@@ -77,13 +77,13 @@ def free(views: Sequence[NodeView], shares: Sequence[Share], fixed_port: int | N
 
 
 def capacity(views: Sequence[NodeView]) -> list[Free]:
-    """Return what the nodes of a pool have when all can be reached and nothing runs there, as far as that is known."""
+    """Return the resources of a pool's nodes if all were reachable and idle, as far as they are known."""
     first = _first_entries(views)
     return [_whole(view, first) for view in views]
 
 
 def _first_entries(views: Sequence[NodeView]) -> dict[str, str]:
-    """Return for every entry of a machine that has several the first one, of those that can be reached."""
+    """Map all entries of a machine that has several to the first one, preferring one that can be reached."""
     entries: dict[str, list[NodeView]] = {}
     for view in views:
         if view.machine:
@@ -97,7 +97,7 @@ def _first_entries(views: Sequence[NodeView]) -> dict[str, str]:
 
 
 def _whole(view: NodeView, first: Mapping[str, str]) -> Free:
-    """Return what a node has when nothing runs there: nothing of its own if another entry is the same machine."""
+    """Return the resources of an idle node: zero if another entry of the same machine has them."""
     owner, whole = first.get(view.node.name), view.whole
     if owner is None or owner == view.node.name:
         return whole

@@ -1,4 +1,4 @@
-"""The background process: takes the lock, opens what the supervisor works with, and says when it is at work."""
+"""The background process: take the lock, open everything that the supervisor needs, and report when it runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOOK_S = 5.0
 
 
 class _Logs:
-    """The mirror, as backends want it."""
+    """The mirror with the interface that backends expect."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
@@ -55,9 +55,9 @@ class _Logs:
 
 
 def main(argv: list[str]) -> int:
-    """Take the lock, say so, and work until nothing is unfinished.
+    """Take the lock, report it, and work until there is no unfinished workflow.
 
-    With ``BACKENDS`` (their names, joined by commas) load them and wait for a byte of standard input first.
+    With ``BACKENDS`` (names, joined by commas), first load them and wait for a byte on standard input.
     """
     directory, ready = StateDirectory(Path(argv[0])), int(argv[1])
     LocalTransport.umask = os.umask(0o077)
@@ -80,21 +80,21 @@ def main(argv: list[str]) -> int:
         except (StateError, OSError) as error:
             _log(f"cannot go on: {'; '.join(str(error).splitlines())}")
             lock.give_up()
-            # Who started us waits for a word, and is told why there is none by the last line of the log.
+            # The process that started us waits for a report; without one, it shows the last line of the log.
             if starter.waits or not _await_room(directory):
                 return 1
             _log("there is room again")
 
 
 class _Starter:
-    """Who started this process, and waits on a pipe to hear that it works."""
+    """The process that started this one, and waits on a pipe for the report that it runs."""
 
     def __init__(self, ready: int) -> None:
         self._ready = ready
         self.waits = True
 
     def tell(self, word: bytes) -> None:
-        """Say it, once."""
+        """Send the report; later calls do nothing."""
         if self.waits:
             self.waits = False
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ class _Starter:
 
 
 def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
-    """Work until nothing is unfinished, and give up the lock; return whether nothing has come meanwhile."""
+    """Work until there is no unfinished workflow, and release the lock; return whether no new work has come meanwhile."""
     with Store(directory.store) as store:
         unreadable: frozenset[str] = frozenset()
         if store.has_unfinished():
@@ -111,14 +111,14 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
         else:
             starter.tell(b"ready")
         lock.give_up()
-        # Work that came after the last look found the lock taken, so it is ours.
+        # The sender of work that came after the last check found the lock taken, so this process must do it.
         return not store.has_unfinished(but=unreadable)
 
 
 def _await_room(directory: StateDirectory) -> bool:
-    """Wait while the disk of the state is full; return false when it is not, or stays so for too long.
+    """Wait while the disk of the state directory is full. Return False if it is not full, or stays full for too long.
 
-    What happens meanwhile is not lost: nodes keep it, and a gang that fails stops without us.
+    No output is lost meanwhile: nodes keep it, and a gang that fails stops without the supervisor.
     """
     if has_room(directory):
         return False
@@ -131,9 +131,9 @@ def _await_room(directory: StateDirectory) -> bool:
 
 
 def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozenset[str]:
-    """Return the workflows (uuids) that are left as they are: their records cannot be read."""
+    """Work until there is no unfinished workflow. Return the workflows (uuids) whose records cannot be read."""
     keys, clock = kept_in(directory.credentials), SystemClock()
-    mirror = Mirror(directory.logs, clock.now)  # a silence is counted by the clock that decides what it means
+    mirror = Mirror(directory.logs, clock.now)  # silence must be measured by the same clock that decides about it
 
     def open_one(pool: Pool, sink: Sink) -> Backend:
         return open_backend(pool, blobs=directory.blobs, sink=sink, logs=_Logs(mirror))

@@ -1,4 +1,4 @@
-"""What happened to a group around its first cause, and what followed from what: moments in one clock's order. Pure."""
+"""Events of a group around its first cause, each with its reason, in the order of one clock. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Moment", "attempt_of", "cause_of", "moments", "show_end"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Something that happened at one place."""
+    """Something that happened on one node or to one task."""
 
     at: float
-    """By our clock."""
+    """By the supervisor's clock."""
     node: str = ""
     task: str = ""
     text: str
     because: str = ""
-    """What it followed from; empty for what needs no reason."""
+    """The reason; empty if none is needed."""
 
 
 def cause_of(group: GroupRecord, attempt: int) -> Cause | None:
-    """Return the first cause of one of a group's attempts; ``None`` when nothing of it failed by itself, or not yet."""
+    """Return the first cause of one of a group's attempts; ``None`` if no task failed by itself, or none has yet."""
     if attempt < len(group.earlier_causes):
         return group.earlier_causes[attempt]
     return group.cause
@@ -41,9 +41,9 @@ def attempt_of(group: GroupRecord, attempt: int) -> tuple[TaskRecord, ...]:
 def moments(
     group: GroupRecord, attempt: int, events: Sequence[Event], lines: Mapping[str, tuple[str, ...]]
 ) -> tuple[Moment, ...]:
-    """Return what happened to an attempt of a group, in order.
+    """Return everything that happened to an attempt of a group, in order.
 
-    ``events`` are the workflow's; ``lines`` the last lines that tasks printed.
+    ``events`` are the workflow's; ``lines`` are the last lines of each task's output.
     """
     tasks, cause = attempt_of(group, attempt), cause_of(group, attempt)
     found = [moment for task in tasks for moment in _of_task(task, cause, lines.get(task.name, ()))]
@@ -65,7 +65,7 @@ def moments(
 
 
 def show_end(end: End) -> str:
-    """Return how a command ended: ``SIGKILL``, ``exit code 3``."""
+    """Return how a command ended, such as ``SIGKILL`` or ``exit code 3``."""
     if end.signal is not None:
         return signal_name(end.signal)
     return f"exit code {end.exit_code}" if end.exit_code is not None else end.reason.value.replace("_", " ")

@@ -1,7 +1,7 @@
-"""How a task ended, in our words, and which task's end was the first cause of its group's.
+"""Final states of tasks, and the first cause of a group's failure. Pure.
 
-The cause must be true at 2 a.m.: what was stopped by us is never the cause, and a process that only says that its
-peer is gone is never preferred to the peer. Pure.
+The cause must be right, because people act on it at night. A task that distflow stopped is never the cause. A process that only
+reports the loss of its peer is never preferred to the peer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BOTH_DIED = (
 )
 
 _LINES = 20
-"""Lines of its output that a cause keeps."""
+"""Lines of the task's output that a cause keeps."""
 _KILLED = re.compile(r"Killed process (\d+),?(?: UID \d+,)? \((.*?)\)")
 
 _TIMES = ("started_at", "stopped_at", "ended_at")
-"""Of an end, by its node's clock."""
+"""Times of an end, by its node's clock."""
 
 _STOPPED: dict[Reason | None, tuple[State, Reason | None, str]] = {
     Reason.CANCELED: (State.CANCELED, Reason.CANCELED, ""),
@@ -47,9 +47,9 @@ _STOPPED: dict[Reason | None, tuple[State, Reason | None, str]] = {
 
 
 def end_from(raw: dict[str, Any], at: float, clock: Clock | None = None) -> End:
-    """Return a node's record of an end that was seen ``at``, with its times as our clock had them.
+    """Convert a node's record of an end that was observed ``at``; its times are converted to the supervisor's clock.
 
-    Unknown fields are ignored, missing ones have their defaults. Whatever the clocks say, it ended before it was seen.
+    Unknown fields are ignored, and missing ones have their defaults. The end is never later than its observation.
     """
     known = {name: raw[name] for name in End.__dataclass_fields__ if name in raw and raw[name] is not None}
     if clock is not None:
@@ -80,7 +80,7 @@ def conclude(task: TaskRecord, group: GroupRecord, end: End) -> TaskRecord:
 
 
 def by_exit_actions(task: TaskRecord, actions: ExitActions) -> TaskRecord:
-    """Return an ended task as its spec counts its exit code: a failure as a success, or a success as a failure."""
+    """Return an ended task after its spec's exit actions: they may count a failure as a success, or the reverse."""
     code, number = (task.end.exit_code, task.end.signal) if task.end else (None, None)
     action = action_of(actions, task.reason, code, number, has_run=task.started_at is not None)
     if task.state is State.FAILED and action is Action.COMPLETE:
@@ -129,7 +129,7 @@ def _conclusion(group: GroupRecord, end: End) -> _Conclusion:  # noqa: C901  one
 
 
 def _by_command(end: End) -> _Conclusion:
-    """Return what follows from the signal or the exit code of the command."""
+    """Return the conclusion from the signal or the exit code of the command."""
     if end.signal is not None:
         return State.FAILED, Reason.SIGNAL, f"killed by {signal_name(end.signal)}"
     return State.FAILED, Reason.EXIT_CODE, f"exit code {end.exit_code}" if end.exit_code is not None else "ended"
@@ -145,12 +145,11 @@ def _oom_words(pid: int, kernel: Sequence[str]) -> str:
 
 
 def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> Cause | None:
-    """Return the cause of a group's failure, or ``None`` when no task failed by itself.
+    """Return the cause of a group's failure, or ``None`` if no task failed by itself.
 
-    ``lines`` holds the last lines that tasks printed. Of several that failed by themselves the earliest is the cause,
-    but one that only reports the loss of a peer comes after those that do not, and one that a node merely lost comes
-    last. Where two nodes' clocks are not known well enough to tell which was earlier, the spec's order decides, and the
-    others are named with it.
+    ``lines`` are the last lines of each task's output. The cause is the earliest of the tasks that failed by themselves. Tasks
+    that only report the loss of a peer come after the others, and tasks whose node was lost come last. If the nodes' clocks are
+    not known well enough to order two failures, the spec's order decides, and the cause names the others as well.
     """
     failed = [task for task in tasks if task.state is State.FAILED and task.reason is not Reason.PEER_FAILED]
     if not failed:
@@ -181,7 +180,7 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
 
 
 def _is_later(task: TaskRecord, earliest: TaskRecord) -> bool:
-    """Whether it certainly ended after ``earliest``: two nodes' times can be told apart as far as clocks are known."""
+    """Return whether the task certainly ended after ``earliest``, given the uncertainty of their nodes' clocks."""
     after_s = (task.ended_at or 0.0) - (earliest.ended_at or 0.0)
     if task.node == earliest.node:
         return after_s > 0

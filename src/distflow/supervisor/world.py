@@ -1,4 +1,4 @@
-"""What the supervisor knows at one instant, and what it decides: plain values between the loop and the pure functions."""
+"""Input and output of a decision: plain values between the loop and the pure functions."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node as it was seen last."""
+    """The last known state of a node."""
 
     node: Node
     up: bool = False
     since: float = 0.0
-    """When it became reachable or unreachable; for one never reached: since it is tried."""
+    """When it became reachable or unreachable; for a node that was never reached, the time of the first try."""
     error: str = ""
     gpus: int | None = None
-    """Capacity, from the configuration or as found there; ``None``: not known."""
+    """Capacity, from the configuration or as the node reported it; ``None`` if it is not known."""
     reported: NodeUp | None = None
-    """What the node said of itself; ``None``: it has not been reached."""
+    """The node's report about itself; ``None`` if it has not been reached."""
     machine: str = ""
-    """Equal for nodes that are one machine (``NodeUp.machine``); empty when not known."""
+    """Equal for nodes that are one machine (``NodeUp.machine``); empty if it is not known."""
     cpus: int | None = None
     memory: int | None = None
     whole: Free = field(init=False, repr=False, compare=False)
-    """What placement sees of it when nothing runs there; most of a large pool is looked at so, again and again."""
+    """The idle node as placement sees it. It is computed once, because most nodes of a large pool are idle."""
 
     def __post_init__(self) -> None:
-        """Work out what placement sees."""
+        """Compute the idle node as placement sees it."""
         node = self.node
         whole = Free(
             node=node.name, gpus=self.gpus, cpus=self.cpus, memory=self.memory, platform=node.platform, labels=node.labels,
@@ -57,7 +57,7 @@ class NodeView:
         object.__setattr__(self, "whole", whole)
 
     def _note(self) -> str:
-        """Say why it has less than its configuration says."""
+        """Return why it has less than its configuration says."""
         node, seen = self.node, self.reported
         if seen is None:
             return ""
@@ -84,7 +84,7 @@ class Workflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """What a task, the master's port or a stray holds of a node."""
+    """Resources of a node that a task, a master's port or an orphan attempt holds."""
 
     node: str
     gpus: int = 0
@@ -92,12 +92,12 @@ class Hold:
     memory: int = 0
     port: int | None = None
     is_stray: bool = False
-    """By an attempt that was given up, and that nobody has seen stopped yet."""
+    """Whether an attempt holds it that was given up and has not been seen to stop yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What the queue looks at of a workflow."""
+    """The part of a workflow that the queue needs."""
 
     workflow: Workflow
     waiting: tuple[GroupRecord, ...]
@@ -107,22 +107,22 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowView:
-    """A workflow as a decision left it."""
+    """A workflow after a decision."""
 
     share: Share
     wake_at: float
-    """Until then nothing follows of itself; minus infinity: something followed just now or is under way, so more may."""
+    """Nothing changes by itself before this time. Minus infinity: something changed now or is in progress, so check again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastDecision:
-    """What one decision leaves to the next, which then need not look at what stayed as it was.
+    """The result of one decision that the next one needs in order to skip everything unchanged.
 
-    Records, views, pools and the mappings of them are replaced, never changed: the same object says that nothing happened.
+    Records, views, pools and the mappings of them are replaced, never changed: the same object means that nothing happened.
     """
 
     at: float = math.inf
-    """When it was decided; what is older than that (our clock was set back) is looked at anew."""
+    """When it was decided. If that is in the future, our clock was set back, and everything is decided again."""
     pools: Mapping[str, Pool] | None = None
     nodes: Mapping[tuple[str, str], NodeView] | None = None
     views: Mapping[str, WorkflowView] = field(default_factory=dict)
@@ -131,44 +131,44 @@ class LastDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Everything that a decision may depend on, but the time."""
+    """Everything that a decision may depend on, except the time."""
 
     workflows: tuple[Workflow, ...]
-    """Those with unfinished work, oldest submission first."""
+    """Workflows with unfinished work, oldest submission first."""
     pools: Mapping[str, Pool]
     nodes: Mapping[tuple[str, str], NodeView]
     """By pool and node."""
     in_flight: frozenset[CommandId] = frozenset()
     """Identities of the commands that have not been answered."""
     lines: Mapping[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
-    """The last lines that failed tasks printed, by workflow (uuid), group and task."""
+    """The last lines of the output of failed tasks, by workflow (uuid), group and task."""
     alive_at: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
-    """When running tasks gave their last sign of life, output or heartbeat, where that matters; likewise.
+    """When running tasks last wrote output or sent a heartbeat, if it matters; by workflow (uuid), group and task.
 
-    Like ``lines``, it is looked at when something else says that it is time: a new sign alone changes nothing at once."""
+    Like ``lines``, it is read only when another change or a time makes a decision necessary."""
     rest: LastDecision = field(default_factory=LastDecision)
-    """What the decision before left; without it the same is decided, at more cost."""
+    """The previous decision; without it the result is the same, at more cost."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Decision:
-    """What follows: changed records with the events that tell of it, commands, and when to look again."""
+    """The result of a decision: changed records with their events, commands, and the time of the next decision."""
 
     records: dict[str, WorkflowRecord] = field(default_factory=dict)
     """Changed workflows by uuid."""
     events: list[Event] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     wake_at: float | None = None
-    """When time alone changes something; ``None``: never."""
+    """When something changes by itself; ``None`` for never."""
     rest: LastDecision = field(default_factory=LastDecision)
 
     def wake(self, at: float) -> None:
-        """Look again at ``at`` at the latest."""
+        """Decide again at ``at`` at the latest."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
 
 
 def key_of(record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> AttemptKey | None:
-    """Return where an attempt is, or ``None`` when it has no node yet."""
+    """Return the key of an attempt, or ``None`` if it has no node yet."""
     if task.node is None:
         return None
     return AttemptKey(workflow=record.uuid, group=group.name, task=task.name, attempt=task.attempt, node=task.node)

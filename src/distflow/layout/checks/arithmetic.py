@@ -1,7 +1,7 @@
-"""Intervals of ranks: do they tile 0 … world_size-1, and if not, which single change would make them? Integers only.
+"""Intervals of ranks: check that they cover 0 … world_size-1 once, or find the single change that achieves it. Integers only.
 
-The reason for single changes: one wrong number has many consequences (a gap, an overlap, a sum that is off). The number
-whose change alone makes everything right is the one to report.
+One wrong number has many consequences, such as a gap, an overlap and a wrong sum. The number to report is the one whose change
+alone makes everything right.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ __all__ = ["Edit", "Row", "Segment", "filled", "fits", "gaps_of", "overlaps_of",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one task claims, in ranks."""
+    """The ranks that one task claims."""
 
     offset: int | None
-    """First rank; ``None``: right after the task before it."""
+    """First rank; ``None`` if it follows the task before it."""
     size: int
     world_size: int | None
-    """``None``: says nothing of it."""
+    """``None`` if the task does not state it."""
     most: int | None = None
-    """The largest size that its GPUs allow; ``None``: any."""
+    """The largest size that its GPUs allow; ``None`` for any size."""
     editable: frozenset[str] = frozenset({"offset", "size", "world_size"})
-    """Which of its numbers a person wrote, and could change."""
+    """The numbers that a person wrote and can change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Change ``key`` of row number ``index`` to ``value``."""
+    """A change of ``key`` in the row with this index to ``value``."""
 
     index: int
     key: str
@@ -40,7 +40,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ranks ``start`` up to but not including ``stop``, and which rows claim them."""
+    """The ranks from ``start`` up to but not including ``stop``, and the rows that claim them."""
 
     start: int
     stop: int
@@ -68,13 +68,13 @@ def tiles(rows: Sequence[Row]) -> bool:
 
 
 def fits(rows: Sequence[Row]) -> bool:
-    """Return whether the rows tile and every world size that is said is their sum."""
+    """Return whether the rows tile and every stated world size is their sum."""
     total = sum(row.size for row in rows)
     return all(row.world_size in (None, total) for row in rows) and tiles(rows)
 
 
 def segments(rows: Sequence[Row], world_size: int | None = None) -> list[Segment]:
-    """Return the ranks from the lowest claimed to the highest (or ``world_size``) as parts with the same holders."""
+    """Return the ranks from the lowest claimed to the highest (or ``world_size``), divided into parts with the same holders."""
     intervals = filled(rows)
     edges = sorted({0, world_size or 0, *(edge for interval in intervals for edge in interval)})
     opening: dict[int, list[int]] = {}
@@ -121,9 +121,10 @@ def single_edits(rows: Sequence[Row]) -> list[Edit]:
 
 
 def _suspects(rows: Sequence[Row]) -> set[int]:
-    """Return the rows one of whose numbers may be the wrong one: a row that nothing is wrong around is right.
+    """Return the rows that may contain the wrong number. A row without any problem around it is right.
 
-    It keeps the search fast in worlds of thousands of tasks. Where offsets are computed, every row moves the others.
+    This keeps the search fast in worlds of thousands of tasks. With computed offsets every row is a suspect, because it moves
+    the others.
     """
     if any(row.offset is None for row in rows):
         return set(range(len(rows)))
@@ -161,7 +162,7 @@ def _allowed(row: Row, key: str, value: int) -> bool:
 
 
 def _others_agree(rows: Sequence[Row], index: int, key: str) -> bool:
-    """Return whether the world sizes that this edit leaves alone are one number: otherwise it cannot suffice."""
+    """Return whether the world sizes that this edit does not change are one number; otherwise the edit cannot suffice."""
     said = {row.world_size for at, row in enumerate(rows) if not (key == "world_size" and at == index)}
     return len(said - {None}) <= 1
 
@@ -172,7 +173,7 @@ def _world_sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
 
 
 def _offsets(rows: Sequence[Row], index: int) -> Iterator[int]:
-    """Yield where a row of this size could stand: the begin of each gap that the others leave, and behind them."""
+    """Yield the possible offsets of a row of this size: the start of each gap between the others, and the end of all."""
     if rows[index].offset is None:
         return
     cursor = 0
@@ -184,7 +185,7 @@ def _offsets(rows: Sequence[Row], index: int) -> Iterator[int]:
 
 
 def _sizes(rows: Sequence[Row], index: int) -> Iterator[int]:
-    """Yield the sizes that reach the next row, or that the world size leaves for this one."""
+    """Yield the sizes that reach the next row, or that the world size leaves for this row."""
     intervals = filled(rows)
     begin = intervals[index][0]
     yield from (start - begin for start in sorted({start for start, _ in intervals if start > begin})[:1])

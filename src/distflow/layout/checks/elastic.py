@@ -1,9 +1,9 @@
-"""The worlds that an elastic group may run as: its first 2, 3, … tasks, each held to the rules that hold for all of them. Pure.
+"""The worlds that an elastic group may run as: its first 2, 3, … tasks. Each must satisfy the rules of every world. Pure.
 
-A smaller world is a beginning of the whole one: the tasks keep their offsets and sizes, and rank 0 stays where it is. What a
-spec says of the others, or of how many there are, must therefore be a token, or follow the ranks by itself.
+A smaller world consists of the first tasks of the whole one: tasks keep their offsets and sizes, and rank 0 stays in place.
+Where a spec refers to the other tasks, or to their number, it must therefore use a token or let distflow compute the value.
 
-After torchrun's ``--nnodes MIN:MAX`` (https://docs.pytorch.org/docs/stable/elastic/run.html), with sizes that are known before.
+Modeled on torchrun's ``--nnodes MIN:MAX`` (https://docs.pytorch.org/docs/stable/elastic/run.html), with sizes known in advance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distflow.spec.tokens import find_tokens
 __all__ = ["smaller_worlds", "staying"]
 
 _MOST_SIZES = 32
-"""Each size is a plan of its own."""
+"""The maximum number of smaller sizes, because each size is a plan of its own."""
 
 Check = Callable[[GroupSpec], tuple[World | None, list[Problem]]]
 
@@ -28,9 +28,9 @@ Check = Callable[[GroupSpec], tuple[World | None, list[Problem]]]
 def smaller_worlds(
     spec: WorkflowSpec, group: GroupSpec, world: World | None, check: Check
 ) -> tuple[tuple[World, ...], list[Problem]]:
-    """Return the worlds that a group may run as beside its whole one, the largest first, and what is wrong with them.
+    """Return the smaller worlds that a group may run as, the largest first, and the problems with them.
 
-    ``world`` is the whole one, and ``check`` what it was found right by.
+    ``world`` is the whole world, and ``check`` is the function that checked it.
     """
     elastic = group.elastic
     if elastic is None:
@@ -56,7 +56,7 @@ def smaller_worlds(
 
 
 def staying(group: GroupSpec, world: World, size: int) -> tuple[TaskSpec, ...]:
-    """Return the tasks of a group that runs with ``size`` of its world: those, and the helpers, which hold no ranks."""
+    """Return the tasks of a group that runs with ``size`` tasks of its world: those, and all helpers, which hold no ranks."""
     left_out = {item.task for item in world.tasks[size:]}
     return tuple(task for task in group.tasks if task.name not in left_out)
 
@@ -76,7 +76,7 @@ def _bounds(elastic: Elastic, world: World | None) -> list[Problem]:
 
 
 def _named(group: GroupSpec, uncertain: Container[str]) -> Iterator[Problem]:
-    """Yield a problem for each task that needs the address of another one that may be left out."""
+    """Yield a problem for each task that uses the address of another task that may be left out."""
     for task in group.tasks:
         hosts = (
             (text, (token.argument or "").strip())
@@ -92,7 +92,7 @@ def _named(group: GroupSpec, uncertain: Container[str]) -> Iterator[Problem]:
 
 
 def _taken(spec: WorkflowSpec, group: GroupSpec, uncertain: Container[str], sure: Sequence[TaskRanks]) -> Iterator[Problem]:
-    """Yield a problem for each output that another group takes and that may never be."""
+    """Yield a problem for each output that another group uses and that may never exist."""
     for other in spec.groups:
         for task in other.tasks if other is not group else ():
             for one in task.inputs:

@@ -1,12 +1,12 @@
 """The rank layout of every group of a spec: one ``World`` for each group that shares one, or the problems that forbid it.
 
-One mistake gives one problem, at the line to change; its consequences are not reported. The order of the checks is the order
-of the roots: what a task says by itself, then which tasks take part, then the ranks, then the lead, address and port.
+One mistake causes one problem, at the line to change; its consequences are not reported. The checks therefore go from causes to
+consequences: the values of each task, the tasks that take part, their ranks, then the lead, the address and the port.
 
-Rules, with OSMO's tutorial and torch's launcher as sources: every rank of 0 … world_size-1 is claimed once; all name the same
-world_size; a task has no more ranks than GPUs (when it asks for any); the lead holds rank 0; all name the master's address and
-one port; torchrun's node ranks are 0 … nnodes-1, and so are the ranks of programs that are told their rank and the world size.
-A task without claims is a helper: it starts and stops with the group, but has no ranks; the lead cannot be one.
+Rules, with OSMO's tutorial and torch's launcher as sources: every rank of 0 … world_size-1 is claimed once. All tasks state the
+same world_size, the master's address and one port. A task with GPUs has no more ranks than GPUs. The lead holds rank 0.
+torchrun's node ranks are 0 … nnodes-1, and so are the ranks of programs that get their rank and the world size. A task without
+claims is a helper: it starts and stops with the group, but has no ranks; the lead cannot be one.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _ABSENT_MODULES = MappingProxyType(
         "join each other by jax.distributed.initialize()"
     }
 )
-"""Modules that guides start with ``python -m``, which do not exist."""
+"""Modules that do not exist, but that guides start with ``python -m``."""
 
 
 def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem, ...]]:
     """Return the world of each group that shares one, by the group's name, and all findings about ranks.
 
-    A group without any claims has no world; one with errors has none either. Warnings may stand beside a world.
+    A group without claims has no world, and neither has one with errors. A group may have both a world and warnings.
     """
     worlds: dict[str, World] = {}
     problems: list[Problem] = []
@@ -59,7 +59,7 @@ def check_layout(spec: WorkflowSpec) -> tuple[Mapping[str, World], tuple[Problem
             found += wrong
         if alone and any(problem.hint == alone for problem in found):
             if scattered:
-                continue  # one mistake: its fellows are named with the first
+                continue  # one mistake: the first problem names the tasks of the other groups
             scattered = True
         problems += found
         if world is not None and not errors_of(found):
@@ -107,7 +107,7 @@ def _check_group(spec: WorkflowSpec, group: GroupSpec, *, alone: str) -> tuple[W
     return world, [*started, *problems]
 
 
-# -- who takes part ---------------------------------------------------------------------------------------------------
+# -- members ----------------------------------------------------------------------------------------------------------
 
 
 def _members(claims: Sequence[TaskClaims]) -> list[Member]:
@@ -133,12 +133,12 @@ def _members(claims: Sequence[TaskClaims]) -> list[Member]:
 
 
 def _commands(item: TaskClaims, *, alone: bool = False) -> list[Invocation]:
-    """Return the commands that take part: not those of torchrun with a world of their own, beside other tasks."""
+    """Return the commands that take part. A torchrun with a world of its own takes part only if there are no other tasks."""
     return [command for command in item.invocations if alone or not command.standalone]
 
 
 def _inside_one_task(item: TaskClaims) -> list[Problem]:
-    """Return a problem when two commands of one task, or two settings, say different things."""
+    """Return a problem if two commands of one task, or two settings, contradict each other."""
     problems = [
         Problem(where=item.modules[module], message=f"{item.name}: there is no module {module} in JAX", hint=hint)
         for module, hint in _ABSENT_MODULES.items()
@@ -178,7 +178,7 @@ def _difference(first: Invocation, other: Invocation) -> tuple[Claim, Claim] | N
 
 
 def _mixed(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem when some tasks start their ranks by flags and others by torchrun."""
+    """Return a problem if some tasks start their ranks by flags and others by torchrun."""
     launchers: dict[str, Member] = {}
     places: dict[str, Invocation] = {}
     for member in members:
@@ -197,7 +197,7 @@ def _mixed(members: Sequence[Member]) -> list[Problem]:
 
 
 def _worlds_of_their_own(members: Sequence[Member]) -> list[Problem]:
-    """Return a warning when several tasks run torchrun and nothing says that they belong together."""
+    """Return a warning if several tasks run torchrun without any flag that connects them."""
     if len(members) < 2:
         return []
     size = next((number for member in members if (number := member.number("nproc_per_node"))), "N")
@@ -212,7 +212,7 @@ def _worlds_of_their_own(members: Sequence[Member]) -> list[Problem]:
 
 
 def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
-    """Return the hint for a group of one task that claims a part of a world: its fellows stand in other groups."""
+    """Return the hint for a group whose only task claims a part of a world: the other tasks are in other groups."""
     if len(group.tasks) > 1 or len(spec.groups) < 2:
         return ""
     others = and_list(task.name for other in spec.groups if other is not group for task in other.tasks)
@@ -223,7 +223,7 @@ def _alone(spec: WorkflowSpec, group: GroupSpec) -> str:
 
 
 def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Problem]) -> list[Problem]:
-    """Return a problem for each resource whose tasks have more ranks than GPUs, unless a size is found wrong already."""
+    """Return a problem for each resource whose tasks have more ranks than GPUs, unless their size is reported already."""
     over: dict[tuple[str, int], list[tuple[Member, Claim]]] = {}
     for member in members:
         claim = member.literal("size") or member.literal("nproc_per_node")
@@ -248,7 +248,7 @@ def _gpus(spec: WorkflowSpec, members: Sequence[Member], before: Sequence[Proble
 
 
 def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
-    """Return a problem when another task than the lead holds rank 0."""
+    """Return a problem if a task other than the lead holds rank 0."""
     if world.master == lead:
         return []
     master = next(member for member in members if member.name == world.master)
@@ -263,7 +263,7 @@ def _lead(world: World, members: Sequence[Member], lead: str) -> list[Problem]:
 
 
 def _tokens(claims: Sequence[TaskClaims], world: World | None) -> list[Problem]:
-    """Return a problem for each task that uses a token of the layout and has nothing that could fill it."""
+    """Return a problem for each task that uses a token of the layout without having a value for it."""
     problems = []
     inside = {item.task for item in world.tasks} if world is not None else set()
     own = {"rank_offset", "rank_size", "node_rank"}

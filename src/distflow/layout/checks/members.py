@@ -1,4 +1,4 @@
-"""A task that takes part in a world: the claims that count for it, and how to speak of them."""
+"""A task that takes part in a world: its effective claims, and texts about them for messages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Member:
 
     claims: TaskClaims
     invocation: Invocation | None
-    """The command that starts its processes; ``None``: only the ``ranks`` field speaks."""
+    """The command that starts its processes; ``None`` if it has only the ``ranks`` field."""
 
     @property
     def name(self) -> str:
-        """Of the task."""
+        """The task's name."""
         return self.claims.task.name
 
     @property
@@ -44,16 +44,16 @@ class Member:
 
     @property
     def flags(self) -> Mapping[str, Claim]:
-        """What its command says."""
+        """The claims of its command."""
         return self.invocation.claims if self.invocation is not None else {}
 
     def said(self, key: str) -> Claim | None:
-        """Return what counts for ``key``: the ``ranks`` field, else the command."""
+        """Return the effective claim for ``key``: that of the ``ranks`` field, else that of the command."""
         field = self.claims.field or {}
         return field.get(key) or self.flags.get(key)
 
     def literal(self, key: str) -> Claim | None:
-        """Return the claim for ``key`` when it is a number that a person wrote."""
+        """Return the claim for ``key`` if a person wrote it as a number."""
         claim = self.said(key)
         return claim if claim is not None and claim.number is not None else None
 
@@ -64,7 +64,7 @@ class Member:
 
 
 def and_list(names: Iterable[str], most: int = 4) -> str:
-    """Return ``a, b and c``, shortened when there are many."""
+    """Return ``a, b and c``; with more than ``most`` names, the last item is ``3 more``."""
     items = list(dict.fromkeys(names))
     if len(items) > most:
         items = [*items[: most - 1], f"{len(items) - most + 1} more"]
@@ -89,7 +89,7 @@ def bar(member: Member, offset: int, size: int, *, marked: bool = False, note: s
 
 
 def literal_problems(members: Sequence[Member], least: Mapping[str, int]) -> list[Problem]:
-    """Return a problem for each claim that is no whole number, or below what ``least`` says for its key."""
+    """Return a problem for each claim that is not a whole number, or is below the minimum in ``least`` for its key."""
     problems = []
     for member in members:
         both = [*(member.claims.field or {}).values(), *member.flags.values()]
@@ -116,7 +116,7 @@ def _no_number(member: Member, claim: Claim) -> Problem:
 
 
 def unknown_warning(member: Member, claim: Claim, assumed: int | None) -> Problem:
-    """Return the warning for a value that only the running task knows."""
+    """Return the warning for a value that is known only when the task runs."""
     taken = f"; distflow takes it to be {assumed}" if assumed is not None else ""
     return Problem(
         where=claim.where,

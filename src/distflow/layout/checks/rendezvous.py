@@ -1,4 +1,4 @@
-"""Where the processes of a world meet: every task must name the master's address, and all of them one port."""
+"""Where the processes of a world meet: every task must use the master's address, and all tasks one port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PORTS = range(1, 65536)
 
 
 def address_problems(members: Sequence[Member], master: str) -> list[Problem]:
-    """Return a problem for each task that looks for the master somewhere else than at the task ``master``."""
+    """Return a problem for each task that uses another address for the master than that of the task ``master``."""
     names = {member.name for member in members}
     problems: list[Problem] = []
     for member in members:
@@ -48,7 +48,7 @@ def address_problems(members: Sequence[Member], master: str) -> list[Problem]:
 
 
 def check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
-    """Return the port that all tasks name (``None``: nobody does), and a problem for each one that is wrong or differs."""
+    """Return the port that all tasks name (``None`` if they name none), and a problem for each invalid or different one."""
     problems: list[Problem] = []
     valid: list[tuple[Member, Claim, int]] = []
     for member in members:
@@ -66,7 +66,7 @@ def check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
         return None, problems
     counts = Counter(number for _, _, number in valid)
     best, times = counts.most_common(1)[0]
-    # The master's word counts, unless all but one agree.
+    # The master's port is right, unless most tasks name another one.
     right = best if times > len(valid) / 2 else valid[0][2]
     agreeing = [(member, claim) for member, claim, number in valid if number == right]
     lines = and_list(place(claim.where) for _, claim in agreeing)
@@ -80,7 +80,7 @@ def check_port(members: Sequence[Member]) -> tuple[int | None, list[Problem]]:
 
 
 def _addresses(member: Member) -> Iterator[Claim]:
-    """Yield what counts: the command's flags, else what its environment or scripts set."""
+    """Yield the effective address: that of the command's flags, else those of its environment or scripts."""
     flags = [member.flags[key] for key in ("rdzv_endpoint", "master_addr") if key in member.flags]
     if flags:
         yield flags[0]

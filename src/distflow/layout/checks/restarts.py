@@ -1,4 +1,4 @@
-"""What the tasks of a world find after a restart: warnings about files that only some of them get back. Pure."""
+"""Checkpoints of a world after a restart: warnings about files that only some of its tasks get back. Pure."""
 
 from __future__ import annotations
 

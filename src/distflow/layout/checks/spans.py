@@ -1,4 +1,4 @@
-"""Worlds whose tasks say offset, size and world_size, by flags or by the ``ranks`` field: check them, find the one mistake."""
+"""Worlds whose tasks state offset, size and world_size by flags or by the ``ranks`` field: check them, find the one mistake."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["contradictions", "spans_world"]
 
 
 def spans_world(members: Sequence[Member], *, style: str, alone: str = "") -> tuple[World | None, list[Problem]]:
-    """Return the world of ``members`` (the lead first), or its problems; both when there are only warnings.
+    """Return the world of ``members`` (the lead first), or its problems; both if there are only warnings.
 
     ``alone`` is a hint for a group of one task that claims only a part of a world.
     """
@@ -61,7 +61,7 @@ def spans_world(members: Sequence[Member], *, style: str, alone: str = "") -> tu
 
 
 def contradictions(members: Sequence[Member], world: World) -> list[Problem]:
-    """Return a problem for each flag beside a ``ranks`` field (or the other way round) that says something else."""
+    """Return a problem for each flag that contradicts the ``ranks`` field of its task, and the reverse."""
     problems = []
     for member in members:
         if member.claims.field is None or member.invocation is None:
@@ -81,7 +81,7 @@ def contradictions(members: Sequence[Member], world: World) -> list[Problem]:
 
 
 def _out_of_bounds(members: Sequence[Member]) -> list[Problem]:
-    """Return the problems of values that cannot be; with the right one, when it follows from all the others."""
+    """Return the problems of impossible values, with the right value if it follows from all others."""
     problems = literal_problems(members, {"offset": 0, "size": 1, "world_size": 1})
     sizes = [member.number("size") for member in members]
     rows = [_row(member, size) for member, size in zip(members, sizes, strict=True) if size is not None]
@@ -105,7 +105,7 @@ def _row(member: Member, size: int) -> Row:
 
 
 def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem when replicas, which share their lines, all claim one offset."""
+    """Return a problem if replicas, which share their lines, all claim one offset."""
     lines: dict[tuple[object, str], list[Member]] = {}
     for member in members:
         claim = member.literal("offset")
@@ -127,7 +127,7 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
 
 
 def _missing(members: Sequence[Member]) -> list[Problem]:
-    """Return a problem for each command that leaves out a flag which the ``ranks`` field does not give either."""
+    """Return a problem for each command without a required flag that the ``ranks`` field does not give either."""
     problems = []
     said = {number for member in members if (number := member.number("world_size"))}
     sizes = [member.number("size") or member.claims.gpus for member in members]
@@ -161,7 +161,7 @@ def _nothing_to_follow(member: Member, claim: Claim) -> Problem:
 
 
 def _sizes(members: Sequence[Member]) -> list[int | None]:
-    """Return each task's size; one that only the running task knows is what the world size leaves, or its GPUs."""
+    """Return each task's size. A size that is known only at run time is the rest of the world size, or the task's GPUs."""
     sizes: list[int | None] = []
     for member in members:
         size = member.number("size")
@@ -190,7 +190,7 @@ def _unknown(members: Sequence[Member], sizes: Sequence[int | None], world: Worl
 
 
 class _Mistake:
-    """A layout that does not fit, and what to say of it."""
+    """A layout that does not fit, and the problems to report about it."""
 
     def __init__(self, members: Sequence[Member], rows: Sequence[Row], alone: str) -> None:
         self.members, self.rows, self.alone = members, rows, alone
@@ -220,7 +220,7 @@ class _Mistake:
     # -- the four kinds of mistake ------------------------------------------------------------------------------------
 
     def _world_sizes(self) -> list[Problem]:
-        """Every rank is held once, but some lines say another world size."""
+        """Return the problems of a layout in which every rank is held once, but some lines state another world size."""
         claims = [(index, self.members[index].literal("world_size")) for index in range(len(self.members))]
         wrong = [(index, claim) for index, claim in claims if claim is not None and claim.number != self.total]
         lines = list(dict.fromkeys(place(claim.where) for _, claim in wrong))
@@ -241,7 +241,7 @@ class _Mistake:
         return problems
 
     def _absent(self) -> Segment | None:
-        """Return the ranks of the task that seems to be missing: the only thing wrong is one gap."""
+        """Return the ranks of a task that seems to be missing, if one gap is the only mistake."""
         if self.agreed is None or self.overlaps or len(self.gaps) != 1:
             return None
         beyond = any(stop > self.agreed or start < 0 for start, stop in self.intervals)
@@ -280,7 +280,7 @@ class _Mistake:
         return self._problem(best.index, best.key, self._symptoms(), remedies)
 
     def _everything(self) -> Problem:
-        """Several numbers are wrong: propose the ranks one task after the other."""
+        """Return the problem of a layout with several wrong numbers; it proposes the ranks one task after the other."""
         order = sorted(range(len(self.rows)), key=lambda index: (self.intervals[index][0], index))
         changes: list[tuple[int, str, str]] = []
         cursor = 0
@@ -300,7 +300,7 @@ class _Mistake:
         hint = "one task after the other would be:\n" + "\n".join(lines)
         return self._problem(first[0], first[1], self._symptoms(), [hint], marked)
 
-    # -- words --------------------------------------------------------------------------------------------------------
+    # -- texts --------------------------------------------------------------------------------------------------------
 
     def _problem(
         self,
@@ -329,7 +329,7 @@ class _Mistake:
         return change(claim, edit.value) + ("" if here else f" at {place(claim.where)} ({member.name})")
 
     def _symptoms(self) -> str:
-        """Return what is wrong with the ranks, in a few words."""
+        """Return the symptoms of the mistake in a few words."""
         found = []
         for part in self.overlaps[:2]:
             names = and_list(self.members[index].name for index in part.rows)

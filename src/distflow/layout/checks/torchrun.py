@@ -1,10 +1,10 @@
-"""Worlds whose tasks run ``torchrun``: nnodes, node ranks and processes per node.
+"""Worlds whose tasks run ``torchrun``: number of nodes, node ranks and processes per node.
 
-Programs that are told their rank and the world size (``--rank 1 --world-size 2``) are numbered in the same way.
+Programs that get their rank and the world size (``--rank 1 --world-size 2``) are numbered in the same way.
 
-torchrun's static rendezvous numbers the ranks by node rank, and nodes may hold different numbers of processes; so a task's
-offset is the sum of the sizes of the nodes before it. A flag that is left out is filled in by distflow (``PET_NNODES``,
-``PET_NODE_RANK`` …); only ``--nproc_per_node`` keeps torchrun's default of 1, unless a ``ranks`` field says the size.
+torchrun's static rendezvous numbers the ranks by node rank, and nodes may hold different numbers of processes. A task's offset
+is therefore the sum of the sizes of the nodes before it. distflow sets missing flags by variables (``PET_NNODES``,
+``PET_NODE_RANK`` …). Only ``--nproc_per_node`` keeps torchrun's default of 1, unless a ``ranks`` field states the size.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/run.html and ``torch/distributed/run.py`` of torch 2.13.
 """
@@ -36,11 +36,11 @@ from distflow.layout.ranks import TaskRanks, World
 __all__ = ["is_shared", "torchrun_world"]
 
 _MANY = 3
-"""Node ranks that are named; of more it is said how many."""
+"""Node ranks that a message names; of the others it gives only the number."""
 
 
 def is_shared(members: Sequence[Member]) -> bool:
-    """Return whether the torchrun commands of a group mean one world: any of them speaks of other nodes."""
+    """Return whether the torchrun commands of a group mean one world: at least one has a flag about other nodes."""
     if any(member.claims.field is not None for member in members):
         return True
     for member in members:
@@ -53,7 +53,7 @@ def is_shared(members: Sequence[Member]) -> bool:
 
 
 def torchrun_world(members: Sequence[Member], *, alone: str = "") -> tuple[World | None, list[Problem]]:
-    """Return the world of ``members`` (the lead first), or its problems; both when there are only warnings.
+    """Return the world of ``members`` (the lead first), or its problems; both if there are only warnings.
 
     ``alone`` is a hint for a group of one task that claims only a part of a world.
     """
@@ -86,7 +86,7 @@ def _upper(claim: Claim) -> int | None:
 
 
 def _plain(member: Member) -> Member:
-    """Return the member without the claims that are right though they are no numbers: ``1:4`` nodes, ``gpu`` processes."""
+    """Return the member without claims that are valid although they are not numbers: ``1:4`` nodes, ``gpu`` processes."""
     if member.invocation is None:
         return member
     words = {"nproc_per_node": r"gpu|auto|cpu|xpu", "nnodes": r"\d+:\d+"}
@@ -116,7 +116,7 @@ def _same_for_replicas(members: Sequence[Member]) -> list[Problem]:
 
 
 def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
-    """Return the processes of each task, and what has to be said of those that are not known."""
+    """Return the number of processes of each task, and the problems with those that are not known."""
     sizes: list[int | None] = []
     problems: list[Problem] = []
     for member in members:
@@ -142,18 +142,18 @@ def _sizes(members: Sequence[Member]) -> tuple[list[int | None], list[Problem]]:
 
 
 def _claimed(members: Sequence[Member]) -> dict[int, int]:
-    """Return the node ranks that are said, by the member's index."""
+    """Return the stated node ranks, by the member's index."""
     return {index: number for index, m in enumerate(members) if (number := m.number("node_rank")) is not None}
 
 
 def _filled(members: Sequence[Member], claimed: Mapping[int, int]) -> list[int]:
-    """Return every member's node rank: those that say nothing take the lowest free ones, the lead first."""
+    """Return every member's node rank: members without one take the lowest free ones, the lead first."""
     free = (rank for rank in range(2 * len(members) + 1) if rank not in set(claimed.values()))
     return [claimed[index] if index in claimed else next(free) for index in range(len(members))]
 
 
 def _chosen_by_rendezvous(members: Sequence[Member]) -> list[Problem]:
-    """Return a warning when torchrun's dynamic rendezvous numbers the nodes; none for the static one."""
+    """Return a warning if torchrun's dynamic rendezvous numbers the nodes; none for the static one."""
     for member in members:
         backend = member.flags.get("rdzv_backend")
         if backend is not None and backend.value != "static" and len(members) > 1:
@@ -194,10 +194,10 @@ class _Nodes:
         self.count = len(members)
         self.is_torchruns = any(one.invocation is not None and one.invocation.launcher == "torchrun" for one in members)
         self.ranks = "node ranks" if self.is_torchruns else "ranks"
-        """How messages call the numbers."""
+        """The name of the numbers in messages."""
 
     def world(self) -> World:
-        """Return the layout, when every node rank is held once."""
+        """Return the layout; every node rank must be held once."""
         order = sorted(range(self.count), key=lambda index: self.node_ranks[index])
         tasks, offset = [], 0
         for position, index in enumerate(order):
@@ -210,15 +210,15 @@ class _Nodes:
 
     @property
     def absent(self) -> list[int]:
-        """The first node ranks that no task holds, when that is all that is wrong: every line agrees on more nodes."""
+        """The first node ranks that no task holds, if all lines agree on more nodes and nothing else is wrong."""
         held = set(self.node_ranks)
         if self.agreed is None or self.agreed <= self.count or len(held) < self.count or max(held) >= self.agreed:
             return []
-        # Not all of them: what is written may be a port, or anything.
+        # Not all of them: the number may be huge, for instance a port that was written by mistake.
         return list(islice((rank for rank in range(self.agreed) if rank not in held), _MANY))
 
     def node_rank_problems(self) -> list[Problem]:
-        """Return a problem for each node rank that is held already, or too high."""
+        """Return a problem for each node rank that another task holds already, or that is too high."""
         if self.absent or sorted(self.node_ranks) == list(range(self.count)):
             return []
         held: dict[int, int] = {}
@@ -247,7 +247,7 @@ class _Nodes:
         return problems
 
     def nnodes_problems(self, alone: str, *, drawn: bool) -> list[Problem]:
-        """Return a problem for each line whose number of nodes is not that of the tasks."""
+        """Return a problem for each line whose number of nodes differs from the number of tasks."""
         claims = [(i, claim) for i, member in enumerate(self.members) if (claim := member.flags.get("nnodes"))]
         wrong = [(i, claim) for i, claim in claims if self.nnodes[i] not in (None, self.count)]
         if not wrong:
@@ -306,5 +306,5 @@ class _Nodes:
             )
             for index, (member, rank) in enumerate(zip(self.members, self.node_ranks, strict=True))
         ]
-        # A node rank that is too high is shown where it stands, within the picture.
+        # A node rank that is too high is drawn at its own position, within the picture.
         return draw(bars, offset(nodes))

@@ -1,4 +1,4 @@
-"""Commands that a launcher starts once for each rank: they must be Python's, and must not start ranks themselves."""
+"""Commands that a launcher starts once for each rank: they must run Python, and must not start ranks themselves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from distflow.spec.model import GroupSpec, TaskSpec
 __all__ = ["NEEDS_PYTHON", "PythonCommand", "launcher_problems", "python_command", "uneven_problems"]
 
 NEEDS_PYTHON = ("deepspeed", "accelerate")
-"""Frameworks whose own launcher starts a Python script; pytorch is one through ``launcher``."""
+"""Frameworks whose own launcher starts a Python script; for pytorch, ``launcher`` does."""
 
 _EVEN = ("accelerate",)
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy)[0-9.]*")
 _WITHOUT_EFFECT = ("-u", "-s")
-"""Options that change nothing for a rank: its output is never kept back."""
+"""Options that change nothing for a rank: its output is never buffered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class PythonCommand:
 
     interpreter: str = "python3"
     target: str
-    """Path of the script, or name of the module."""
+    """The path of the script, or the name of the module."""
     is_module: bool = False
     arguments: tuple[str, ...] = ()
 
 
 def python_command(words: Sequence[str]) -> PythonCommand | str:
-    """Return the parts of a command that runs Python, or why a launcher cannot start it, as the end of a sentence."""
+    """Return the parts of a command that runs Python, or as the end of a sentence the reason why a launcher cannot start it."""
     program = words[0] if words else ""
     if program.endswith(".py"):
         return PythonCommand(target=program, arguments=tuple(words[1:]))
@@ -55,7 +55,7 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
 
 
 def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Problem]:
-    """Return a problem for each task whose command cannot be what its launcher or its framework starts."""
+    """Return a problem for each task whose command its launcher or framework cannot start."""
     problems = _both(group)
     for item in claims:
         starter = _starter(group, item.task)
@@ -65,7 +65,7 @@ def launcher_problems(group: GroupSpec, claims: Sequence[TaskClaims]) -> list[Pr
 
 
 def uneven_problems(group: GroupSpec, world: World) -> list[Problem]:
-    """Return a problem when a framework that divides the ranks evenly is given tasks of different sizes."""
+    """Return a problem if a framework that divides the ranks evenly gets tasks of different sizes."""
     if group.framework is None or group.framework.value not in _EVEN or len({item.size for item in world.tasks}) == 1:
         return []
     sizes = ", ".join(f"{item.task} has {item.size}" for item in world.tasks)
@@ -87,7 +87,7 @@ def _both(group: GroupSpec) -> list[Problem]:
 
 
 def _starter(group: GroupSpec, task: TaskSpec) -> str | None:
-    """Return what starts the task's command for each rank, as it is written; ``None``: nothing does."""
+    """Return the key that starts the task's command for each rank, as written in the spec; ``None`` if there is none."""
     if task.launcher.starts_ranks:
         return f"launcher: {task.launcher.kind}"
     name = group.framework.value if group.framework is not None else ""
@@ -117,7 +117,7 @@ def _no_python(task: TaskSpec, starter: str) -> list[Problem]:
 
 
 def _restarts(group: GroupSpec) -> list[Problem]:
-    """Return what is to be said of a launcher that restarts the ranks of a gang of several tasks."""
+    """Return the findings about a launcher that restarts the ranks of a gang of several tasks."""
     for task in group.tasks if len(group.tasks) > 1 else ():
         if task.launcher.kind == "spawn" and task.launcher.max_restarts:
             message = "`launcher: spawn` restarts the ranks of one task only, and this group has several"

@@ -1,6 +1,6 @@
-"""Where a task's commands stand: its argv, scripts after ``sh -c``, and the injected shell scripts that these mention.
+"""Find a task's commands: in its argv, in scripts after ``sh -c``, and in the injected shell scripts that these mention.
 
-Also what is known beforehand of the variables in them. Nothing is run, and only inline ``contents`` are read.
+Also find the known values of the variables in them. Nothing is run, and only inline ``contents`` are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPUTED = MappingProxyType(
         "DISTFLOW_WORLD_SIZE": "{{world_size}}",
     }
 )
-"""Variables that distflow sets for the tasks of a world, and the token that says the same."""
+"""Variables that distflow sets for the tasks of a world, each with the token of the same value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ class Line:
 
     command: Command
     text: Text
-    """In which it stands."""
+    """The text that contains the command."""
     base: int
-    """Where the script that holds it begins in ``text``."""
+    """The offset in ``text`` of the script that contains the command."""
     expands: bool
-    """Whether a shell reads it, so that variables are filled in; a task's argv is handed over as it is."""
+    """Whether a shell reads it and replaces variables; a task's argv is passed on unchanged."""
 
     def place(self, word: Word) -> Mark:
-        """Return the line of the spec on which the word stands."""
+        """Return the line of the spec that contains the word."""
         return self.text.mark_at(min(self.base + word.offset, len(self.text.value)))
 
 
 def lines_of(task: TaskSpec) -> Iterator[Line]:
-    """Yield the commands of a task: of its argv, then of the shell scripts that it mentions."""
+    """Yield the commands of a task: those of its argv, then those of the shell scripts that it mentions."""
     argv = (*task.command, *task.args)
     words = tuple(
         Word(raw=item.value, offset=offset, parts=(item.value,)) for item, offset in zip(argv, _offsets(argv), strict=True)
@@ -57,7 +57,7 @@ def lines_of(task: TaskSpec) -> Iterator[Line]:
     started = {base_name(item.value) for item in argv[shell_at + 1 :]}
     mentions = "\n".join(item.value for item in argv)
     if words:
-        # Each word of argv has a place of its own: one line of the spec for each.
+        # Each word of argv has its own line in the spec.
         line = Line(Command(words=words), Text(mentions, argv[0].mark, tuple(_marks(argv))), 0, expands=False)
         yield line
         yield from nested(line)
@@ -92,7 +92,7 @@ def nested(line: Line) -> Iterator[Line]:
 
 
 def _script_in(words: Sequence[Word]) -> Word | None:
-    """Return the SCRIPT of the first ``sh -c SCRIPT``; behind the name of a script file, ``-c`` is an argument of that."""
+    """Return the SCRIPT of the first ``sh -c SCRIPT``. After the name of a script file, ``-c`` is that script's argument."""
     for index, shell in enumerate(words):
         if base_name(shell.literal) not in SHELLS:
             continue
@@ -139,7 +139,7 @@ def _is_shell(path: str, contents: Text | None, started: set[str]) -> bool:
 
 
 def variables_of(task: TaskSpec, lines: Iterable[Line]) -> dict[str, str | None]:
-    """Return what is known of the variables: distflow's own, the environment, what scripts set to one value."""
+    """Return the known values of variables: distflow's own, the environment's, and those that scripts set to one value."""
     known: dict[str, str | None] = dict(COMPUTED)
     known.update({name: text.value for name, text in task.environment.items()})
     own = {name for name in COMPUTED if name not in task.environment}
@@ -147,7 +147,7 @@ def variables_of(task: TaskSpec, lines: Iterable[Line]) -> dict[str, str | None]
         for name, word in line.command.assignments if line.expands else ():
             name, value = word.value_of(name, known)  # noqa: PLW2901  arrays have a name of their own
             if value is None and name == "MASTER_ADDR":
-                value = word.raw  # such as $(getent hosts {{host:master}}): whom it names can still be read
+                value = word.raw  # such as $(getent hosts {{host:master}}): the task that it names can still be read
             before = known.get(name)
             is_more = name.endswith("[@]") and value is not None and before is not None and value.startswith(before)
             if is_more or name in own or name not in known or known[name] == value:

@@ -1,7 +1,7 @@
-"""Shell text into simple commands, each word with its place: enough of POSIX to find the flags that a task starts with.
+"""Parse shell text into simple commands, each word with its offset: enough of POSIX to find the flags that a task starts with.
 
-Nothing is run. What only a shell can know (command substitution, arithmetic, ``$1``) stays *unknown*. Left out are comments,
-redirections, and here-documents that feed something else than a shell.
+Nothing is run. Values that only a shell can compute (command substitution, arithmetic, ``$1``) stay *unknown*. Comments,
+redirections, and here-documents for programs other than a shell are skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["SHELLS", "TOKEN", "Command", "Word", "read_commands"]
 
 SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh", "ash"})
 TOKEN = re.compile(r"\{\{\s*([a-z_]+)(?::\s*([^}\s]+))?\s*\}\}")
-"""A token of the spec that is filled in when a task starts: ``{{rank_offset}}``, ``{{host:master}}``."""
+"""A token of the spec that is replaced when a task starts: ``{{rank_offset}}``, ``{{host:master}}``."""
 
 _RESERVED = frozenset({"if", "then", "else", "elif", "do", "while", "until", "!", "{", "time"})
 _WRAPPERS = frozenset({"exec", "nohup", "env", "command", "sudo"})
@@ -22,19 +22,19 @@ _DECLARE = frozenset({"export", "declare", "typeset", "readonly", "local"})
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[@\]\+?)?)=")
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?=)")
 _UNKNOWN = "\0"
-"""Stands in the value of an array for what is not known of it."""
+"""Marks the unknown parts in the value of an array."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ARITHMETIC = re.compile(r"\(\((?:[^()\n]|\([^()\n]*\))*\)\)")
-"""``(( n << 2 ))``, also behind ``for``: no here-document begins in it."""
+"""``(( n << 2 ))``, also after ``for``: its ``<<`` does not begin a here-document."""
 _SET = re.compile(r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:\+\+|--|(?:<<|>>|[-+*/%&|^])?=(?!=)))")
-"""What such a text gives a value to."""
+"""An assignment in such an arithmetic text."""
 _HEREDOC = re.compile(r"<<-?(?!<)[ \t]*(?:(['\"])([^'\"\n]+)\1|\\?([\w.!%:@+-]+))")
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*(?:\[@\])?)(?::?-([^{}$`]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Variable:
-    """``$name`` or ``${name:-default}``; an empty name is something that only a shell can know."""
+    """``$name`` or ``${name:-default}``; with an empty name, a value that only a shell can compute."""
 
     name: str
     default: str | None = None
@@ -42,18 +42,18 @@ class _Variable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """One word of a command, before its variables are filled in."""
+    """One word of a command, before its variables are replaced."""
 
     raw: str
-    """As it stands in the text, with quotes."""
+    """The word as written, with quotes."""
     offset: int
-    """Of its first character in the text."""
+    """The offset of its first character in the text."""
     parts: tuple[str | _Variable, ...]
 
     def expanded(self, variables: Mapping[str, str | None], unknown: str | None = None) -> str | None:
-        """Return what a shell would make of it; ``None`` when that is not known, nor one of its variables.
+        """Return the word as a shell would expand it; ``None`` if one of its variables is not known.
 
-        With ``unknown``, that stands for each variable which is not known.
+        ``unknown`` replaces each variable that is not known.
         """
         text = ""
         for part in self.parts:
@@ -68,21 +68,21 @@ class Word:
 
     @property
     def literal(self) -> str:
-        """The text without any variable; empty when there is one."""
+        """The text of a word without variables; empty if there is one."""
         return "".join(part for part in self.parts if isinstance(part, str)) if not self.has_variables else ""
 
     @property
     def beginning(self) -> str:
-        """The text in front of its first variable."""
+        """The text before its first variable."""
         return self.parts[0] if self.parts and isinstance(self.parts[0], str) else ""
 
     @property
     def has_variables(self) -> bool:
-        """True when a shell fills something in."""
+        """Whether a shell would replace a part of it."""
         return any(isinstance(part, _Variable) for part in self.parts)
 
     def divided(self, variables: Mapping[str, str | None]) -> tuple[Word, ...]:
-        """Return the words that a shell makes of a variable without quotes, or of an array; of what is not known, itself."""
+        """Return the words of a variable without quotes, or of an array; the word itself if the value is not known."""
         names = [part.name for part in self.parts if isinstance(part, _Variable)]
         is_alone = len(names) == 1 and not any(part for part in self.parts if isinstance(part, str))
         is_divided = is_alone and (self.raw[:1] == "$" or names[0].endswith("[@]"))
@@ -92,7 +92,7 @@ class Word:
         return tuple(replace(self, parts=(_Variable("") if _UNKNOWN in piece else piece,)) for piece in value.split())
 
     def value_of(self, name: str, variables: Mapping[str, str | None]) -> tuple[str, str | None]:
-        """Return the variable that is assigned as ``name`` with this word, and its value: an array's words side by side."""
+        """Return the variable that ``name`` assigns this word to, and its value: the words of an array, separated by spaces."""
         plain, is_array, more = name.partition("[@]")
         if not is_array:
             return name, self.expanded(variables)
@@ -100,7 +100,7 @@ class Word:
         return plain + is_array, f"{before or ''}{self.expanded(variables, _UNKNOWN)}"
 
     def without(self, count: int) -> Word:
-        """Return the word without its first ``count`` literal characters (``NAME=`` in front of a value)."""
+        """Return the word without its first ``count`` literal characters (``NAME=`` before a value)."""
         first, *rest = self.parts
         if not isinstance(first, str):
             return self
@@ -119,12 +119,12 @@ class Command:
 
     @property
     def program(self) -> str:
-        """The program's name without its directory; empty when there is none or a variable holds it."""
+        """The program's name without its directory; empty if there is none or it contains a variable."""
         return self.words[0].literal.rpartition("/")[2] if self.words else ""
 
 
 def read_commands(text: str) -> tuple[Command, ...]:
-    """Return the simple commands of a shell text as they stand, whatever loops and branches are around them."""
+    """Return all simple commands of a shell text in order, regardless of the loops and branches around them."""
     return tuple(_Reader(text).commands())
 
 
@@ -135,15 +135,15 @@ class _Reader:
     text: str
     at: int = 0
     parts: list[str | _Variable] | None = None
-    """Of the word that is being read; ``None`` between words."""
+    """The parts of the current word; ``None`` between words."""
     start: int = 0
     words: list[Word] = field(default_factory=list)
     skip_next: bool = False
-    """The next word is the target of a redirection."""
+    """Whether the next word is the target of a redirection."""
     array: tuple[str, int, int] | None = None
-    """Of ``NAME=(…)`` that is being read: how its assignment begins, its place, and how many words stand before its own."""
+    """The current ``NAME=(…)``: the beginning of its assignment, its offset, and the number of words before its own."""
     heredocs: list[tuple[str, bool]] = field(default_factory=list)
-    """Delimiters whose bodies begin after this line, and whether the command that reads them is a shell."""
+    """Delimiters whose bodies begin after this line, and whether a shell reads the body."""
 
     def commands(self) -> Iterator[Command]:
         while self.at < len(self.text):
@@ -243,7 +243,7 @@ class _Reader:
             self._add("$", 1)
 
     def _closing(self, opening: str, closing: str) -> int:
-        """Return the place after the bracket that closes the one after ``$``; quotes inside hide brackets."""
+        """Return the offset after the bracket that closes the one after ``$``; brackets inside quotes do not count."""
         depth, at, quote = 0, self.at + 1, ""
         while at < len(self.text):
             char = self.text[at]
@@ -272,7 +272,7 @@ class _Reader:
         self.parts, self.skip_next = None, False
 
     def _begins_array(self) -> bool:
-        """Return whether a bracket opens the words of ``NAME=(…)``, and note what stands before it."""
+        """Return whether a bracket opens the words of ``NAME=(…)``, and if so, note the text before it."""
         name = self.parts[0] if self.parts is not None and len(self.parts) == 1 else None
         found = _ARRAY.fullmatch(name) if isinstance(name, str) and self.array is None else None
         if found:
@@ -298,7 +298,7 @@ class _Reader:
             yield command
 
     def _arithmetic(self) -> Iterator[Command]:
-        """Pass over all of ``((…))`` but its last character; what it sets is not known."""
+        """Skip all of ``((…))`` except its last character; the variables that it sets are not known."""
         found = _ARITHMETIC.match(self.text, self.at)
         if found:
             unknown = Word(raw="", offset=self.at, parts=(_Variable(""),))
@@ -324,12 +324,12 @@ class _Reader:
         self.skip_next = True
 
     def _bodies(self) -> Iterator[Command]:
-        """Skip the here-documents that begin here; what a shell reads from one is read."""
+        """Skip the here-documents that begin here, but read those that a shell reads."""
         for delimiter, feeds_a_shell in self.heredocs:
             end = re.compile(rf"^[ \t]*{re.escape(delimiter)}[ \t]*\r?$", re.MULTILINE).search(self.text, self.at)
             stop = end.start() if end else len(self.text)
             if feeds_a_shell:
-                # Lines before the body are blanked, so that places stay those of the whole text.
+                # The text before the body is blanked, so that offsets refer to the whole text.
                 blank = re.sub(r"[^\n]", " ", self.text[: self.at])
                 yield from read_commands(blank + self.text[self.at : stop])
             self.at = end.end() if end else stop
@@ -337,7 +337,7 @@ class _Reader:
 
 
 def _command(words: list[Word]) -> Command:
-    """Sort the words of a command into assignments in front and the program with its arguments."""
+    """Divide the words of a command into its leading assignments, and the program with its arguments."""
     assignments: list[tuple[str, Word]] = []
     rest = list(words)
     while rest:
@@ -355,7 +355,7 @@ def _command(words: list[Word]) -> Command:
                 assignments.append((assigned.group(1), item.without(assigned.end())))
         rest = []
     elif rest and rest[0].literal in {"for", "read", "select"}:
-        # Loop variables and what is read take values that nobody knows before.
+        # The values of loop variables and of `read` are not known before the script runs.
         unknown = Word(raw="", offset=rest[0].offset, parts=(_Variable(""),))
         names = rest[1:2] if rest[0].literal != "read" else rest[1:]
         assignments += [(item.literal, unknown) for item in names if _NAME.fullmatch(item.literal)]

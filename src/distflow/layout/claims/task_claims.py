@@ -1,22 +1,22 @@
-"""What a task says of its ranks: in its ``ranks`` field, its command, its environment and its injected shell scripts.
+"""A task's claims about its ranks: from its ``ranks`` field, command, environment and injected shell scripts.
 
 ``scripts`` finds the commands: the words of ``command`` and ``args``, a script after ``sh -c``, and inline shell scripts that
 one of these mentions. Other files are data: an ``add_argument("--offset")`` in Python claims nothing.
 
-Which command counts:
+These commands count:
 
-* ``torchrun``, ``python -m torch.distributed.run`` or ``.launch``, when a training script follows. Only the options in
-  front of that script are torchrun's; what the script does with its own is not ours to judge.
-* any other command with ``--world_size`` and at least one of ``--offset`` and ``--size``. Programs that only talk about text
-  (``echo``, ``grep``, …) never count. A command with fewer of the three counts when another task of the group runs the same
-  program with more, or when several tasks run it with ``--offset`` and ``--size`` (``checks`` decides that): one
-  ``crop.py --offset 3 --size 128`` is no world.
+* ``torchrun``, ``python -m torch.distributed.run`` or ``.launch`` with a training script. Only the options before that script
+  are torchrun's; the script's own options are not checked.
+* any other command with ``--world_size`` and at least one of ``--offset`` and ``--size``. Programs that only process text
+  (``echo``, ``grep``, …) never count. A command with fewer of the three counts if another task of the group runs the same
+  program with more, or if several tasks run it with ``--offset`` and ``--size`` (``checks`` decides that). A single
+  ``crop.py --offset 3 --size 128`` is not a world.
 * a command with ``--rank`` and ``--world-size``, as in torch's ImageNet example, or a task that sets ``RANK`` and
-  ``WORLD_SIZE``, when several tasks of the group do so. They are read as torchrun's node rank and number of nodes.
+  ``WORLD_SIZE``, if several tasks of the group do so. They are read as torchrun's node rank and number of nodes.
 
-A value may be a token (``{{rank_offset}}``) or one of distflow's variables (``$NODE_RANK``): it then follows the computed
-layout. A variable with one literal value in the environment and the scripts is that value; any other cannot be known
-before it runs.
+A value may be a token (``{{rank_offset}}``) or one of distflow's variables (``$NODE_RANK``); it then follows the computed
+layout. A variable with one literal value in the environment and the scripts has that value. The value of any other variable is
+known only when the task runs.
 
 Flags: https://docs.pytorch.org/docs/stable/elastic/run.html and OSMO's ``pytorch_dist_training`` sample.
 """
@@ -56,39 +56,39 @@ _TALKERS = frozenset(
 
 
 class Known(str, Enum):
-    """What is known of a claimed value before anything runs."""
+    """How a claimed value is known before anything runs."""
 
     LITERAL = "literal"
     """A number or a text, as written."""
     COMPUTED = "computed"
     """It follows the layout that distflow computes (a token or one of its variables)."""
     RUNTIME = "runtime"
-    """Only the running task knows it."""
+    """It is known only when the task runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One value that a task claims, and how it is written."""
+    """One value that a task claims, and its written form."""
 
     key: str
     """One of ``RANK_KEYS`` or ``TORCHRUN_KEYS``."""
     value: str
-    """As a shell would hand it over; for ``RUNTIME`` as it is written."""
+    """The value after a shell has expanded it; for ``RUNTIME`` the value as written."""
     where: Mark
     """The line to change."""
     form: str
-    """How it is written, with ``{}`` for the value: ``--offset {}``, ``--size={}``, ``offset: {}``."""
+    """The written form, with ``{}`` for the value: ``--offset {}``, ``--size={}``, ``offset: {}``."""
     known: Known = Known.LITERAL
 
     @property
     def number(self) -> int | None:
-        """The value as an integer; ``None`` when it is no number or not known."""
+        """The value as an integer; ``None`` if it is not a number or not known."""
         plain = self.known is Known.LITERAL and re.fullmatch(r"[+-]?\d{1,18}", self.value)
         return int(self.value) if plain else None
 
     @property
     def text(self) -> str:
-        """The claim as it is written."""
+        """The claim as written."""
         return self.form.format(self.value)
 
     def written(self, value: object) -> str:
@@ -98,54 +98,54 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """A command that starts processes of a world, or may."""
+    """A command that starts, or may start, processes of a world."""
 
     launcher: str
     """``flags`` (a program with ``--offset --size --world_size``), ``torchrun``, or ``rank`` (its rank and the world size)."""
     program: str
-    """Name of the script or module that it runs, without its directory."""
+    """The name of its script or module, without the directory."""
     where: Mark
     claims: Mapping[str, Claim]
-    """By key; the last one wins, as in ``argparse``."""
+    """Claims by key; the last one wins, as in ``argparse``."""
     standalone: bool = False
-    """``torchrun --standalone``: a world of its own."""
+    """Whether it is ``torchrun --standalone``, which has a world of its own."""
 
     @property
     def rank_flags(self) -> int:
-        """How many of offset, size and world_size it names."""
+        """The number of flags that it has of offset, size and world_size."""
         return sum(key in self.claims for key in RANK_KEYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskClaims:
-    """Everything that one task says of its ranks."""
+    """All claims of one task about its ranks."""
 
     task: TaskSpec
     gpus: int | None
-    """GPUs that its resource asks for; ``None``: it does not say."""
+    """GPUs that its resource requests; ``None`` if it does not state them."""
     field: Mapping[str, Claim] | None
-    """Of the ``ranks`` field; ``None`` without one."""
+    """Claims of the ``ranks`` field; ``None`` without one."""
     invocations: tuple[Invocation, ...] = ()
     """Commands that count by themselves."""
     others: tuple[Invocation, ...] = ()
-    """Commands with fewer rank flags than count, or none; ``checks`` compares their programs."""
+    """Commands with too few rank flags to count, or none; ``checks`` compares their programs."""
     numbered: Invocation | None = None
-    """What says the task's rank and the world size, by flags or variables; it counts when another task has one too."""
+    """The task's rank and the world size, from flags or variables; it counts if another task has one too."""
     modules: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
-    """Modules that it runs by ``python -m``, each with its first place."""
+    """Modules that it runs by ``python -m``, each with the place of its first use."""
     settings: tuple[Claim, ...] = ()
-    """MASTER_ADDR and MASTER_PORT where the task sets them: in scripts, else in its environment."""
+    """The task's settings of MASTER_ADDR and MASTER_PORT: those in scripts, else those in its environment."""
     tokens: Mapping[str, Mark] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
-    """Tokens of the layout that it uses, each with its first place."""
+    """Tokens of the layout that it uses, each with the place of its first use."""
 
     @property
     def name(self) -> str:
-        """Of the task."""
+        """The task's name."""
         return self.task.name
 
 
 def read_claims(task: TaskSpec, resource: ResourceSpec | None = None) -> TaskClaims:
-    """Return what ``task`` claims; ``resource`` is what it asks of its node."""
+    """Return the claims of ``task``; ``resource`` is its request to the node."""
     lines = tuple(lines_of(task))
     variables = variables_of(task, lines)
     found = [item for line in lines for item in _invocations(line, variables)]
@@ -209,7 +209,7 @@ def _nested_script(line: Line) -> bool:
 
 
 def _torchrun_at(words: tuple[Word, ...]) -> int | None:
-    """Return the index after ``torchrun`` (or ``-m torch.distributed.run``); ``None`` when it is not there."""
+    """Return the index after ``torchrun`` (or ``-m torch.distributed.run``); ``None`` if there is none."""
     for index, word in enumerate(words):
         if base_name(word.literal) == "torchrun":
             return index + 1
@@ -222,7 +222,7 @@ def _torchrun_end(words: tuple[Word, ...], start: int) -> int:
     """Return the index of the training script: the first word that is neither an option of torchrun nor its value."""
     index = start
     while index < len(words):
-        # An option whose value a shell fills in (`--nnodes=$N`) is one all the same.
+        # An option with a variable as its value (`--nnodes=$N`) is an option, too.
         text = words[index].beginning
         if not text.startswith("-"):
             return index
@@ -236,7 +236,7 @@ def _key(option: str) -> str:
 
 
 def _script(words: tuple[Word, ...]) -> str:
-    """Return the name of what a command runs: its Python script or module, else its program."""
+    """Return the name of the Python script or module that a command runs, else of its program."""
     for before, word in pairwise(words):
         if word.literal.endswith(".py") or before.literal == "-m":
             return base_name(word.literal)
@@ -275,9 +275,9 @@ def _claim(line: Line, word: Word, key: str, form: str, variables: Mapping[str, 
 def _numbered(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
-    """Return the rank and the world size that a task says by flags of its program, else by variables; both or nothing.
+    """Return the rank and the world size that a task states by flags of its program, else by variables; both or ``None``.
 
-    A world of one rank is a task on its own, unless a ``ranks`` field stands next to it.
+    A world of one rank is a single task, unless the task has a ``ranks`` field.
     """
     found = _said_number(task, lines, variables, gpus)
     is_alone = found is not None and "nnodes" in found.claims and found.claims["nnodes"].number == 1
@@ -288,8 +288,8 @@ def _said_number(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], gpus: int | None
 ) -> Invocation | None:
     if task.launcher.starts_ranks or (task.ranks is not None and (task.ranks.size or gpus or 1) != 1):
-        return None  # the launcher, or the program, gives them to its processes
-    # Next to a `ranks` field they repeat its numbers; else a task is one of so many.
+        return None  # the launcher, or the program, sets them for its processes
+    # With a `ranks` field they repeat its numbers; without one they are the node rank and the number of nodes.
     rank, world_size = ("offset", "world_size") if task.ranks is not None else ("node_rank", "nnodes")
     for line in lines:
         words = line.command.words
@@ -332,13 +332,13 @@ _MASTER = MappingProxyType({"MASTER_ADDR": "master_addr", "MASTER_PORT": "master
 def _settings(
     task: TaskSpec, lines: Iterable[Line], variables: Mapping[str, str | None], names: Mapping[str, str] = _MASTER
 ) -> Iterator[Claim]:
-    """Yield where these variables are set, under their keys: scripts come after the environment, so theirs counts."""
+    """Yield the settings of these variables, under their keys. Those of scripts replace those of the environment."""
     found: set[str] = set()
     for line in lines:
         for name, word in line.command.assignments:
             if name in names and line.expands:
                 found.add(name)
-                # Its own name on the right side means what was there before: $MASTER_ADDR is distflow's.
+                # On the right side, a variable's own name means its earlier value: $MASTER_ADDR is distflow's.
                 own = task.environment[name].value if name in task.environment else COMPUTED.get(name)
                 yield _claim(line, word, names[name], name + "={}", {**variables, name: own})
     for name, key in names.items():

@@ -1,8 +1,8 @@
-"""Which node takes which task: pure, the same answer for the same question.
+"""Place tasks on nodes. Pure: equal questions have equal answers.
 
-Used for the placement that a submission proposes, and by the queue. Tasks are placed in their order (that of node ranks), each
-on the first node that fits. When that leaves one over, tasks of one world on nodes of their own are matched exactly (augmenting
-paths), and anything else is searched within bounds, so that a gang which fits is not refused for the order of its nodes.
+A submission uses it to propose a placement, and the queue to decide. Each task, in the order of node ranks, goes to the first
+node that fits. If that fails, an exact matching (augmenting paths) is computed for tasks of one world, which need different
+nodes. Other gangs are searched within bounds, so that a gang which fits is not refused because of the order of its nodes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from distflow.spec.model import Near
 __all__ = ["Demand", "Free", "Placement", "Unplaced", "place"]
 
 _STEPS = 20_000
-"""How many tries a search may take before a gang is refused."""
+"""Steps that a search may take before a gang is refused."""
 _Ask = tuple[object, ...]
-"""What a task asks for, without its name: equal for tasks that go on the same nodes."""
+"""The request of a task without its name: equal for tasks that fit on the same nodes."""
 _UNITS = ((1024**4, "Ti"), (1024**3, "Gi"), (1024**2, "Mi"), (1024, "Ki"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one task asks of its node."""
+    """The resources and properties that one task requests of its node."""
 
     task: str
     gpus: int = 0
@@ -34,19 +34,19 @@ class Demand:
     memory: int = 0
     """Bytes."""
     platform: str | None = None
-    """``None``: any."""
+    """``None`` for any platform."""
     nodes_excluded: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """What the node's labels must say."""
+    """Labels that the node must have."""
     near: tuple[Near, ...] = ()
-    """Which tasks it stands near to (``layout.placement.topology``); not looked at here."""
+    """The topology requests of the task, which ``layout.placement.topology`` handles; this module ignores them."""
     spread: str | None = None
-    """Tasks with the same key stand on nodes of their own (those of one world); ``None``: beside anything that fits."""
+    """Tasks with the same key (those of one world) need different nodes; ``None`` lets a task share a node with any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
-    """What a node has left; ``None`` is not known, so not counted."""
+    """The free resources of a node; ``None`` means not known, and is not checked."""
 
     node: str
     gpus: int | None = None
@@ -56,17 +56,17 @@ class Free:
     platform: str | None = None
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     all_gpus: int | None = None
-    """What the node has when nothing runs there; ``None``: as much as is free."""
+    """The resources of the idle node; ``None`` if they equal the free ones."""
     all_cpus: int | None = None
     all_memory: int | None = None
     closed: str = ""
-    """Why nothing may be placed there for now, in words."""
+    """Why nothing may be placed there for now."""
     note: str = ""
-    """Why it has less than one would expect, in words."""
+    """Why it has less than expected."""
 
     @classmethod
     def whole(cls, node: Node) -> Free:
-        """Return a node of a pool with nothing running on it."""
+        """Return an idle node of a pool."""
         return cls(
             node=node.name, gpus=node.gpus, cpus=node.cpus, memory=node.memory, platform=node.platform, labels=node.labels
         )  # fmt: skip
@@ -77,28 +77,28 @@ class Placement:
     """A node for every task."""
 
     nodes: Mapping[str, str]
-    """Task → node, in the order of the tasks."""
+    """The node of each task, in the order of the tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unplaced:
-    """A task that no node can take, beside the others of its gang."""
+    """A task for which no node has room together with the rest of its gang."""
 
     task: str
     reasons: tuple[str, ...]
-    """For each node, in words: ``gpu1: 4 of 8 GPUs free, 8 asked``."""
+    """The reason for each node: ``gpu1: 4 of 8 GPUs free, 8 asked``."""
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
-    """Return a node for every task, all or none: then why, for each task that was left over.
+    """Return a node for every task, or if one finds none, the reasons for each task without a node.
 
-    ``shared`` lets tasks of one world stand on one node (pool ``local``: this machine is all there is).
+    ``shared`` lets tasks of one world share a node (pool ``local``, which has only this machine).
     """
     if shared:
         demands = [replace(demand, spread=None) for demand in demands]
     asks = [_what(demand) for demand in demands]
     chosen, left = _greedy(demands, asks, nodes)
-    # Of tasks that all ask the same, those are placed that can be.
+    # If all tasks request the same, the greedy placement is the best one already.
     if left and len(set(asks)) > 1:
         chosen = _matched(demands, nodes) or _searched(demands, nodes) or chosen
     if len(chosen) == len(demands):
@@ -114,14 +114,14 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
 
 
 def _greedy(demands: Sequence[Demand], asks: Sequence[_Ask], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
-    """Place each task on the first node that fits; return task → node by index, and the tasks left over."""
+    """Place each task on the first node that fits. Return the index of each task's node, and the tasks without a node."""
     chosen: dict[int, int] = {}
     left: list[int] = []
     state = list(nodes)
     held: set[tuple[int, str]] = set()
     start = 0
     for task, demand in enumerate(demands):
-        # Nodes that were too full for the task before are too full for its like.
+        # Nodes that were too full for the previous task are too full for an equal one.
         if task and asks[task] != asks[task - 1]:
             start = 0
         for at in range(start, len(state)):
@@ -138,9 +138,9 @@ def _greedy(demands: Sequence[Demand], asks: Sequence[_Ask], nodes: Sequence[Fre
 
 
 def _matched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]:
-    """Return the largest matching when all tasks stand on nodes of their own; empty when they need not.
+    """Return the largest matching if all tasks need different nodes; otherwise return nothing.
 
-    Augmenting paths (Kuhn), written as a loop: a path may be as long as there are tasks.
+    The algorithm is Kuhn's (augmenting paths). It is a loop, because a path may be as long as the number of tasks.
     """
     if len({demand.spread for demand in demands}) != 1 or demands[0].spread is None:
         return {}
@@ -171,7 +171,7 @@ def _matched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]
 
 
 def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int]:
-    """Return a complete placement found by trying, the tasks with the fewest nodes first; empty when none was found."""
+    """Return a complete placement found by backtracking, tasks with the fewest nodes first; empty if none was found."""
     if len({demand.spread for demand in demands}) == 1 and demands[0].spread is not None:
         return {}  # the matching was exact
     fitting = [[at for at, node in enumerate(nodes) if not _lacks(demand, node)] for demand in demands]
@@ -205,7 +205,7 @@ def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int
 
 
 def _what(demand: Demand) -> _Ask:
-    """Return what is asked, whoever asks."""
+    """Return the request of a task without its name."""
     labels = tuple(sorted(demand.labels.items()))
     return (demand.gpus, demand.cpus, demand.memory, demand.platform, demand.nodes_excluded, labels, demand.spread)
 
@@ -220,7 +220,7 @@ def _less(node: Free, demand: Demand) -> Free:
 
 
 def _lacks(demand: Demand, node: Free) -> str:
-    """Return what the node lacks for the task, in words; empty when it fits."""
+    """Return why the node does not fit the task; empty if it does."""
     if node.closed:
         return node.closed
     if node.node in demand.nodes_excluded:
@@ -256,7 +256,7 @@ def _bytes(count: int) -> str:
 def _reasons(
     demand: Demand, demands: Sequence[Demand], nodes: Sequence[Free], beside: Mapping[int, Sequence[int]]
 ) -> tuple[str, ...]:
-    """Return for each node why it does not take what is asked; ``beside``: the tasks that each takes."""
+    """Return for each node the reason why it does not take the task. ``beside`` are the tasks placed on each node."""
     reasons = []
     for at, node in enumerate(nodes):
         others = beside.get(at, ())

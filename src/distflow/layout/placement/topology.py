@@ -1,8 +1,8 @@
-"""Tasks that want to stand near each other: OSMO's ``topology``, held against the labels of the nodes. Pure.
+"""Tasks that request to be near each other: OSMO's ``topology``, matched with the labels of the nodes. Pure.
 
-Tasks of one gang with the same ``key`` and ``group`` stand on nodes that have the same value of the label ``key``: in one rack,
-say. A placement is looked for with every wish, then without the preferred ones, from the last written to the first; what is
-required is never given up.
+Tasks of one gang with the same ``key`` and ``group`` go to nodes with the same value of the label ``key``, for example to one
+rack. If no placement satisfies all requests, the preferred ones are dropped one by one, the last written first. Required ones
+are never dropped.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from distflow.layout.placement.node_placement import Demand, Free, Placement, Un
 __all__ = ["place_near"]
 
 _TRIES = 2_000
-"""Ways to choose units that are tried before a gang is refused."""
+"""Choices of units that are tried before a gang is refused."""
 
 _Wish = tuple[str, str]
 """Key and group."""
 
 
 def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
-    """Return what ``placement.place`` does, for gangs with topology too.
+    """Place tasks like ``node_placement.place``, and satisfy their topology requests.
 
-    A pool of one node is one unit, whatever its labels are.
+    A pool of one node is one unit, regardless of its labels.
     """
     wishes = _wishes(demands)
     if not wishes or len(nodes) == 1:
@@ -40,7 +40,7 @@ def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool
 
 
 def _wishes(demands: Sequence[Demand]) -> dict[_Wish, bool]:
-    """Return every wish of a gang and whether it is required, in the order in which they are written."""
+    """Return every topology request of a gang and whether it is required, in the order of the spec."""
     wishes: dict[_Wish, bool] = {}
     for demand in demands:
         for near in demand.near:
@@ -69,7 +69,7 @@ def _place_in_units(
 
 
 def _choices(nodes: Sequence[Free], wishes: Sequence[_Wish]) -> Iterator[Mapping[_Wish, str]]:
-    """Yield every way to give each wish a unit."""
+    """Yield every assignment of a unit to each request."""
     values = [list(dict.fromkeys(node.labels[key] for node in nodes if key in node.labels)) for key, _ in wishes]
     for chosen in product(*values):
         yield dict(zip(wishes, chosen, strict=True))

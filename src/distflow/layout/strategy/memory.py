@@ -1,9 +1,9 @@
-"""How much memory a rank needs to train a model under each strategy, and which strategy to take. Pure arithmetic.
+"""Estimate the memory that a rank needs to train a model under each strategy, and choose a strategy. Pure arithmetic.
 
-The estimate is the usual one, and its lines can be checked by hand: parameters, gradients and optimizer states are counted in
-bytes per parameter; activations of a transformer layer in bytes per token and hidden unit (34 s·b·h, or 2 s·b·h when they are
-computed again; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with attention that keeps
-no matrix of scores); a tenth of each GPU is left for CUDA, NCCL and fragments.
+The estimate is the usual one, and its lines can be checked by hand. Parameters, gradients and optimizer states are counted in
+bytes per parameter. Activations of a layer are counted in bytes per token and hidden unit: 34 s·b·h, or 2 s·b·h with
+recomputation (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with attention that does not
+store a matrix of scores). A tenth of each GPU is reserved for CUDA, NCCL and fragmentation.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of the arithmetic."""
+    """One line of the estimate."""
 
     what: str
     formula: str
-    """With the numbers put in."""
+    """The formula with its numbers."""
     bytes: int
-    """For each rank."""
+    """Bytes for each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One strategy, and what a rank needs under it."""
+    """One strategy, and the memory that a rank needs under it."""
 
     kind: str
     shape: tuple[int, ...]
     names: tuple[str, ...]
     options: Mapping[str, str | bool | int]
     precision: str
-    """Of the arithmetic, one of ``PRECISIONS``; what the lines count with."""
+    """The precision of the arithmetic, one of ``PRECISIONS``; the lines are computed for it."""
     lines: tuple[Line, ...]
     fits: bool
     why: str
-    """What speaks for it, or against it."""
+    """The reason for or against it."""
 
     @property
     def bytes(self) -> int:
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def needs_autocast(self) -> bool:
-        """Whether the program itself must ask for this precision: the strategy's kind has no option for it."""
+        """Whether the program itself must select this precision, because the strategy's kind has no option for it."""
         return self.precision != "fp32" and "mixed_precision" not in self.options
 
     def as_json(self) -> dict[str, object]:
@@ -84,22 +84,22 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Which strategy to take."""
+    """The possible strategies, from which one is chosen."""
 
     model: Model
     usable: int
-    """Bytes of each GPU that may be planned with."""
+    """Usable bytes of each GPU."""
     choices: tuple[Choice, ...]
-    """From the simplest to the most involved one."""
+    """Strategies from the simplest to the most complex one."""
 
     @property
     def chosen(self) -> Choice | None:
-        """The simplest that fits; ``None`` when none does."""
+        """The simplest strategy that fits; ``None`` if none does."""
         return next((choice for choice in self.choices if choice.fits), None)
 
 
 def guess_model(parameters: int, layers: int | None = None, hidden: int | None = None) -> Model:
-    """Return a model of this size; what is not known follows from 12·layers·hidden² parameters and hidden = 128·layers.
+    """Return a model of this size. Missing values follow from 12·layers·hidden² parameters and hidden = 128·layers.
 
     >>> guess_model(7_000_000_000)
     Model(parameters=7000000000, layers=33, hidden=4224)
@@ -125,7 +125,7 @@ def advise(
     micro_batch: int = 1,
     sequence: int = 2048,
 ) -> Advice:
-    """Return every strategy that the GPUs allow, each with its arithmetic, from the simplest to the most involved.
+    """Return every strategy that the GPUs allow, each with its arithmetic, from the simplest to the most complex.
 
     ``gpu_memory`` is in bytes, ``micro_batch`` in sequences of a rank, ``sequence`` in tokens.
     """
@@ -141,10 +141,10 @@ class _Sizes:
     precision: str
     optimizer: str
     tokens: int
-    """Of a micro-batch, on one rank."""
+    """Tokens of a micro-batch on one rank."""
 
     def lines(self, *, shards: int = 1, parts: int = 1, again: bool = False, offload: bool = False) -> tuple[Line, ...]:
-        """Return what a rank holds on its GPU when states are cut into shards × parts, and matrices into parts."""
+        """Return the memory of a rank's GPU if states are divided into shards × parts, and matrices into parts."""
         parameter, gradient, copy = PRECISIONS[self.precision]
         count, cut = self.model.parameters, shards * parts
 
@@ -158,7 +158,7 @@ class _Sizes:
             lines = [each("parameters", parameter), each("gradients", gradient), each(f"{self.optimizer} states", states)]
         layer = ceil(count / self.model.layers / parts)
         if shards > 1:
-            # The layer that computes, the next, which is on its way, and gradients that are being reduced.
+            # The current layer, the next one that is being gathered, and gradients that are being reduced.
             width = copy or parameter
             lines.append(Line(what="gathered layers", formula=f"3 × {_count(layer)} × {width} B", bytes=3 * layer * width))
         elif copy:

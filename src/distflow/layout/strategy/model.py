@@ -3,8 +3,8 @@
 A strategy is a kind, a mesh over all ranks of the group, and options. Ranks fill the mesh row by row, as torch does: in
 ``[[2, 2], ["fsdp", "tp"]]`` the ranks 0 and 1 share a tensor, and so do 2 and 3; 0 and 2 share the shards of one half.
 
-What is checked before anything starts: the mesh has as many places as the group has ranks; the ranks that share a tensor are on
-one node; stages divide the ranks; options go with the kind and with each other; batch sizes add up.
+The checks before a start: the mesh has as many places as the group has ranks; the ranks that share a tensor are on one node;
+stages divide the ranks; options are valid for the kind and with each other; batch sizes add up.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Strategy:
     names: tuple[str, ...]
     """The axes of the mesh: ``dp`` (replicas), ``fsdp`` (shards), ``tp`` (parts of tensors), ``pp`` (stages)."""
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """The options that were given, in their normal form (``options.OPTIONS``)."""
+    """The given options in their normal form (``options.OPTIONS``)."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks it is for."""
+        """The number of its ranks."""
         return prod(self.shape)
 
     def normalized(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Strategy:
         return {"kind": self.kind, "mesh": mesh, "options": dict(sorted(self.options.items()))}
 
     def as_block(self) -> dict[str, Any]:
-        """Return the block that means this strategy, in the form of a spec."""
+        """Return the block for this strategy, in the form of a spec."""
         mesh = {"mesh_shape": [list(self.shape), list(self.names)]} if len(self.shape) > 1 else {}
         return {"kind": self.kind, **mesh, **dict(sorted(self.options.items()))}
 
@@ -173,7 +173,7 @@ def _claims(draft: Draft, sizes: Sequence[int]) -> None:
 
 
 def _placement(draft: Draft, sizes: Sequence[int]) -> None:
-    """Report a placement that differs from that of the tasks: each task of a world has its own node."""
+    """Report a placement that differs from the placement of the tasks: each task of a world has its own node."""
     wanted = draft.placement
     if wanted is None:
         return
@@ -219,7 +219,7 @@ def _mesh(draft: Draft, kind: str, options: Mapping[str, Any], sizes: Sequence[i
         return (world,), ("tp",)
     if kind == "pipeline":
         shape, names = _split(draft, "stages", world, world, names=("dp", "pp"))
-        # Replicas of one stage are neighbours, so that gradients stay on a node where they can.
+        # Replicas of one stage are neighbors, so that gradients stay on a node if possible.
         return ((shape[1], shape[0]), ("pp", "dp")) if shape[0] > 1 else ((shape[1],), ("pp",))
     if kind == "fsdp" and options.get("sharding_strategy") == "HYBRID_SHARD":
         return _split(draft, "shard_size", sizes[0] if len(set(sizes)) == 1 else None, world, names=("dp", "fsdp"))
@@ -280,7 +280,7 @@ def _other_shape(names: Sequence[str], shape: Sequence[int], world: int) -> str:
 
 
 def _tasks(draft: Draft, strategy: Strategy, sizes: Sequence[int]) -> None:
-    """Report ranks that share a tensor but not a node."""
+    """Report ranks that share a tensor but are not on one node."""
     if "tp" not in strategy.names:
         return
     tp = strategy.shape[strategy.names.index("tp")]
