@@ -156,7 +156,7 @@ def _has_begun(group: GroupRecord) -> bool:
 
 
 def _no_node(task: TaskRecord) -> str:
-    return f"it ran on {task.node}, which is no node of the pool that it was adopted into"
+    return f"it ran on {task.node}, which is not a node of the pool that it was adopted into"
 
 
 def _renamed(binding: Binding | None, tasks: Iterable[TaskRecord]) -> Binding | None:

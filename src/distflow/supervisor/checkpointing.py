@@ -171,15 +171,15 @@ def apply_checkpoint(
     if is_being_written or is_being_sent or known.attempt > task.attempt:
         return group, []  # a duplicate, or a report from a node that was given up
     taken = replace(known, attempt=task.attempt, at=seen.at, is_last=checkpoint.is_last, error="")
-    told: list[EventDetails] = []
+    details: list[EventDetails] = []
     if isinstance(seen, CollectFailed):
-        taken, told = replace(taken, error=seen.message), [CheckpointFailed(is_taken=False, error=seen.message)]
+        taken, details = replace(taken, error=seen.message), [CheckpointFailed(is_taken=False, error=seen.message)]
     elif seen.digest and (seen.digest != known.digest or known.error):  # after an error, it may be missing at its URL
         is_shared = plan.launch(task.name).checkpoints[number].is_shared
         taken = replace(taken, digest=seen.digest, size=seen.size, is_new=not is_shared)
         if seen.left_out:
-            told = [CheckpointFilesLeftOut(files=seen.left_out)]
-    return group.with_checkpoint(taken), [_event(record, group, taken, seen.at, one) for one in told]
+            details = [CheckpointFilesLeftOut(files=seen.left_out)]
+    return group.with_checkpoint(taken), [_event(record, group, taken, seen.at, one) for one in details]
 
 
 def errand_of(plan: Plan, record: WorkflowRecord, command: TransferData) -> Errand:
@@ -208,10 +208,10 @@ def _apply_stored(record: WorkflowRecord, seen: TransferEnded) -> tuple[Workflow
     if known is None or not known.is_new or known.attempt != seen.key.attempt:
         return record, []
     stored = replace(known, at=seen.at, is_new=False, error=seen.outcome.error)
-    told: EventDetails = CheckpointWritten(url=seen.url, files=seen.outcome.files, size=seen.outcome.content)
+    details: EventDetails = CheckpointWritten(url=seen.url, files=seen.outcome.files, size=seen.outcome.content)
     if stored.error:
-        told = CheckpointFailed(is_taken=True, error=stored.error)
-    return record.with_group(group.with_checkpoint(stored)), [_event(record, group, stored, seen.at, told)]
+        details = CheckpointFailed(is_taken=True, error=stored.error)
+    return record.with_group(group.with_checkpoint(stored)), [_event(record, group, stored, seen.at, details)]
 
 
 def _all(plan: GroupPlan, group: GroupRecord) -> Iterator[tuple[TaskRecord, int, PlannedCheckpoint]]:
@@ -241,7 +241,7 @@ def _may_be_tried_again(plan: GroupPlan, record: WorkflowRecord, group: GroupRec
 
 
 def _goes_well(group: GroupRecord) -> bool:
-    """Return whether all tasks that have ended completed. As far as is known, there will then be no other attempt."""
+    """Return whether all tasks that have ended completed. As far as is known, another attempt will then not follow."""
     return all(task.state is State.COMPLETED for task in group.tasks if task.state.is_final)
 
 

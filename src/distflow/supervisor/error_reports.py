@@ -75,8 +75,8 @@ def failure_report(end: End | None, lines: Sequence[str]) -> FailureReport:
 
 def hidden_failure_report(lines: Sequence[str]) -> FailureReport | None:
     """Return the failure of the ranks of a task whose command ended with code 0; ``None`` if the output reports none."""
-    told = failure_report(End(ended_at=0.0, exit_code=1), lines)
-    return told if told.detail else None
+    report = failure_report(End(ended_at=0.0, exit_code=1), lines)
+    return report if report.detail else None
 
 
 def signal_name(number: int) -> str:

@@ -53,7 +53,7 @@ def hand_over(
     tasks = [task for task in group.tasks if task.name in wanted]
     missing = tuple(task for task in tasks if task.saved is None)
     needed = [task for task in group.tasks if task.name in wanted | written.on_nodes]
-    spoilt = [cause for task in needed if (cause := _spoilt(task, node_of(task), lost_after_s, now)) is not None]
+    unavailable = [cause for task in needed if (cause := _unavailable(task, node_of(task), lost_after_s, now)) is not None]
     away = {
         task.node: view
         for task in needed
@@ -63,7 +63,7 @@ def hand_over(
         missing=missing,
         commands=written.commands,
         message=_words(missing, away, handed_on) if missing else _with_away(written.message, away),
-        spoilt=spoilt[0] if spoilt else written.failed,
+        spoilt=unavailable[0] if unavailable else written.failed,
         saved_at=max([written.at, *(task.saved.at for task in tasks if task.saved is not None)]),
         wake_at=min((view.since + lost_after_s for view in away.values()), default=None),
     )
@@ -106,7 +106,7 @@ def _wanted(plan: Plan, record: WorkflowRecord) -> frozenset[str]:
     return frozenset(one.task for group in waiting for launch in group.launches for one in launch.inputs)
 
 
-def _spoilt(task: TaskRecord, view: NodeView | None, lost_after_s: float, now: float) -> Cause | None:
+def _unavailable(task: TaskRecord, view: NodeView | None, lost_after_s: float, now: float) -> Cause | None:
     reason, words = Reason.DATA, ""
     if task.saved is not None:
         words = task.saved.error

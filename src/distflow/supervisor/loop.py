@@ -227,10 +227,10 @@ class Supervisor:
         if workflow is None or isinstance(seen, Unanswered | CollectUnanswered):
             return
         if isinstance(seen, TransferMoved | TransferEnded):
-            record, told = apply_transfer(workflow.record, seen)
+            record, new_events = apply_transfer(workflow.record, seen)
         else:
-            record, told = apply_observation(workflow.record, workflow.plan, seen)
-        events += told
+            record, new_events = apply_observation(workflow.record, workflow.plan, seen)
+        events += new_events
         if came:
             # A checkpoint replaced the one before it, or no group needs this archive now.
             self._spent |= (archives(workflow.record) | came) - archives(record)
@@ -252,8 +252,8 @@ class Supervisor:
         if is_news:
             self._log(event_text(node_details(seen), group=None, task=None))
         for uuid, workflow in self._workflows.items():
-            record, told = apply_node_observation(workflow.record, seen)
-            events += told
+            record, new_events = apply_node_observation(workflow.record, seen)
+            events += new_events
             if record is not workflow.record:
                 changed[uuid] = record
                 self._workflows[uuid] = replace(workflow, record=record)

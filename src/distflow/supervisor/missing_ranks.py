@@ -69,19 +69,19 @@ def hidden_cause(group: GroupRecord, cause: Cause | None, lines: Callable[[TaskR
     if is_later:
         return cause
     printed = lines(task)
-    told = hidden_failure_report(printed)
+    report = hidden_failure_report(printed)
     return Cause(
         task=task.name,
         reason=Reason.EXIT_CODE,
         message=_ended(task.hidden_failure),
         at=task.ended_at or 0.0,
         node=task.node,
-        ranks=(told.rank if told else "") or task.ranks,
-        pid=(told.pid if told else None) or task.pid,
+        ranks=(report.rank if report else "") or task.ranks,
+        pid=(report.pid if report else None) or task.pid,
         exit_code=0,
         clock=task.end.clock if task.end else None,
         lines=tuple(map(str, without_launcher(printed)[-_LINES:])),
-        traceback=told.traceback if told else "",
+        traceback=report.traceback if report else "",
     )
 
 
@@ -91,14 +91,14 @@ def _first(group: GroupRecord) -> TaskRecord | None:
 
 
 def _hidden_failure(task: TaskRecord, lines: Sequence[str]) -> HiddenFailure | None:
-    told = hidden_failure_report(lines)
-    if told is None:
+    report = hidden_failure_report(lines)
+    if report is None:
         return None
     ran_s = (task.ended_at or 0.0) - (task.started_at or 0.0)
     # torch labels tracebacks with the rank after init_process_group; the frames of that call have no label.
-    is_joining = "init_process_group" in told.traceback or "rendezvous" in told.traceback
-    have_met = told.has_joined or not (is_joining or ran_s < _MEET_S)
-    return HiddenFailure(detail=told.detail, have_met=have_met)
+    is_joining = "init_process_group" in report.traceback or "rendezvous" in report.traceback
+    have_met = report.has_joined or not (is_joining or ran_s < _MEET_S)
+    return HiddenFailure(detail=report.detail, have_met=have_met)
 
 
 def _ended(failure: HiddenFailure) -> str:

@@ -110,27 +110,27 @@ class Mover:
     def _run(self, command: TransferData, errand: Errand, backend: Backend | None, halt: threading.Event) -> None:
         from distflow.storage.failures import TransferCanceled  # noqa: PLC0415  most workflows have no data at URLs
 
-        told = _Told(command, errand, self._clock, self._sink)
+        reporter = _TransferReporter(command, errand, self._clock, self._sink)
         try:
             if errand.source is not None:
-                outcome = self._deliver(command, errand, errand.source, backend, halt, told)
+                outcome = self._deliver(command, errand, errand.source, backend, halt, reporter)
             else:
                 with self._turns:
-                    outcome = self._carry(command, errand, halt, told)
+                    outcome = self._carry(command, errand, halt, reporter)
         except TransferCanceled:
-            outcome = told.outcome(error="the transfer was canceled")  # reported only if the supervisor did not call it off
+            outcome = reporter.outcome(error="the transfer was canceled")  # reported only if the supervisor did not call it off
         except DistflowError as error:
-            outcome = told.outcome(error=": ".join(str(error).split("\n")))
+            outcome = reporter.outcome(error=": ".join(str(error).split("\n")))
         except OSError as error:
-            outcome = told.outcome(error=f"{error.filename or self._blobs}: {error.strerror or error}")
+            outcome = reporter.outcome(error=f"{error.filename or self._blobs}: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001  a bug in a transfer must not leave its gang waiting forever
-            outcome = told.outcome(error=f"unexpected error: {error!r}")
+            outcome = reporter.outcome(error=f"unexpected error: {error!r}")
             sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
         # A transfer with one failed file has halted its other files itself. Only abandoned transfers are not reported.
         if self._halts.pop(command.identity, None) is halt:
-            self._sink(told.ended(outcome))
+            self._sink(reporter.ended(outcome))
 
-    def _carry(self, command: TransferData, errand: Errand, halt: threading.Event, told: _Told) -> Carried:
+    def _carry(self, command: TransferData, errand: Errand, halt: threading.Event, reporter: _TransferReporter) -> Carried:
         from distflow.documents.urls import parse_url  # noqa: PLC0415
         from distflow.storage.failures import Retries  # noqa: PLC0415
         from distflow.storage.stores import open_store  # noqa: PLC0415
@@ -142,14 +142,16 @@ class Mover:
         store = open_store(url, self._credentials_for)
         try:
             if not errand.digest:
-                return self._fetch(command, errand, store, retries, told)
+                return self._fetch(command, errand, store, retries, reporter)
             with unpacked(self._blobs / errand.digest, self._scratch_of(command)) as top:
-                done = deliver(store, self._delivery(command, errand), top, retries=retries, on_progress=told)
-            return told.outcome(files=done.files, content=done.size, url=done.words)
+                done = deliver(store, self._delivery(command, errand), top, retries=retries, on_progress=reporter)
+            return reporter.outcome(files=done.files, content=done.size, url=done.words)
         finally:
             store.close()
 
-    def _fetch(self, command: TransferData, errand: Errand, store: Store, retries: Retries, told: _Told) -> Carried:
+    def _fetch(
+        self, command: TransferData, errand: Errand, store: Store, retries: Retries, reporter: _TransferReporter
+    ) -> Carried:
         from distflow.storage import task_data  # noqa: PLC0415
 
         request = task_data.pin_version(
@@ -157,16 +159,16 @@ class Mover:
         )
         if errand.may_stay:
             if self.identity(errand.url) is None:
-                return told.outcome(relayed=_OURS_ALONE)
+                return reporter.outcome(relayed=_OURS_ALONE)
             there = task_data.inspect_input(store, request, retries)
-            return told.outcome(
+            return reporter.outcome(
                 url=request.label, files=there.files, content=there.size, is_direct=True, dataset=request.dataset
             )  # fmt: skip
         found = task_data.make_archive(
-            lambda files: task_data.fetch_input(store, request, files, retries=retries, on_progress=told),
+            lambda files: task_data.fetch_input(store, request, files, retries=retries, on_progress=reporter),
             self._blobs, self._scratch_of(command), retries,
         )  # fmt: skip
-        return told.outcome(
+        return reporter.outcome(
             digest=found.digest, size=found.size, files=found.content.files, content=found.content.size, url=request.label
         )
 
@@ -185,7 +187,7 @@ class Mover:
         source: AttemptKey,
         backend: Backend | None,
         halt: threading.Event,
-        told: _Told,
+        reporter: _TransferReporter,
     ) -> Carried:
         """Make a node write its output. If it cannot, the outcome says why, and what to do about it."""
         if backend is None:
@@ -194,12 +196,12 @@ class Mover:
 
         identity = self.identity(errand.url)
         if identity is None:
-            return told.outcome(relayed=_OURS_ALONE)
+            return reporter.outcome(relayed=_OURS_ALONE)
         try:
-            done = backend.deliver(source, self._delivery(command, errand), identity, halt, told)
+            done = backend.deliver(source, self._delivery(command, errand), identity, halt, reporter)
         except RelayRequired as why:
-            return told.outcome(relayed=str(why))
-        return told.outcome(files=done.files, content=done.size, url=done.words)
+            return reporter.outcome(relayed=str(why))
+        return reporter.outcome(files=done.files, content=done.size, url=done.words)
 
     def _delivery(self, command: TransferData, errand: Errand) -> Delivery:
         from distflow.storage.task_data import Delivery  # noqa: PLC0415
@@ -223,7 +225,7 @@ class Mover:
         return self._scratch / key.workflow / key.group / key.task / str(command.data).replace("/", "-")
 
 
-class _Told:
+class _TransferReporter:
     """Reports the progress of one transfer every second."""
 
     def __init__(

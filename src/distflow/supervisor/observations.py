@@ -108,11 +108,11 @@ def apply_observation(
     if isinstance(seen, Collected | CollectFailed) and seen.checkpoint is not None:
         taken, events = apply_checkpoint(record, plan.group(group.name), group, task, seen.checkpoint, seen)
         return record.with_group(taken), events
-    changed, told = _task_after(group, task, seen, plan)
+    changed, details = _task_after(group, task, seen, plan)
     if changed is task:
         return record, []
     after = record.with_group(group.with_task(changed))
-    return after, [_event(record, seen.at, told, group.name, task)] if told is not None else []
+    return after, [_event(record, seen.at, details, group.name, task)] if details is not None else []
 
 
 def update_node_view(view: NodeView, seen: NodeUp | NodeDown) -> NodeView:
@@ -211,9 +211,9 @@ def _refused(record: WorkflowRecord, group: GroupRecord, seen: LeaseRefused) -> 
         failed = end_unstarted(group, State.FAILED, Reason.START_ERROR, message, seen.at)
         event = _event(record, seen.at, GroupCannotStart(message=message), group.name)
         return record.with_group(failed), [event]
-    waiting, told = announce_wait(replace(group, refusals=tuple(known.values())), message)
+    waiting, details = announce_wait(replace(group, refusals=tuple(known.values())), message)
     again = record.with_group(waiting)
-    return again, [_event(record, seen.at, told, group.name)] if told is not None else []
+    return again, [_event(record, seen.at, details, group.name)] if details is not None else []
 
 
 def announce_wait(group: GroupRecord, message: str) -> tuple[GroupRecord, GroupWaiting | None]:
@@ -365,7 +365,7 @@ def _absent(task: TaskRecord, seen: Absent) -> tuple[TaskRecord, EventDetails | 
         return _given_back(task, seen.at)
     if task.state.is_final:
         return (task, None) if task.log_complete else (replace(task, log_complete=True), None)
-    message = f"{task.node} knows nothing of it any more: its directory there is gone"
+    message = f"{task.node} has no record of it: its directory there is gone"
     gone = replace(task, state=State.FAILED, reason=Reason.INTERNAL, message=message, ended_at=seen.at, log_complete=True)
     return gone, AttemptForgotten(message=message)
 

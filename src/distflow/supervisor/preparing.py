@@ -43,5 +43,5 @@ def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecre
     except (OSError, json.JSONDecodeError) as error:
         raise StateError(f"the values of --set-env and of credentials cannot be read: {error}") from error
     except LookupError as error:
-        raise StateError(f"{error.args[0]} is not kept any more; submit the workflow again") from error
+        raise StateError(f"{error.args[0]} is no longer kept; submit the workflow again") from error
     return replace(given, token=token)

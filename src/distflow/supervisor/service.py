@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
             if _serve(directory, starter, lock):
                 return 0
         except (StateError, OSError) as error:
-            _log(f"cannot go on: {'; '.join(str(error).splitlines())}")
+            _log(f"cannot continue: {'; '.join(str(error).splitlines())}")
             lock.give_up()
             # The process that started us waits for a report; without one, it shows the last line of the log.
             if starter.waits or not _await_room(directory):
@@ -151,11 +151,11 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
                 supervisor.wake()
 
     if knock is None:
-        _log("no socket can be made in the state directory: new work is found when the store is looked at, every few seconds")
+        _log("cannot create a socket in the state directory: new work is found by polling the store every few seconds")
     else:
         threading.Thread(target=listen, args=(knock,), name="wake", daemon=True).start()
     starter.tell(b"ready")
-    _log(f"supervisor {os.getpid()} at work")
+    _log(f"supervisor {os.getpid()} is running")
     try:
         supervisor.run()
     finally:

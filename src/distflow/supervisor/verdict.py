@@ -137,11 +137,11 @@ def _by_command(end: End) -> _Conclusion:
 
 def _oom_words(pid: int, kernel: Sequence[str]) -> str:
     words = f"out of memory: the kernel killed process {pid}"
-    told = next((match for match in map(_KILLED.search, kernel) if match and int(match[1]) == pid), None)
-    if told is None:
+    killed = next((match for match in map(_KILLED.search, kernel) if match and int(match[1]) == pid), None)
+    if killed is None:
         return words
-    held = re.search(r"anon-rss:(\d+)kB", told.string)
-    return f"{words} ({told[2]})" + (f", which held {bytes_text(int(held[1]) << 10)}" if held else "")
+    held = re.search(r"anon-rss:(\d+)kB", killed.string)
+    return f"{words} ({killed[2]})" + (f", which held {bytes_text(int(held[1]) << 10)}" if held else "")
 
 
 def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]]) -> Cause | None:
@@ -154,27 +154,27 @@ def first_cause(tasks: Sequence[TaskRecord], lines: Mapping[str, tuple[str, ...]
     failed = [task for task in tasks if task.state is State.FAILED and task.reason is not Reason.PEER_FAILED]
     if not failed:
         return None
-    told = {task.name: failure_report(task.end, lines.get(task.name, ())) for task in failed}
-    blame = {task.name: _rank_of_blame(task, told[task.name]) for task in failed}
+    reports = {task.name: failure_report(task.end, lines.get(task.name, ())) for task in failed}
+    blame = {task.name: _rank_of_blame(task, reports[task.name]) for task in failed}
     suspects = [task for task in failed if blame[task.name] == min(blame.values())]
     earliest = min(suspects, key=lambda task: task.ended_at or 0.0)
     first, *rivals = [task for task in suspects if not _is_later(task, earliest)]
-    end, witness = first.end or End(ended_at=first.ended_at or 0.0), told[first.name]
+    end, report = first.end or End(ended_at=first.ended_at or 0.0), reports[first.name]
     return Cause(
         task=first.name,
         reason=first.reason or Reason.INTERNAL,
-        message=f"{first.message}: {witness.detail}" if witness.detail else first.message,
+        message=f"{first.message}: {report.detail}" if report.detail else first.message,
         at=first.ended_at or 0.0,
         node=first.node,
-        ranks=witness.rank or first.ranks,
-        pid=witness.pid or end.oom_pid or first.pid,
+        ranks=report.rank or first.ranks,
+        pid=report.pid or end.oom_pid or first.pid,
         exit_code=end.exit_code,
         signal=end.signal,
-        rank_signal=witness.signal,
+        rank_signal=report.signal,
         clock=end.clock,
         rivals=tuple(task.name for task in rivals),
         lines=tuple(map(str, without_launcher(lines.get(first.name, ()))[-_LINES:])),
-        traceback=witness.traceback,
+        traceback=report.traceback,
         kernel=end.kernel,
     )
 
@@ -187,8 +187,8 @@ def _is_later(task: TaskRecord, earliest: TaskRecord) -> bool:
     return after_s > sum(one.end.clock.uncertainty_s for one in (task, earliest) if one.end and one.end.clock)
 
 
-def _rank_of_blame(task: TaskRecord, told: FailureReport) -> int:
+def _rank_of_blame(task: TaskRecord, report: FailureReport) -> int:
     if task.reason is Reason.NODE_LOST:
         return 2
-    by_words = task.reason is Reason.EXIT_CODE or (bool(told.detail) and task.reason is not Reason.OOM_KILLED)
-    return int(by_words and told.is_symptom)
+    by_words = task.reason is Reason.EXIT_CODE or (bool(report.detail) and task.reason is not Reason.OOM_KILLED)
+    return int(by_words and report.is_symptom)

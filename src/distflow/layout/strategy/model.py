@@ -246,7 +246,7 @@ def _written(draft: Draft, kind: str, options: Mapping[str, Any]) -> tuple[tuple
         if kept[inner] == 1 or all(size == 1 for name, size in kept.items() if name != inner):
             kept[inner] = kept.pop(inner)
         else:
-            message = f"`{inner}` is not the last axis of the mesh, so its ranks are no neighbours on a node"
+            message = f"`{inner}` is not the last axis of the mesh, so its ranks are not neighbors on a node"
             order = [*(name for name in kept if name != inner), inner]
             hint = f"write [[{', '.join(str(kept[name]) for name in order)}], [{', '.join(order)}]]"
             draft.add(draft.mesh_path, message, hint)
