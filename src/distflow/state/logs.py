@@ -188,7 +188,7 @@ class _Reader:
         until = end if at_once else self._until(end)
         for file, stop in zip(files, ends, strict=True):
             if file.start > self._offset:
-                yield from self._leap(file)
+                yield from self._skip_to(file)
             while self._offset < min(stop, until):
                 at = self._offset
                 block = _read(self._source.folder / file.name, at - file.start, min(_BLOCK, stop - at, until - at))
@@ -229,7 +229,7 @@ class _Reader:
         is_quiet, self._stood_at = self._stood_at == end, end
         return end if is_quiet else self._offset
 
-    def _leap(self, file: Segment) -> Iterator[tuple[LogLine, bool]]:
+    def _skip_to(self, file: Segment) -> Iterator[tuple[LogLine, bool]]:
         """Yield a line about the output that is missing before a file."""
         yield from self._end_pending()
         missing, before = file.start - self._offset, self._lines_before()

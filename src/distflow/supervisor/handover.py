@@ -62,7 +62,7 @@ def hand_over(
     return Handover(
         missing=missing,
         commands=written.commands,
-        message=_words(missing, away, handed_on) if missing else _with_away(written.message, away),
+        message=_waiting_message(missing, away, handed_on) if missing else _with_away(written.message, away),
         spoilt=unavailable[0] if unavailable else written.failed,
         saved_at=max([written.at, *(task.saved.at for task in tasks if task.saved is not None)]),
         wake_at=min((view.since + lost_after_s for view in away.values()), default=None),
@@ -121,7 +121,7 @@ def _unavailable(task: TaskRecord, view: NodeView | None, lost_after_s: float, n
     return Cause(task=task.name, reason=reason, message=message, at=now, node=task.node, ranks=task.ranks)
 
 
-def _words(missing: Sequence[TaskRecord], away: dict[str | None, NodeView], handed_on: Container[str]) -> str:
+def _waiting_message(missing: Sequence[TaskRecord], away: dict[str | None, NodeView], handed_on: Container[str]) -> str:
     why = "for the groups that wait" if any(task.name in handed_on for task in missing) else "to be written to its URL"
     return _with_away(f"all tasks have ended; what {listed([task.name for task in missing])} wrote is fetched {why}", away)
 

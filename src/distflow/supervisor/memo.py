@@ -78,7 +78,7 @@ def read_memo(text: str, secrets: Path) -> tuple[Memo, bool]:
 
 
 def writes_here(memo: Memo) -> tuple[list[str], list[str]]:
-    """Return the URLs that a workflow writes to: those that only this machine can write, and all others.
+    """Return the URLs that a workflow writes to: those that this machine writes itself, and all others.
 
     The first are files of this machine, files that this user reaches over SSH, and URLs that cannot be parsed.
     """

@@ -65,7 +65,7 @@ def is_running(directory: StateDirectory) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A supervisor that has loaded its modules and waits for permission to run. Without it, it ends with this process."""
+    """A supervisor that loads its modules and waits for a byte to start working. It exits if this process ends first."""
 
     process: subprocess.Popen[bytes]
     ready: int
@@ -149,11 +149,11 @@ def wake(directory: StateDirectory) -> None:
     """Make a running supervisor read the store now; do nothing if there is none."""
     with (
         contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as knock,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wake_socket,
         _address(directory) as address,
     ):
-        knock.setblocking(False)
-        knock.sendto(b"wake", address)
+        wake_socket.setblocking(False)
+        wake_socket.sendto(b"wake", address)
 
 
 def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
@@ -162,15 +162,15 @@ def open_wake_socket(directory: StateDirectory) -> socket.socket | None:
     Returns ``None`` if the file system of the state directory has no sockets. The supervisor then finds new work a few seconds
     later, when it polls the store.
     """
-    knock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    wake_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         with _address(directory) as address:
             directory.socket.unlink(missing_ok=True)
-            knock.bind(address)
+            wake_socket.bind(address)
     except OSError:
-        knock.close()
+        wake_socket.close()
         return None
-    return knock
+    return wake_socket
 
 
 @contextlib.contextmanager

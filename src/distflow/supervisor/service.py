@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     starter, lock = _Starter(ready), Lock(directory)
     while True:
         if not lock.take():
-            starter.tell(b"other")
+            starter.report(b"other")
             return 0
         try:
             if _serve(directory, starter, lock):
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
             _log(f"cannot continue: {'; '.join(str(error).splitlines())}")
             lock.give_up()
             # The process that started us waits for a report; without one, it shows the last line of the log.
-            if starter.waits or not _await_room(directory):
+            if starter.is_waiting or not _await_room(directory):
                 return 1
             _log("there is room again")
 
@@ -91,12 +91,12 @@ class _Starter:
 
     def __init__(self, ready: int) -> None:
         self._ready = ready
-        self.waits = True
+        self.is_waiting = True
 
-    def tell(self, word: bytes) -> None:
+    def report(self, word: bytes) -> None:
         """Send the report; later calls do nothing."""
-        if self.waits:
-            self.waits = False
+        if self.is_waiting:
+            self.is_waiting = False
             with contextlib.suppress(OSError):
                 os.write(self._ready, word)
                 os.close(self._ready)
@@ -109,7 +109,7 @@ def _serve(directory: StateDirectory, starter: _Starter, lock: Lock) -> bool:
         if store.has_unfinished():
             unreadable = _work(directory, store, starter)
         else:
-            starter.tell(b"ready")
+            starter.report(b"ready")
         lock.give_up()
         # The sender of work that came after the last check found the lock taken, so this process must do it.
         return not store.has_unfinished(but=unreadable)
@@ -143,24 +143,24 @@ def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozens
 
     sweep_secrets(directory.secrets, store, clock.now())
     supervisor = Supervisor(store, mirror, directory.secrets, directory.blobs, clock, open_one, open_mover, _log)
-    knock = open_wake_socket(directory)
+    wake_socket = open_wake_socket(directory)
 
-    def listen(knock: socket.socket) -> None:
+    def listen(wake_socket: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while knock.recv(16):
+            while wake_socket.recv(16):
                 supervisor.wake()
 
-    if knock is None:
+    if wake_socket is None:
         _log("cannot create a socket in the state directory: new work is found by polling the store every few seconds")
     else:
-        threading.Thread(target=listen, args=(knock,), name="wake", daemon=True).start()
-    starter.tell(b"ready")
+        threading.Thread(target=listen, args=(wake_socket,), name="wake", daemon=True).start()
+    starter.report(b"ready")
     _log(f"supervisor {os.getpid()} is running")
     try:
         supervisor.run()
     finally:
-        if knock is not None:
-            knock.close()
+        if wake_socket is not None:
+            wake_socket.close()
     _log("nothing left to do")
     return supervisor.unreadable
 

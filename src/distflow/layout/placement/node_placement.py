@@ -18,7 +18,7 @@ __all__ = ["Demand", "Free", "Placement", "Unplaced", "place"]
 
 _STEPS = 20_000
 """Steps that a search may take before a gang is refused."""
-_Ask = tuple[object, ...]
+_Request = tuple[object, ...]
 """The request of a task without its name: equal for tasks that fit on the same nodes."""
 _UNITS = ((1024**4, "Ti"), (1024**3, "Gi"), (1024**2, "Mi"), (1024, "Ki"))
 
@@ -96,7 +96,7 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     """
     if shared:
         demands = [replace(demand, spread=None) for demand in demands]
-    asks = [_what(demand) for demand in demands]
+    asks = [_request_of(demand) for demand in demands]
     chosen, left = _greedy(demands, asks, nodes)
     # If all tasks request the same, the greedy placement is the best one already.
     if left and len(set(asks)) > 1:
@@ -113,7 +113,7 @@ def place(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> 
     return tuple(Unplaced(task=demands[task].task, reasons=reasons[asks[task]]) for task in unplaced)
 
 
-def _greedy(demands: Sequence[Demand], asks: Sequence[_Ask], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
+def _greedy(demands: Sequence[Demand], asks: Sequence[_Request], nodes: Sequence[Free]) -> tuple[dict[int, int], list[int]]:
     """Place each task on the first node that fits. Return the index of each task's node, and the tasks without a node."""
     chosen: dict[int, int] = {}
     left: list[int] = []
@@ -204,7 +204,7 @@ def _searched(demands: Sequence[Demand], nodes: Sequence[Free]) -> dict[int, int
     return {}
 
 
-def _what(demand: Demand) -> _Ask:
+def _request_of(demand: Demand) -> _Request:
     """Return the request of a task without its name."""
     labels = tuple(sorted(demand.labels.items()))
     return (demand.gpus, demand.cpus, demand.memory, demand.platform, demand.nodes_excluded, labels, demand.spread)
