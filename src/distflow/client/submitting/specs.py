@@ -87,8 +87,7 @@ def check_spec(
         The spec with its warnings.
 
     Raises:
-        InputError: if the file cannot be read.
-        ProblemsFound: if the spec has errors. It contains all findings.
+        ProblemsFound: if the file cannot be read or the spec has errors. It contains all findings.
 
     """
     checks = _SpecChecks(client, is_tolerant=is_tolerant)
@@ -153,9 +152,8 @@ def validate(
         The spec and all its warnings.
 
     Raises:
-        InputError: if the file cannot be read.
         NotFound: if the pool does not exist.
-        ProblemsFound: if the spec has errors. It contains all findings.
+        ProblemsFound: if the file cannot be read or the spec has errors. It contains all findings.
 
     """
     checked = check_spec(client, file, overrides, text=text, is_tolerant=True)
