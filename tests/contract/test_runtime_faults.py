@@ -84,10 +84,10 @@ def dice(request: pytest.FixtureRequest) -> random.Random:
 def _no_daemon_is_left_to_the_next_test(marker: str) -> Iterator[None]:
     yield
     # A test that fails must not leave a bomb ticking on the machine.
-    hunt = TreeKiller(lambda everything: [one for one in everything if has(one, marker)], lambda one: has(one, marker))
+    killer = TreeKiller(lambda everything: [one for one in everything if has(one, marker)], lambda one: has(one, marker))
 
     def is_clean() -> bool:
-        caught = hunt.step()
+        caught = killer.step()
         for pid in processes_with(marker):  # the hunt may be what is broken
             kill(pid)
         return not caught and not processes_with(marker)

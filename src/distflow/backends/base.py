@@ -1,7 +1,7 @@
-"""The protocol of a backend: commands go in and return at once, observations come out when something was seen.
+"""The protocol of a backend: commands go in and return at once, and observations come out.
 
-An observation is a fact with the time at which it was seen; an answer to a command is an observation too. What
-follows from it is decided elsewhere (``supervisor.decide``).
+An observation is a fact with the time at which it was seen. The answer to a command is an observation too.
+``supervisor.decide`` decides what follows from observations.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptKey:
-    """One attempt of a task, and where it is."""
+    """One attempt of a task, and its node."""
 
     workflow: str
     """uuid"""
@@ -71,13 +71,13 @@ class AttemptKey:
 
     @property
     def name(self) -> str:
-        """How its node calls it."""
+        """The attempt's name on its node."""
         return attempt_name(self.workflow, self.group, self.task, self.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """What a gang asks of its nodes: all of it, or nothing."""
+    """A gang's request to its nodes: everything is leased, or nothing."""
 
     workflow: str
     group: str
@@ -93,62 +93,62 @@ class LeaseRequest:
     master: str
     """The task whose node hosts the rendezvous."""
     port: int | str | None = None
-    """``any``: a free one; a number: that one; ``None``: the group needs none."""
+    """``any`` for a free port, a number for that port, or ``None`` if the group needs none."""
     workflow_id: str = ""
-    """How people call the workflow, for messages about its leases."""
+    """The workflow's id for people, for messages about its leases."""
     start_timeout_s: float = 120.0
-    """How long the nodes hold the lease for a start that does not come."""
+    """Time after which the nodes release the lease if the start does not come."""
 
     def key(self, task: str) -> AttemptKey:
-        """Return the attempt of one task, where it is to be."""
+        """Return the attempt of one task on its node."""
         return AttemptKey(workflow=self.workflow, group=self.group, task=task, attempt=self.attempt, node=self.nodes[task])
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRef:
-    """One of the directories that are a task's checkpoints."""
+    """One of a task's checkpoint directories."""
 
     number: int
-    """Which entry of the task's ``checkpoint``, counted from 0."""
+    """Index of the entry in the task's ``checkpoint``, from 0."""
     is_last: bool = False
-    """It is taken once the task has ended."""
+    """Whether it is collected after the task has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Observed:
     at: float
-    """The submitter's clock."""
+    """Time of the submitter's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUp(_Observed):
-    """A node answers; what it says of its attempts follows as observations of their own."""
+    """A node is connected. The status of its attempts follows as separate observations."""
 
     pool: str
     node: str
     gpus: int | None = None
-    """As found there; ``None`` when not known."""
+    """Number of GPUs found on the node; ``None`` if unknown."""
     cpus: int | None = None
     memory: int | None = None
     platform: str | None = None
     machine: str = ""
-    """Equal for nodes whose leases are the same files: pool entries of one machine; empty when not known."""
+    """Equal for nodes that share their lease files: pool entries of one machine. Empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDown(_Observed):
-    """A node cannot be reached at present; what runs there may still run."""
+    """A node is unreachable at present. Its tasks may still run."""
 
     pool: str
     node: str
     error: str
     since: float | None = None
-    """When it was heard last; ``None``: it has not answered since it was said to be down, or never."""
+    """Time of the last message. ``None`` if the node has not answered since it was last reported down, or never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leased(_Observed):
-    """A gang has its nodes, GPUs and port."""
+    """A gang has leased its nodes, GPUs and port."""
 
     workflow: str
     group: str
@@ -158,15 +158,15 @@ class Leased(_Observed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRefused(_Observed):
-    """A gang did not get everything, so it has nothing."""
+    """A gang did not get everything, so it holds nothing."""
 
     workflow: str
     group: str
     attempt: int
     nodes: Mapping[str, str]
-    """What each node said that refused, or did not answer."""
+    """Reason of each node that refused or did not answer."""
     is_final: bool = False
-    """Trying again would not help."""
+    """Whether trying again would not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,115 +176,115 @@ class _OfAttempt(_Observed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging(_OfAttempt):
-    """Its files are on their way to the node."""
+    """The task's files are being copied to the node."""
 
     sent: int
-    """Bytes that are there."""
+    """Bytes that are on the node."""
     total: int
-    """Bytes of all that the node lacked."""
+    """Bytes of all missing files."""
     bytes_per_s: float
     image: str = ""
-    """The container image that is being pulled; then nobody knows how many bytes."""
+    """The container image that is being pulled. Its size is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(_OfAttempt):
-    """Everything that the start needs is on the node."""
+    """The node has everything for the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareFailed(_OfAttempt):
-    """The node refused, for good."""
+    """The node refused, and trying again would not help."""
 
     message: str
     is_image: bool = False
-    """It was the container image that could not be had."""
+    """Whether the container image was the cause."""
     is_data: bool = False
-    """It was an input that could not be had."""
+    """Whether an input was the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotBrought(_OfAttempt):
-    """Its node cannot fetch an input by itself; nothing else is wrong with the attempt."""
+    """The node cannot fetch an input itself. The attempt has no other problem."""
 
     number: int
-    """Which input: ``Bring.number``."""
+    """Number of the input: ``Bring.number``."""
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(_OfAttempt):
-    """The command runs."""
+    """The command has started."""
 
     pid: int | None
     started_at: float
-    """The node's clock."""
+    """Time of the node's clock."""
     clock: Clock | None = None
-    """How far that is from ours; ``None`` where nobody measured it."""
+    """Offset of the node's clock from ours; ``None`` if it was not measured."""
     directory: str = ""
     """The attempt's directory on the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAccepted(_OfAttempt):
-    """The ladder has begun."""
+    """The stop has begun: TERM was sent."""
 
     grace_s: float | None = None
-    """What it was given between TERM and KILL; ``None`` where the node tells of it without having been asked."""
+    """Time between TERM and KILL; ``None`` if the node reports a stop that was not requested here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(_OfAttempt):
-    """Nothing of the attempt is left on the node."""
+    """The attempt has ended, and none of its processes remain."""
 
     end: Mapping[str, object]
-    """The record of the node (``docs/agent-protocol.md``, ``End``); its times are those of the node's clock."""
+    """The node's record (``docs/agent-protocol.md``, ``End``). Its times are those of the node's clock."""
     clock: Clock | None = None
-    """How far that is from ours; ``None`` where nobody measured it."""
+    """Offset of the node's clock from ours; ``None`` if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released(_OfAttempt):
-    """The lease was given back before anything had started."""
+    """The lease was released before anything had started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absent(_OfAttempt):
-    """The node knows nothing of the attempt."""
+    """The node has no such attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collecting(_OfAttempt):
-    """Its output is on its way here, or a checkpoint."""
+    """The output or a checkpoint is being packed or copied here."""
 
     checkpoint: CheckpointRef | None = None
-    """``None``: it is the output."""
+    """``None`` for the output."""
     is_packed: bool
-    """False: it is being packed on its node."""
+    """False while it is being packed on its node."""
     done: int
-    """Bytes that are packed, or here."""
+    """Bytes that are packed or copied."""
     total: int
     bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected(_OfAttempt):
-    """Its output is here, or a checkpoint: a tar in the blob store."""
+    """The output or a checkpoint is here, as a tar in the blob store."""
 
     checkpoint: CheckpointRef | None = None
     digest: str
-    """SHA-256, hexadecimal; empty for a checkpoint of which there is nothing yet."""
+    """SHA-256, hexadecimal; empty for a checkpoint without files."""
     size: int
     """Bytes of the archive."""
     left_out: tuple[str, ...] = ()
-    """Names of what no archive can hold (sockets, pipes, devices)."""
+    """Names of files that an archive cannot contain (sockets, pipes, devices)."""
     is_everywhere: bool = False
-    """It was not brought here: every node of the pool sees it already, on a file system that they share."""
+    """Whether it was not copied here, because all nodes of the pool see it on a shared file system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectFailed(_OfAttempt):
-    """Its output will not come, for good; or not this checkpoint."""
+    """The output or this checkpoint cannot be collected, and trying again would not help."""
 
     checkpoint: CheckpointRef | None = None
     message: str
@@ -292,7 +292,7 @@ class CollectFailed(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogComplete(_OfAttempt):
-    """All of the attempt's output has been handed to the log sink."""
+    """The log sink has all output of the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,20 +302,20 @@ class OutputLost(_OfAttempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputWaits(_OfAttempt):
-    """Output of the attempt, and perhaps of others on its node, stays there: there is no room for it here now."""
+    """Output of the attempt, and perhaps of others, stays on its node, because this machine has no room for it now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unanswered(_OfAttempt):
     """A command to prepare, start, stop or release got no answer, because the connection broke.
 
-    It may or may not have been carried out.
+    The node may or may not have executed it.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectUnanswered(_OfAttempt):
-    """The connection broke before an output or a checkpoint had come."""
+    """The connection broke before an output or a checkpoint was complete."""
 
     checkpoint: CheckpointRef | None = None
 
@@ -330,29 +330,29 @@ Observation = NodeObservation | LeaseObservation | AttemptObservation
 """Everything that a backend may report."""
 
 Sink = Callable[[Observation], None]
-"""Takes observations; may be called from any thread."""
+"""Receives observations. It may be called from any thread."""
 
 
 class LogSink(Protocol):
-    """Takes the output of attempts; may be called from several threads, for one attempt's file never from two at once."""
+    """Receives the output of attempts. It may be called from several threads, but from one at a time for each file."""
 
     def reached(self, key: AttemptKey, kind: str) -> tuple[str, int]:
-        """Return the newest file of the output (``log``) or its index (``idx``) that is here, and how many bytes of it."""
+        """Return the newest mirrored file of the output (``log``) or its index (``idx``), and its length in bytes."""
         ...
 
     def write(self, key: AttemptKey, file: str, offset: int, data: bytes) -> None:
-        """Take what stands at ``offset`` of a file; what is here already may come again.
+        """Store ``data`` at ``offset`` of a file. Data may arrive again.
 
-        Raises ``OSError`` where there is no room, ``ValueError`` when that is not a file of the output.
+        Raises ``OSError`` if there is no room, and ``ValueError`` if it is not a file of the output.
         """
         ...
 
     def has_room(self) -> bool:
-        """Return whether output can be written now."""
+        """Return whether there is room for output now."""
         ...
 
     def beat(self, key: AttemptKey, at: float) -> None:
-        """Take note that an attempt gave a sign of life at ``at``, in seconds since the epoch by our clock. Never raises."""
+        """Record an attempt's heartbeat at ``at``, in seconds since the epoch by our clock. Never raises."""
         ...
 
 
@@ -361,34 +361,32 @@ class Backend(Protocol):
 
     Contract, held by ``tests/contract/test_backend.py``:
 
-    1. No method but ``deliver`` blocks; answers and everything else that is seen go to the sink that the backend was built
-       with.
-    2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``; every other command by an observation of its
-    attempt, or by
-       ``Unanswered`` or ``CollectUnanswered`` when the connection broke. All commands may be repeated: they answer what
-       already is.
+    1. Only ``deliver`` blocks. All observations, answers included, go to the backend's sink.
+    2. Every ``lease`` is answered by ``Leased`` or ``LeaseRefused``. Every other command is answered by an observation of its
+       attempt, or by ``Unanswered`` or ``CollectUnanswered`` if the connection broke. All commands may be repeated: they
+       then report the current state.
     3. A lease is all or nothing.
-    4. ``Ended`` is said only when no process of the attempt is left, and is said again after a reconnection.
-    5. For every watched attempt the log sink gets all of its output in order, then comes ``LogComplete``.
-    6. ``collect`` may be asked again while it is under way; it is then answered once.
-    7. What a node says of its times goes with ``clock``: how far its clock is from ours, and how sure that is.
-    8. ``close`` may be called twice, never raises, and stops nothing that runs.
+    4. ``Ended`` is reported only when no process of the attempt remains, and again after a reconnection.
+    5. The log sink gets all output of every watched attempt in order. Then ``LogComplete`` is reported.
+    6. ``collect`` may be repeated while it is running; it is then answered once.
+    7. Times from a node are reported with ``clock``: the offset of the node's clock from ours, and its uncertainty.
+    8. ``close`` may be called twice, never raises, and stops no task.
     """
 
     def connect(self, nodes: Sequence[Node]) -> None:
-        """Hold connections to these nodes from now on, and say ``NodeUp`` or ``NodeDown``."""
+        """Connect to these nodes, stay connected, and report ``NodeUp`` or ``NodeDown``."""
         ...
 
     def watch(self, keys: Sequence[AttemptKey]) -> None:
-        """Observe these attempts of an earlier time, and mirror their output."""
+        """Observe these existing attempts, and mirror their output."""
         ...
 
     def lease(self, request: LeaseRequest) -> None:
-        """Try to get everything that a gang asks for."""
+        """Try to lease everything for a gang."""
         ...
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
-        """Bring files and launch record to the node; ``memo`` is kept with them as it is, for whoever asks the node later."""
+        """Copy files and launch record to the node. ``memo`` is stored with them unchanged, for later queries."""
         ...
 
     def start(self, key: AttemptKey) -> None:
@@ -396,33 +394,33 @@ class Backend(Protocol):
         ...
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
-        """Stop an attempt by the ladder."""
+        """Stop an attempt: TERM, the grace period, KILL."""
         ...
 
     def release(self, key: AttemptKey) -> None:
-        """Give back the lease of an attempt that has not started."""
+        """Release the lease of an attempt that has not started."""
         ...
 
     def collect(
         self, key: AttemptKey, checkpoint: CheckpointRef | None = None, place: str | None = None, *, for_nodes: bool = False
     ) -> None:
-        """Bring the output of an ended attempt to this machine's blob store.
+        """Copy the output of an ended attempt to this machine's blob store.
 
-        With ``checkpoint``, that checkpoint, which is the directory ``place`` of the attempt; the attempt may still run.
-        ``for_nodes``: only nodes will want it, so that it may stay where all of them see it.
+        With ``checkpoint``, copy that checkpoint from the directory ``place`` of the attempt, which may still run.
+        ``for_nodes``: only nodes will need it, so it may stay where all of them see it.
         """
         ...
 
     def deliver(
-        self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress
+        self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, progress: Progress
     ) -> Delivered:
-        """Have its node bring the output of an ended attempt to its store; called in a thread, returns when all is there.
+        """Let the node upload the output of an ended attempt to its store. Blocks until everything is there.
 
-        May be repeated. A node that is away is waited for, until ``halt``. Raises ``NotDirect`` when it must be relayed,
-        ``StorageError`` when that would not help either, and ``Halted``.
+        May be repeated. Waits for an unreachable node, until ``halt`` is set. Raises ``RelayRequired`` if this machine must
+        relay it, ``StorageError`` if that would not help either, and ``TransferCanceled``.
         """
         ...
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         ...

@@ -1,4 +1,4 @@
-"""Names of backends, and the modules that hold them, imported on use."""
+"""The names of backends and their modules, which are imported on use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import what these backends need; a name that is not known needs nothing."""
+    """Import the modules of these backends. Unknown names are ignored."""
     for name in names:
         if name in BACKENDS:
             importlib.import_module(BACKENDS[name])

@@ -1,8 +1,7 @@
-"""The time that observations and decisions are made with: it never jumps.
+"""The clock of observations and decisions. It never jumps.
 
-It is the machine's clock as it was when this process began, plus the time that has elapsed since, also while the machine was
-suspended. Whoever sets the machine's clock meanwhile, or a clock server that does, changes no duration: a wait of ten seconds
-takes ten seconds.
+It is the machine's clock at the start of this process plus the time that has elapsed since, including suspension. Changes of
+the machine's clock, by a person or a time server, do not affect durations: a wait of ten seconds takes ten seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class SteadyTime:
     def __init__(
         self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = _elapsed  # noqa: TID251  asked once
     ) -> None:  # fmt: skip
-        """Ask the machine's clock, once."""
+        """Read the machine's clock once."""
         self._elapsed = elapsed
         self._start = wall() - elapsed()
 
@@ -33,4 +32,4 @@ class SteadyTime:
 
 
 now = SteadyTime().now
-"""The time of this process: all observations and decisions of a supervisor share it."""
+"""Return the time of this process, which all observations and decisions of a supervisor share."""

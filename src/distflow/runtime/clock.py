@@ -1,4 +1,4 @@
-"""The node's clock: the one module of the runtime that reads it, and the file system's clock."""
+"""The node's clock and the file system's clock. No other module of the runtime reads them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ __all__ = ["file_system_now", "now"]
 
 
 def now() -> float:
-    """Seconds since the epoch on this node. Deadlines use ``time.monotonic`` instead: this clock may be set."""
+    """Return seconds since the epoch on this node. Deadlines use ``time.monotonic`` instead, because this clock may be set."""
     return time.time()  # noqa: TID251 - the runtime has no Clock to be given: it is what the node's clock says
 
 
 def file_system_now(root: str) -> float:
-    """The time on the clock that dates the files below ``root``: of a file server, it may differ from this machine's clock."""
+    """Return the time of the clock that sets the times of files below ``root``.
+
+    A file server's clock may differ from this machine's.
+    """
     marker = os.path.join(root, MARKER)
     try:
         os.utime(marker)

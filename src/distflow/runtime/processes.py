@@ -1,4 +1,4 @@
-"""Processes as /proc shows them, and the few calls of the kernel that Python has no name for."""
+"""Processes as /proc shows them, and system calls that Python does not provide."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
     "name_of",
     "only_descendants",
     "open_many",
+    "output_of",
     "read_process",
     "reap",
     "rename_self",
     "reset_limits",
     "reset_signals",
-    "said_by",
     "started_at",
     "variable_of",
 ]
@@ -45,11 +45,11 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
-"""How many descriptors this login lets a process have, and how many it may ask for."""
+"""Soft and hard limit of descriptors for this login."""
 
 
 class Process(NamedTuple):
-    """One line of /proc/PID/stat. ``start`` is in clock ticks since boot; with ``pid`` it names a process for ever."""
+    """One line of /proc/PID/stat. ``start`` is in clock ticks since boot; ``pid`` and ``start`` together are unique."""
 
     pid: int
     ppid: int
@@ -61,7 +61,7 @@ class Process(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still do anything: a zombie cannot, unless only its first thread has ended and others run."""
+        """Whether the process can still run. A zombie cannot, unless only its first thread has ended and others run."""
         return self.state not in "ZXx" or self.threads > 1
 
 
@@ -72,7 +72,7 @@ def _prctl(option: int, argument: object) -> None:
 
 
 def hide_memory() -> None:
-    """Let nobody but root look into this process, and the kernel write none of it to a file."""
+    """Prevent other users than root from reading this process's memory, and the kernel from dumping it to a file."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -82,33 +82,33 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(signum: int, parent: int) -> bool:
-    """Get ``signum`` when ``parent`` dies. False: it is dead already."""
+    """Let the kernel send ``signum`` to this process when ``parent`` dies. Returns False if it is dead already."""
     _prctl(_PR_SET_PDEATHSIG, int(signum))
     return os.getppid() == parent
 
 
 def rename_self(name: str) -> None:
-    """The name that ``ps -o comm`` and ``top`` show (15 bytes)."""
+    """Set the name that ``ps -o comm`` and ``top`` show (15 bytes)."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
 
 
 def open_many() -> None:
-    """Have as many descriptors as may be asked for: most logins let a process have 1024."""
+    """Raise the limit of descriptors to the hard limit: for most logins, the soft limit is 1024."""
     _limit_files(_FILES[1])
 
 
 def reset_limits() -> None:
-    """Be as the login was: programs that call select() rely on it."""
+    """Restore the login's limit of descriptors: programs that call select() rely on it."""
     _limit_files(_FILES[0])
 
 
 def _limit_files(soft: int) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a hard limit above what the kernel gives anybody (fs.nr_open)
+    with contextlib.suppress(OSError, ValueError):  # the hard limit may exceed the kernel's own limit (fs.nr_open)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, _FILES[1]))
 
 
 def reset_signals() -> None:
-    """Every signal as a fresh program expects it: Python ignores SIGPIPE and SIGXFSZ, and exec would pass that on."""
+    """Reset all signals to their defaults: Python ignores SIGPIPE and SIGXFSZ, and exec would pass that on."""
     for number in signal.valid_signals():
         if number not in (signal.SIGKILL, signal.SIGSTOP):
             try:
@@ -119,7 +119,7 @@ def reset_signals() -> None:
 
 
 def close_all_but(keep: AbstractSet[int]) -> None:
-    """Close every descriptor that is not in ``keep`` nor 0, 1 or 2."""
+    """Close every descriptor except 0, 1, 2 and those in ``keep``."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd > 2 and fd not in keep:
@@ -130,7 +130,7 @@ def close_all_but(keep: AbstractSet[int]) -> None:
 
 
 def find_program(name: str, path: str) -> Optional[str]:
-    """The first program of this name in ``path``, as a shell would find it."""
+    """Return the first program of this name in ``path``, as a shell would find it."""
     for directory in path.split(":"):
         candidate = os.path.join(directory or ".", name)
         if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
@@ -138,8 +138,8 @@ def find_program(name: str, path: str) -> Optional[str]:
     return None
 
 
-def said_by(argv: List[str], timeout_s: float) -> Optional[str]:
-    """What a program prints; None when it is not there, fails, or takes too long."""
+def output_of(argv: List[str], timeout_s: float) -> Optional[str]:
+    """Return a program's standard output; None if the program is missing, fails, or takes too long."""
     import subprocess
 
     null = subprocess.DEVNULL
@@ -147,25 +147,25 @@ def said_by(argv: List[str], timeout_s: float) -> Optional[str]:
         process = subprocess.Popen(argv, stdin=null, stdout=subprocess.PIPE, stderr=null)
     except OSError:
         return None
-    # Not `run`, which waits without end for what it has killed: one that hangs in a driver does not die.
+    # Not `run`, which would wait for the killed program without a limit: a program that hangs in a driver does not die.
     for limit_s in (timeout_s, _KILLED_S):
         try:
-            said = process.communicate(timeout=limit_s)[0]
+            output = process.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired:
             process.kill()
         else:
-            return said.decode("utf-8", "replace") if process.returncode == 0 else None
+            return output.decode("utf-8", "replace") if process.returncode == 0 else None
     return None
 
 
 def boot_id() -> str:
-    """The kernel's name for this boot."""
+    """Return the kernel's id of this boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
 def read_process(pid: int) -> Optional[Process]:
-    """The process with this id, or None."""
+    """Return the process with this id, or None."""
     try:
         with open("/proc/{}/stat".format(pid), "rb", buffering=0) as file:
             text = file.read(1024)
@@ -179,7 +179,7 @@ def read_process(pid: int) -> Optional[Process]:
 
 
 def list_processes() -> Iterator[Process]:
-    """All processes that can be seen now."""
+    """Yield all currently visible processes."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             process = read_process(int(name))
@@ -194,27 +194,27 @@ def is_same(pid: int, start: int) -> bool:
 
 
 def carries(pid: int, entry: str) -> bool:
-    """Whether the process's environment holds exactly ``entry`` (``NAME=value``), as far as we may read it."""
+    """Whether the process's environment contains exactly ``entry`` (``NAME=value``). False if it is not readable."""
     return entry.encode() in _environment(pid)
 
 
 def mark_of(pid: int) -> Optional[str]:
-    """The attempt that a process belongs to, by the mark in its environment, as far as we may read it."""
+    """Return the attempt in a process's environment; None if there is none or it is not readable."""
     return variable_of(pid, "DISTFLOW_ATTEMPT")
 
 
 def variable_of(pid: int, name: str) -> Optional[str]:
-    """A variable that a process was started with, as far as we may read its environment."""
+    """Return a variable of a process's initial environment; None if it is not set or not readable."""
     mark = name.encode() + b"="
     return next((os.fsdecode(one[len(mark) :]) for one in _environment(pid) if one.startswith(mark)), None)
 
 
 def _environment(pid: int) -> List[bytes]:
-    """The variables that a process was started with, as far as we may read them."""
+    """Return the entries of a process's initial environment; none if it is not readable."""
     try:
         with open("/proc/{}/environ".format(pid), "rb") as file:
             text = file.read()
-        if not text:  # its first thread has ended; others may run
+        if not text:  # the first thread has ended, but others may run
             for thread in os.listdir("/proc/{}/task".format(pid)):
                 with contextlib.suppress(OSError), open("/proc/{}/task/{}/environ".format(pid, thread), "rb") as file:
                     text = text or file.read()
@@ -224,7 +224,7 @@ def _environment(pid: int) -> List[bytes]:
 
 
 def name_of(pid: int) -> str:
-    """What the kernel calls a process; empty when it is gone."""
+    """Return the kernel's name of a process; empty if the process is gone."""
     try:
         with open("/proc/{}/comm".format(pid), encoding="utf-8", errors="replace") as file:
             return file.read().rstrip("\n")
@@ -233,14 +233,14 @@ def name_of(pid: int) -> str:
 
 
 def started_at(process: Process) -> float:
-    """When a process was started, in seconds since the epoch by the node's clock of now."""
+    """Return when a process was started, in seconds since the epoch by the node's current clock."""
     with open("/proc/uptime", "rb", buffering=0) as file:
         up = float(file.read(128).split()[0])
     return now() - up + process.start / os.sysconf("SC_CLK_TCK")
 
 
 def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet[int] = frozenset()) -> List[Process]:
-    """Those below ``root``, without the trees of ``spare``."""
+    """Return the descendants of ``root``, except for the processes in ``spare`` and their descendants."""
     children: Dict[int, List[Process]] = {}
     for process in processes:
         children.setdefault(process.ppid, []).append(process)
@@ -257,7 +257,7 @@ def only_descendants(processes: Iterable[Process], root: int, spare: AbstractSet
 
 
 def is_below(process: Process, root: int, spare: AbstractSet[int] = frozenset()) -> bool:
-    """Whether ``process`` descends from ``root``, by way of none of ``spare``. Reads only its ancestors."""
+    """Whether ``process`` descends from ``root``, with no process of ``spare`` in between. Reads only its ancestors."""
     current: Optional[Process] = process
     for _ in range(64):
         if current is None or current.pid in spare or current.ppid <= 1:
@@ -265,19 +265,19 @@ def is_below(process: Process, root: int, spare: AbstractSet[int] = frozenset())
         if current.ppid == root:
             return True
         parent = read_process(current.ppid)
-        # The parent died while we looked: its child has a new one, perhaps `root` itself.
+        # The parent has just died, so its child has a new one, perhaps `root` itself.
         current = parent if parent is not None else read_process(current.pid)
     return False
 
 
 def last_pid() -> int:
-    """The id that the kernel gave away last."""
+    """Return the process id that the kernel assigned last."""
     with open("/proc/loadavg", "rb", buffering=0) as file:
         return int(file.read(128).split()[-1])
 
 
 def reap() -> Tuple[List[Tuple[int, int]], bool]:
-    """Take every child that has ended: ``[(pid, status)]``, and whether children are left."""
+    """Reap every ended child. Returns ``[(pid, status)]``, and whether children remain."""
     ended: List[Tuple[int, int]] = []
     while True:
         try:

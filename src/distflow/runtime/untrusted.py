@@ -15,7 +15,7 @@ from typing import Any, Union
 __all__ = ["MAX_BYTES", "decode_json", "decode_object"]
 
 MAX_BYTES = 1024 * 1024
-"""Of a document, by default."""
+"""Default limit of a document's size."""
 _MAX_DEPTH = 64
 _INT64 = 2**63
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*"?|[\[\]{}]', re.DOTALL)

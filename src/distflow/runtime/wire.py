@@ -1,4 +1,4 @@
-"""JSON lines in both directions: a reader that takes bytes as they come, and a queue that lets answers overtake bulk data."""
+"""JSON lines in both directions: a reader of byte streams, and a queue in which replies overtake bulk data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["MAX_LINE", "Json", "LineReader", "OpError", "OutQueue", "encode"]
 Json = Dict[str, Any]
 
 MAX_LINE = 64 * 1024 * 1024
-"""Bytes of one message. A ``prepare`` carries the text of its files; anything longer than this is not ours."""
+"""Maximum bytes of one message. A ``prepare`` contains the text of its files."""
 
 
 class OpError(Exception):
-    """An operation was refused. ``kind`` is one of the protocol's words, the message is for people."""
+    """A refused operation. ``kind`` is one of the protocol's error kinds; the message is for people."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -26,12 +26,12 @@ class OpError(Exception):
         self.message = message
 
     def as_json(self) -> Json:
-        """The ``error`` of an answer."""
+        """Return the ``error`` field of a reply."""
         return {"kind": self.kind, "message": self.message}
 
     @classmethod
     def from_os(cls, error: OSError, doing: str) -> OpError:
-        """An error of the operating system, in the protocol's words."""
+        """Convert an error of the operating system. ``doing`` describes the failed operation."""
         import errno
 
         kinds = {errno.ENOSPC: "no_space", errno.EDQUOT: "no_space", errno.EACCES: "permission", errno.EPERM: "permission"}
@@ -42,14 +42,14 @@ class OpError(Exception):
 
 
 def encode(message: Json) -> bytes:
-    """One message as a line."""
+    """Encode one message as a line."""
     return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
 
 
 class LineReader:
-    """Cuts a stream of bytes into messages.
+    """Splits a stream of bytes into messages.
 
-    A line that is not a JSON object within bounds (``untrusted``) raises ``ValueError``: after it nothing on the stream can be
+    A line that is not a JSON object within bounds (``untrusted``) raises ``ValueError``. After that, the stream cannot be
     trusted.
     """
 
@@ -59,7 +59,7 @@ class LineReader:
         self._limit = limit
 
     def feed(self, data: bytes) -> List[Json]:
-        """Take ``data``; return the messages that it completed."""
+        """Add ``data``. Returns the messages that it completed."""
         self._buffer += data
         messages: List[Json] = []
         start = 0
@@ -79,7 +79,7 @@ class LineReader:
 
 
 class OutQueue:
-    """Bytes that wait to be written to a non-blocking descriptor. Whole lines only; urgent ones overtake bulk ones."""
+    """A queue of lines for a non-blocking descriptor. Only whole lines are written; urgent lines overtake bulk lines."""
 
     def __init__(self) -> None:
         self._urgent: Deque[bytes] = deque()
@@ -99,7 +99,7 @@ class OutQueue:
             self._urgent.append(line)
 
     def write_to(self, fd: int) -> None:
-        """Write what ``fd`` takes now. Raises ``OSError`` when the other side is gone."""
+        """Write as much as ``fd`` accepts now. Raises ``OSError`` if the other side is gone."""
         while self:
             if not self._current:
                 if self._urgent:

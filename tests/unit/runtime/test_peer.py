@@ -57,7 +57,7 @@ def test_silence_ends_every_wait(ends: tuple[Peer, int, int]) -> None:
         one.write(b"x" * 1_000_000)  # more than a pipe holds, and nobody reads
     threading.Event().wait(0.3)
     with pytest.raises(Gone):
-        one.look()
+        one.check()
 
 
 @pytest.mark.usefixtures("_impatient")
@@ -77,7 +77,7 @@ def test_whoever_gives_signs_is_waited_for(ends: tuple[Peer, int, int]) -> None:
     one.write(b"x" * 100_000)  # waits for a second
     assert one.line(100) == b"at last\n"
     signs.join()
-    one.look()
+    one.check()
 
 
 def test_an_end_of_the_connection_is_noticed_while_writing(ends: tuple[Peer, int, int]) -> None:

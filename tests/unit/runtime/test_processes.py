@@ -58,7 +58,7 @@ _WALL = 0x40000000
 
 def test_a_program_that_does_not_even_die_is_not_waited_for(tmp_path: Path) -> None:
     """As one does that hangs in a driver. Here it is a thread of it that we trace: until we look, its process is not gone."""
-    ask = "import sys; from distflow.runtime.processes import said_by; print(said_by(sys.argv[1:], 3))"
+    ask = "import sys; from distflow.runtime.processes import output_of; print(output_of(sys.argv[1:], 3))"
     asker = subprocess.Popen(
         [sys.executable, "-c", ask, sys.executable, "-I", "-S", "-c", HANGS, str(tmp_path / "up")], stdout=subprocess.PIPE
     )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distflow.runtime.agent.log_streams import Tails
+from distflow.runtime.agent.log_streams import LogStreams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 def test_a_file_that_cannot_be_read_ends_its_stream_and_not_the_agent(tmp_path: Path) -> None:
     (tmp_path / "output.log").mkdir()  # it can be opened, and reading it fails, as on a disk with an error
     pushed: list[dict[str, Any]] = []
-    tails = Tails(pushed.append, lambda: True)
-    tails.add(1, "a", str(tmp_path), "output.log", 0, has_ended=False)
-    tails.grown("a", has_ended=False)
+    streams = LogStreams(pushed.append, lambda: True)
+    streams.add(1, "a", str(tmp_path), "output.log", 0, has_ended=False)
+    streams.on_output("a", has_ended=False)
     assert pushed == []
-    tails.grown("a", has_ended=True)
+    streams.on_output("a", has_ended=True)
     assert [(event["event"], event["stream"]) for event in pushed] == [("eof", 1)]

@@ -1,1 +1,1 @@
-"""Plain machines: nodes that a transport reaches (this machine, or SSH), each with an agent on it."""
+"""Plain machines: nodes behind a transport (this machine, or SSH), each with an agent."""

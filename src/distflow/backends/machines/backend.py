@@ -1,7 +1,7 @@
-"""The backend for plain machines: one agent per node, and the gang's lease across them.
+"""The backend for plain machines: one agent per node, and gang leases across nodes.
 
-It knows nodes, attempts and the agent protocol (``docs/agent-protocol.md``), and nothing of states or policy. Each node has one
-connection (``connection``), which comes back by itself; this module spreads commands over them.
+It knows nodes, attempts and the agent protocol (``docs/agent-protocol.md``), but no states and no policy. Each node has one
+connection (``connection``), which reconnects by itself. This module distributes commands over them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ __all__ = ["MachinesBackend", "open_backend", "transport_of"]
 _PREPARE_THREADS = 32
 _COLLECT_THREADS = 32
 _INLINE = 64 << 10
-"""Bytes up to which a file goes along with the launch; larger ones are staged, and kept on the node for the next time."""
+"""Largest file that is sent within the launch, in bytes. Larger ones are staged, and stay on the node for later attempts."""
 _PLACING_S = 3600.0
-"""For unpacking and copying what was staged; a node that is gone is noticed by its silence, long before."""
-_TELL_S = 5.0
+"""Timeout for unpacking and copying staged files. A dead node is detected by its silence, long before."""
+_REPORT_INTERVAL_S = 5.0
 _PAUSE_S = 1.0
 
 
@@ -68,7 +68,7 @@ class MachinesBackend:
     """Runs gangs on nodes through their agents; see ``backends.base.Backend`` for the contract."""
 
     def __init__(self, pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> None:
-        """Connect to nothing yet."""
+        """Create the backend without connecting."""
         self._pool = pool
         self._blobs = blobs
         self._sink = sink
@@ -76,15 +76,15 @@ class MachinesBackend:
         self._connections: dict[str, Connection] = {}
         self._lock = threading.Lock()
         self._halts: dict[AttemptKey, threading.Event] = {}
-        """Attempts that are being prepared, with the latest try; set when one is stopped or prepared anew meanwhile."""
+        """Events of attempts that are being prepared. An event is set if its attempt is stopped or prepared again."""
         self._collector = Collector(blobs, sink, pool.node_lost_after_s)
         self._deliverer = Deliverer(pool.node_lost_after_s)
         self._workers = ThreadPoolExecutor(max_workers=_PREPARE_THREADS, thread_name_prefix="prepare")
-        # Of their own: the outputs of one slow node may wait in line for hours, and a gang's start must not.
+        # Separate threads: the outputs of a slow node may wait for hours, and the start of a gang must not.
         self._collecting = ThreadPoolExecutor(max_workers=_COLLECT_THREADS, thread_name_prefix="collect")
 
     def connect(self, nodes: Sequence[Node]) -> None:
-        """Hold connections to these nodes from now on."""
+        """Connect to these nodes, and stay connected."""
         for node in nodes:
             if node.name not in self._connections:
                 connection = Connection(self._pool, node, transport_of(self._pool, node), self._sink, self._logs)
@@ -92,19 +92,19 @@ class MachinesBackend:
                 connection.begin()
 
     def watch(self, keys: Sequence[AttemptKey]) -> None:
-        """Observe these attempts of an earlier time, and mirror their output."""
+        """Observe these existing attempts, and mirror their output."""
         for key in keys:
             if key.node in self._connections:
                 self._connections[key.node].watch(key)
 
     def lease(self, request: LeaseRequest) -> None:
-        """Ask every node for its part; when one refuses, give the others back."""
+        """Request a lease from every node. If one refuses, release the others."""
         GangLease(request, self._connections, self._sink).begin()
 
     def prepare(self, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, stop_grace_s: float, memo: str = "") -> None:
-        """Stage what is large, then write the launch record; in a thread, because that may take minutes.
+        """Stage large files, then write the launch record, in a thread, because that may take minutes.
 
-        Nothing is heard any more of a try that is still under way: its connection has broken, or its lease is another one.
+        An earlier try that is still running reports nothing more: its connection has broken, or its lease is a different one.
         """
         self._halt(key)
         halt = threading.Event()
@@ -113,7 +113,7 @@ class MachinesBackend:
         self._workers.submit(self._prepare, key, launch, secrets, stop_grace_s, memo, halt)
 
     def start(self, key: AttemptKey) -> None:
-        """Start a prepared attempt; that it runs is told by its status."""
+        """Start a prepared attempt. Its status reports the start."""
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
             if isinstance(answer, AgentError):
@@ -124,7 +124,7 @@ class MachinesBackend:
         self._send(key, "start", answered)
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:
-        """Begin the ladder; the end is told by the status."""
+        """Begin the stop. The status reports the end."""
         self._halt(key)
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
@@ -138,7 +138,7 @@ class MachinesBackend:
         self._send(key, "stop", answered, grace_s=grace_s, why=why)
 
     def release(self, key: AttemptKey) -> None:
-        """Give back a lease before the start."""
+        """Release a lease before the start."""
         self._halt(key)
 
         def answered(answer: Mapping[str, Any] | DistflowError) -> None:
@@ -153,19 +153,19 @@ class MachinesBackend:
     def collect(
         self, key: AttemptKey, checkpoint: CheckpointRef | None = None, place: str | None = None, *, for_nodes: bool = False
     ) -> None:
-        """Pack and fetch the output of an ended attempt, or a directory of it; in a thread, because that may take minutes."""
+        """Pack and fetch the output of an ended attempt, or a directory of it, in a thread, because that may take minutes."""
         stays, connection = self._is_everywhere if for_nodes else None, self._connections[key.node]
         if self._collector.begin(key, checkpoint):
             self._collecting.submit(self._collector.collect, connection, key, checkpoint, place, stays)
 
     def deliver(
-        self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, told: Progress
+        self, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event, progress: Progress
     ) -> Delivered:
-        """Have its node bring the output of an ended attempt to its store."""
-        return self._deliverer.deliver(self._connections[key.node], key, delivery, identity, halt, told)
+        """Let the node upload the output of an ended attempt to its store."""
+        return self._deliverer.deliver(self._connections[key.node], key, delivery, identity, halt, progress)
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self._collector.close()
         for connection in self._connections.values():
             connection.close()
@@ -173,14 +173,17 @@ class MachinesBackend:
             workers.shutdown(wait=False, cancel_futures=True)
 
     def _halt(self, key: AttemptKey) -> None:
-        """Let go of what is on its way to an attempt that nobody wants any more."""
+        """Cancel transfers to an attempt that is no longer wanted."""
         with self._lock:
             halt = self._halts.pop(key, None)
         if halt is not None:
             halt.set()
 
     def _is_everywhere(self, digest: str, size: int) -> bool:
-        """Whether every node of the pool sees a blob already; what goes along with a launch must be here all the same."""
+        """Whether every node of the pool already sees a blob.
+
+        Small files must be here anyway, because the launch contains them.
+        """
         return size > _INLINE and all(one.has(digest, size) for one in self._connections.values())
 
     def _send(self, key: AttemptKey, op: str, answered: Any, **fields: Any) -> None:
@@ -192,8 +195,8 @@ class MachinesBackend:
     ) -> None:
         connection = self._connections[key.node]
         try:
-            self._bring(connection, key, launch, secrets, self._telling(key, halt))
-            self._stage(connection, launch, self._telling(key, halt))
+            self._bring(connection, key, launch, secrets, self._progress_callback(key, halt))
+            self._stage(connection, launch, self._progress_callback(key, halt))
             if launch.container is not None:
                 self._pull(connection, key, launch, launch.container, secrets.login)
             record = {
@@ -225,8 +228,8 @@ class MachinesBackend:
                 raise _Unwanted
             connection.request("prepare", timeout_s=_PLACING_S, attempt=key.name, launch=record, memo=memo)
         except _Unwanted:
-            return  # it is being stopped, which is told by its end; or the next try tells what becomes of it
-        except Exception as error:  # noqa: BLE001  nobody waits for this thread: without an answer, the gang would wait
+            return  # it is being stopped, and its end will be reported; or the next try reports the result
+        except Exception as error:  # noqa: BLE001  without a report from this thread, the gang would wait forever
             if not halt.is_set():
                 self._not_prepared(key, error, halt)
         else:
@@ -239,7 +242,7 @@ class MachinesBackend:
 
     def _not_prepared(self, key: AttemptKey, error: Exception, halt: threading.Event) -> None:
         if isinstance(error, NodeUnreachable):
-            # The next try follows at once: an sshd that is being restarted refuses connections without any delay.
+            # The next try follows at once, and a restarting sshd refuses connections without delay.
             halt.wait(_PAUSE_S)
             self._sink(Unanswered(at=now(), key=key))
         elif isinstance(error, _Relay):
@@ -260,40 +263,40 @@ class MachinesBackend:
         return asdict(launch.gang) | {"token": secrets.token.reveal(), "grace_s": self._pool.peer_failed_grace_s}
 
     def _bring(
-        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, told: Progress
+        self, connection: Connection, key: AttemptKey, launch: BoundLaunch, secrets: GivenSecrets, progress: Progress
     ) -> None:
-        """Have the node fetch the inputs that it can fetch by itself."""
+        """Let the node fetch those inputs that it can fetch itself."""
         for one in launch.brings:
             identity = secrets.stores.get(one.number)
             if identity is None:
-                raise _Relay(one.number, "no node may be told the credentials any more")
+                raise _Relay(one.number, "its credentials are no longer available")
             arrival = InputRequest(url=one.url, regex=one.regex, dataset=one.dataset)
             try:
-                connection.bring(key, arrival, one.path, identity, told)
+                connection.bring(key, arrival, one.path, identity, progress)
             except RelayRequired as why:
                 raise _Relay(one.number, str(why)) from None
 
-    def _telling(self, key: AttemptKey, halt: threading.Event) -> Progress:
-        """Return what takes how many bytes are there, and of how many; it ends the transfer of what nobody wants any more."""
+    def _progress_callback(self, key: AttemptKey, halt: threading.Event) -> Progress:
+        """Return a progress callback, which reports the transfer and ends it if the attempt is no longer wanted."""
         pace = Pace()
 
-        def told(done: int, total: int) -> None:
+        def progress(done: int, total: int) -> None:
             if halt.is_set():
                 raise _Unwanted
             rate = pace.due(done)
             if rate is not None:
                 self._sink(Staging(at=now(), key=key, sent=done, total=total, bytes_per_s=rate))
 
-        return told
+        return progress
 
-    def _stage(self, connection: Connection, launch: BoundLaunch, told: Progress) -> None:
+    def _stage(self, connection: Connection, launch: BoundLaunch, progress: Progress) -> None:
         blobs = {
             file.blob: Blob(digest=file.blob, path=self._blobs / file.blob, size=file.size)
             for file in launch.files
             if file.blob is not None and file.size > _INLINE
         }
         if blobs:
-            connection.stage(list(blobs.values()), told)
+            connection.stage(list(blobs.values()), progress)
 
     def _pull(
         self,
@@ -303,14 +306,14 @@ class MachinesBackend:
         container: Container,
         login: tuple[str, Secret] | None,
     ) -> None:
-        """Have the task's image on its node; it is told that this goes on, as nobody knows how far it is."""
+        """Pull the task's image on its node, and report regularly that this continues, because its progress is unknown."""
         pulled = threading.Event()
 
-        def tell() -> None:
-            while not pulled.wait(_TELL_S):
+        def report() -> None:
+            while not pulled.wait(_REPORT_INTERVAL_S):
                 self._sink(Staging(at=now(), key=key, sent=0, total=0, bytes_per_s=0.0, image=container.image))
 
-        threading.Thread(target=tell, name=f"image of {key.name}", daemon=True).start()
+        threading.Thread(target=report, name=f"image of {key.name}", daemon=True).start()
         try:
             env, path = dict(launch.environment), connection.path_prepend()
             given = {"login": {"registry": login[0], "auth": login[1].reveal()}} if login else {}
@@ -319,7 +322,7 @@ class MachinesBackend:
             pulled.set()
 
     def _content(self, file: PlannedFile) -> dict[str, str]:
-        """Return what a file's content is: filled in here, small enough to go along, or a blob that was staged."""
+        """Return a file's content: text filled in here, data that is small enough, or a reference to a staged blob."""
         if file.blob is None:
             return {"text": file.text or ""}
         if file.size <= _INLINE:
@@ -328,19 +331,19 @@ class MachinesBackend:
 
     def _refused(self, key: AttemptKey, error: AgentError) -> None:
         if error.kind == "not_found":
-            # Its pair gave up waiting, or was killed: the lease is lost.
+            # Runner and keeper gave up waiting or were killed: the lease is lost.
             self._connections[key.node].report(key, {"phase": "absent"})
-        elif error.kind != "conflict":  # it has ended, which its status tells, and why: that may be nobody's fault
+        elif error.kind != "conflict":  # the attempt has ended, and its status reports why, which is not always a failure
             is_image = error.kind == "image_pull"
             self._sink(PrepareFailed(at=now(), key=key, message=error.message, is_image=is_image))
 
 
 class _Unwanted(Exception):
-    """The attempt whose files are on their way is being stopped."""
+    """The attempt whose files are being copied is no longer wanted."""
 
 
 class _Relay(Exception):
-    """A node cannot fetch an input."""
+    """A node cannot fetch an input itself."""
 
     def __init__(self, number: int, why: str) -> None:
         super().__init__(number, why)
@@ -348,7 +351,7 @@ class _Relay(Exception):
 
 
 def transport_of(pool: Pool, node: Node) -> Transport:
-    """Return the way to a node; nothing is connected yet."""
+    """Return the transport to a node, without connecting."""
     if pool.backend == "local":
         return LocalTransport(node.name)
     return load_ssh()(

@@ -1,4 +1,4 @@
-"""Leasing for a whole gang: every node is asked for its part, and what was given is given back when one of them refuses."""
+"""Leases of whole gangs: every node is asked, and all leases are released if one node refuses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from distflow.plan.model import Binding, TaskBinding
 __all__ = ["GangLease"]
 
 _WORTH_ANOTHER_TRY = frozenset({"busy", "unreachable"})
-"""Kinds of refusal that pass by themselves."""
+"""Kinds of temporary refusals."""
 
 
 class GangLease:
-    """One gang's lease under way: all answers are awaited, then it is granted or undone."""
+    """A gang's lease request. When all nodes have answered, it is granted or undone."""
 
     def __init__(self, request: LeaseRequest, connections: Mapping[str, Connection], sink: Sink) -> None:
         self._request = request
@@ -66,7 +66,7 @@ class GangLease:
         for task in self._request.nodes:
             refusal = refusals.get(task)
             if not isinstance(refusal, AgentError) or refusal.kind == "internal":
-                # One that did not answer may have leased all the same.
+                # A node that did not answer may have leased anyway.
                 key = self._request.key(task)
                 self._connections[key.node].give_back(key, waits=self._waits(task) if is_worth_it else None)
         self._sink(
@@ -81,7 +81,7 @@ class GangLease:
         )
 
     def _waits(self, task: str) -> dict[str, Any]:
-        """Return what a task goes on waiting for, so that its node keeps its place."""
+        """Return what a task still waits for, so that its node keeps its place in the queue."""
         connection = self._connections[self._request.nodes[task]]
         wanted = {name: want for name, (want, _) in _wanted(self._request, task, connection.amounts).items()}
         label = f"{self._request.workflow_id}/{task}"
@@ -111,19 +111,22 @@ class GangLease:
                 binding=Binding(tasks=tasks, port=port, link_port=link_port, leased_at=at),
             )
         )
-        # Only now: what their nodes say of attempts that nobody knows of yet would be passed over.
+        # Only now: reports about attempts that the supervisor does not know yet would be ignored.
         for task, node in self._request.nodes.items():
             self._connections[node].watch(self._request.key(task))
 
 
 def _wanted(request: LeaseRequest, task: str, there: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return what a task asks for, each with how much of it is ``there``; what is not counted there is left out."""
+    """Return a task's requested amounts, each with the amount that is ``there``.
+
+    Resources that are not counted are left out.
+    """
     asked = {"cpus": request.cpus.get(task, 0), "memory": request.memory.get(task, 0)}
     return {name: (want, there[name]) for name, want in asked.items() if want and name in there}
 
 
 def _checked(node: str, answer: Mapping[str, Any]) -> Mapping[str, Any] | AgentError:
-    """Return the answer, or a refusal if the node answered something else than GPUs and ports."""
+    """Return the answer, or a refusal if the answer does not consist of GPUs and ports."""
     gpus, ports = answer.get("gpu_ids") or [], [answer.get("port"), answer.get("link_port")]
     is_valid = isinstance(gpus, list) and all(type(gpu) is int and gpu >= 0 for gpu in gpus)
     is_valid = is_valid and all(port is None or (type(port) is int and 0 < port < 1 << 16) for port in ports)

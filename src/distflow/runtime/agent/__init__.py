@@ -1,1 +1,1 @@
-"""The agent: it speaks for the node over one connection and serves the supervisor's requests."""
+"""The agent: it acts for the node on one connection and serves the supervisor's requests."""

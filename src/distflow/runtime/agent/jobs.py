@@ -1,4 +1,4 @@
-"""Work that may take long, in a forked child: the agent has one thread, and its heartbeat must not wait for a disk."""
+"""Slow work in a forked child: the agent has one thread, and its heartbeat must not wait for a disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["fork_job", "outcome", "read_result"]
 
 
 def fork_job(work: Callable[[], Json]) -> Tuple[int, int]:
-    """Run ``work`` in a child that dies with this process. Returns its id and where its result can be read."""
+    """Run ``work`` in a child that dies with this process. Returns the child's id and a descriptor to read its result."""
     read, write = os.pipe()
     parent = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -35,14 +35,14 @@ def fork_job(work: Callable[[], Json]) -> Tuple[int, int]:
 
 
 def outcome(work: Callable[[], Json]) -> Union[Json, OpError]:
-    """What ``work`` gives, or how it fails."""
+    """Return the result of ``work``, or its failure as an ``OpError``."""
     try:
         return work()
     except OpError as error:
         return error
     except OSError as error:
         return OpError.from_os(error, "it failed")
-    except Exception as error:  # whatever it is, the other side must hear of it
+    except Exception as error:  # whatever it is, the supervisor must get a reply
         return OpError("internal", repr(error))
 
 
@@ -55,15 +55,15 @@ def _run(work: Callable[[], Json], write: int, parent: int) -> NoReturn:
         if processes.die_with_parent(signal.SIGKILL, parent):
             processes.rename_self("df-job")
             result = outcome(work)
-            told = {"ok": False, "error": result.as_json()} if isinstance(result, OpError) else {"ok": True, "result": result}
+            reply = {"ok": False, "error": result.as_json()} if isinstance(result, OpError) else {"ok": True, "result": result}
             with os.fdopen(write, "w", encoding="utf-8") as pipe:
-                json.dump(told, pipe)
+                json.dump(reply, pipe)
     finally:
         os._exit(0)
 
 
 def read_result(text: bytes) -> Json:
-    """What the child wrote. Raises the ``OpError`` that it met."""
+    """Decode a child's result. Raises the ``OpError`` with which the work failed."""
     try:
         result = decode_object(text, max_bytes=MAX_LINE)
     except ValueError as error:

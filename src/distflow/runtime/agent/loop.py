@@ -1,4 +1,4 @@
-"""The agent's one thread: descriptors, timers, children that end, and jobs."""
+"""The agent's single thread: descriptors, timers, child processes and jobs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from distflow.runtime.wire import Json, OpError
 
 __all__ = ["Loop"]
 
-_LONGEST_S = 3600.0  # what epoll takes is bounded
+_MAX_PAUSE_S = 3600.0  # epoll's timeout is limited
 
 
 class Loop:
-    """Callbacks on a selector. Nothing is polled: it sleeps until a descriptor, a child's end or a timer wants something."""
+    """Callbacks on a selector.
+
+    Nothing is polled: the loop sleeps until a descriptor is ready, a child ends or a timer expires.
+    """
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.is_over = False
         self.children: Set[int] = set()
-        """Processes that this one forked on purpose: jobs and runners."""
+        """Processes that the agent forked itself: jobs and runners."""
         self._timers: List[Tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         read, write = os.pipe()
@@ -35,12 +38,12 @@ class Loop:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._wake = read
-        self.selector.register(read, selectors.EVENT_READ, self._woken)
+        self.selector.register(read, selectors.EVENT_READ, self._on_wakeup)
 
     def run(self) -> None:
         """Serve until ``is_over``."""
         while not self.is_over:
-            pause = min(max(0.0, self._timers[0][0] - time.monotonic()), _LONGEST_S) if self._timers else None
+            pause = min(max(0.0, self._timers[0][0] - time.monotonic()), _MAX_PAUSE_S) if self._timers else None
             for key, events in self.selector.select(pause):
                 known = self.selector.get_map().get(key.fd)
                 if known is not None and known.data == key.data:  # an earlier callback of this round may have closed it
@@ -49,7 +52,7 @@ class Loop:
                 heapq.heappop(self._timers)[2]()
 
     def watch(self, fd: int, events: int, callback: Callable[[int], None]) -> None:
-        """Call back when ``fd`` is ready; an ``fd`` that is watched gets the new events. Events 0: no more."""
+        """Call back when ``fd`` is ready. For a watched ``fd``, the events are replaced; events 0 end the watch."""
         known = fd in self.selector.get_map()
         if not events:
             if known:
@@ -65,7 +68,10 @@ class Loop:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
 
     def job(self, work: Callable[[], Json], done: Callable[[Union[Json, OpError]], None], *, is_quick: bool = False) -> None:
-        """Do ``work`` in a child, or here when it is quick (a fork costs milliseconds); ``done`` gets what came of it."""
+        """Run ``work`` in a child, or here if it is quick (a fork costs milliseconds).
+
+        ``done`` gets the result or the error.
+        """
         if is_quick:
             done(outcome(work))
             return
@@ -96,7 +102,7 @@ class Loop:
 
         self.watch(fd, selectors.EVENT_READ, take)
 
-    def _woken(self, _events: int) -> None:
+    def _on_wakeup(self, _events: int) -> None:
         try:
             os.read(self._wake, 65536)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What is asked of the node itself and not of a gang: looking over, cleaning, probing. Loaded when it is asked for."""
+"""Requests about the node instead of a gang: surveying, cleaning, probing. Imported at the first such request."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from distflow.runtime.cleanup import cleaning
 from distflow.runtime.probes import probing, reachability
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["Upkeep"]
+__all__ = ["Maintenance"]
 
 _Done = Callable[[Union[Json, OpError]], None]
 
 
-class Upkeep:
-    """These operations on behalf of one agent. ``done`` gets the answer or the error."""
+class Maintenance:
+    """Maintenance operations of one agent. ``done`` gets the result or the error."""
 
     def __init__(self, loop: Loop, root: str, umask: int, watches: Watches) -> None:
         self._loop = loop
@@ -26,7 +26,7 @@ class Upkeep:
         self._listeners = reachability.Listeners(loop)
 
     def do(self, request: Json, done: _Done) -> None:
-        """Do what ``request`` asks for."""
+        """Perform ``request``."""
         ops: Dict[str, Callable[[Json, _Done], None]] = {
             "survey": self._survey,
             "clean": self._clean,

@@ -1,4 +1,4 @@
-"""The agent's connection to the pair of one attempt (the other end of ``control.Visitors``)."""
+"""The agent's connection to the pair of one attempt (the other end of ``control.AgentConnections``)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _Answered = Callable[[Optional[Json], Optional[OpError]], None]
 
 
 class PairLink:
-    """Asks the keeper, and hears its news.
+    """Sends requests to the keeper and receives its notifications.
 
-    ``on_gone`` is called once, when the connection ends; after it every open question is answered with ``(None, None)``.
+    ``on_gone`` is called once, when the connection ends. After it, every open request is answered with ``(None, None)``.
     """
 
     def __init__(self, loop: Loop, directory: str, on_news: Callable[[str], None], on_gone: Callable[[], None]) -> None:
-        """Connect. Raises ``OSError`` when no process of the pair is there."""
-        self._socket: Optional[socket.socket] = control.reach(directory)
+        """Connect. Raises ``OSError`` if neither runner nor keeper is running."""
+        self._socket: Optional[socket.socket] = control.connect(directory)
         self._fd = self._socket.fileno()
         self._loop = loop
         self._on_news = on_news
@@ -36,7 +36,7 @@ class PairLink:
         loop.watch(self._fd, selectors.EVENT_READ, self._ready)
 
     def ask(self, request: Json, answered: _Answered) -> None:
-        """Send a request; ``answered`` gets the result or the error, or neither when the pair went away before."""
+        """Send a request. ``answered`` gets the result or the error, or neither if the pair disconnected before."""
         if self._socket is None:
             answered(None, None)
             return
@@ -46,7 +46,7 @@ class PairLink:
         self._write()
 
     def close(self) -> None:
-        """Hang up without a word."""
+        """Close the connection without calling ``on_gone``."""
         self._on_gone = lambda: None
         self._gone()
 
@@ -60,7 +60,7 @@ class PairLink:
         try:
             self._queue.write_to(self._fd)
         except OSError:
-            self._queue = OutQueue()  # the reading side will see the end
+            self._queue = OutQueue()  # the next read reports the end of the connection
         self._loop.watch(self._fd, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._queue else 0), self._ready)
 
     def _read(self, connection: socket.socket) -> None:

@@ -1,6 +1,7 @@
-"""The agent: speaks for the node over one connection (docs/agent-protocol.md), and ends with it.
+"""The agent: acts for the node on one connection (docs/agent-protocol.md), and exits with it.
 
-It keeps nothing that matters: what it knows of attempts it reads from their files, and what must outlive it is in their pairs.
+It keeps no state of its own that matters. It reads the state of attempts from their files, and everything that must outlive it
+is in their pairs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Union
 
 from distflow.runtime import processes
-from distflow.runtime.agent.log_streams import Tails
+from distflow.runtime.agent.log_streams import LogStreams
 from distflow.runtime.agent.loop import Loop
 from distflow.runtime.agent.watches import Watch, Watches
 from distflow.runtime.cleanup import orphans
@@ -25,39 +26,42 @@ from distflow.runtime.probes import facts
 from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
 
 if TYPE_CHECKING:
-    from distflow.runtime.agent.maintenance import Upkeep
+    from distflow.runtime.agent.maintenance import Maintenance
 
 __all__ = ["serve"]
 
 _IDLE_S = 30.0
-_BULK = 128 * 1024
-_WORDS = 500
+_MAX_BULK = 128 * 1024
+_MAX_TEXT = 500
 _LOCK_S = 0.05
 _LOCK_TRIES = 1200
 
 
 def serve(root: str, umask: int) -> None:
-    """Serve the connection on standard input and output until it ends. ``umask``: the node's usual one, for commands."""
+    """Serve the connection on standard input and output until it ends.
+
+    ``umask`` is the node's usual one, for commands.
+    """
     incoming, outgoing = os.dup(0), os.dup(1)
     os.set_inheritable(incoming, False)
     os.set_inheritable(outgoing, False)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # whatever prints by mistake must not land between messages
+    os.dup2(2, 1)  # accidental prints must not appear between messages
     os.close(null)
     for fd in (incoming, outgoing):
         os.set_blocking(fd, False)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     processes.rename_self("df-agent")
-    processes.hide_memory()  # of the pairs that it forks, too: they know secrets for longer than we do
+    processes.hide_memory()  # applies to forked pairs too, which hold secrets longer than the agent
     processes.adopt_orphans()
     processes.open_many()
     _Agent(root, incoming, outgoing, umask).run()
-    os._exit(0)  # nothing is left to tidy up, and an interpreter takes its time
+    os._exit(0)  # skips the interpreter's cleanup, which takes time and has nothing to do
 
 
 class _Answer:
-    """The answer to one request; it may be given later."""
+    """The reply to one request, which may be sent later."""
 
     def __init__(self, agent: _Agent, number: object) -> None:
         self._agent = agent
@@ -70,7 +74,7 @@ class _Answer:
         self._agent.send({"id": self._number, "ok": False, "error": error.as_json()})
 
     def either(self, result: Union[Json, OpError]) -> None:
-        """Answer with what a job gave."""
+        """Reply with the result or the error of a job."""
         if isinstance(result, OpError):
             self.refuse(result)
         else:
@@ -87,14 +91,14 @@ class _Agent:
         self._reader = LineReader()
         self._queue = OutQueue()
         self._idle_s = _IDLE_S
-        self._heard_at = time.monotonic()
-        self._tails = Tails(lambda event: self.send(event, bulk=True), lambda: self._queue.bulk_bytes < _BULK)
-        self._watches = Watches(self._loop, root, self.send, self._tails.grown)
+        self._received_at = time.monotonic()
+        self._streams = LogStreams(lambda event: self.send(event, bulk=True), lambda: self._queue.bulk_bytes < _MAX_BULK)
+        self._watches = Watches(self._loop, root, self.send, self._streams.on_output)
         self._preparing: Dict[str, List[_Answer]] = {}
         self._releasing: Dict[str, List[_Answer]] = {}
         self._loop.watch(incoming, selectors.EVENT_READ, self._read)
         self._loop.later(self._idle_s, self._check_idle)
-        self._upkeep: Optional[Upkeep] = None
+        self._maintenance: Optional[Maintenance] = None
         self._ops: Dict[str, Callable[[Json, _Answer], None]] = {
             "hello": self._hello,
             "ping": self._ping,
@@ -110,7 +114,7 @@ class _Agent:
         }
 
     def run(self) -> None:
-        """Serve until the other side is gone or silent."""
+        """Serve until the supervisor disconnects or stays silent."""
         self._loop.run()
 
     # -- the connection
@@ -126,7 +130,7 @@ class _Agent:
         except OSError:
             self._loop.is_over = True
             return
-        self._tails.pump()
+        self._streams.pump()
         if not self._queue:
             self._loop.watch(self._outgoing, 0, self._write)
 
@@ -139,13 +143,13 @@ class _Agent:
         except (OSError, ValueError):
             data, requests = b"", []
         for request in requests:
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             self._dispatch(request)
         if not data:
             self._loop.is_over = True
 
     def _check_idle(self) -> None:
-        left = self._heard_at + self._idle_s - time.monotonic()
+        left = self._received_at + self._idle_s - time.monotonic()
         if left <= 0:
             self._loop.is_over = True
         else:
@@ -153,10 +157,10 @@ class _Agent:
 
     def _dispatch(self, request: Json) -> None:
         answer = _Answer(self, request.get("id"))
-        op = self._ops.get(str(request.get("op")), self._look_after)
+        op = self._ops.get(str(request.get("op")), self._maintain)
         try:
             op(request, answer)
-        except attempts.TaskIsLocked as error:  # by the agent of a connection that broke, perhaps: it does not know that yet
+        except attempts.TaskIsLocked as error:  # perhaps by the agent of a broken connection that has not noticed it yet
             tries = int(request.get("tries") or 0)
             if tries < _LOCK_TRIES:
                 self._loop.later(_LOCK_S, lambda: self._dispatch(dict(request, tries=tries + 1)))
@@ -168,9 +172,9 @@ class _Agent:
             answer.refuse(OpError("bad_request", "a field is missing or wrong: {!r}".format(error)))
         except OSError as error:
             answer.refuse(OpError.from_os(error, "{} failed".format(request.get("op"))))
-        except Exception as error:  # one request must not end the agent, which speaks for every attempt on the node
+        except Exception as error:  # one request must not end the agent, which serves every attempt on the node
             sys.excepthook(type(error), error, error.__traceback__)
-            answer.refuse(OpError("internal", "{} failed: {!r}".format(request.get("op"), error)[:_WORDS]))
+            answer.refuse(OpError("internal", "{} failed: {!r}".format(request.get("op"), error)[:_MAX_TEXT]))
 
     # -- operations
 
@@ -180,10 +184,10 @@ class _Agent:
             self._idle_s = float(request["idle_timeout_s"])
             self._check_idle()
 
-        def known(result: Union[Json, OpError]) -> None:
+        def on_facts(result: Union[Json, OpError]) -> None:
             statuses = {}
             for watch in watches:
-                watch.told = statuses[watch.attempt] = self._watches.status(watch)
+                watch.reported = statuses[watch.attempt] = self._watches.status(watch)
             if isinstance(result, OpError):
                 answer.refuse(result)
             else:
@@ -193,25 +197,25 @@ class _Agent:
         absent = [watch.attempt for watch in watches if watch.link is None and self._watches.status(watch)["phase"] == "absent"]
 
         def look() -> Json:
-            for attempt in absent:  # whoever asks counts on it that nothing of them runs
+            for attempt in absent:  # the supervisor relies on these attempts not running
                 orphans.settle(self._root, attempt)
             return dict(facts.gather(self._root), machine=machine_of(lease_dir))
 
-        self._loop.job(look, known, is_quick=facts.is_quick() and not absent)
+        self._loop.job(look, on_facts, is_quick=facts.is_quick() and not absent)
 
     def _lease(self, request: Json, answer: _Answer) -> None:
         if request.get("gpus") and "users" not in request:
             from distflow.runtime.leases import gpu_users
 
-            def found(seen: Union[Json, OpError]) -> None:
+            def on_users(seen: Union[Json, OpError]) -> None:
                 known = {"users": []} if isinstance(seen, OpError) else seen
                 self._dispatch(dict(request, **known))
 
             with_users = not request.get("share_gpus")
-            self._loop.job(lambda: gpu_users.look(with_users), found, is_quick=facts.is_quick())
+            self._loop.job(lambda: gpu_users.look(with_users), on_users, is_quick=facts.is_quick())
             return
         attempt = request["attempt"]
-        # Given back and asked for again in one breath: what is there is on its way out.
+        # The lease was released and requested again at once, so its pair is still exiting.
         if attempt in self._releasing:
             raise attempts.TaskIsLocked("what was leased before is not given back yet")
         directory = attempts.directory_of(self._root, attempt)
@@ -224,7 +228,7 @@ class _Agent:
             answer(_lease_of(state))
             return
 
-        def up() -> None:
+        def on_up() -> None:
             state = records.read_state(directory)
             if state is None:
                 why = records.read_text(directory, "pair.log").split("\n")[-1] or "they were killed"
@@ -232,13 +236,13 @@ class _Agent:
             else:
                 answer(_lease_of(state))
 
-        # Reachable and yet unknown: its pair is just coming up, forked by us or by an agent that was killed meanwhile.
+        # A reachable pair without a state is just starting. This agent forked it, or one that has been killed.
         if not attempts.is_reachable(directory):
             self._loop.children.add(attempts.create(self._root, request, self._umask))
-        self._watches.expect(attempt, up)
+        self._watches.expect(attempt, on_up)
 
     def _prepare(self, request: Json, answer: _Answer) -> None:
-        watch = self._known(request)
+        watch = self._known_watch(request)
         launch = command.fill(attempt_files.checked(request["launch"]), watch.directory)
         if watch.attempt in self._preparing:
             self._preparing[watch.attempt].append(answer)
@@ -258,14 +262,14 @@ class _Agent:
             for one in waiting:
                 one.either(result)
 
-        def placed(result: Union[Json, OpError]) -> None:
+        def on_placed(result: Union[Json, OpError]) -> None:
             if isinstance(result, OpError):
                 finish(result)
                 return
             private = {key: value for key, value in launch.items() if key != "files"}
-            self._ask(watch, {"op": "prepare", "launch": private}, told)
+            self._ask(watch, {"op": "prepare", "launch": private}, on_answer)
 
-        def told(result: Optional[Json], error: Optional[OpError]) -> None:
+        def on_answer(result: Optional[Json], error: Optional[OpError]) -> None:
             if result is None and error is None:
                 error = OpError("conflict", "this attempt has ended")
             finish(error or {"prepared": True})
@@ -276,14 +280,15 @@ class _Agent:
                 attempt_files.write_memo(watch.directory, str(request["memo"]))
             return {}
 
-        self._loop.job(work, placed, is_quick=attempt_files.is_quick(launch))
+        self._loop.job(work, on_placed, is_quick=attempt_files.is_quick(launch))
 
     def _start(self, request: Json, answer: _Answer) -> None:
-        watch = self._known(request)
-        if watch.is_leaving and self._watches.status(watch)["started_at"] is None:
-            raise attempts.TaskIsLocked("the attempt's two processes cannot be reached")  # for a moment, or they are gone
+        watch = self._known_watch(request)
+        if watch.is_unresponsive and self._watches.status(watch)["started_at"] is None:
+            # temporarily, or the processes are gone
+            raise attempts.TaskIsLocked("the attempt's two processes cannot be reached")
 
-        def told(result: Optional[Json], error: Optional[OpError]) -> None:
+        def on_answer(result: Optional[Json], error: Optional[OpError]) -> None:
             if error is not None:
                 answer.refuse(error)
                 return
@@ -293,7 +298,7 @@ class _Agent:
             else:
                 answer({"started_at": status["started_at"], "pid": status["pid"]})
 
-        self._ask(watch, {"op": "start"}, told)
+        self._ask(watch, {"op": "start"}, on_answer)
 
     def _stop(self, request: Json, answer: _Answer) -> None:
         watch = self._watches.get(request["attempt"])
@@ -303,14 +308,14 @@ class _Agent:
             self._loop.job(lambda: orphans.settle(self._root, watch.attempt), lambda _result: answer.refuse(unknown))
             return
 
-        def told(_result: Optional[Json], error: Optional[OpError]) -> None:
+        def on_answer(_result: Optional[Json], error: Optional[OpError]) -> None:
             answer.either(error or {})
 
         self._watches.note_stop(watch, why)
         if watch.link is None:
-            self._watches.stop_unheard(watch)
-        self._ask(watch, {"op": "stop", "grace_s": grace_s, "why": why}, told)
-        self._watches.stop_the_suspended(watch, grace_s)
+            self._watches.stop_by_signal(watch)
+        self._ask(watch, {"op": "stop", "grace_s": grace_s, "why": why}, on_answer)
+        self._watches.resume_or_kill_suspended(watch, grace_s)
 
     def _release(self, request: Json, answer: _Answer) -> None:
         watch = self._watches.get(request["attempt"])
@@ -324,7 +329,7 @@ class _Agent:
             self._watches.expect(watch.attempt, lambda: self._release(request, answer))
             return
         attempts.keep_place(watch.attempt, request.get("waits") or {})
-        self._watches.end_unreached(watch)
+        self._watches.end_unreachable(watch)
         self._releasing[watch.attempt] = [answer]
 
         def finish(result: Union[Json, OpError]) -> None:
@@ -342,64 +347,64 @@ class _Agent:
             self._watches.forget(watch.attempt)
             self._loop.job(work, finish)
 
-        def told(_result: Optional[Json], error: Optional[OpError]) -> None:
+        def on_answer(_result: Optional[Json], error: Optional[OpError]) -> None:
             if error is not None:
                 finish(error)
             elif watch.link is None and not attempts.is_reachable(watch.directory):
                 remove()
             else:
-                watch.when_gone.append(remove)
+                watch.on_gone.append(remove)
 
-        self._ask(watch, {"op": "release"}, told)
-        self._watches.stop_the_suspended(watch, 0.0)
+        self._ask(watch, {"op": "release"}, on_answer)
+        self._watches.resume_or_kill_suspended(watch, 0.0)
 
     def _tail(self, request: Json, answer: _Answer) -> None:
-        watch = self._known(request)
+        watch = self._known_watch(request)
         name, offset = str(request["file"]), int(request.get("offset") or 0)
         if not log_files.is_output(name):
             raise OpError("bad_request", "`file` is `output.log`, `output.idx` or a later part of them, not {!r}".format(name))
         has_ended = self._watches.status(watch)["phase"] == "ended"
         answer({})
-        self._tails.add(int(request["stream"]), watch.attempt, watch.directory, name, offset, has_ended)
+        self._streams.add(int(request["stream"]), watch.attempt, watch.directory, name, offset, has_ended)
 
     def _untail(self, request: Json, answer: _Answer) -> None:
-        self._tails.remove(int(request["stream"]))
+        self._streams.remove(int(request["stream"]))
         answer({})
 
     def _ping(self, _request: Json, answer: _Answer) -> None:
         answer({"now": now()})
-        self._watches.tell_beats()
+        self._watches.report_heartbeats()
 
     def _credit(self, request: Json, answer: _Answer) -> None:
-        self._tails.credit(int(request["stream"]), int(request["bytes"]))
+        self._streams.credit(int(request["stream"]), int(request["bytes"]))
         if request.get("id") is not None:
             answer({})
 
-    def _look_after(self, request: Json, answer: _Answer) -> None:
-        if self._upkeep is None:
-            # Gangs do not need it, and every import delays every start.
-            from distflow.runtime.agent.maintenance import Upkeep
+    def _maintain(self, request: Json, answer: _Answer) -> None:
+        if self._maintenance is None:
+            # Gangs do not need this module, and every import delays every start.
+            from distflow.runtime.agent.maintenance import Maintenance
 
-            self._upkeep = Upkeep(self._loop, self._root, self._umask, self._watches)
-        self._upkeep.do(request, answer.either)
+            self._maintenance = Maintenance(self._loop, self._root, self._umask, self._watches)
+        self._maintenance.do(request, answer.either)
 
     # -- small things
 
-    def _known(self, request: Json) -> Watch:
+    def _known_watch(self, request: Json) -> Watch:
         watch = self._watches.get(request["attempt"])
         if self._watches.status(watch)["phase"] == "absent":
             raise _unknown(watch)
         return watch
 
     def _is_coming_up(self, watch: Watch) -> bool:
-        """Whether the attempt has a pair that has not said a word yet."""
+        """Whether the attempt has a pair that has not sent its first notification yet."""
         return self._watches.status(watch)["phase"] == "absent" and attempts.is_reachable(watch.directory)
 
-    def _ask(self, watch: Watch, question: Json, told: Callable[[Optional[Json], Optional[OpError]], None]) -> None:
+    def _ask(self, watch: Watch, request: Json, on_answer: Callable[[Optional[Json], Optional[OpError]], None]) -> None:
         if watch.link is None:
-            told(None, None)
+            on_answer(None, None)
         else:
-            watch.link.ask(question, told)
+            watch.link.ask(request, on_answer)
 
 
 def _unknown(watch: Watch) -> OpError:

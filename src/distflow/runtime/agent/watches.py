@@ -1,4 +1,7 @@
-"""The attempts that one agent looks after: links to their pairs, what was last told, and what to do when a pair is gone."""
+"""The attempts that one agent watches.
+
+This module holds the links to their pairs and the last reported status, and handles pairs that are gone.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +23,38 @@ from distflow.runtime.wire import Json, OpError
 __all__ = ["Watch", "Watches"]
 
 _STUCK_S = 5.0
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 
 
 class Watch:
-    """One attempt that is looked after."""
+    """One watched attempt."""
 
     def __init__(self, attempt: str, directory: str) -> None:
         self.attempt = attempt
         self.directory = directory
         self.link: Optional[PairLink] = None
-        self.told: Optional[Json] = None
-        """The status that the other side knows."""
+        self.reported: Optional[Json] = None
+        """The status that was reported last."""
         self.is_new = False
-        """Leased by this agent a moment ago: its pair has not said a word yet."""
-        self.beaten_at = 0.0
-        """When its heartbeat was touched last, as far as that was told; seconds since the epoch by the node's clock."""
+        """Whether this agent has just leased it, and its pair has not sent its first notification yet."""
+        self.heartbeat_at = 0.0
+        """Time of the last reported heartbeat, in seconds since the epoch by the node's clock."""
         self.keeper: Optional[int] = None
-        self.when_up: List[Callable[[], None]] = []
-        """Called when the pair has spoken for the first time, or will never."""
-        self.when_gone: List[Callable[[], None]] = []
-        """Called when no process of the pair is left and the files say all that they ever will."""
-        self.is_leaving = False
-        """Nobody answers any more; what that means is being found out."""
+        self.on_up: List[Callable[[], None]] = []
+        """Called when the pair has sent its first notification, or when it never will."""
+        self.on_gone: List[Callable[[], None]] = []
+        """Called when runner and keeper are gone and the attempt's files are final."""
+        self.is_unresponsive = False
+        """Whether the pair does not answer, and the agent is finding out why."""
         self.stopped: Optional[Json] = None
-        """Why and when it was asked to stop first, as far as this agent was asked."""
+        """Cause and time of the first stop request that this agent got."""
 
 
 class Watches:
-    """All of them.
+    """All watched attempts.
 
-    ``push(event)`` sends an event. ``on_output(attempt, has_ended)`` says that there may be more to read of an attempt, for the
-    last time when it has ended.
+    ``push(event)`` sends an event. ``on_output(attempt, has_ended)`` is called when an attempt may have new output, for the
+    last time after it has ended.
     """
 
     def __init__(self, loop: Loop, root: str, push: Callable[[Json], None], on_output: Callable[[str, bool], None]) -> None:
@@ -62,51 +65,51 @@ class Watches:
         self._watches: Dict[str, Watch] = {}
 
     def get(self, attempt: str) -> Watch:
-        """Look after an attempt from now on."""
+        """Return the watch of an attempt, which is created and connected if necessary."""
         watch = self._watches.get(attempt)
         if watch is None:
             watch = self._watches[attempt] = Watch(attempt, attempts.directory_of(self._root, attempt))
-        if watch.link is None and not watch.is_leaving and self.status(watch)["phase"] not in ("absent", "ended"):
+        if watch.link is None and not watch.is_unresponsive and self.status(watch)["phase"] not in ("absent", "ended"):
             self._connect(watch)
         return watch
 
-    def expect(self, attempt: str, when_up: Callable[[], None]) -> None:
-        """Look after an attempt whose pair was just forked; ``when_up`` is called when it speaks, or when it never will."""
+    def expect(self, attempt: str, on_up: Callable[[], None]) -> None:
+        """Watch an attempt whose pair was just forked. ``on_up`` is called when the pair responds, or when it never will."""
         watch = self._watches.get(attempt)
         if watch is None or not watch.is_new:
             self.forget(attempt)
             watch = self._watches[attempt] = Watch(attempt, attempts.directory_of(self._root, attempt))
             watch.is_new = True
-        watch.when_up.append(when_up)
-        if watch.link is None and not watch.is_leaving:
+        watch.on_up.append(on_up)
+        if watch.link is None and not watch.is_unresponsive:
             self._connect(watch)
 
     def forget(self, attempt: str) -> None:
-        """Look after it no more."""
+        """Stop watching an attempt."""
         watch = self._watches.pop(attempt, None)
         if watch is not None and watch.link is not None:
             watch.link.close()
 
     def forget_workflow(self, workflow: str) -> None:
-        """Look after none of its attempts any more."""
+        """Stop watching the attempts of a workflow."""
         for attempt in [name for name in self._watches if name.split("/")[0] == workflow]:
             self.forget(attempt)
 
     def status(self, watch: Watch) -> Json:
-        """What the attempt's files say now."""
+        """Return the attempt's current status from its files."""
         return attempts.read_status(watch.directory)
 
-    def look(self, watch: Watch) -> Json:
-        """Read the files and tell what has changed."""
+    def report_changes(self, watch: Watch) -> Json:
+        """Read the attempt's files and report changes."""
         status = self.status(watch)
-        if self._watches.get(watch.attempt) is watch and status != watch.told:
-            watch.told = status
+        if self._watches.get(watch.attempt) is watch and status != watch.reported:
+            watch.reported = status
             self._push({"event": "status", "attempt": watch.attempt, "status": status, "at": now()})
         self._on_output(watch.attempt, status["phase"] == "ended")
         return status
 
-    def tell_beats(self) -> None:
-        """Tell of every running attempt whose heartbeat was touched since this was asked last."""
+    def report_heartbeats(self) -> None:
+        """Report every running attempt whose heartbeat was touched since the last call."""
         for watch in self._watches.values():
             if watch.link is None:
                 continue
@@ -114,91 +117,91 @@ class Watches:
                 at = os.stat(os.path.join(watch.directory, command.HEARTBEAT), follow_symlinks=False).st_mtime
             except OSError:
                 continue
-            if at != watch.beaten_at:
-                watch.beaten_at = at
+            if at != watch.heartbeat_at:
+                watch.heartbeat_at = at
                 self._push({"event": "beat", "attempt": watch.attempt, "age_s": max(0.0, now() - at)})
 
-    def stop_the_suspended(self, watch: Watch, grace_s: float) -> None:
-        """Until the pair is gone: have it go on where somebody suspended it (SIGSTOP), and kill it where that does not help.
+    def resume_or_kill_suspended(self, watch: Watch, grace_s: float) -> None:
+        """Until the pair is gone, resume its processes if they are suspended (SIGSTOP), and kill them if that does not help.
 
-        Without this a stop would wait for ever, and so would the gang. What the keeper leaves, the runner ends; what both
-        leave, this agent does (``_end_adopted``, ``orphans.settle``). A keeper that is busy is left alone: its command has
-        ended, and it alone knows how. A driver that is asked for processes on its GPUs may take longer than any grace.
+        Without this, a stop would wait forever, and so would the gang. The runner ends processes that the keeper leaves. This
+        agent ends those that both leave (``_end_adopted``, ``orphans.settle``). A busy keeper is not killed: its command has
+        ended, and only the keeper knows how. Querying a driver for processes on GPUs may take longer than any grace period.
         """
-        last_rung = time.monotonic() + grace_s + _STUCK_S
+        kill_at = time.monotonic() + grace_s + _STUCK_S
 
         def check() -> None:
             state = records.read_state(watch.directory) or {}
             if self._watches.get(watch.attempt) is not watch or not orphans.is_pair_alive(state):
                 return
-            for name in ("runner", "keeper"):  # in this order: what a keeper leaves, a suspended runner could not end
+            for name in ("runner", "keeper"):  # in this order: a suspended runner could not end the processes of a dead keeper
                 one = state.get(name) or {}
                 process = processes.read_process(one.get("pid", 0))
                 if process is not None and process.start == one.get("start") and process.state in "Tt":
-                    _signal(process.pid, signal.SIGCONT if time.monotonic() < last_rung else signal.SIGKILL)
-            self._loop.later(_LOOK_S, check)
+                    _signal(process.pid, signal.SIGCONT if time.monotonic() < kill_at else signal.SIGKILL)
+            self._loop.later(_CHECK_S, check)
 
         check()
 
     def note_stop(self, watch: Watch, why: str) -> None:
-        """Remember that the attempt was asked to stop: should both of its pair die before they can, it is on record so."""
+        """Remember a stop request, to record it even if runner and keeper die before they can record it."""
         watch.stopped = watch.stopped or {"why": why, "stopped_at": now()}
 
-    def stop_unheard(self, watch: Watch) -> None:
-        """Have a pair stop that cannot be spoken to, as its socket was removed: TERM to a keeper is a stop, too."""
+    def stop_by_signal(self, watch: Watch) -> None:
+        """Stop a pair whose socket was removed, by sending TERM to the keeper."""
         state = records.read_state(watch.directory) or {}
         keeper = state.get("keeper") or {}
         pid = int(keeper.get("pid", 0))
         if state.get("boot_id") == processes.boot_id() and processes.is_same(pid, int(keeper.get("start", 0))):
             _signal(pid, signal.SIGTERM)
 
-    def end_unreached(self, watch: Watch) -> None:
-        """Have the pair of a task that has not run end where it cannot be reached. Raises ``TaskIsLocked`` until then."""
+    def end_unreachable(self, watch: Watch) -> None:
+        """End the unreachable pair of a task that has not run. Raises ``TaskIsLocked`` until it has ended."""
         status = self.status(watch)
-        if watch.is_leaving and status["phase"] != "ended" and status["started_at"] is None:
-            self.stop_unheard(watch)
+        if watch.is_unresponsive and status["phase"] != "ended" and status["started_at"] is None:
+            self.stop_by_signal(watch)
             raise attempts.TaskIsLocked("the attempt's two processes cannot be reached")
 
     # -- links
 
     def _connect(self, watch: Watch) -> None:
-        watch.is_leaving = False
+        watch.is_unresponsive = False
         try:
-            heard, lost = (lambda news: self._heard(watch, news)), (lambda: self._lost(watch))
-            watch.link = PairLink(self._loop, watch.directory, heard, lost)
+            on_news, on_disconnect = (lambda news: self._on_news(watch, news)), (lambda: self._on_disconnect(watch))
+            watch.link = PairLink(self._loop, watch.directory, on_news, on_disconnect)
         except BlockingIOError:
-            watch.is_leaving = True
-            self._loop.later(0.2, lambda: self._connect(watch))  # the keeper is dead and the runner, busy, accepts nobody
+            watch.is_unresponsive = True
+            self._loop.later(0.2, lambda: self._connect(watch))  # the keeper is dead, and the busy runner accepts no connection
         except OSError:
-            watch.is_leaving = True
+            watch.is_unresponsive = True
             self._check_gone(watch)
 
-    def _heard(self, watch: Watch, news: str) -> None:
+    def _on_news(self, watch: Watch, news: str) -> None:
         if news == "output":
             self._on_output(watch.attempt, False)
             return
         if news == "ready":
             watch.keeper = ((records.read_state(watch.directory) or {}).get("keeper") or {}).get("pid")
         self._is_up(watch)
-        self.look(watch)
+        self.report_changes(watch)
 
     def _is_up(self, watch: Watch) -> None:
         watch.is_new = False
-        callbacks, watch.when_up = watch.when_up, []
+        callbacks, watch.on_up = watch.on_up, []
         for callback in callbacks:
             callback()
 
-    def _lost(self, watch: Watch) -> None:
+    def _on_disconnect(self, watch: Watch) -> None:
         watch.link = None
         self._connect(watch)
 
     def _check_gone(self, watch: Watch) -> None:
-        """Nobody answers at the attempt's socket. Find out whether that is its end."""
+        """Handle a pair that does not accept connections: find out whether it has ended."""
         state = records.read_state(watch.directory)
         if attempts.read_status(watch.directory)["phase"] in ("ended", "absent") or state is None:
             self._is_gone(watch)
         elif orphans.is_pair_alive(state):
-            # On its way out, or its socket was removed by hand, or there was just no descriptor to reach it by.
+            # The pair is exiting, its socket was removed by hand, or no descriptor was free to connect.
             self._loop.later(0.05, lambda: self._connect(watch))
         else:
             self._end_adopted(watch)
@@ -215,10 +218,10 @@ class Watches:
         self._loop.job(lambda: orphans.settle(self._root, watch.attempt, watch.stopped), settled)
 
     def _is_gone(self, watch: Watch) -> None:
-        watch.is_leaving = False
+        watch.is_unresponsive = False
         self._is_up(watch)
-        self.look(watch)
-        callbacks, watch.when_gone = watch.when_gone, []
+        self.report_changes(watch)
+        callbacks, watch.on_gone = watch.on_gone, []
         for callback in callbacks:
             callback()
 

@@ -1,1 +1,1 @@
-"""Removing what ended workflows left on the node."""
+"""Removing files and processes of ended workflows from the node."""

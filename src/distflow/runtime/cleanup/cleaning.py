@@ -1,4 +1,4 @@
-"""Looking over and removing what workflows left on the node."""
+"""Listing and removing files of workflows on the node."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["TRASH", "clean", "remove", "survey"]
 
 _KEPT = {"output", "exit.json", "error.json", "launch.json", "workflow.json"}
 TRASH = ".trash"
-"""What is being removed."""
+"""Directory of files that are being removed."""
 
 
 def survey(root: str) -> Json:
-    """Every workflow with its size, its age and what is alive of it."""
+    """Return every workflow with its size, its age and its living attempts."""
     at = file_system_now(root)
     workflows = []
     for uuid in attempts.workflows(root):
         try:
             measured = [_measure(path) for path in attempts.directories(root, uuid)]
         except FileNotFoundError:
-            continue  # its last lease was just given back, or another agent removes it
+            continue  # its last lease was just released, or another agent removes it
         if measured:
             size, modified = sum(one[0] for one in measured), max(one[1] for one in measured)
             workflows.append({"uuid": uuid, "bytes": size, "modified_at": modified, "alive": _alive(root, uuid)})
@@ -38,21 +38,21 @@ def survey(root: str) -> Json:
 
 
 def clean(root: str, workflow: str, keep_output: bool) -> Json:
-    """Remove a workflow's directory, or all of it but its outputs and records. Refused while anything of it is alive."""
+    """Remove a workflow's directory, or everything in it except outputs and records. Refused while an attempt is alive."""
     alive = _alive(root, workflow)
     if alive:
         raise OpError("conflict", "it is still running: {}".format(", ".join(alive)))
     tops = attempts.directories(root, workflow)
     before = sum(_measure(top)[0] for top in tops)
     for _, directory in attempts.each(root, workflow):
-        secret_files.remove(directory)  # of one whose pair was killed when no agent was there
+        secret_files.remove(directory)  # needed if the pair was killed while no agent was running
     if keep_output:
         for _, directory in list(attempts.each(root, workflow)):
             for entry in list(os.scandir(directory)):
                 if entry.name not in _KEPT and not log_files.is_output(entry.name):
                     remove(entry.path)
         return {"freed_bytes": before - sum(_measure(top)[0] for top in tops)}
-    # Out of sight first: half a workflow must not look like a whole one.
+    # Moved away first, so that a partly removed workflow does not look complete.
     trash = os.path.join(root, TRASH)
     hidden = []
     for number, top in enumerate(tops):
@@ -60,10 +60,10 @@ def clean(root: str, workflow: str, keep_output: bool) -> Json:
         hidden.append(os.path.join(trash, "{}-{}-{}".format(workflow, os.getpid(), number)))
         try:
             os.rename(top, hidden[-1])
-        except FileNotFoundError:  # another agent was quicker
+        except FileNotFoundError:  # another agent has moved it
             return {"freed_bytes": 0}
     if os.path.isdir(trash):
-        for name in os.listdir(trash):  # also what could not be removed before, or not in time
+        for name in os.listdir(trash):  # also leftovers of earlier or interrupted removals
             with contextlib.suppress(OSError):
                 remove(os.path.join(trash, name))
     for path in hidden:
@@ -76,7 +76,7 @@ def _alive(root: str, workflow: str) -> List[str]:
 
 
 def remove(path: str) -> None:
-    """Remove what is there, if anything. Raises ``OSError`` with what is in the way: files of a container's root, say."""
+    """Remove a file or directory, if it exists. Raises ``OSError`` naming the obstacle, such as files of a container's root."""
     if os.path.islink(path) or not os.path.isdir(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -89,14 +89,14 @@ def remove(path: str) -> None:
 
 
 def _open(folder: str) -> None:
-    """Let its owner into a directory that a task has closed, as caches of Go modules are."""
+    """Restore the owner's access to a directory that a task has closed, such as a cache of Go modules."""
     if not os.path.islink(folder) and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         with contextlib.suppress(OSError):
             os.chmod(folder, 0o700)
 
 
 def _measure(top: str) -> Tuple[int, float]:
-    """Bytes on disk below ``top``, and when something in it last changed."""
+    """Return the bytes on disk below ``top``, and the time of the last change in it."""
     info = os.lstat(top)
     size, modified = info.st_blocks * 512, info.st_mtime
     for folder, _, names in os.walk(top):

@@ -1,4 +1,4 @@
-"""When runner and keeper died together: find what is left of the attempt, end it, and write the record in their place."""
+"""Attempts whose runner and keeper died together: kill their remaining processes, and write the record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["end_adopted", "is_pair_alive", "is_watched", "may_live", "settle"]
 
 
 def is_pair_alive(state: Json) -> bool:
-    """Whether the processes that ``runner.json`` names still live, as far as that can be seen from outside."""
+    """Whether a process named in ``runner.json`` is alive, as far as another process can tell."""
     if state.get("boot_id") != processes.boot_id():
         return False
     pair = [state.get("runner") or {}, state.get("keeper") or {}]
@@ -26,13 +26,13 @@ def is_pair_alive(state: Json) -> bool:
 
 
 def is_watched(directory: str) -> bool:
-    """Whether one of the attempt's pair lives, also when the end is on record already: it is then about to leave."""
+    """Whether runner or keeper is alive. If the end is recorded already, they are about to exit."""
     state = records.read_state(directory)
     return (state is not None and is_pair_alive(state)) or attempts.is_reachable(directory)
 
 
 def may_live(directory: str) -> bool:
-    """Whether somebody watches the attempt, here or, in a root that machines share, perhaps on another one."""
+    """Whether the attempt has a pair here or, in a root that machines share, possibly on another machine."""
     if is_watched(directory):
         return True
     state = records.read_state(directory)
@@ -40,21 +40,21 @@ def may_live(directory: str) -> bool:
 
 
 def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
-    """End what is left of an attempt without a pair and record that. Does nothing where that is not the case.
+    """Kill the remaining processes of an attempt without a pair, and record its end. Does nothing for other attempts.
 
-    Where somebody removed the attempt's directory while it ran, its processes are found by their mark, and nothing is recorded.
-    ``stopped``: ``why`` it was asked to stop, and when (``stopped_at``), where that may not be on record yet.
+    If the attempt's directory was removed while it ran, its processes are found by their mark, and nothing is recorded.
+    ``stopped`` has ``why`` and when (``stopped_at``) it was asked to stop, if that may not be recorded yet.
     """
     directory = attempts.directory_of(root, attempt)
     try:
         lock = attempts.lock_task(directory, wait=True)
     except FileNotFoundError:
-        _end_left(attempt, {})
+        _kill_remaining(attempt, {})
         return {}
     try:
         state = records.read_state(directory)
         if state is None and not attempts.is_reachable(directory):
-            _end_left(attempt, {})
+            _kill_remaining(attempt, {})
         if state is None or records.read_end(directory) is not None or is_pair_alive(state):
             return {}
         reason = EndReason.BOTH_DIED
@@ -67,12 +67,12 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
             stop = records.stop_reason(state)
             if stop is not None:
                 reason, message = stop, "the two processes that watch the task were killed while it was being stopped"
-            message = _end_left(attempt, state) or message
+            message = _kill_remaining(attempt, state) or message
         cgroups.remove(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         secret_files.remove(directory)
         if attempt_files.has_secrets(directory):
-            # Who knew them is gone: what they might stand in cannot be masked any more.
+            # The processes that knew the secrets are gone, so the error file can no longer be masked.
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(directory, "error.json"))
         error = records.read_error(directory)
@@ -84,8 +84,8 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
     return {}
 
 
-def _end_left(attempt: str, state: Json) -> str:
-    """End what is in the attempt's cgroup, carries its mark or belongs to its command's session, and all below those."""
+def _kill_remaining(attempt: str, state: Json) -> str:
+    """Kill all processes in the attempt's cgroup, with its mark or in its command's session, and their descendants."""
     command = state.get("command") or {}
     session, start = int(command.get("pid") or 0), int(command.get("start") or 0)
     group = cgroups.name_of(command)
@@ -95,7 +95,7 @@ def _end_left(attempt: str, state: Json) -> str:
         if process.pid in spare:
             return False
         if session > 1 and process.sid == session and process.start >= start:
-            # A living leader with another start time: the command's id was given away again, and its session with it.
+            # If a living leader has another start time, the command's id was reused, and its session with it.
             leader = processes.read_process(session)
             if leader is None or leader.start == start:
                 return True
@@ -111,16 +111,16 @@ def _end_left(attempt: str, state: Json) -> str:
         return list(found.values())
 
     cgroups.end(command)
-    hunt = TreeKiller(find, owns)
-    while hunt.step() and not hunt.is_over:
-        select.select([], [], [], hunt.pause_s)
-    return hunt.message
+    killer = TreeKiller(find, owns)
+    while killer.step() and not killer.is_over:
+        select.select([], [], [], killer.pause_s)
+    return killer.message
 
 
 def end_adopted(spare: AbstractSet[int]) -> bool:
-    """Try once to end the orphans that this agent adopted from pairs that it forked. True when there was none.
+    """Try once to kill the orphans that this agent adopted from pairs that it forked. Returns True if there was none.
 
-    They are its descendants but for ``spare`` and what is below those.
+    They are its descendants except for ``spare`` and their descendants.
     """
     me = os.getpid()
 

@@ -1,7 +1,7 @@
-"""Finding what earlier attempts left on the node, whoever started them and however they ended, and ending it.
+"""Finding and killing leftover processes of earlier attempts of all workflows, however these ended.
 
-A process is a leftover when it carries an attempt's mark in its environment, or belongs to the session of an attempt's command,
-while nobody of that attempt's pair lives. Only those of attempts in this root are ended: another root is another's to reap.
+A process is a leftover if it has an attempt's mark in its environment, or belongs to the session of an attempt's command, while
+runner and keeper of that attempt are gone. Only leftovers of attempts in this root are killed; every root is reaped separately.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["reap"]
 _LIMIT_S = 30.0
 _GUARDS = ("df-runner", "df-keeper")
 _SLACK_S = 2.0
-"""How far the times of a process and of a record may be apart for want of precision."""
+"""Tolerance between the times of a process and of a record, because both are imprecise."""
 
 
 class _Claim(NamedTuple):
-    """What makes a process a leftover."""
+    """Why a process is a leftover."""
 
     attempt: str
     why: str
@@ -39,13 +39,13 @@ class _Claim(NamedTuple):
 
 
 def reap(root: str, request: Json) -> Json:
-    """End every leftover, record the ends of attempts that nobody watches, and say what was found; ``dry_run`` only says."""
+    """Kill every leftover, record the ends of attempts without a pair, and report them. ``dry_run`` only reports."""
     scene = _Scene(root)
     found = scene.leftovers()
-    boxes = scene.containers()
+    found_containers = scene.containers()
     answer: Json = {
         "processes": _describe(found),
-        "containers": [box for box, _ in boxes],
+        "containers": [container for container, _ in found_containers],
         "settled": [],
         "left": [],
         "message": "",
@@ -53,16 +53,16 @@ def reap(root: str, request: Json) -> Json:
     if request.get("dry_run"):
         answer["settled"] = scene.unsettled()
         return answer
-    for box, handle in boxes:
-        box["error"] = containers.remove(handle) if box["is_ours"] else None
-    hunt = TreeKiller(scene.prey, scene.is_ours)
+    for container, handle in found_containers:
+        container["error"] = containers.remove(handle) if container["is_ours"] else None
+    killer = TreeKiller(scene.to_kill, scene.is_ours)
     until = time.monotonic() + _LIMIT_S
-    while hunt.step() and not hunt.is_over and time.monotonic() < until:
-        select.select([], [], [], hunt.pause_s)
-    _prove(scene, [box for box, _ in boxes if box["is_ours"]], until)
+    while killer.step() and not killer.is_over and time.monotonic() < until:
+        select.select([], [], [], killer.pause_s)
+    _await_removal(scene, [container for container, _ in found_containers if container["is_ours"]], until)
     answer["left"] = _describe([(process, claim) for process, claim in scene.leftovers() if claim.is_ours])
     if answer["left"]:
-        answer["message"] = hunt.message or "it does not end: it hangs in a driver or in a file system that does not answer"
+        answer["message"] = killer.message or "it does not end: it hangs in a driver or in a file system that does not answer"
     busy = {one["attempt"] for one in answer["left"]}
     for name in scene.unsettled():
         if name not in busy:
@@ -72,21 +72,24 @@ def reap(root: str, request: Json) -> Json:
     return answer
 
 
-def _prove(scene: _Scene, boxes: List[Json], until: float) -> None:
-    """Look until the containers are gone: an engine that is still at it refuses a second time, and that is no error."""
-    left = boxes
+def _await_removal(scene: _Scene, found_containers: List[Json], until: float) -> None:
+    """Wait until the containers are gone.
+
+    An engine that is still removing one refuses a second request, which is not an error.
+    """
+    left = found_containers
     while left:
-        there = {box["name"] for box, _ in scene.containers()}
-        left = [box for box in left if box["name"] in there]
+        there = {container["name"] for container, _ in scene.containers()}
+        left = [container for container in left if container["name"] in there]
         if not left or time.monotonic() >= until:
             break
         select.select([], [], [], 0.2)
-    for box in boxes:
-        box["error"] = (box["error"] or "its engine does not remove it") if box in left else None
+    for container in found_containers:
+        container["error"] = (container["error"] or "its engine does not remove it") if container in left else None
 
 
 class _Scene:
-    """The attempts of one root, and what of the processes there are belongs to one that is over."""
+    """The attempts of one root, and the processes that belong to ended ones."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -97,12 +100,12 @@ class _Scene:
         for workflow in attempts.workflows(root):
             for name, directory in attempts.each(root, workflow):
                 self._add(name, records.read_state(directory) or {})
-        line, parent = [os.getpid()], processes.read_process(os.getpid())
+        ancestors, parent = [os.getpid()], processes.read_process(os.getpid())
         while parent is not None and parent.ppid > 1:
-            line.append(parent.ppid)
+            ancestors.append(parent.ppid)
             parent = processes.read_process(parent.ppid)
-        self._line = frozenset(line)
-        """We ourselves, and whatever started us."""
+        self._ancestors = frozenset(ancestors)
+        """This process and its ancestors."""
 
     def _add(self, name: str, state: Json) -> None:
         session = int((state.get("command") or {}).get("pid") or 0)
@@ -116,20 +119,20 @@ class _Scene:
             self._engines.append((known["program"], known["env"]))
 
     def unsettled(self) -> List[str]:
-        """Attempts of this machine without a pair and without a recorded end; several machines may share a root over NFS."""
+        """Return attempts of this machine without a pair and a recorded end. Several machines may share a root over NFS."""
         found = []
         for workflow in attempts.workflows(self._root):
             for name, directory in attempts.each(self._root, workflow):
                 state = records.read_state(directory)
                 if state is None or (state.get("boot_id") != self._boot and state.get("host") != os.uname().nodename):
                     continue
-                # In this order: who watches it leaves after the end is on record.
+                # In this order, because runner and keeper exit after the end is recorded.
                 if not orphans.is_watched(directory) and records.read_end(directory) is None:
                     found.append(name)
         return found
 
     def leftovers(self, everything: Optional[List[Process]] = None) -> List[Tuple[Process, _Claim]]:
-        """Every leftover of ``everything`` that is alive (by default, that is there), also those that are not ours to end."""
+        """Return every living leftover, also those that may not be killed. By default, all current processes are checked."""
         everything = list(processes.list_processes()) if everything is None else everything
         found = {}
         for process in everything:
@@ -140,23 +143,23 @@ class _Scene:
                 found[process.pid] = (process, claim)
         for process, claim in list(found.values()):
             if claim.is_ours:
-                for below in processes.only_descendants(everything, process.pid, self._line):
+                for below in processes.only_descendants(everything, process.pid, self._ancestors):
                     if below.pid not in found and not _is_guarded(below):
                         found[below.pid] = (below, claim)
         return [found[pid] for pid in sorted(found)]
 
-    def prey(self, everything: List[Process]) -> List[Process]:
-        """What of ``everything`` is to be ended: our leftovers, and all below them."""
+    def to_kill(self, everything: List[Process]) -> List[Process]:
+        """Return the processes to kill: this root's leftovers and their descendants."""
         return [process for process, claim in self.leftovers(everything) if claim.is_ours]
 
     def is_ours(self, process: Process) -> bool:
-        """Whether this very process is a leftover that is to be ended."""
+        """Whether this process is a leftover that is to be killed."""
         claim = self.claim(process)
         return claim is not None and claim.is_ours
 
     def claim(self, process: Process) -> Optional[_Claim]:
-        """What makes a process a leftover; None when it is none."""
-        if process.pid in self._line or process.pid <= 1:
+        """Return why a process is a leftover; None if it is not one."""
+        if process.pid in self._ancestors or process.pid <= 1:
             return None
         claim = self._by_mark(process) or self._by_session(process) or self._by_cgroup(process)
         return None if claim is None or _is_guarded(process) else claim
@@ -168,7 +171,7 @@ class _Scene:
         try:
             here = attempts.directory_of(self._root, name)
         except OpError:
-            return None  # a mark that nobody of us has made
+            return None  # a mark that distflow did not set
         directory = processes.variable_of(process.pid, "DISTFLOW_ATTEMPT_DIR") or here
         if not directory.endswith("/" + name):
             directory = here
@@ -188,12 +191,12 @@ class _Scene:
             start = int(state["command"].get("start") or 0)
             leader = processes.read_process(process.sid)
             if process.start < start or (leader is not None and leader.start != start):
-                continue  # the command's id was given away again, and its session with it
+                continue  # the command's id was reused, and its session with it
             directory = attempts.directory_of(self._root, name)
             if not os.path.isdir(directory) or orphans.is_watched(directory):
                 continue
             end = records.read_end(directory)
-            # An id that is free can be given away; it was not while the command, and what it had started by then, lived.
+            # A free id can be reused. It was not free while the command and the processes that it had started lived.
             if end is not None and processes.started_at(process) > float(end["ended_at"]) + _SLACK_S:
                 continue
             return _Claim(name, _why(directory), _owner(process.pid) == os.getuid())
@@ -209,31 +212,31 @@ class _Scene:
         return _Claim(name, _why(directory), _owner(process.pid) == os.getuid())
 
     def containers(self) -> List[Tuple[Json, Json]]:
-        """Every container of an attempt that is over, and what ``remove`` wants to know of it."""
+        """Return every container of an ended attempt, and the data that ``remove`` needs."""
         found: Dict[str, Tuple[Json, Json]] = {}
         for program, env in self._engines:
-            for box in containers.labelled(program, env):
+            for container in containers.labeled(program, env):
                 try:
-                    here = attempts.directory_of(self._root, box["attempt"])
+                    here = attempts.directory_of(self._root, container["attempt"])
                 except OpError:
                     continue
                 if orphans.is_watched(here):
                     continue
-                is_ours = os.path.realpath(box["cwd"]) == os.path.join(here, "work")
-                where = os.path.dirname(box["cwd"])
+                is_ours = os.path.realpath(container["cwd"]) == os.path.join(here, "work")
+                where = os.path.dirname(container["cwd"])
                 if not is_ours and orphans.is_watched(where):
                     continue
                 why = _why(here) if is_ours else "of another root, {}".format(where)
                 shown = {
-                    "name": box["name"], "program": os.path.basename(program), "attempt": box["attempt"], "state": box["state"],
-                    "why": why, "is_ours": is_ours, "error": None,
+                    "name": container["name"], "program": os.path.basename(program), "attempt": container["attempt"],
+                    "state": container["state"], "why": why, "is_ours": is_ours, "error": None,
                 }  # fmt: skip
-                found[box["id"]] = (shown, {"program": program, "name": box["name"], "env": env})
+                found[container["id"]] = (shown, {"program": program, "name": container["name"], "env": env})
         return [found[one] for one in sorted(found)]
 
 
 def _is_guarded(process: Process) -> bool:
-    """Whether it is one of a living pair, or stands below one."""
+    """Whether a process belongs to a living pair or descends from one."""
     current: Optional[Process] = process
     for _ in range(64):
         if current is None:

@@ -1,4 +1,4 @@
-"""What lies here of workflows that a submitter does not know: its note on each, and how their attempts stand."""
+"""Workflows on this node that a submitter does not know: its notes on them, and the status of their attempts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["recall"]
 
 
 def recall(root: str, request: Json) -> Json:
-    """Every workflow but the ``known`` ones: the newest note that lies with one of its attempts, and all of those."""
+    """Return every workflow except ``known`` ones: its attempts, and the newest note that is stored with one of them."""
     known = set(request.get("known") or [])
     return {"workflows": [_workflow(root, uuid) for uuid in attempts.workflows(root) if uuid not in known]}
 

@@ -1,4 +1,4 @@
-"""Removing distflow from the node: its root, its lock files, and what it has in memory. Refused while anything lives there."""
+"""Removing distflow from the node: its root, its lock files, and its files in memory. Refused while an attempt is alive."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _EARLIER = {
     TRASH: re.compile(r"[0-9a-f-]{32,36}-[0-9]+"),
     "runtime": _DIGEST,
 }
-"""How the names look of what an earlier version left and nobody can prove to be distflow's."""
+"""Names of files that an earlier version left and that cannot be proved to be distflow's."""
 _LOCK = re.compile(r"(gpu|port)-[0-9]+\.lock|claim-[0-9]+-[0-9]+\.lock|ticket-[0-9]+-[0-9a-f]{16}\.json")
 
 
 def uninstall(root: str, request: Json) -> Json:
-    """Remove all that is distflow's, and say what was ``removed`` and what was ``left``, and why."""
+    """Remove all files of distflow. Returns the ``removed`` paths, and the ``left`` ones with the cause."""
     alive = [
         name
         for workflow in attempts.workflows(root)
@@ -52,7 +52,7 @@ def uninstall(root: str, request: Json) -> Json:
 
 
 def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
-    """Remove our lock files that nobody holds; who is just taking one notices that it is gone."""
+    """Remove this user's free lock files. A process that is just taking one notices that it is gone."""
     try:
         directory = lease_files.open_directory(path)
     except OpError as error:
@@ -79,7 +79,7 @@ def _remove_locks(path: str, removed: List[str], left: List[str]) -> None:
 
 
 def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
-    """Remove what distflow made: workflows, then the private directory, then ``root`` itself when nothing else is in it."""
+    """Remove workflows, then the private directory, then ``root`` itself if it is empty."""
     for workflow in attempts.workflows(root):
         removed.extend(path for path in attempts.directories(root, workflow) if _try(remove_tree, path, left))
     earlier = root_directory.earlier_root(root)
@@ -91,7 +91,7 @@ def _remove_root(root: str, removed: List[str], left: List[str]) -> None:
 
 
 def _remove_private(root: str, removed: List[str], left: List[str]) -> None:
-    """Remove the private directory; the runtime and then the marker last, so that a second try finds its way."""
+    """Remove the private directory: the runtime and the marker last, so that a failed removal can be repeated."""
     for name in sorted(set(os.listdir(root)) - {"runtime", root_directory.MARKER}) + ["runtime"]:
         path = os.path.join(root, name)
         if name == BLOBS:
@@ -114,7 +114,7 @@ def _remove_private(root: str, removed: List[str], left: List[str]) -> None:
 
 
 def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]) -> None:
-    """Remove what an earlier version left in the configured directory, as far as that provably comes from distflow."""
+    """Remove files that an earlier version left in the configured directory and that provably come from distflow."""
     mine = {BLOBS: earlier_blobs(root), "runtime": [path for path in _listed(earlier, "runtime") if _is_runtime(path)]}
     for name, paths in mine.items():
         emptied = [path for path in paths if _try(remove_tree, path, left)]
@@ -131,7 +131,7 @@ def _remove_earlier(root: str, earlier: str, removed: List[str], left: List[str]
 
 
 def _listed(top: str, name: str) -> List[str]:
-    """What is in a directory of this user; nothing where there is none."""
+    """Return the paths in a directory of this user; none if it does not exist."""
     path = os.path.join(top, name)
     return [os.path.join(path, one) for one in sorted(os.listdir(path))] if root_directory.is_own_directory(path) else []
 

@@ -1,4 +1,4 @@
-"""Placing an attempt's files: text, blobs and archives, never outside its directory."""
+"""Placing an attempt's files (text, blobs and archives), never outside its directory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["LAUNCH", "MEMO", "checked", "has_secrets", "is_quick", "place", "wri
 
 LAUNCH = "launch.json"
 MEMO = "workflow.json"
-"""What the submitter wants to find again with the attempt; its own business."""
+"""A note of the submitter about the attempt. The node does not interpret it."""
 _RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
-_OURS = _RECORDS | {"control", "pair.log", "packed.json", "container.id", secret_files.ON_DISK}
-_OURS |= {rank_pipes.FOLDER, rank_pipes.PYTHON}
-_AT_ONCE = 1 << 30
-_NOT_SO = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
-"""Answers of file systems and kernels that cannot copy by themselves."""
+_RESERVED = _RECORDS | {"control", "pair.log", "packed.json", "container.id", secret_files.ON_DISK}
+_RESERVED |= {rank_pipes.FOLDER, rank_pipes.PYTHON}
+_CHUNK = 1 << 30
+_UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
+"""Errors of file systems and kernels that cannot copy ranges themselves."""
 
 
 def is_quick(launch: Json) -> bool:
-    """Whether everything that is to be placed came with the launch itself, so that no child is needed for it.
+    """Whether the launch itself contains all files to place, so that no child process is needed.
 
-    A directory to mount may be on a file system that does not answer, which must not stop the agent.
+    A directory to mount may be on a file system that does not respond, which must not block the agent.
     """
     return not launch.get("mounts") and all(
         file.get("blob") is None and not file.get("is_tar") for file in launch.get("files") or []
@@ -40,18 +40,18 @@ def is_quick(launch: Json) -> bool:
 
 
 def checked(launch: Json) -> Json:
-    """Return the launch when its shape is right. Raises ``bad_request``."""
+    """Return the launch if it is well-formed. Raises ``bad_request``."""
     argv = launch["argv"]
     if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
         raise OpError("bad_request", "`argv` is a list of strings with the program first")
     for name in ("env", "secret_env"):
         for key, value in (launch.get(name) or {}).items():
             if not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
-                raise OpError("bad_request", "`{}`: {!r} is no environment variable".format(name, key))
+                raise OpError("bad_request", "`{}`: {!r} is not an environment variable".format(name, key))
     for entry in launch.get("secret_files") or []:
         for name, content in entry["files"].items():
             if not isinstance(content, str) or not name or "/" in name or "\0" in name or name in (".", ".."):
-                raise OpError("bad_request", "`secret_files`: {!r} is no file".format(name))
+                raise OpError("bad_request", "`secret_files`: {!r} is not a file name".format(name))
     if len(masking.encoded(launch)) > masking.SECRET_BYTES:
         raise OpError("bad_request", "the task's secrets have more than {} MiB".format(masking.SECRET_BYTES >> 20))
     if any("\0" in one for one in argv):
@@ -60,7 +60,7 @@ def checked(launch: Json) -> Json:
 
 
 def place(root: str, directory: str, launch: Json) -> None:
-    """Place every file of ``launch`` (placeholders filled) and write ``launch.json``. May be done again after a break."""
+    """Place every file of ``launch`` (placeholders filled) and write ``launch.json``. Can be repeated after an interruption."""
     check_mounts(launch.get("mounts") or [])
     for file in launch.get("files") or []:
         _place(root, directory, file)
@@ -80,7 +80,7 @@ def write_launch(directory: str, launch: Json) -> None:
 
 
 def write_memo(directory: str, memo: str) -> None:
-    """Keep a note of the submitter's with the attempt."""
+    """Store the submitter's note with the attempt."""
     _rewrite(os.path.join(directory, MEMO), memo)
 
 
@@ -92,7 +92,7 @@ def _rewrite(path: str, text: str) -> None:
 
 
 def has_secrets(directory: str) -> bool:
-    """Whether the attempt in ``directory`` was given secrets; also when that cannot be known."""
+    """Whether the attempt in ``directory`` got secrets. True also if that is unknown."""
     try:
         with open(os.path.join(directory, LAUNCH), "rb") as file:
             launch = decode_object(file.read(MAX_LINE + 1), max_bytes=MAX_LINE)
@@ -106,11 +106,11 @@ def has_secrets(directory: str) -> bool:
 def _place(root: str, directory: str, file: Json) -> None:
     relative = str(file["path"])
     first = os.path.normpath(relative).split("/")[0]
-    if first in _OURS or log_files.is_output(first):
+    if first in _RESERVED or log_files.is_output(first):
         raise OpError("bad_request", "{!r} is a file of distflow's own".format(relative))
     path = inside(directory, relative)
     try:
-        if not file.get("is_tar") and _is_taken(root, file, path):
+        if not file.get("is_tar") and _place_by_link(root, file, path):
             return
         with _content(root, file) as source:
             if file.get("is_tar"):
@@ -122,7 +122,7 @@ def _place(root: str, directory: str, file: Json) -> None:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 _write(source, path, _mode_of(file))
                 if file.get("blob") is not None and not is_whole(path_of(root, file["blob"])):
-                    raise _not_staged(file)  # who has the blob itself wrote to it while it was copied
+                    raise _not_staged(file)  # the task that owns the linked blob wrote to it during the copy
     except OSError as error:
         raise OpError.from_os(error, "the file {} cannot be placed".format(relative)) from error
 
@@ -142,8 +142,8 @@ def _not_staged(file: Json) -> OpError:
     return OpError("not_found", "the blob {} of {} was not staged".format(file.get("blob"), file["path"]))
 
 
-def _is_taken(root: str, file: Json, path: str) -> bool:
-    """Whether the blob itself could become the file."""
+def _place_by_link(root: str, file: Json, path: str) -> bool:
+    """Place the blob itself as the file, by a link. Returns False if it must be copied."""
     if file.get("blob") is None or not is_whole(path_of(root, file["blob"])):
         return False
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -174,12 +174,12 @@ def _write(source: BinaryIO, path: str, mode: int) -> None:
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    """Copy a file; where the file system shares extents, nothing is copied at all."""
+    """Copy a file. Where the file system shares extents, no data is copied."""
     try:
-        while os.copy_file_range(source.fileno(), target.fileno(), _AT_ONCE):
+        while os.copy_file_range(source.fileno(), target.fileno(), _CHUNK):
             pass
     except OSError as error:
-        if error.errno not in _NOT_SO:
+        if error.errno not in _UNSUPPORTED:
             raise
         while data := source.read(1 << 20):
             target.write(data)

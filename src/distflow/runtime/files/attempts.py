@@ -1,4 +1,4 @@
-"""Attempts as directories: their names, their making at ``lease``, and what their files say of them."""
+"""Directories of attempts: their names, their creation at ``lease``, and the status in their files."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _TRIES = 100
 
 
 class TaskIsLocked(OpError):
-    """Somebody is at work on the task: try again."""
+    """Another process is changing the task: try again."""
 
     def __init__(self, message: str) -> None:
         super().__init__("busy", message)
 
 
 def directory_of(root: str, attempt: object) -> str:
-    """The attempt's directory. Raises ``bad_request`` for a name that is not one."""
+    """Return the attempt's directory. Raises ``bad_request`` for a malformed name."""
     if not isinstance(attempt, str) or not is_attempt_name(attempt):
         raise OpError("bad_request", "{!r} is not an attempt: `<workflow uuid>/<group>/<task>/<n>`".format(attempt))
     parts = attempt.split("/")
@@ -58,13 +58,13 @@ def directory_of(root: str, attempt: object) -> str:
 
 
 def workflows(root: str) -> List[str]:
-    """The uuids of all workflows that have a directory which provably comes from distflow."""
+    """Return the uuids of all workflows that have a directory which provably comes from distflow."""
     found = (name for one in root_directory.roots(root) if os.path.isdir(one) for name in os.listdir(one) if is_uuid(name))
     return sorted(name for name in set(found) if directories(root, name))
 
 
 def directories(root: str, workflow: str) -> List[str]:
-    """The directories of a workflow: in the private directory, and where an earlier version made it.
+    """Return a workflow's directories: in the private directory, and where an earlier version created it.
 
     Each provably comes from distflow. No other directory may be removed.
     """
@@ -95,13 +95,13 @@ def _is_recorded(attempt: str, directory: str) -> bool:
     state = records.read_state(directory)
     if state is not None:
         return state.get("attempt") == attempt
-    # `clean` of an earlier version could leave the end alone.
+    # `clean` of an earlier version could leave only the record of the end.
     end = records.read_end(directory) or {}
     return {"reason", "ended_at", "output_bytes", "lost_output_bytes"} <= set(end)
 
 
 def each(root: str, workflow: str) -> Iterator[Tuple[str, str]]:
-    """Every attempt of a workflow that has a directory: its name and that directory."""
+    """Yield the name and the directory of every attempt of a workflow."""
     for top in directories(root, workflow):
         yield from _below(top)
 
@@ -121,7 +121,7 @@ def _below(top: str) -> Iterator[Tuple[str, str]]:
 
 
 def read_status(directory: str) -> Json:
-    """The status that the attempt's files tell."""
+    """Return the status in the attempt's files."""
     end = records.read_end(directory)
     state = records.read_state(directory) or {}
     phase = "ended" if end is not None else state.get("phase", "absent")
@@ -136,23 +136,23 @@ def read_status(directory: str) -> Json:
 
 
 def is_reachable(directory: str) -> bool:
-    """Whether a process of the attempt's pair is there."""
+    """Whether a process of the attempt's pair accepts connections."""
     try:
-        control.reach(directory).close()
+        control.connect(directory).close()
     except BlockingIOError:
-        return True  # too many wait to be heard: somebody listens
+        return True  # the queue of connections is full, so a process is listening
     except OSError:
         return False
     return True
 
 
 def lock_task(directory: str, *, wait: bool) -> int:
-    """Keep other agents from making or settling attempts of the same task. Close the descriptor to let them."""
+    """Lock the task, so that no other agent creates or settles its attempts. Closing the returned descriptor unlocks it."""
     return _lock(os.path.dirname(directory), 0 if wait else fcntl.LOCK_NB)
 
 
 def lock_files(directory: str) -> int:
-    """Keep other agents from placing files of the same attempt. Close the descriptor to let them."""
+    """Lock the attempt, so that no other agent places its files. Closing the returned descriptor unlocks it."""
     return _lock(directory, fcntl.LOCK_NB)
 
 
@@ -162,25 +162,25 @@ def _lock(path: str, flags: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | flags)
     except BlockingIOError:
         os.close(fd)
-        raise TaskIsLocked("another connection is at work on an attempt of this task") from None
+        raise TaskIsLocked("another connection is changing an attempt of this task") from None
     return fd
 
 
 def remove(directory: str) -> None:
-    """Remove the attempt's directory, and those above it that this leaves empty."""
+    """Remove the attempt's directory, and its parents if they become empty."""
     import shutil
 
     secret_files.remove(directory)
     shutil.rmtree(directory, ignore_errors=True)
     if os.path.isdir(directory):
-        shutil.rmtree(directory)  # once more, now saying what is in the way
+        shutil.rmtree(directory)  # try again, and raise the error this time
     task = os.path.dirname(directory)
     group = os.path.dirname(task)
     workflow = os.path.dirname(group)
     try:
         lock = lock_task(directory, wait=False)
     except (TaskIsLocked, OSError):
-        return  # another agent makes another attempt in it, or it is gone
+        return  # another agent is creating an attempt in it, or it is gone
     try:
         os.rmdir(task)
         os.rmdir(group)
@@ -206,7 +206,7 @@ def _remove_workflow(directory: str) -> None:
 
 
 def _make_task(directory: str) -> int:
-    """Make the task's directory and lock it (``lock_task``): whoever gives a lease back removes directories that are empty."""
+    """Create the task's directory and lock it (``lock_task``): releasing a lease removes empty directories."""
     parent = os.path.dirname(directory)
     for number in range(_TRIES):
         try:
@@ -224,7 +224,7 @@ def _make_task(directory: str) -> int:
 
 
 def create(root: str, request: Json, umask: int) -> int:
-    """Make the attempt that ``lease`` asks for and fork its pair. Returns the runner's id. All or nothing."""
+    """Create the attempt for a ``lease`` request and fork its pair. Returns the runner's id. On errors, nothing remains."""
     attempt = request["attempt"]
     directory = directory_of(root, attempt)
     task = _make_task(directory)
@@ -243,7 +243,7 @@ def create(root: str, request: Json, umask: int) -> int:
 
 
 def holder_of(attempt: str, request: Json) -> Json:
-    """What lock files and tickets say of this attempt; ``label`` of the request is its name for people."""
+    """Return the attempt's entry for lock files and tickets. The request's ``label`` is its name for people."""
     label = str(request.get("label") or "")[:200]
     workflow = attempt.split("/", 1)[0]
     return {
@@ -252,10 +252,10 @@ def holder_of(attempt: str, request: Json) -> Json:
 
 
 def keep_place(attempt: str, waits: Json) -> None:
-    """Leave a ticket for a lease that is given back because its gang ``waits`` for another node, if it does."""
+    """Write a ticket for a lease that is released because its gang ``waits`` for another node, if it does."""
     asks = {name: int(waits.get(name) or 0) for name in ("gpus", "cpus", "memory")}
     if any(asks.values()):
-        with contextlib.suppress(OpError):  # the next lease says what is wrong with the directory
+        with contextlib.suppress(OpError):  # the next lease reports what is wrong with the directory
             node_leases.keep_place(str(waits["lease_dir"]), holder_of(attempt, waits), asks)
 
 
@@ -282,7 +282,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
         if link >= 0:
             keep(link)
         append: Callable[[str], int] = lambda name: keep(_append_to(dir_fd, name))  # noqa: E731
-        grip = AttemptHandles(
+        handles = AttemptHandles(
             attempt=attempt,
             directory=directory,
             dir_fd=dir_fd,
@@ -303,7 +303,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
             start_timeout_s=float(request.get("start_timeout_s") or 300.0),
             holder=holder,
         )
-        return runner.fork_pair(grip)
+        return runner.fork_pair(handles)
     except BaseException:
         import shutil
 

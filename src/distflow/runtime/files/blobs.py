@@ -1,11 +1,11 @@
-"""Files that were sent once and are used by many attempts: ``<root>/blobs/<sha256>``.
+"""Files that are sent once and used by many attempts: ``<root>/blobs/<sha256>``.
 
-The agent says which are missing; ``receiver`` brings them. What is half there is kept under a ``.part`` name, so that a
-transfer that broke off goes on where it stopped.
+The agent reports missing blobs, and ``receiver`` receives them. Incomplete ones are kept under a ``.part`` name, so that an
+interrupted transfer can be resumed.
 
-The first attempt that needs a blob gets the file itself, by a hard link, and every other one a copy. A task may do with its
-files what it likes: a whole blob has a certain fraction of a second in its time of modification, which any writing changes,
-and then the blob is missing. Where a file system keeps no such fractions, nothing is linked.
+The first attempt that needs a blob gets the file itself, by a hard link, and every other one a copy. Tasks may change their
+files. Therefore the modification time of a complete blob has a certain fraction of a second, which any write changes. A changed
+blob counts as missing. Where a file system does not keep such fractions, nothing is linked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNMARKED = ".unmarked"
 
 
 def path_of(root: str, name: object) -> str:
-    """Where the blob lies, whether it is there or not. Raises ``bad_request`` for what is no SHA-256."""
+    """Return a blob's path, whether it exists or not. Raises ``bad_request`` for a name that is not a SHA-256."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise OpError("bad_request", "`hash` is a SHA-256 in hexadecimal")
     path = os.path.join(root, BLOBS, name)
@@ -45,7 +45,10 @@ def path_of(root: str, name: object) -> str:
 
 
 def earlier_blobs(root: str) -> List[str]:
-    """The whole blobs that an earlier version left next to the private directory, and that provably come from distflow."""
+    """Return complete blobs that an earlier version left next to the private directory.
+
+    Each provably comes from distflow.
+    """
     earlier = root_directory.earlier_root(root)
     directory = os.path.join(earlier or root, BLOBS)
     if earlier is None or not root_directory.is_own_directory(directory):
@@ -54,7 +57,7 @@ def earlier_blobs(root: str) -> List[str]:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether an earlier version received this file: its name is a SHA-256, it is this user's, and it carries our mark."""
+    """Whether an earlier version received this file: it is named by a SHA-256, belongs to this user, and has our mark."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -64,7 +67,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _take_over(root: str, name: str) -> None:
-    """Move a blob that an earlier version left: it may be nowhere else."""
+    """Move a blob that an earlier version left. It may be the only copy."""
     earlier = root_directory.earlier_root(root)
     there = os.path.join(earlier or root, BLOBS, name)
     if earlier is None or not root_directory.is_own_directory(os.path.dirname(there)) or not _is_ours(there):
@@ -78,7 +81,7 @@ def _take_over(root: str, name: str) -> None:
 
 
 def missing(root: str, blobs: List[Json]) -> List[str]:
-    """The hashes of those that are not here. Raises ``no_space`` when they would not fit."""
+    """Return the hashes of the missing blobs. Raises ``no_space`` if they would not fit."""
     directory = os.path.join(root, BLOBS)
     os.makedirs(directory, mode=0o700, exist_ok=True)
     _sweep(directory)
@@ -95,7 +98,10 @@ def missing(root: str, blobs: List[Json]) -> List[str]:
 
 
 def is_whole(path: str, size: Optional[int] = None) -> bool:
-    """Whether the blob is there, as it was received; of a known ``size``, for a power cut may leave a mark without content."""
+    """Whether the blob is complete and unchanged.
+
+    Pass its ``size`` if it is known, because a power cut may leave a mark without content.
+    """
     try:
         info = os.stat(path)
     except FileNotFoundError:
@@ -106,38 +112,39 @@ def is_whole(path: str, size: Optional[int] = None) -> bool:
 
 
 def take(path: str, new: str) -> bool:
-    """Link a whole blob to ``new`` when no other attempt has it. False: it is to be copied."""
+    """Link a complete blob to ``new`` if no other attempt has it. Returns False if it must be copied."""
     if not _keeps_marks(os.path.dirname(path)) or os.stat(path).st_nlink > 1:
         return False
     try:
         os.link(path, new)
     except OSError:
-        return False  # there are file systems without
+        return False  # some file systems have no hard links
     if os.stat(path).st_nlink > 2:
-        os.unlink(new)  # another one took it at the same moment
+        os.unlink(new)  # another attempt linked it at the same moment
         return False
     return True
 
 
 class Part:
-    """A blob that is on its way, locked by the process that receives it."""
+    """An incomplete blob, locked by the process that receives it."""
 
     def __init__(self, path: str) -> None:
-        """Open what is there of it already, or begin it; ``fd`` stands at its start."""
+        """Open the existing part, or create it. ``fd`` is at its start."""
         self._final = path
         self.path = path + _PART
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        fd, beside = _open_locked(self.path), 0
+        fd, number = _open_locked(self.path), 0
         while fd is None:
-            # A connection that is dead, or not yet, holds it: receive beside it, whoever ends first has brought it.
-            self.path = "{}.{}-{}{}".format(path, os.getpid(), beside, _PART)
-            fd, beside = _open_locked(self.path), beside + 1
+            # Another connection, possibly a broken one, is receiving this blob. Receive a second copy; the first complete one
+            # is used.
+            self.path = "{}.{}-{}{}".format(path, os.getpid(), number, _PART)
+            fd, number = _open_locked(self.path), number + 1
         self.fd = fd
         self.size = os.fstat(fd).st_size
 
     def finish(self, path: Optional[str] = None) -> None:
-        """It is whole: bring it to the disk, mark it, and give it its name (``path``: which was not known before)."""
-        os.fsync(self.fd)  # a name that survives a power cut without the content would be taken for a whole blob
+        """Sync the complete part, mark it, and rename it to its name (``path``, if that was not known before)."""
+        os.fsync(self.fd)  # after a power cut, a name without the content would count as a complete blob
         os.utime(self.fd, ns=(int(now() * 1e9), int(now()) * 10**9 + _MARK))
         final = path or self._final
         if os.fstat(self.fd).st_mtime_ns % 10**9 != _MARK:
@@ -146,13 +153,13 @@ class Part:
         os.close(self.fd)
 
     def drop(self) -> None:
-        """It is damaged: remove it."""
+        """Remove a damaged part."""
         os.unlink(self.path)
         os.close(self.fd)
 
 
 def _open_locked(path: str) -> Optional[int]:
-    """Open a part and lock it; None when another process has it."""
+    """Open and lock a part. Returns None if another process has locked it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -162,7 +169,7 @@ def _open_locked(path: str) -> Optional[int]:
             return None
         if is_named(fd, path):
             return fd
-        os.close(fd)  # it was finished or swept while we opened it
+        os.close(fd)  # it was finished or removed while we opened it
 
 
 def _note_unmarked(directory: str) -> None:
@@ -181,7 +188,7 @@ def _size_of(path: str) -> int:
 
 
 def _sweep(directory: str) -> None:
-    """Remove what was begun long ago and nobody receives any more."""
+    """Remove old parts that no process is receiving."""
     for entry in os.listdir(directory):
         path = os.path.join(directory, entry)
         if not entry.endswith(_PART) or _age(path) < _STALE_S:

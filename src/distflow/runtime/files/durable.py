@@ -1,4 +1,4 @@
-"""Files that survive a power cut whole or not at all, and the room that is kept for them."""
+"""Files that survive a power cut either complete or not at all, and the disk space reserved for distflow's files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["is_named", "publish", "reserve_bytes"]
 
 _RESERVE = 512 << 20
 _SHARE = 20
-"""A smaller disk keeps this part of itself."""
+"""On small disks, the reserve is one part in this number of the disk."""
 
 
 def publish(file: IO[Any], path: str) -> None:
@@ -36,7 +36,10 @@ def reserve_bytes(folder: str, coming: int = 0) -> Tuple[int, int]:
 
 
 def is_named(fd: int, name: str, directory: Optional[int] = None) -> bool:
-    """Whether what was opened still has this name, a path or one in an open directory: it may have been removed meanwhile."""
+    """Whether an open file still has this name; it may have been removed meanwhile.
+
+    ``name`` is a path, or a name in the open ``directory``.
+    """
     try:
         return os.stat(name, dir_fd=directory, follow_symlinks=False).st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:

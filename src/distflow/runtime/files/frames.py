@@ -1,8 +1,8 @@
-"""How a blob travels: frames of at most a mebibyte, packed where that pays; taken into a part, checked, and given its name.
+"""The transfer format of blobs: frames of at most a mebibyte, compressed if that pays.
 
-Both ends use it: ``receiver`` with ``staging`` of ``backends.machines.transfer``, and ``sender`` with ``fetching`` there.
-A frame is ``>IB``: the length of what follows and its kind (0 as it is, 1 zlib, 2 why there is no more). See
-docs/agent-protocol.md.
+The receiver writes them to a part, verifies it, and gives it its name. Both ends use this module: ``receiver`` with ``staging``
+of ``backends.machines.transfer``, and ``sender`` with ``fetching`` there. A frame's header is ``>IB``: the length of the
+content and its kind (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ __all__ = ["FRAME", "LARGEST_FRAME", "RAW", "ZLIB", "Source", "error_frame", "fr
 FRAME = struct.Struct(">IB")
 RAW, ZLIB, ERROR = 0, 1, 2
 LARGEST_FRAME = 1 << 20
-"""Bytes of a frame, packed or not."""
+"""Maximum bytes of a frame, compressed or not."""
 _READ = 512 << 10
 _LEVEL = 1
-_WORTHWHILE = 0.9
-"""A frame that shrinks to less is sent packed."""
-_SKIPPED = 31
-"""After one that did not, so many go as they are, before packing is tried again."""
+_MAX_RATIO = 0.9
+"""A frame that shrinks below this part is sent compressed."""
+_PLAIN_RUN = 31
+"""Number of frames sent plain after one that did not compress well."""
 _SAMPLE = 32 << 10
-"""Bytes of a frame that are packed to find out."""
+"""Bytes of a frame that are compressed as a test."""
 _HASHED_AT_ONCE = 1 << 20
 
 
 class Source(Protocol):
-    """Where frames come from."""
+    """A source of frames."""
 
     def read(self, size: int) -> bytes:
         """Return ``size`` bytes; fewer only at the end."""
 
 
 def frames(source: BinaryIO) -> Iterator[Tuple[int, bytes]]:
-    """Yield the frames of what is left in ``source``, each with the bytes that it stands for."""
+    """Yield the frames of the rest of ``source``, each with its number of uncompressed bytes."""
     skip = 0
     while True:
         data = source.read(_READ)
@@ -52,17 +52,17 @@ def frames(source: BinaryIO) -> Iterator[Tuple[int, bytes]]:
         kind, content = RAW, data
         if skip:
             skip -= 1
-        elif len(zlib.compress(data[:_SAMPLE], _LEVEL)) < _WORTHWHILE * len(data[:_SAMPLE]):
+        elif len(zlib.compress(data[:_SAMPLE], _LEVEL)) < _MAX_RATIO * len(data[:_SAMPLE]):
             kind, content = ZLIB, zlib.compress(data, _LEVEL)
         else:
-            skip = _SKIPPED
+            skip = _PLAIN_RUN
         yield len(data), FRAME.pack(len(content), kind) + content
 
 
 def error_frame(error: OpError) -> bytes:
-    """The frame that says why there is no more."""
-    said = json.dumps(error.as_json()).encode("utf-8")
-    return FRAME.pack(len(said), ERROR) + said
+    """Return the frame that reports the error that ended the transfer."""
+    content = json.dumps(error.as_json()).encode("utf-8")
+    return FRAME.pack(len(content), ERROR) + content
 
 
 def receive(
@@ -70,18 +70,19 @@ def receive(
     path: str,
     name: str,
     size: int,
-    say: Callable[[Json], None],
-    told: Callable[[int], None] = lambda _: None,
+    send: Callable[[Json], None],
+    on_progress: Callable[[int], None] = lambda _: None,
     is_here: Callable[[str, int], bool] = lambda path, size: os.path.isfile(path) and os.path.getsize(path) == size,
 ) -> bool:
-    """Take the blob ``name`` (its SHA-256) to ``path``: ``say`` how much is here, then read the rest. False: it broke off.
+    """Receive the blob ``name`` (its SHA-256) to ``path``. Returns False if the transfer broke off.
 
-    What came before it broke off stays, and is taken up by the next call. ``told`` hears how much is here. Raises ``damaged``,
-    and what the other side says.
+    ``send`` gets the message with the number of bytes that are here; then the rest is read. Data of an interrupted transfer is
+    kept, and the next call resumes there. ``on_progress`` gets the number of received bytes. Raises ``damaged``, and errors
+    that the other side sends.
     """
     if is_here(path, size):
-        say({"at": size})
-        told(size)
+        send({"at": size})
+        on_progress(size)
         return True
     part = Part(path)
     try:
@@ -95,8 +96,8 @@ def receive(
                 break
             digest.update(data)
             at += len(data)
-        say({"at": at})
-        told(at)
+        send({"at": at})
+        on_progress(at)
         while at < size:
             frame = _frame(source)
             if frame is None:
@@ -107,7 +108,7 @@ def receive(
             while view:
                 view = view[os.write(part.fd, view) :]
             at += len(frame)
-            told(at)
+            on_progress(at)
     except BaseException:
         os.close(part.fd)
         raise
@@ -121,14 +122,14 @@ def receive(
 def _error_of(data: bytes) -> OpError:
     """Return the error that a frame carries."""
     try:
-        said = decode_object(data)
-        return OpError(str(said["kind"]), str(said["message"]))
+        content = decode_object(data)
+        return OpError(str(content["kind"]), str(content["message"]))
     except (ValueError, KeyError) as error:
         return OpError("bad_request", "an error that cannot be read: {}".format(error))
 
 
 def _frame(source: Source) -> Optional[bytes]:
-    """One frame's content; None at the end of the stream."""
+    """Return one frame's content; None at the end of the stream."""
     head = source.read(FRAME.size)
     if len(head) < FRAME.size:
         return None

@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 
 def parse(name: str) -> Optional[Segment]:
-    """Return what a file's name says; None when it is not a file of the output."""
+    """Parse the name of an output file; None for other files."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

@@ -1,8 +1,8 @@
-"""Masks the secrets of a task in what it prints and in its error file, on the node, before any of it is written.
+"""Masks a task's secrets in its output and its error file, on the node, before anything is written.
 
-What counts: every value of 4 characters or more (``true``, ``none`` and such words apart), each line of 8 characters or more
-of a value that has several, and all of these as JSON escapes them. Other forms (base64, URL encoding, a part of a value) are
-not found.
+These texts are masked: every value of 4 characters or more (except for words such as ``true`` and ``none``), each line of 8
+characters or more of a multi-line value, and the JSON escapes of all these. Other forms (base64, URL encoding, a part of a
+value) are not found.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["MASK", "SECRET_BYTES", "Mask", "Stream", "clean_error", "encoded", "
 
 MASK = b"********"
 SECRET_BYTES = 4 * 1024 * 1024
-"""Of all secrets of one task, as JSON."""
+"""Maximum size of all secrets of one task, as JSON."""
 _SHORTEST = 4
 _SHORTEST_LINE = 8
 _PLAIN = frozenset(("true", "false", "none", "null", "auto", "default"))
-"""Nobody's secret, and all over many logs."""
+"""Words that are not secrets and are common in logs."""
 _ERROR_BYTES = 4 * 1024 * 1024
 
 
@@ -37,7 +37,7 @@ class Mask:
         self._patterns = sorted(patterns)
 
     def find(self, data: bytes) -> List[Tuple[int, int]]:
-        """Where secrets stand in ``data``: sorted, and those that touch as one."""
+        """Return the ranges of secrets in ``data``, sorted. Adjacent ranges are merged."""
         found: List[Tuple[int, int]] = []
         for pattern in self._patterns:
             at = data.find(pattern)
@@ -53,10 +53,10 @@ class Mask:
         return merged
 
     def begins(self, data: bytes) -> int:
-        """From where on ``data`` may be the beginning of a secret; its length when nowhere."""
+        """Return the offset at which ``data`` may end with the beginning of a secret; its length if it does not."""
         first = len(data)
         for pattern in self._patterns:
-            # An end of data that is all of the pattern was found already.
+            # If data ends with the whole pattern, ``find`` has found it.
             at = data.find(pattern[:1], max(0, len(data) - len(pattern) + 1))
             while 0 <= at < first:
                 if pattern.startswith(data[at:]):
@@ -66,15 +66,15 @@ class Mask:
         return first
 
     def data(self, data: bytes) -> bytes:
-        """``data`` without secrets."""
+        """Return ``data`` with secrets masked."""
         return b"".join(_pieces(data, self.find(data), 0, len(data)))
 
     def text(self, text: str) -> str:
-        """``text`` without secrets."""
+        """Return ``text`` with secrets masked."""
         return self.data(text.encode("utf-8", "surrogateescape")).decode("utf-8", "surrogateescape")
 
     def tree(self, value: Any) -> Any:
-        """A JSON value without secrets, also in its keys."""
+        """Return a JSON value with secrets masked, also in its keys."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):
@@ -85,38 +85,38 @@ class Mask:
 
 
 class Stream:
-    """Masks what comes in pieces, wherever they are cut.
+    """Masks data that arrives in pieces, even if a secret is split between them.
 
-    Only an end that may be the beginning of a secret is held back. Once it was let go (``flush``), what goes on from there is
-    still recognised: the rest of the secret is masked.
+    Only an end that may be the beginning of a secret is held back. If it is released before the rest arrives (``flush``), the
+    rest of the secret is still recognized and masked.
     """
 
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
-        self._gone = b""
-        """What was let go, and may be the beginning of a secret."""
+        self._released = b""
+        """Released data that may be the beginning of a secret."""
         self._held = b""
 
     @property
     def holds(self) -> bool:
-        """Whether something is held back."""
+        """Whether data is held back."""
         return bool(self._held)
 
     def feed(self, data: bytes) -> bytes:
-        """Take a piece; what may be written now."""
-        return self._let_go(self._gone + self._held + data, is_last=False)
+        """Add a piece. Returns the data that may be written now."""
+        return self._release(self._released + self._held + data, is_last=False)
 
     def flush(self) -> bytes:
-        """What was held back."""
-        return self._let_go(self._gone + self._held, is_last=True)
+        """Return the data that was held back."""
+        return self._release(self._released + self._held, is_last=True)
 
-    def _let_go(self, whole: bytes, is_last: bool) -> bytes:
-        found, begin, before = self._mask.find(whole), self._mask.begins(whole), len(self._gone)
-        # What is masked is masked now, though its end may begin another secret.
+    def _release(self, whole: bytes, is_last: bool) -> bytes:
+        found, begin, before = self._mask.find(whole), self._mask.begins(whole), len(self._released)
+        # A found secret is masked now, even if its end may begin another secret.
         cut = max([begin, before, *(end for start, end in found if start < begin < end)])
         if is_last:
             cut = len(whole)
-        self._gone, self._held = whole[begin:cut], whole[cut:]
+        self._released, self._held = whole[begin:cut], whole[cut:]
         return b"".join(_pieces(whole, found, before, cut))
 
 
@@ -144,7 +144,7 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def clean_error(directory: str, mask: Optional[Mask]) -> None:
-    """Mask the attempt's error file where it stands; one that cannot be rewritten is removed."""
+    """Mask the attempt's error file in place. If it cannot be rewritten, it is removed."""
     if mask is None:
         return
     path = os.path.join(directory, "error.json")
@@ -171,29 +171,29 @@ def _remove(path: str) -> None:
     try:
         os.unlink(path)
     except OSError:
-        pass  # a directory, or a file system that is read-only: nothing more can be done
+        pass  # a directory, or a read-only file system: it cannot be removed
 
 
 def memory() -> mmap.mmap:
-    """Memory that the two processes of a pair share, for what is to be masked; pages that are not written to cost nothing."""
+    """Return memory for secrets that runner and keeper share. Unused pages take no memory."""
     return mmap.mmap(-1, SECRET_BYTES + 1)
 
 
 def encoded(launch: Json) -> bytes:
-    """Every secret that a launch gives its task, as it is shared; empty when there is none."""
+    """Return every secret of a launch in the encoding for the shared memory; empty if there is none."""
     values = [str(value) for value in (launch.get("secret_env") or {}).values()]
     values += [str(value) for entry in launch.get("secret_files") or [] for value in entry["files"].values()]
     return json.dumps(values).encode() if values else b""
 
 
 def share(shared: mmap.mmap, launch: Json) -> Optional[Mask]:
-    """The mask for what a launch gives its task, left also for the other process; None when nothing of it is secret."""
+    """Return the mask for a launch's secrets, and store them for the other process. Returns None if there are none."""
     data = encoded(launch)
     shared[: len(data) + 1] = data + b"\0"
     return read_shared(shared)
 
 
 def read_shared(shared: mmap.mmap) -> Optional[Mask]:
-    """The mask that the other process left, if it came to that."""
+    """Return the mask that the other process stored; None if there is none."""
     data = shared[: shared.find(b"\0", 0)]
     return Mask(json.loads(data.decode())) if data else None

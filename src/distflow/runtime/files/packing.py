@@ -1,8 +1,8 @@
-"""Packing what a task wrote into a blob: a tar that depends on names, contents and times only, named by its SHA-256.
+"""Packing a task's files into a blob: a tar that depends only on names, contents and times, named by its SHA-256.
 
-The blob lies where all blobs lie, so the node that packed it never needs to be sent it. What was packed of an ended attempt's
-output is noted in its ``packed.json`` and not packed again. A checkpoint is packed while its task runs: files that change
-meanwhile are left out, so that none is torn.
+The blob is stored with all others, so it never has to be sent to the node that packed it. The packed output of an ended attempt
+is noted in its ``packed.json`` and not packed again. A checkpoint is packed while its task runs. Files that change meanwhile
+are left out, so that no file is inconsistent.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from distflow.runtime.wire import Json, OpError
 __all__ = ["PACKED", "check_output", "pack_output", "pack_place"]
 
 PACKED = "packed.json"
-_AT_ONCE = 1 << 20
-_NAMED = 3
-"""Files left out that are named; of more it is said how many."""
+_CHUNK = 1 << 20
+_MAX_NAMED = 3
+"""Number of left-out files that are named; further ones are counted."""
 _SETTLED_S = 0.05
-"""For how long a file must not have been written: times are kept no finer than a clock's tick."""
+"""Time for which a file must not have been written. File times are only as fine as a clock tick."""
 _PAUSE_S = 2 * _SETTLED_S
-"""Between two looks: what came to rest during the first one has certainly settled before the second."""
+"""Pause between two passes: files that became quiet during the first have settled before the second."""
 _PASSES = 6
-"""How often a directory that changes is packed, before it is given up."""
+"""Number of times that a changing directory is packed before giving up."""
 
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
-def pack_output(root: str, attempt: str, told: Told) -> Json:
-    """Pack an attempt's output. Returns ``hash``, ``size``, ``files`` and ``left_out``; ``told`` hears how far it is.
+def pack_output(root: str, attempt: str, on_progress: OnProgress) -> Json:
+    """Pack an attempt's output. Returns ``hash``, ``size``, ``files`` and ``left_out``.
 
-    Raises ``not_found`` when it is not there any more, and names the file that cannot be read or leads outside.
+    ``on_progress`` gets the packed and the total bytes. Raises ``not_found`` if the output is gone. Other errors name the file
+    that cannot be read or leads outside.
     """
     directory = attempts.directory_of(root, attempt)
     known = _packed_before(root, directory)
@@ -51,13 +52,13 @@ def pack_output(root: str, attempt: str, told: Told) -> Json:
     output = _output_of(directory)
     entries = list(_walk(output, ""))
     left_out = sorted(name for name, info in entries if not _is_packed(info))
-    packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, told)
+    packed = _pack(root, attempt, output, [(name, info) for name, info in entries if _is_packed(info)], left_out, on_progress)
     _note(directory, packed)
     return packed
 
 
 def check_output(root: str, attempt: str) -> str:
-    """The directory of an attempt's output, where it can be handed on as it lies there. Raises what ``pack_output`` does."""
+    """Return the directory of an attempt's output if it can be transferred as it is. Raises the errors of ``pack_output``."""
     output = _output_of(attempts.directory_of(root, attempt))
     for name, info in _walk(output, ""):
         if stat.S_ISLNK(info.st_mode):
@@ -65,10 +66,10 @@ def check_output(root: str, attempt: str) -> str:
     return output
 
 
-def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
-    """Pack a directory of an attempt that may still run, under its own name. Returns what ``pack_output`` does.
+def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> Json:
+    """Pack a directory of an attempt that may still run, under its own name. Returns the same as ``pack_output``.
 
-    No ``files`` (and no blob) when there is nothing. Raises ``busy`` when nothing of it stands still.
+    If there is nothing to pack, ``files`` is 0 and there is no blob. Raises ``busy`` if all its files keep changing.
     """
     directory = attempts.directory_of(root, attempt)
     path = inside(directory, place)
@@ -78,21 +79,21 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
     unstable: Set[str] = set()
     for number in range(_PASSES):
         if number:
-            select.select([], [], [], _PAUSE_S)  # nothing tells when a file has come to rest
+            select.select([], [], [], _PAUSE_S)  # no event reports that a file is no longer written
         began = file_system_now(root)
         entries = _below(top, base)
-        strange = {name for name, info in entries if not _is_packed(info) or _leads_out(top, name, info)}
-        members = [(name, info) for name, info in entries if name not in strange and name not in unstable]
+        unpackable = {name for name, info in entries if not _is_packed(info) or _leads_out(top, name, info)}
+        members = [(name, info) for name, info in entries if name not in unpackable and name not in unstable]
         if not any(stat.S_ISREG(info.st_mode) for _, info in members):
             if number == 0 or not unstable:
                 return {"hash": "", "size": 0, "files": 0, "left_out": []}
             break
-        left_out = sorted(unstable | strange)
+        left_out = sorted(unstable | unpackable)
         packed, failure = None, None
         try:
-            packed = _pack(root, attempt + "/" + place, top, members, left_out, told)
+            packed = _pack(root, attempt + "/" + place, top, members, left_out, on_progress)
         except OpError as error:
-            failure = error  # it may have gone, or shrunk, while it was read
+            failure = error  # a file may have been removed or truncated while it was read
         after = {name: _print_of(info) for name, info in _below(top, base)}
         files = [(name, info) for name, info in members if not stat.S_ISDIR(info.st_mode)]
         fresh = (began - _SETTLED_S, file_system_now(root) + _SETTLED_S)
@@ -103,7 +104,7 @@ def pack_place(root: str, attempt: str, place: str, told: Told) -> Json:
             return packed
         if packed is not None:
             os.unlink(path_of(root, packed["hash"]))
-        if number:  # what changed once may have been complete just after
+        if number:  # a file that changed only once may have been complete just after
             unstable |= changed
     raise OpError("busy", "the files of {} change all the time, so that none can be taken whole".format(path))
 
@@ -116,7 +117,7 @@ def _output_of(directory: str) -> str:
 
 
 def _target(output: str, name: str) -> Tuple[str, bool]:
-    """Where a link of an output leads, and whether that is in the output. Raises ``bad_request`` for a directory outside."""
+    """Return a link's target, and whether it is in the output. Raises ``bad_request`` for a directory outside."""
     path = os.path.join(output, name)
     top, target = os.path.realpath(output), os.path.realpath(path)
     if target == top or target.startswith(top + os.sep):
@@ -128,7 +129,7 @@ def _target(output: str, name: str) -> Tuple[str, bool]:
 
 
 def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
-    """Whether it is a link to a directory elsewhere, such as a dataset or a credential: no part of a checkpoint."""
+    """Whether it is a link to a directory elsewhere, such as a dataset or a credential. Checkpoints do not include those."""
     if not stat.S_ISLNK(info.st_mode):
         return False
     try:
@@ -139,7 +140,7 @@ def _leads_out(top: str, name: str, info: os.stat_result) -> bool:
 
 
 def _below(top: str, base: str) -> List[Tuple[str, os.stat_result]]:
-    """What ``_walk`` finds in one directory of ``top``, and that itself; nothing when it is not there, or just going."""
+    """Return the entries of one directory of ``top``, and the directory itself; nothing if it is missing or being removed."""
     try:
         info = os.lstat(os.path.join(top, base))
     except FileNotFoundError:
@@ -151,12 +152,14 @@ def _print_of(info: os.stat_result) -> Tuple[int, int, int]:
     return info.st_size, info.st_mtime_ns, info.st_ino
 
 
-def _pack(root: str, named: str, top: str, members: List[Tuple[str, os.stat_result]], left_out: List[str], told: Told) -> Json:
+def _pack(
+    root: str, named: str, top: str, members: List[Tuple[str, os.stat_result]], left_out: List[str], on_progress: OnProgress
+) -> Json:
     part = Part(os.path.join(root, BLOBS, "pack-" + hashlib.sha256(named.encode()).hexdigest()[:16]))
     try:
         os.ftruncate(part.fd, 0)
-        sink = _Sink(part.fd, sum(info.st_size for _, info in members if stat.S_ISREG(info.st_mode)), told)
-        with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_AT_ONCE) as tar:  # type: ignore[call-overload]
+        sink = _Sink(part.fd, sum(info.st_size for _, info in members if stat.S_ISREG(info.st_mode)), on_progress)
+        with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as tar:  # type: ignore[call-overload]
             for name, info in members:
                 _add(tar, top, name, info)
     except BaseException:
@@ -173,7 +176,7 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
             packed = decode_object(file.read(MAX_BYTES + 1))
         path = path_of(root, packed["hash"])
         if not is_whole(path) or packed["size"] != os.stat(path).st_size:
-            return None  # tasks can write this file
+            return None  # tasks can write this file, so it is not trusted
         left_out = [str(name) for name in packed["left_out"]]
         return {"hash": packed["hash"], "size": packed["size"], "files": int(packed["files"]), "left_out": left_out}
     except (OSError, OpError, ValueError, KeyError, TypeError):
@@ -181,7 +184,7 @@ def _packed_before(root: str, directory: str) -> Optional[Json]:
 
 
 def _note(directory: str, packed: Json) -> None:
-    # Of our own: the sender of a connection that broke may be at the same.
+    # A temporary file of its own: the sender of a broken connection may be writing the same note.
     fd, new = tempfile.mkstemp(prefix=PACKED + ".", dir=directory)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump(packed, file)
@@ -189,9 +192,9 @@ def _note(directory: str, packed: Json) -> None:
 
 
 def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
-    """Everything below ``top`` by its relative name, directories before what they hold, in the order of the names' bytes.
+    """Yield everything below ``top`` by its relative name, directories before their contents, sorted by the names' bytes.
 
-    What goes while this looks, as a file does that is written and then renamed, is not there; all the rest is.
+    Entries that disappear meanwhile, such as files that are written and then renamed, are left out.
     """
     try:
         entries = sorted(os.scandir(os.path.join(top, below)), key=lambda entry: os.fsencode(entry.name))
@@ -211,7 +214,7 @@ def _walk(top: str, below: str) -> Iterator[Tuple[str, os.stat_result]]:
 
 
 def _is_packed(info: os.stat_result) -> bool:
-    """Sockets, pipes and devices hold nothing that could be handed on."""
+    """Whether an entry can be packed: sockets, pipes and devices have no content to transfer."""
     return stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode)
 
 
@@ -242,26 +245,26 @@ def _add(tar: tarfile.TarFile, output: str, name: str, info: os.stat_result) -> 
 
 
 class _Sink:
-    """A file that hashes what is written to it, and says how far it is."""
+    """A file that hashes the written data and reports progress."""
 
-    def __init__(self, fd: int, total: int, told: Told) -> None:
+    def __init__(self, fd: int, total: int, on_progress: OnProgress) -> None:
         self._fd = fd
         self._total = total
-        self._told = told
+        self._on_progress = on_progress
         self.digest = hashlib.sha256()
         self.size = 0
 
     def write(self, data: bytes) -> int:
-        """Take it all."""
+        """Write all of ``data``."""
         self.digest.update(data)
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]
         self.size += len(data)
-        self._told(min(self.size, self._total), self._total)
+        self._on_progress(min(self.size, self._total), self._total)
         return len(data)
 
 
 def _few(names: List[str]) -> List[str]:
-    more = ["and {} more".format(len(names) - _NAMED)] if len(names) > _NAMED else []
-    return names[:_NAMED] + more
+    more = ["and {} more".format(len(names) - _MAX_NAMED)] if len(names) > _MAX_NAMED else []
+    return names[:_MAX_NAMED] + more

@@ -1,7 +1,7 @@
-"""The two records of an attempt: ``runner.json`` (what it is doing) and ``exit.json`` (how it ended).
+"""The two records of an attempt: ``runner.json`` (its current state) and ``exit.json`` (how it ended).
 
-Both live in space that was allocated at ``lease`` and are written in place, so that a full disk cannot lose them. Which of them
-exist, and what they say, is the truth about an attempt; no process keeps another one.
+Both use space that was allocated at ``lease`` and are written in place, so that a full disk cannot lose them. They are the
+authoritative state of an attempt; no process keeps a different one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 STATE = "runner.json"
 END = "exit.json"
 SPARE_END = ".exit.json"
-"""The end's record before it is written: named so that it cannot be taken for one."""
+"""Name of the end's record before it is written, which prevents mistaking it for the record."""
 
 STATE_BYTES = 8192
 END_BYTES = 65536
@@ -55,13 +55,13 @@ _PAUSE_S = 0.002
 
 
 def allocate(dir_fd: int, name: str, size: int) -> int:
-    """Create ``name`` with ``size`` bytes of its own on the disk. Raises ``OSError`` (ENOSPC) when there is no room."""
+    """Create ``name`` with ``size`` bytes allocated on the disk. Raises ``OSError`` (ENOSPC) if there is not enough space."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     try:
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            if error.errno not in (22, 38, 95):  # EINVAL, ENOSYS, EOPNOTSUPP: a file system without it gets real zeros
+            if error.errno not in (22, 38, 95):  # EINVAL, ENOSYS, EOPNOTSUPP: without fallocate, the bytes are written
                 raise
             os.pwrite(fd, b" " * size, 0)
     except OSError:
@@ -70,24 +70,24 @@ def allocate(dir_fd: int, name: str, size: int) -> int:
     return fd
 
 
-def first_state(grip: AttemptHandles, runner: int) -> Json:
-    """The state of an attempt whose pair has just come up; to be asked by the keeper."""
+def first_state(handles: AttemptHandles, runner: int) -> Json:
+    """Return the state of an attempt whose pair has just started. Only the keeper may call it."""
 
     def identity(pid: int) -> Json:
         process = processes.read_process(pid)
         return {"pid": pid, "start": process.start if process else 0}
 
     return {
-        "attempt": grip.attempt,
+        "attempt": handles.attempt,
         "phase": "leased",
         "boot_id": processes.boot_id(),
         "host": os.uname().nodename,
         "runner": identity(runner),
         "keeper": identity(os.getpid()),
         "command": None,
-        "gpu_ids": grip.gpu_ids,
-        "port": grip.port,
-        "link_port": grip.link_port,
+        "gpu_ids": handles.gpu_ids,
+        "port": handles.port,
+        "link_port": handles.link_port,
         "leased_at": now(),
         "started_at": None,
         "stopped_at": None,
@@ -102,20 +102,20 @@ def first_state(grip: AttemptHandles, runner: int) -> Json:
 
 
 def write_state(fd: int, state: Json) -> None:
-    """Rewrite the state in place: one ``pwrite`` of never less than before, so that readers see the old one or the new one."""
+    """Rewrite the state in place, by one ``pwrite`` that never shrinks it, so that readers see the old or the new one."""
     data = json.dumps(state).encode()
     if len(data) > STATE_BYTES:
         data = json.dumps(dict(state, why=None, message=None)).encode()
     try:
-        # It takes more room than it was given only for the variables of a container: see ``containers.identify``.
+        # It needs more than the allocated space only for the variables of a container: see ``containers.identify``.
         os.pwrite(fd, data.ljust(max(STATE_BYTES, os.fstat(fd).st_size)), 0)
     except OSError:
-        return  # a copy-on-write file system that is full: the processes go on, and the end's record says the rest
+        return  # a full copy-on-write file system: the attempt continues, and the record of its end has the rest
 
 
 def read_state(directory: str) -> Optional[Json]:
-    """The state of the attempt in ``directory``, or None when its pair never came up."""
-    # A reader may meet a write on file systems that do not order them, and the writer's CPU may be taken away in the middle.
+    """Return the state of the attempt in ``directory``, or None if its pair never started."""
+    # A read may overlap a write if the file system does not order them, and the writer may be interrupted halfway.
     for number in range(_TRIES):
         if number:
             select.select([], [], [], _PAUSE_S)
@@ -132,9 +132,9 @@ def read_state(directory: str) -> Optional[Json]:
 
 
 def _checked_state(state: Json) -> Json:
-    """Return the state with every nested record and process id in its form; raise ``ValueError`` for any other.
+    """Return the state if every nested record and process id has the right type; raise ``ValueError`` otherwise.
 
-    The attempt's processes run as the same user and can write the file: its readers must not fail over its content.
+    The attempt's processes run as the same user and can write the file, so its content must not make readers fail.
     """
     for name in ("runner", "keeper", "command", "exit", "container"):
         if not isinstance(state.get(name), (dict, type(None))):
@@ -147,14 +147,14 @@ def _checked_state(state: Json) -> Json:
 
 
 def _read(directory: str, name: str) -> bytes:
-    """Return a record's bytes, at most as many as can be decoded. Nothing that is not a regular file is opened for long."""
+    """Return a record's bytes, at most as many as can be decoded. Opening a file that is not regular does not block."""
     fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb", buffering=0) as file:
         return file.read(MAX_BYTES + 1)
 
 
 def read_end(directory: str) -> Optional[Json]:
-    """The recorded end of the attempt in ``directory``, or None."""
+    """Return the recorded end of the attempt in ``directory``, or None."""
     try:
         end: Json = decode_object(_read(directory, END))
     except (OSError, ValueError):
@@ -163,7 +163,7 @@ def read_end(directory: str) -> Optional[Json]:
 
 
 def read_text(directory: str, name: str) -> str:
-    """A short text that lies in an attempt's directory; empty when it does not."""
+    """Return a short text file of an attempt's directory; empty if it does not exist."""
     try:
         with open(os.path.join(directory, name), encoding="utf-8", errors="replace") as file:
             return file.read(4096).strip()
@@ -172,9 +172,9 @@ def read_text(directory: str, name: str) -> str:
 
 
 def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
-    """What a process of the attempt wrote into its error file (torch's format), cut to a size that the record can hold.
+    """Return the attempt's error file (torch's format), shortened to fit into the record.
 
-    Secrets are masked in it and in the file itself. Whatever a process wrote, what is returned can be written down anywhere.
+    Secrets are masked in the result and in the file itself. The result can always be encoded, whatever the process wrote.
     """
     clean_error(directory, mask)
     try:
@@ -184,7 +184,7 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     with os.fdopen(fd, "rb") as file:
         try:
             text = file.read(_MAX_ERROR_FILE).decode("utf-8", "replace")
-            error = _sound(decode_json(text, max_bytes=2 * _MAX_ERROR_FILE), _ERROR_DEPTH)
+            error = _without_surrogates(decode_json(text, max_bytes=2 * _MAX_ERROR_FILE), _ERROR_DEPTH)
         except (OSError, ValueError):
             return None
     if not isinstance(error, dict):
@@ -198,24 +198,24 @@ def read_error(directory: str, mask: Optional[Mask] = None) -> Optional[Json]:
     return {"message": str(message)[:_TEXT], "truncated": True}
 
 
-def _sound(value: Any, depth: int) -> Any:
-    """A JSON value without halves of UTF-16 pairs, which JSON can name and nobody can encode.
+def _without_surrogates(value: Any, depth: int) -> Any:
+    """Return a JSON value without lone UTF-16 surrogates, which JSON can express but which cannot be encoded.
 
-    Raises ``ValueError`` for one that is nested more than ``depth`` times: who passes it on has less of a stack left than we.
+    Raises ``ValueError`` for more than ``depth`` levels: callers that pass the value on have less stack left.
     """
     if depth < 0:
         raise ValueError("it is nested too deeply")
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):
-        return [_sound(one, depth - 1) for one in value]
+        return [_without_surrogates(one, depth - 1) for one in value]
     if isinstance(value, dict):
-        return {_sound(key, depth): _sound(one, depth - 1) for key, one in value.items()}
+        return {_without_surrogates(key, depth): _without_surrogates(one, depth - 1) for key, one in value.items()}
     return value
 
 
 def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
-    """Put an ``End`` together; ``known`` holds exit_code, signal, ended_at, message, output_bytes, error."""
+    """Build an ``End``. ``known`` has exit_code, signal, ended_at, message, output_bytes, error."""
     end: Dict[str, Any] = {
         "exit_code": None,
         "signal": None,
@@ -240,19 +240,19 @@ def make_end(state: Json, reason: EndReason, **known: Any) -> Json:
 
 
 def stop_reason(state: Json) -> Optional[EndReason]:
-    """Return the ``reason`` for which the keeper was stopping the command, or None when no stop came before the command's end.
+    """Return the reason for which the keeper was stopping the command, or None if the command ended without a stop.
 
-    Whoever writes the end in the place of a dead keeper must prefer it to the keeper's death: the stop came first.
+    A process that writes the end of a dead keeper must prefer this reason to the keeper's death: the stop came first.
     """
     # Keepers of earlier versions recorded only that they were stopping the command.
     return EndReason.of(state.get("stop_reason") or EndReason.STOPPED) if state.get("stopped_at") is not None else None
 
 
 def write_end(dir_fd: int, record_fd: int, end: Json) -> int:
-    """Write the record into its allocated space and give it its name. ``record_fd`` below 0: allocate one now.
+    """Write the record into its allocated space and give it its name. A negative ``record_fd`` allocates space now.
 
-    Whoever reads it sees it now. The descriptor that is returned is to be synced once it has been told: a disk may take its
-    time, and should the power fail in between, the attempt counts as ended by the reboot.
+    Readers see the record at once. The caller must sync the returned descriptor after it has reported the end, because a disk
+    may be slow. If the power fails in between, the attempt counts as ended by the reboot.
     """
     data = json.dumps(end).encode()
     if record_fd < 0:
@@ -266,6 +266,6 @@ def write_end(dir_fd: int, record_fd: int, end: Json) -> int:
     os.ftruncate(record_fd, len(data))
     try:
         os.rename(SPARE_END, END, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-    except FileNotFoundError:  # somebody has swept away what was allocated
+    except FileNotFoundError:  # the allocated file was removed
         return write_end(dir_fd, -1, end)
     return record_fd

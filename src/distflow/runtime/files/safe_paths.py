@@ -1,4 +1,4 @@
-"""Paths that may not lead out of a directory, by themselves or through a link; and directories that must be there."""
+"""Checks that paths do not lead out of a directory, directly or through a link, and that mounted directories exist."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["check_mounts", "inside"]
 
 
 def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
-    """The path of ``relative`` below ``top``. Raises when it leads outside, by itself or through a link.
+    """Return the path of ``relative`` below ``top``. Raises ``bad_request`` if it leads outside, directly or through a link.
 
-    ``known`` remembers directories that were found to be inside; whoever makes a link forgets them.
+    ``known`` caches directories that were found to be inside. The caller must clear it after creating a link.
     """
     if not relative or os.path.isabs(relative) or ".." in relative.split("/") or "\0" in relative:
         raise OpError("bad_request", "the path {!r} does not lie below the attempt's directory".format(relative))
@@ -30,7 +30,7 @@ def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
 
 
 def check_mounts(sources: Iterable[str]) -> None:
-    """Check that what ``volumeMounts`` names is on this node. Raises ``no_mount``."""
+    """Check that the directories of ``volumeMounts`` exist on this node. Raises ``no_mount``."""
     for source in sources:
         if not os.path.exists(source):
             raise OpError("no_mount", "volumeMounts: {} is not on this node".format(source))

@@ -1,8 +1,8 @@
-"""Credentials of a task as files: a directory for each, in memory where the node has that, gone with the attempt.
+"""A task's credentials as files: one directory for each, in memory if possible, removed with the attempt.
 
-They lie in ``/dev/shm/distflow-<uid>/<digest of the attempt's directory>/``, else in the attempt's ``credentials/``, and a link
-leads there from where the task looks for them. The place follows from the attempt's directory alone, so that whoever ends the
-attempt can remove them: the keeper, the runner, or an agent that finds both gone.
+They are in ``/dev/shm/distflow-<uid>/<digest of the attempt's directory>/``, or else in the attempt's ``credentials/``. Links
+lead there from the paths that the task uses. The location depends only on the attempt's directory, so that every process that
+ends the attempt can remove them: the keeper, the runner, or an agent that finds both gone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ ON_DISK = "credentials"
 _MEMORY = "/dev/shm"
 _TRIES = 5
 _OWNER = "attempt"
-"""In each folder in memory: a link to the attempt's directory."""
+"""Name of the link to the attempt's directory, in each folder in memory."""
 
 
 def place(directory: str, entries: List[Json]) -> None:
-    """Write the files of every entry (``path``, ``files``: name → content) anew, and the links that lead to them."""
+    """Write the files of every entry (``path``, ``files``: name → content), and the links that lead to them.
+
+    Earlier files are removed.
+    """
     remove(directory)
     if not entries:
         return
@@ -42,7 +45,7 @@ def place(directory: str, entries: List[Json]) -> None:
 
 
 def remove(directory: str) -> None:
-    """Remove what was placed; harmless where nothing is."""
+    """Remove the placed files; does nothing if there are none."""
     parent = _parent()
     homes = [os.path.join(directory, ON_DISK)]
     if _is_ours(parent):
@@ -55,11 +58,11 @@ def remove(directory: str) -> None:
     try:
         os.rmdir(parent)
     except OSError:
-        pass  # it is not there, or others have something in it
+        pass  # it does not exist, or files of other attempts are in it
 
 
 def memory_folder() -> Optional[str]:
-    """A folder in memory that only this user can look into; None where there is none. Empty, it may vanish at any time."""
+    """Return a folder in memory that only this user can access; None if there is none. An empty one may vanish at any time."""
     if not _has_memory():
         return None
     try:
@@ -74,13 +77,13 @@ def _parent() -> str:
 
 
 def _in_memory(directory: str) -> str:
-    import hashlib  # a tenth of an agent's start, and most attempts have no credentials
+    import hashlib  # importing it takes a tenth of an agent's start, and most attempts have no credentials
 
     return os.path.join(_parent(), hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32])
 
 
 def _is_ours(path: str) -> bool:
-    """Whether nobody else can have made the directory, or can change what is in it."""
+    """Whether this user created the directory and no other user can change it."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -99,7 +102,7 @@ def _has_memory() -> bool:
 
 
 def _fill_memory(directory: str, contents: List[Dict[str, str]]) -> Optional[str]:
-    """Where the files are in memory now; None when they cannot be."""
+    """Write the files to memory. Returns their directory, or None if that is not possible."""
     if not _has_memory():
         return None
     home = _in_memory(directory)
@@ -113,7 +116,7 @@ def _fill_memory(directory: str, contents: List[Dict[str, str]]) -> Optional[str
             os.symlink(os.path.realpath(directory), os.path.join(home, _OWNER))
             return home
         except FileNotFoundError:
-            continue  # whoever emptied the parent just removed it
+            continue  # another process has just removed the empty parent
         except OSError:
             remove(directory)
             return None
@@ -121,7 +124,7 @@ def _fill_memory(directory: str, contents: List[Dict[str, str]]) -> Optional[str
 
 
 def _sweep() -> None:
-    """Remove what is there of attempts that have ended, or are gone: their pairs were killed, and no agent came back."""
+    """Remove files of attempts that have ended or are gone: their pairs were killed, and no agent removed the files."""
     import shutil
 
     for name in os.listdir(_parent()):
@@ -129,7 +132,7 @@ def _sweep() -> None:
         try:
             owner = os.readlink(os.path.join(home, _OWNER))
         except OSError:
-            continue  # it is just being filled, or is none of these
+            continue  # another process is filling it, or it is a different directory
         if not os.path.isdir(owner) or os.path.exists(os.path.join(owner, "exit.json")):
             shutil.rmtree(home, ignore_errors=True)
 

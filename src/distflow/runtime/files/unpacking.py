@@ -1,4 +1,4 @@
-"""Unpacking an archive below a directory, never outside it; owners, devices and special bits are not taken over."""
+"""Unpacking an archive below a directory, never outside it. Owners, devices and special mode bits are not restored."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from distflow.runtime.wire import OpError
 __all__ = ["EARLIEST_S", "file_time", "unpack"]
 
 EARLIEST_S = 315619200
-"""The second of January 1980: ``zip`` refuses files from before 1980, by the clock of its own time zone."""
+"""January 2, 1980: ``zip`` rejects files from before 1980 in its own time zone."""
 _LATEST_S = 2**32
 _SMALL = 1 << 20
 _HEADER_BYTES = 1 << 20
-"""tarfile reads extended headers into memory, however long they claim to be."""
+"""Limit of extended headers, which tarfile reads into memory whatever their size."""
 _EXTENDED = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
 )  # fmt: skip
 
 
 def unpack(archive: BinaryIO, top: str, only: str = "", *, within: str = "", compressed: bool = True) -> None:
-    """Unpack files, directories and links that stay inside ``top``. May be done again over what is there.
+    """Unpack files, directories and links that stay inside ``top``. Can be repeated over existing files.
 
-    ``only`` is a regular expression: of the files and links those whose relative path it matches from its start, in the
-    directories that they need. ``within`` is the name of one directory in ``top``: nothing but what lies in it is unpacked, and
-    only there, also through links. ``compressed``: whether the archive may be compressed. Raises ``OpError`` and ``OSError``
-    only.
+    ``only`` is a regular expression: only files and links whose relative path it matches from the start are unpacked, with
+    their directories. ``within`` names one directory of ``top``: only its contents are unpacked, and only there, also through
+    links. ``compressed``: whether the archive may be compressed. Raises only ``OpError`` and ``OSError``.
     """
     wanted = _matcher(only)
     try:
@@ -45,7 +44,7 @@ def unpack(archive: BinaryIO, top: str, only: str = "", *, within: str = "", com
 
 
 def file_time(said: float) -> float:
-    """The time for a file whose archive or store says that it was modified at ``said``: no earlier than ``EARLIEST_S``."""
+    """Return the time for a file whose archive or store reports that it was modified at ``said``, at least ``EARLIEST_S``."""
     # Not ``max`` alone: an extended header can say NaN.
     return min(said, _LATEST_S) if said >= EARLIEST_S else EARLIEST_S
 
@@ -74,7 +73,7 @@ def _unpack_members(tar: tarfile.TarFile, top: str, wanted: Optional[Pattern[str
         else:
             path = _place_of(top, name, known)
         if member.issym() or member.islnk() or os.path.islink(path):
-            # Every path through a link may lead elsewhere from now on.
+            # From now on, every path through a link may lead elsewhere.
             known.clear()
             has_links = True
         if member.isdir():
@@ -106,7 +105,7 @@ def _matcher(only: str) -> Optional[Pattern[str]]:
 
 
 def _place_of(top: str, name: str, known: Set[str]) -> str:
-    """Where a member goes, its directory made."""
+    """Return a member's path, and create its directory."""
     seen = len(known)
     path = inside(top, name, known)
     if len(known) > seen:
@@ -138,7 +137,7 @@ def _unpack_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> No
 
 
 def _refuse_links_outside(top: str) -> None:
-    """Check the finished tree: a link that led to a place inside when it was made may lead outside at the end."""
+    """Check the complete tree: a link may lead outside at the end even if it did not when it was created."""
     for folder, folders, names in os.walk(top):
         for name in folders + names:
             path = os.path.join(folder, name)

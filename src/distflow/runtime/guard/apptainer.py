@@ -1,7 +1,8 @@
-"""Tasks in images through Apptainer: no daemon, and a task's processes are children of ours as without a container.
+"""Tasks in images through Apptainer.
 
-So signals, exit codes, limits and the search for what is left are those of a task without one, and nothing has to be removed.
-Options and variables: Apptainer's user guide (``exec``, environment and metadata). Loaded only where it is used.
+Apptainer has no daemon, and a task's processes are children of the keeper, as without a container. So signals, exit codes,
+limits and the search for remaining processes work as for a task without an image, and no container has to be removed. Options
+and variables: Apptainer's user guide (``exec``, environment and metadata). This module is imported only when a task needs it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Dict, List, Optional
 
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["is_it", "pull", "wrap"]
+__all__ = ["is_apptainer", "pull", "wrap"]
 
 _PULL_S = 3600.0
 _PREFIX = "APPTAINERENV_"
 
 
-def is_it(program: str) -> bool:
+def is_apptainer(program: str) -> bool:
     """Whether a program is Apptainer."""
     return os.path.basename(program) == "apptainer"
 
 
 def pull(program: str, image: str, root: str, env: Dict[str, str], login: Optional[Json]) -> Json:
-    """Have the image below ``root``, or find the file that it names. Raises ``image_pull``."""
+    """Pull the image to a file below ``root``, or check that the file it names exists. Raises ``image_pull``."""
     path = _image(image, root)
     if os.path.exists(path):
         return {"program": program, "was_there": True}
@@ -58,9 +59,10 @@ def pull(program: str, image: str, root: str, env: Dict[str, str], login: Option
 
 
 def wrap(program: str, launch: Json, names: List[str], root: str, directory: str, env: Dict[str, str]) -> List[str]:
-    """The command line that runs the launch in its image; ``env`` gets what Apptainer hands on under another name.
+    """Return the command line that runs the launch in its image.
 
-    ``names`` are the variables that the task sees; their values are never in the command line.
+    ``names`` are the variables that the task sees. Their values are never in the command line: they are added to ``env`` under
+    the names from which Apptainer passes them on.
     """
     container = launch["container"]
     if container.get("privileged"):
@@ -84,14 +86,14 @@ def _is_file(image: str) -> bool:
 
 
 def _image(image: str, root: str) -> str:
-    """Where the image lies: the file itself, or one of ours that is named after it."""
+    """Return the path of the image: the file that it names, or the pulled file, which is named by the image's digest."""
     if _is_file(image):
         return os.path.expanduser(image)
     return os.path.join(root, "images", hashlib.sha256(image.encode()).hexdigest()[:32] + ".sif")
 
 
 def _user(login: Optional[Json]) -> Dict[str, str]:
-    """Who we are to a registry, as variables that it reads."""
+    """Return the variables from which Apptainer reads the login to a registry."""
     if login is None:
         return {}
     user, _, password = base64.b64decode(str(login["auth"])).decode().partition(":")

@@ -1,8 +1,9 @@
-"""A cgroup (v2) for each attempt, where this user may make one: what is in it stays in it, whatever else it hides from.
+"""A cgroup (v2) for each attempt, where this user may create one.
 
-Processes know their attempt by its mark in their environment and by their session, and a daemon can shed both. The cgroup
-it cannot leave, unless it may write there as we may. Root has one, and who logs in with a delegated one (a container, a user
-manager); for others everything is as it is without. No controller is switched on: it limits and counts nothing.
+Processes are recognized by the attempt's mark in their environment and by their session, but a daemon can lose both. It cannot
+leave the cgroup unless this user's permissions allow that. Root may create cgroups, and so may users with a delegated one (in a
+container, or through a user manager). For other users nothing changes. No controller is enabled, so the cgroup limits and
+counts nothing.
 
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (``cgroup.procs``, ``cgroup.kill``, delegation).
 """
@@ -18,19 +19,19 @@ from typing import Optional
 
 from distflow.runtime.wire import Json
 
-__all__ = ["enclose", "end", "is_one", "name_of", "of", "remove", "sweep"]
+__all__ = ["enclose", "end", "is_attempt_cgroup", "name_of", "of", "remove", "sweep"]
 
 _PREFIX = "distflow-"
 _TRIES = 10
 _PAUSE_S = 0.01
-_SWEPT = (errno.ENOENT, errno.ENODEV)
-"""Somebody has taken it for a leftover while nobody was in it yet."""
+_REMOVED_ERRORS = (errno.ENOENT, errno.ENODEV)
+"""Errors when another process removed the cgroup as a leftover while it was still empty."""
 
 
 def enclose(pid: int, directory: str) -> Optional[str]:
-    """Put a process, which has no children yet, into a cgroup of its attempt's own; its path, or None where none can be made.
+    """Move a process without children into a new cgroup for its attempt.
 
-    ``directory`` is the attempt's.
+    Returns the cgroup's path, or None where none can be created. ``directory`` is the attempt's.
     """
     base = _own()
     if base is None:
@@ -44,32 +45,32 @@ def enclose(pid: int, directory: str) -> Optional[str]:
                 procs.write(str(pid))
             return path
         except OSError as error:
-            if error.errno not in _SWEPT:
+            if error.errno not in _REMOVED_ERRORS:
                 break
     _remove(path)
     return None
 
 
 def name_of(command: Json) -> str:
-    """The name of a command's cgroup, as ``of`` gives it of what is inside; empty for one without."""
+    """Return the name of a command's cgroup in the form that ``of`` returns, or an empty string if it has none."""
     path = command.get("cgroup")
-    return os.path.basename(path) if isinstance(path, str) and is_one(path) else ""
+    return os.path.basename(path) if isinstance(path, str) and is_attempt_cgroup(path) else ""
 
 
-def is_one(path: str) -> bool:
-    """Whether a path is that of an attempt's cgroup, as far as its name tells."""
+def is_attempt_cgroup(path: str) -> bool:
+    """Whether a path is that of an attempt's cgroup, judged by its name."""
     return os.path.basename(path).startswith(_PREFIX)
 
 
 def end(command: Json) -> None:
-    """Have the kernel kill everything in a command's cgroup at once (since Linux 5.14); nothing where it cannot."""
+    """Let the kernel kill all processes in a command's cgroup at once (since Linux 5.14). Does nothing where it cannot."""
     if name_of(command):
         with contextlib.suppress(OSError), open(os.path.join(command["cgroup"], "cgroup.kill"), "w") as file:
             file.write("1")
 
 
 def remove(command: Json) -> None:
-    """Remove a command's cgroup when it is empty: the kernel may count a process for a moment after it was reaped."""
+    """Remove a command's cgroup when it is empty. The kernel may count a process for a moment after it was reaped."""
     if name_of(command):
         for _ in range(_TRIES):
             if _remove(command["cgroup"]):
@@ -78,17 +79,17 @@ def remove(command: Json) -> None:
 
 
 def sweep() -> None:
-    """Remove the empty ones here, of attempts that nobody ended in good order; one that is in use cannot be removed."""
+    """Remove empty cgroups of attempts that did not remove them. A cgroup with processes cannot be removed."""
     base = _own()
     if base is None:
         return
     with contextlib.suppress(OSError):
-        for name in filter(is_one, os.listdir(base)):
+        for name in filter(is_attempt_cgroup, os.listdir(base)):
             _remove(os.path.join(base, name))
 
 
 def _remove(path: str) -> bool:
-    """Remove one; False when there is still somebody in it."""
+    """Remove a cgroup. Returns False if it still contains processes."""
     try:
         os.rmdir(path)
     except OSError as error:
@@ -97,7 +98,7 @@ def _remove(path: str) -> bool:
 
 
 def of(pid: int) -> str:
-    """The name of the attempt's cgroup that a process is in, or below; empty for none."""
+    """Return the name of the attempt's cgroup that contains a process, directly or further up; empty if there is none."""
     try:
         with open("/proc/{}/cgroup".format(pid)) as file:
             lines = file.read().splitlines()
@@ -108,7 +109,7 @@ def of(pid: int) -> str:
 
 
 def _own() -> Optional[str]:
-    """The directory of the cgroup that we are in; None where there is no cgroup v2, or none that can be seen."""
+    """Return the directory of this process's cgroup; None where cgroup v2 is not mounted or not visible."""
     try:
         with open("/proc/self/cgroup") as file:
             place = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), None)

@@ -1,6 +1,7 @@
-"""Starting an attempt's command: its environment, and the few steps between fork and exec.
+"""Starting an attempt's command: its environment, and the steps between fork and exec.
 
-The child waits for a word before it becomes the command, so that its id and start time are on record before it can do anything.
+The child waits for a byte from the keeper before it execs the command. So its id and start time are recorded before the command
+can do anything.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from distflow.runtime.wire import Json
 __all__ = ["HEARTBEAT", "PLACEHOLDER", "Spawned", "environment", "fill", "read_failure", "spawn", "with_prelude"]
 
 HEARTBEAT = "heartbeat"
-"""Beside the attempt's other files: programs touch it as a sign of life (``DISTFLOW_HEARTBEAT``)."""
+"""File in the attempt's directory that programs touch as a heartbeat (``DISTFLOW_HEARTBEAT``)."""
 
 PLACEHOLDER = "@@ATTEMPT_DIR@@"
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NOT_FOR_TASKS = ("PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "__PYVENV_LAUNCHER__")
-"""Set for the interpreter that started us; a task's Python may be another one."""
+"""Variables that are meant for the agent's interpreter. A task's Python may be another one."""
 
 
 class Spawned(NamedTuple):
@@ -33,20 +34,20 @@ class Spawned(NamedTuple):
     pid: int
     start: int
     go: int
-    """Write a byte here and it execs; close it and it ends."""
+    """Writing a byte here lets the child exec the command; closing it ends the child."""
     failure: int
-    """Reads end of file when the exec worked, else why it did not (``read_failure``)."""
+    """Gives end of file if the exec succeeded, and the cause of the failure otherwise (see ``read_failure``)."""
     cgroup: Optional[str]
-    """Where everything that it starts stays; None where this user may make none."""
+    """Path of the cgroup that contains the command and its descendants; None where this user may not create one."""
 
     @property
     def record(self) -> Json:
-        """What ``runner.json`` says of it."""
+        """The entry in ``runner.json``."""
         return {"pid": self.pid, "start": self.start, "cgroup": self.cgroup}
 
 
 def fill(launch: Json, directory: str) -> Json:
-    """The launch with every placeholder replaced by the attempt's directory."""
+    """Return the launch with every placeholder replaced by the attempt's directory."""
 
     def text(value: str) -> str:
         return value.replace(PLACEHOLDER, directory)
@@ -66,9 +67,10 @@ def fill(launch: Json, directory: str) -> Json:
 
 
 def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
-    """What the command sees: the node's environment, the launch's over it, and the attempt's marks over all.
+    """Return the command's environment: the node's variables, overridden by the launch's, overridden by the attempt's marks.
 
-    With a container, PATH is the node's all the same: docker or podman is found by it, and the launch's own is for inside.
+    With a container, PATH remains the node's, because it is used to find docker or podman. The launch's own PATH applies inside
+    the container.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("DISTFLOW_") and k not in _NOT_FOR_TASKS}
     path = env.get("PATH") or _DEFAULT_PATH
@@ -88,7 +90,7 @@ def environment(launch: Json, attempt: str, directory: str) -> Dict[str, str]:
 
 
 def with_prelude(argv: List[str], prelude: Optional[str], env: Dict[str, str]) -> List[str]:
-    """What runs ``argv`` after the prelude: bash, or sh where there is none, which then becomes the command."""
+    """Return a command line that runs the prelude in bash, or in sh if there is no bash, and then execs ``argv``."""
     if not prelude:
         return list(argv)
     shell = processes.find_program("bash", env["PATH"]) or "/bin/sh"
@@ -96,7 +98,7 @@ def with_prelude(argv: List[str], prelude: Optional[str], env: Dict[str, str]) -
 
 
 def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -> Spawned:
-    """Fork the child and wait until it stands in a session of its own. Raises ``OSError`` when no process can be made."""
+    """Fork the child and wait until it is in its own session. Raises ``OSError`` if no process can be created."""
     env = environment(launch, attempt, directory)
     argv = list(launch["argv"])
     if not launch.get("container"):
@@ -124,7 +126,7 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     os.close(go_read)
     os.close(failure_write)
-    os.read(failure_read, 1)  # its word that it is ready; end of file when it was killed before
+    os.read(failure_read, 1)  # the child writes a byte when it is ready; end of file means that it was killed before
     os.set_blocking(failure_read, False)
     process = processes.read_process(pid)
     return Spawned(pid, process.start if process else 0, go_write, failure_read, cgroups.enclose(pid, directory))
@@ -137,7 +139,7 @@ def _become(
     try:
         signal.set_wakeup_fd(-1)
         os.setsid()
-        # Should keeper and runner die together, the command itself still goes with them.
+        # If keeper and runner die together, the kernel still kills the command.
         if not processes.die_with_parent(signal.SIGKILL, keeper):
             os._exit(126)
         processes.rename_self("df-command")
@@ -151,7 +153,7 @@ def _become(
         processes.reset_signals()
         os.write(failure, b"r")
         if not os.read(go, 1):
-            os._exit(126)  # the keeper died before it gave the word
+            os._exit(126)  # the keeper died before it wrote the byte
         try:
             os.chdir(cwd)
         except OSError as error:
@@ -166,7 +168,7 @@ def _become(
 
 
 def _exec(argv: List[str], env: Dict[str, str]) -> Tuple[int, str]:
-    """Only returns when the program cannot be executed: exit code and message, as a shell would put them."""
+    """Execute the program. Returns only on failure: an exit code and a message, as a shell would report them."""
     name = argv[0]
     candidates = [name] if "/" in name else [os.path.join(p or ".", name) for p in env["PATH"].split(":")]
     refused: Optional[str] = None
@@ -197,7 +199,7 @@ def _exec(argv: List[str], env: Dict[str, str]) -> Tuple[int, str]:
 
 
 def read_failure(fd: int) -> Optional[Json]:
-    """Why the exec failed, once ``failure`` is readable; None when it worked."""
+    """Return why the exec failed, or None if it succeeded. Call it when ``failure`` is readable."""
     text = b""
     while True:
         try:

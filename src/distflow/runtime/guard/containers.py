@@ -1,9 +1,9 @@
-"""Tasks in containers, through the command line of docker, podman or apptainer: nothing else is needed on the node.
+"""Tasks in containers, through the command line of docker, podman or apptainer. The node needs nothing else.
 
-A task's container shares with its node the network, the memory for messages between processes (``/dev/shm``) and the process
-ids, so that addresses, ports, signals, exit codes and the search for what is left are those of a task without one. The
-attempt's directory stands in it under its own path. What is said here of making and removing containers is for docker and
-podman; ``apptainer`` has none. Loaded only when a launch has a ``container``.
+A task's container shares the node's network, shared memory (``/dev/shm``) and process ids. So addresses, ports, signals, exit
+codes and the search for remaining processes work as for a task without a container. The attempt's directory has the same path
+inside and outside. Everything here about creating and removing containers applies to docker and podman; ``apptainer`` has none.
+This module is imported only for a launch with a ``container``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from distflow.runtime.guard import apptainer
 from distflow.runtime.guard.memory_limit import size_text
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["CREATED", "engines", "enter", "identify", "labelled", "pull", "remove", "why_ended", "wrap"]
+__all__ = ["CREATED", "engines", "enter", "identify", "labeled", "pull", "remove", "why_ended", "wrap"]
 
 CREATED = "container.id"
-"""Written by the container's program once the container is made."""
+"""File that the container program writes after it has created the container."""
 
 _ENGINES = ("docker", "podman")
 _KNOWN = (*_ENGINES, "apptainer")
@@ -31,22 +31,25 @@ _REMOVE_S = 30.0
 _INSPECT_S = 60.0
 _PULL_S = 3600.0
 _SECRET_WORDS = ("AUTH", "KEY", "PASS", "SECRET", "TOKEN")
-"""What a variable is called that may hold one, such as ``DOCKER_AUTH_CONFIG``; removing a container needs none."""
-_OF_CLIENT = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", "TMPDIR")
-"""Beginnings of the variables by which the program finds its daemon, its images and its settings."""
+"""Words in the names of variables that may hold a secret, such as ``DOCKER_AUTH_CONFIG``.
+
+They are not stored: removing a container needs no secret.
+"""
+_CLIENT_PREFIXES = ("CONTAINER", "DOCKER", "PODMAN", "STORAGE", "XDG_", "HOME", "TMPDIR")
+"""Prefixes of the variables by which the program finds its daemon, its images and its settings."""
 
 
 def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] = None) -> Json:
-    """Have the image on the node, by ``login`` (``registry``, ``auth``) where one is given.
+    """Pull the image unless the node has it, with ``login`` (``registry``, ``auth``) if one is given.
 
-    Answers ``program`` and whether it ``was_there``. Raises ``image_pull``, ``no_container``.
+    Returns ``program`` and whether the image ``was_there``. Raises ``image_pull``, ``no_container``.
     """
     program, image = _program(container, env), str(container["image"])
     check_mounts([mount.partition(":")[0] for mount in container.get("mounts") or []])
-    if apptainer.is_it(program):
+    if apptainer.is_apptainer(program):
         return apptainer.pull(program, image, root, env, login)
-    looked = _run([program, "image", "inspect", image], env, _INSPECT_S)
-    if looked.returncode == 0:
+    inspected = _run([program, "image", "inspect", image], env, _INSPECT_S)
+    if inspected.returncode == 0:
         return {"program": program, "was_there": True}
     if login is None:
         pulled = _run([program, "pull", "--quiet", image], env, _PULL_S)
@@ -58,15 +61,18 @@ def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] 
             words = ["--config", folder, "pull"] if _is_docker(program) else ["pull", "--authfile", config]
             pulled = _run([program, *words, "--quiet", image], env, _PULL_S)
     if pulled.returncode != 0:
-        raise OpError("image_pull", "the image {} cannot be pulled: {}".format(image, _last_words(pulled.stderr)))
+        raise OpError("image_pull", "the image {} cannot be pulled: {}".format(image, _last_lines(pulled.stderr)))
     return {"program": program, "was_there": False}
 
 
 def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Optional[Json]:
-    """What must be known to end the attempt's container, whoever ends it; None where there is none. Holds no secret."""
+    """Return the data that any process needs to end the attempt's container; None if there is no container.
+
+    The data contain no secret.
+    """
     secret = launch.get("secret_env") or {}
     program = _program(launch["container"], env)
-    if apptainer.is_it(program):
+    if apptainer.is_apptainer(program):
         return None
     return {
         "program": program,
@@ -75,20 +81,20 @@ def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Optional[Json]:
         "env": {
             name: value
             for name, value in env.items()
-            if name.startswith(_OF_CLIENT) and name not in secret and not any(word in name for word in _SECRET_WORDS)
+            if name.startswith(_CLIENT_PREFIXES) and name not in secret and not any(word in name for word in _SECRET_WORDS)
         },
     }
 
 
 def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> List[str]:
-    """The command line that runs the launch in its container.
+    """Return the command line that runs the launch in its container.
 
-    Values of variables are never in it, PATH aside: the program takes them from its own environment, ``env``, which gets what
-    it wants under another name.
+    Except for PATH, it contains no values of variables: the program reads them from its own environment ``env``. Variables that
+    the program expects under another name are added to ``env``.
     """
     container = launch["container"]
     program = _program(container, env)
-    if apptainer.is_it(program):
+    if apptainer.is_apptainer(program):
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(directory))))
         return apptainer.wrap(program, dict(launch, argv=_argv(launch)), _names(launch, env), root, directory, env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
@@ -108,10 +114,10 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
 
 
 def enter(launch: Json, attempt: str, directory: str, env: Dict[str, str], terminal: bool) -> List[str]:
-    """The command line that runs ``launch["argv"]`` beside the attempt's command, in its container."""
+    """Return the command line that runs ``launch["argv"]`` in the container of the attempt's running command."""
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     program = _program(launch["container"], env)
-    if apptainer.is_it(program):
+    if apptainer.is_apptainer(program):
         return wrap(launch, attempt, directory, env)
     words = [program, "exec", "--interactive", "--workdir", cwd]
     if terminal:
@@ -121,38 +127,44 @@ def enter(launch: Json, attempt: str, directory: str, env: Dict[str, str], termi
 
 
 def _argv(launch: Json) -> List[str]:
-    """The command inside: with directories of its own for PATH, through a shell, as only that knows the image's PATH."""
+    """Return the command to run inside the container.
+
+    If the task adds directories to PATH, a shell in the container adds them, because only it knows the image's PATH.
+    """
     if not launch.get("path"):
         return list(launch["argv"])
     return ["/bin/sh", "-c", 'PATH="$0:$PATH"; export PATH; exec "$@"', ":".join(launch["path"]), *launch["argv"]]
 
 
 def remove(known: Optional[Json]) -> Optional[str]:
-    """End what ``identify`` named, and all that runs in it; harmless when it is gone. Returns why that failed."""
+    """Remove the container that ``identify`` described, with all its processes; harmless if it is gone.
+
+    Returns the cause if that failed.
+    """
     if not known:
         return None
     env = dict(os.environ, **known["env"])
     try:
-        # podman's `rm --force` would first wait ten seconds for what ignores TERM; our own ladder has done that.
+        # podman's `rm --force` would first wait ten seconds for processes that ignore TERM. The keeper has already sent TERM.
         _run([known["program"], "kill", known["name"]], env, _REMOVE_S)
         done = _run([known["program"], "rm", "--force", known["name"]], env, _REMOVE_S)
     except OpError as error:
         return "its container {} could not be removed: {}".format(known["name"], error.message)
     if done.returncode == 0 or "no such container" in done.stderr.lower() or "no container with" in done.stderr.lower():
         return None
-    return "its container {} could not be removed: {}".format(known["name"], _last_words(done.stderr))
+    return "its container {} could not be removed: {}".format(known["name"], _last_lines(done.stderr))
 
 
 def engines() -> List[Tuple[str, Dict[str, str]]]:
-    """The programs that are on the node, each with the variables that it needs beyond ours: none."""
+    """Return the container programs on the node, each with the additional variables that it needs, which are none."""
     found = (processes.find_program(name, os.environ.get("PATH") or os.defpath) for name in _ENGINES)
     return [(program, {}) for program in found if program is not None]
 
 
-def labelled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
-    """Every container that was made for an attempt, also one that has ended: ``id``, ``name``, ``state``, ``cwd``, ``attempt``.
+def labeled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
+    """Return every container of an attempt, also ended ones: ``id``, ``name``, ``state``, ``cwd``, ``attempt``.
 
-    None when the program cannot say.
+    The list is empty if the program fails.
     """
     env = dict(os.environ, **env)
     fields = (
@@ -167,11 +179,11 @@ def labelled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
         ids = listed.stdout.split() if listed.returncode == 0 else []
         if not ids:
             return []
-        # One that ends meanwhile makes this fail in part, and the others are told all the same.
-        told = _run([program, "container", "inspect", "--format", "\t".join(fields), *ids], env, _INSPECT_S)
+        # A container that ends meanwhile makes this fail partly; the others are still printed.
+        inspected = _run([program, "container", "inspect", "--format", "\t".join(fields), *ids], env, _INSPECT_S)
     except OpError:
         return []
-    rows = [line.split("\t") for line in told.stdout.splitlines()]
+    rows = [line.split("\t") for line in inspected.stdout.splitlines()]
     return [
         {"id": row[0], "name": row[1].lstrip("/"), "state": row[2], "cwd": row[3], "attempt": row[4]}
         for row in rows
@@ -180,7 +192,7 @@ def labelled(program: str, env: Dict[str, str]) -> List[Dict[str, str]]:
 
 
 def why_ended(known: Json, directory: str, exit_code: Optional[int]) -> Tuple[Optional[EndReason], Optional[str]]:
-    """The reason of an end that was not the command's own, and what to say; nothing when it was. Ask before ``remove``."""
+    """Return reason and message if the container or the kernel ended the command, else two Nones. Call it before ``remove``."""
     if exit_code == 125 and not os.path.exists(os.path.join(directory, CREATED)):
         return EndReason.START_ERROR, "the container could not be made; the last lines of its output say why"
     if exit_code == 137 and known.get("memory"):
@@ -203,7 +215,10 @@ def _ran_out(known: Json) -> Optional[str]:
 
 
 def _limits(container: Json) -> List[str]:
-    """With a limit, the container stays when it has ended, until it was asked whether that was why."""
+    """Return the options for memory and CPUs.
+
+    With a memory limit, the ended container is kept, so that ``why_ended`` can ask whether the limit was the cause.
+    """
     words = []
     if container.get("memory"):
         words += ["--memory", str(container["memory"]), "--memory-swap", str(container["memory"])]
@@ -226,7 +241,7 @@ def _program(container: Json, env: Dict[str, str]) -> str:
 
 
 def _name(attempt: str) -> str:
-    """One container for each attempt, and one attempt for each container: names may not hold slashes, and must not be long."""
+    """Return the container's name, which is unique to the attempt. Container names must be short and contain no slashes."""
     return "distflow-" + hashlib.sha256(attempt.encode()).hexdigest()[:24]
 
 
@@ -235,7 +250,7 @@ def _is_docker(program: str) -> bool:
 
 
 def _user(program: str, launch: Json, cwd: str) -> List[str]:
-    """Files that the task writes belong to the node's user: with podman that is who root is inside."""
+    """Return the options that make the node's user own the task's files. podman needs none: its root inside is that user."""
     if not _is_docker(program) or os.getuid() == 0:
         return []
     home = [] if "HOME" in launch["env"] else ["--env", "HOME=" + cwd]
@@ -243,9 +258,9 @@ def _user(program: str, launch: Json, cwd: str) -> List[str]:
 
 
 def _variables(launch: Json, env: Dict[str, str]) -> List[str]:
-    """The variables that the task sees inside: its own, and the marks. PATH and HOME are the image's unless it has its own.
+    """Return the options for the task's own variables and the marks. PATH and HOME are the image's unless the task sets them.
 
-    The program's PATH is the node's, so that of the task is written out.
+    The task's PATH is written out, because the program's own PATH must be the node's.
     """
     path = ["--env", "PATH=" + launch["env"]["PATH"]] if "PATH" in launch["env"] else []
     return [*path, *(word for name in _names(launch, env) for word in ("--env", name))]
@@ -269,6 +284,6 @@ def _run(argv: List[str], env: Dict[str, str], timeout_s: float) -> subprocess.C
         raise OpError.from_os(error, "{} cannot be run".format(argv[0])) from error
 
 
-def _last_words(text: str) -> str:
+def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " / ".join(lines[-2:])[:1000] or "it did not say why"

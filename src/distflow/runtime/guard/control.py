@@ -1,7 +1,8 @@
-"""The ``control`` socket of an attempt, on the keeper's side: requests of agents, and news for all of them.
+"""The ``control`` socket of an attempt, on the keeper's side: requests of agents, and notifications for all of them.
 
-A socket, not a pair of FIFOs: it frames long messages, it answers, it wakes every agent that listens (two may, while an old
-connection dies) and not only the one that reads first; and connecting to it fails exactly when runner and keeper are gone.
+It is a socket instead of two FIFOs for four reasons. It frames long messages, and it carries replies. It wakes every connected
+agent, not only the first reader (there may be two while an old connection dies). Connecting fails exactly when runner and
+keeper are gone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Callable, List
 
 from distflow.runtime.wire import Json, LineReader, OpError, encode
 
-__all__ = ["CONTROL", "Visitors", "listen", "reach"]
+__all__ = ["CONTROL", "AgentConnections", "connect", "listen"]
 
 CONTROL = "control"
 
@@ -29,7 +30,7 @@ def _address(dir_fd: int) -> str:
 
 
 def listen(dir_fd: int) -> int:
-    """Make the socket in a directory. Returns its descriptor. Raises ``OSError`` when there is one already."""
+    """Create the socket in a directory. Returns its descriptor. Raises ``OSError`` if there is one already."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         listener.bind(_address(dir_fd))
@@ -41,22 +42,25 @@ def listen(dir_fd: int) -> int:
     return listener.detach()
 
 
-def reach(directory: str) -> socket.socket:
-    """Connect to the pair of the attempt in ``directory``. Raises ``OSError`` when no process of the pair is there."""
+def connect(directory: str) -> socket.socket:
+    """Connect to the pair of the attempt in ``directory``. Raises ``OSError`` if neither runner nor keeper is running."""
     dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    visitor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        visitor.connect(_address(dir_fd))
+        connection.connect(_address(dir_fd))
     except OSError:
-        visitor.close()
+        connection.close()
         raise
     finally:
         os.close(dir_fd)
-    return visitor
+    return connection
 
 
-class Visitors:
-    """The connected agents. ``requested(request, answer)`` is called for each request; what it raises is answered."""
+class AgentConnections:
+    """The connected agents.
+
+    ``requested(request, answer)`` is called for each request. Its exceptions are sent as error replies.
+    """
 
     def __init__(self, listener: int, selector: selectors.BaseSelector, requested: _Requested) -> None:
         self._listener = socket.socket(fileno=listener)
@@ -66,12 +70,12 @@ class Visitors:
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
-    def are_there(self) -> bool:
-        """Whether any agent listens."""
+    def is_any_connected(self) -> bool:
+        """Whether any agent is connected."""
         return bool(self._connections)
 
-    def tell(self, news: str) -> None:
-        """Wake every agent. One that has not read the last news yet needs no more of them."""
+    def notify(self, news: str) -> None:
+        """Notify every agent. An agent that has not read the previous notification needs no further one."""
         line = encode({"news": news})
         for connection in list(self._connections):
             try:
@@ -106,7 +110,7 @@ class Visitors:
                 self._requested(request, functools.partial(self._answer, connection, number))
             except OpError as error:
                 self._send(connection, {"id": number, "ok": False, "error": error.as_json()})
-            except Exception as error:  # a request that breaks us must not end the task
+            except Exception as error:  # an error in a request must not end the task
                 sys.excepthook(type(error), error, error.__traceback__)
                 self._send(connection, {"id": number, "ok": False, "error": {"kind": "internal", "message": repr(error)}})
         if not data:
@@ -119,7 +123,7 @@ class Visitors:
         try:
             connection.send(encode(message))
         except OSError:
-            self._drop(connection)  # it will come again and look
+            self._drop(connection)  # the agent will connect again and read the files
 
     def _drop(self, connection: socket.socket) -> None:
         if connection in self._connections:

@@ -1,4 +1,4 @@
-"""How a process ended, as records have it and in words."""
+"""How a process ended, as fields of records and as text."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import os
 
 from distflow.runtime.wire import Json
 
-__all__ = ["as_exit", "how", "tell"]
+__all__ = ["as_exit", "describe_end", "describe_status"]
 
 
 def as_exit(status: int) -> Json:
-    """A wait status as ``exit_code`` and ``signal``."""
+    """Return a wait status as ``exit_code`` and ``signal``."""
     if os.WIFSIGNALED(status):
         return {"exit_code": None, "signal": os.WTERMSIG(status)}
     return {"exit_code": os.WEXITSTATUS(status), "signal": None}
 
 
-def how(end: Json) -> str:
-    """The end of a command in words."""
+def describe_end(end: Json) -> str:
+    """Describe the end of a command."""
     return "signal {}".format(end["signal"]) if end.get("signal") else "exit code {}".format(end.get("exit_code"))
 
 
-def tell(status: int) -> str:
-    """A wait status in words."""
+def describe_status(status: int) -> str:
+    """Describe a wait status."""
     if os.WIFSIGNALED(status):
         return "was killed by signal {} (out of memory, or by hand?)".format(os.WTERMSIG(status))
     return "ended with code {}; see pair.log".format(os.WEXITSTATUS(status))

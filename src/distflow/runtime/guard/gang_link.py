@@ -1,14 +1,15 @@
-"""The gang link: the keepers of a gang tell each other that one has failed, also when no supervisor is awake.
+"""The gang link: keepers of a gang report a failed task to each other, even while no supervisor runs.
 
-One of them, the hub, listens on the training network; the others connect to it, and again when the connection breaks. What
-travels is that a task failed, and how; it goes to the hub, and from there to all. A connection that breaks says nothing, and
-ends nothing. Both sides prove with each line that they know the gang's token (HMAC, RFC 2104), over numbers that both chose for
-this connection, so that nothing can be repeated from another one. Loaded only for gangs of several tasks.
+One keeper, the hub, listens on the training network. The others connect to it, and reconnect when the connection breaks. A
+keeper reports to the hub that its task failed and how, and the hub reports it to all. A broken connection means nothing and
+ends nothing. With each line, both sides prove that they know the gang's token (HMAC, RFC 2104). The HMAC covers random numbers
+that both chose for this connection, so no line of another connection can be replayed. This module is imported only for gangs of
+several tasks.
 
 Each side first sends a line with its number. Every line after that is the HMAC in hexadecimal, a space, and a JSON object. The
 HMAC covers the bytes of the object as they were received: nothing of a line is parsed before the HMAC is verified, so a host
-without the token reaches no parser. All keepers of a gang run the same version of this module: agents and keepers come from
-the runtime that one supervisor sent, whose hash names it. A peer of another version fails the check and is disconnected.
+without the token reaches no parser. All keepers of a gang run the same version of this module: agents and keepers come from the
+runtime that one supervisor sent, whose hash names it. A peer of another version fails the check and is disconnected.
 """
 
 from __future__ import annotations
@@ -33,44 +34,47 @@ from distflow.runtime.wire import Json
 
 __all__ = ["GangLink", "stops_gang"]
 
-_LINE = 8192
+_MAX_LINE = 8192
 """The longest line in bytes."""
-_DEPTH = 4
+_MAX_DEPTH = 4
 _NUMBER = re.compile(rb"[0-9a-f]{32}")
-_STRANGERS = 32
-"""Connections that the hub holds beyond two for each of the others: a flood takes no more descriptors from the task."""
-_GREETING_S = 10.0
-"""How long the other side has to prove itself."""
-_PAUSES_S = (0.2, 1.0, 5.0, 15.0)
-"""Before the hub is tried again."""
+_MAX_UNPROVEN = 32
+"""Connections that the hub accepts beyond two for each other task. A flood takes no more of the task's descriptors."""
+_PROOF_TIMEOUT_S = 10.0
+"""Time in which a peer must prove that it knows the token."""
+_RETRY_DELAYS_S = (0.2, 1.0, 5.0, 15.0)
+"""Delays between attempts to connect to the hub."""
 _LINGER_S = 20.0
-"""How long a keeper whose gang has failed tries to tell those whom it cannot reach at once."""
-_WORDS = 500
+"""How long a keeper of a failed gang tries to notify keepers that it cannot reach at once."""
+_MAX_TEXT = 500
 _NEVER = float("inf")
 
 Failed = Callable[[str, str], None]
-"""Hears the name of the task that failed, and how."""
+"""Callback that gets the name of the failed task and how it failed."""
 
 
 def stops_gang(gang: Json, reason: EndReason, end: Json) -> bool:
-    """Whether the end of a task stops its gang, by what the spec says of exit codes."""
+    """Whether the end of a task stops its gang, by the spec's rules for exit codes."""
     code = ends.code_of(end.get("exit_code"), end.get("signal"))
     return bool(gang["counts"]) and ends.counts_as_failure(reason, code, gang["success"], gang["failure"])
 
 
 class GangLink:
-    """One keeper's part of the link. ``tick`` is due at ``due_at``; its sockets' data in the selector are to be called."""
+    """One keeper's part of the link.
+
+    Call ``tick`` at ``due_at``. The selector's data for its sockets are callbacks.
+    """
 
     def __init__(self, gang: Json, listener: int, selector: selectors.BaseSelector, failed: Failed) -> None:
         self._gang = gang
         self._selector = selector
         self._failed = failed
-        self._news: Optional[Json] = None
-        """The failure, once there is one; the first is the only one."""
+        self._failure: Optional[Json] = None
+        """The first reported failure. Later ones are ignored."""
         self._peers: List[_Peer] = []
-        """Of the hub: all others. Of the others: the hub, or what may become the connection to it."""
-        self._left: Set[str] = set()
-        """Tasks that need no news: they ended as they should, or had it before they hung up."""
+        """For the hub: connections of all others. For the others: the connection to the hub, possibly not yet established."""
+        self._done: Set[str] = set()
+        """Tasks that need no notification: they ended normally, or knew of the failure before they disconnected."""
         self._tries = 0
         self.due_at = _NEVER
         self._listener: Optional[socket.socket] = None
@@ -82,37 +86,37 @@ class GangLink:
             self._connect()
 
     def fail(self, why: str) -> None:
-        """Tell the gang that this keeper's task failed."""
-        self._take({"task": str(self._gang["task"]), "why": why[:_WORDS]})
+        """Report to the gang that this keeper's task failed."""
+        self._take({"task": str(self._gang["task"]), "why": why[:_MAX_TEXT]})
 
     def tick(self) -> None:
-        """Drop who does not prove itself; connect to the hub again."""
+        """Disconnect peers that have not proved themselves in time, and reconnect to the hub."""
         self.due_at = _NEVER
         now = time.monotonic()
-        for peer in [peer for peer in self._peers if not peer.is_known]:
+        for peer in [peer for peer in self._peers if not peer.is_proven]:
             if now >= peer.deadline:
                 self._drop(peer)
             else:
                 self.due_at = min(self.due_at, peer.deadline)
-        if self._listener is None and not self._peers and not self._left:
+        if self._listener is None and not self._peers and not self._done:
             self._connect()
 
-    def farewell(self) -> None:
-        """Before the keeper ends: see to it that the others have heard of a failure, or that nothing is to be heard."""
+    def finish(self) -> None:
+        """Wait until the others know of the failure, or report that there is none. Called before the keeper exits."""
         until = time.monotonic() + _LINGER_S
-        while self._news is not None and not self._is_told() and time.monotonic() < until:
+        while self._failure is not None and not self._all_know() and time.monotonic() < until:
             if time.monotonic() >= self.due_at:
                 self.tick()
             for key, _ in self._selector.select(max(0.0, min(self.due_at, until) - time.monotonic())):
                 key.data()
         for peer in list(self._peers):
-            if peer.is_known and self._news is None:
-                peer.say({"bye": self._gang["task"]})
+            if peer.is_proven and self._failure is None:
+                peer.send_message({"bye": self._gang["task"]})
             peer.close()
 
-    def _is_told(self) -> bool:
-        told = {peer.task for peer in self._peers if peer.knows} | self._left
-        return told >= set(self._gang["others"])
+    def _all_know(self) -> bool:
+        informed = {peer.task for peer in self._peers if peer.knows_failure} | self._done
+        return informed >= set(self._gang["others"])
 
     # -- the hub's side, and the others'
 
@@ -123,114 +127,114 @@ class GangLink:
             return
         if connection is None:
             return
-        if len(self._peers) >= 2 * len(self._gang["others"]) + _STRANGERS:
-            # A stranger makes room, never a connection of the gang: keepers prove themselves within a round trip.
-            stranger = next((peer for peer in self._peers if not peer.is_known), None)
-            if stranger is None:
+        if len(self._peers) >= 2 * len(self._gang["others"]) + _MAX_UNPROVEN:
+            # Only an unproven connection makes room, never one of the gang: keepers prove themselves within a round trip.
+            unproven = next((peer for peer in self._peers if not peer.is_proven), None)
+            if unproven is None:
                 connection.close()
                 return
-            self._drop(stranger)
-        self._add(_Peer(connection, self._gang, self._selector, self._hear, is_hub=True))
+            self._drop(unproven)
+        self._add(_Peer(connection, self._gang, self._selector, self._on_message, is_hub=True))
 
     def _connect(self) -> None:
         try:
-            connection = _towards(str(self._gang["address"]), int(self._gang["port"]))
+            connection = _start_connecting(str(self._gang["address"]), int(self._gang["port"]))
         except OSError:
-            self._again()
+            self._schedule_reconnect()
             return
-        self._add(_Peer(connection, self._gang, self._selector, self._hear, is_hub=False))
+        self._add(_Peer(connection, self._gang, self._selector, self._on_message, is_hub=False))
 
     def _add(self, peer: _Peer) -> None:
         self._peers.append(peer)
         self.due_at = min(self.due_at, peer.deadline)
 
-    def _again(self) -> None:
-        self.due_at = min(self.due_at, time.monotonic() + _PAUSES_S[min(self._tries, len(_PAUSES_S) - 1)])
+    def _schedule_reconnect(self) -> None:
+        self.due_at = min(self.due_at, time.monotonic() + _RETRY_DELAYS_S[min(self._tries, len(_RETRY_DELAYS_S) - 1)])
         self._tries += 1
 
     def _drop(self, peer: _Peer) -> None:
         peer.close()
         if peer in self._peers:
             self._peers.remove(peer)
-            if peer.knows:
-                self._left.add(peer.task)
+            if peer.knows_failure:
+                self._done.add(peer.task)
             if self._listener is None:
                 if peer.was_refused:
-                    self._left.update(self._gang["others"])  # nobody is there any more who would tell the others
+                    self._done.update(self._gang["others"])  # the hub is gone, so no process can notify the others
                 else:
-                    self._again()
+                    self._schedule_reconnect()
 
-    def _hear(self, peer: _Peer, message: Optional[Json]) -> None:
-        """Take what a peer that has proved itself says; None: it is gone, or never proved itself."""
+    def _on_message(self, peer: _Peer, message: Optional[Json]) -> None:
+        """Handle a message of a proven peer. None means that the peer disconnected or never proved itself."""
         if message is None:
             self._drop(peer)
         elif "bye" in message:
-            self._left.add(peer.task)
+            self._done.add(peer.task)
         elif "failed" in message:
-            failed = {"task": str(message["failed"]["task"]), "why": str(message["failed"]["why"])[:_WORDS]}
-            peer.knows = True
+            failed = {"task": str(message["failed"]["task"]), "why": str(message["failed"]["why"])[:_MAX_TEXT]}
+            peer.knows_failure = True
             self._take(failed)
-        else:  # it has just become known
+        else:  # the peer has just proved itself
             self._tries = 0
-            self._pass_on(peer)
+            self._send_failure_to(peer)
 
-    def _take(self, news: Json) -> None:
-        if self._news is None:
-            self._news = news
-            if news["task"] != self._gang["task"]:
-                self._failed(str(news["task"]), str(news["why"]))
+    def _take(self, failure: Json) -> None:
+        if self._failure is None:
+            self._failure = failure
+            if failure["task"] != self._gang["task"]:
+                self._failed(str(failure["task"]), str(failure["why"]))
         for peer in list(self._peers):
-            self._pass_on(peer)
+            self._send_failure_to(peer)
 
-    def _pass_on(self, peer: _Peer) -> None:
-        if self._news is not None and peer.is_known and not peer.was_told:
-            peer.was_told = True  # the answer of who knew it already is that it knows
-            peer.say({"failed": self._news})
+    def _send_failure_to(self, peer: _Peer) -> None:
+        if self._failure is not None and peer.is_proven and not peer.was_sent_failure:
+            peer.was_sent_failure = True  # a peer that already knew of the failure answers by reporting it too
+            peer.send_message({"failed": self._failure})
 
 
 class _Peer:
-    """One connection: numbers are exchanged, then lines that only who knows the token can write."""
+    """One connection: both sides exchange numbers, then lines that only holders of the token can write."""
 
     def __init__(
         self,
         connection: socket.socket,
         gang: Json,
         selector: selectors.BaseSelector,
-        hear: Callable[[_Peer, Optional[Json]], None],
+        on_message: Callable[[_Peer, Optional[Json]], None],
         *,
         is_hub: bool,
     ) -> None:
         self._socket: Optional[socket.socket] = connection
         self._gang = gang
         self._selector = selector
-        self._hear = hear
+        self._on_message = on_message
         self._is_hub = is_hub
         self._received = bytearray()
-        self._mine = os.urandom(16).hex().encode()
-        self._theirs = b""
+        self._own_number = os.urandom(16).hex().encode()
+        self._peer_number = b""
         self.task = "" if is_hub else str(gang["others"][0])
-        self.is_known = False
-        self.knows = False
-        """Whether it has heard of the failure."""
-        self.was_told = False
+        self.is_proven = False
+        self.knows_failure = False
+        """Whether the peer knows of the failure."""
+        self.was_sent_failure = False
         self.was_refused = False
-        self.deadline = time.monotonic() + _GREETING_S
+        self.deadline = time.monotonic() + _PROOF_TIMEOUT_S
         if is_hub:
             self._greet()
         else:
             selector.register(connection, selectors.EVENT_WRITE, self._connected)
 
     def close(self) -> None:
-        """Hang up; harmless when that has happened."""
+        """Close the connection. Does nothing if it is closed."""
         if self._socket is not None:
             self._selector.unregister(self._socket)
             self._socket.close()
             self._socket = None
 
-    def say(self, message: Json) -> None:
-        """Send a line that proves who wrote it."""
-        said = json.dumps(message).encode()
-        self._send(self._mac(said, from_hub=self._is_hub) + b" " + said)
+    def send_message(self, message: Json) -> None:
+        """Send a line with its HMAC."""
+        body = json.dumps(message).encode()
+        self._send(self._mac(body, from_hub=self._is_hub) + b" " + body)
 
     def _connected(self) -> None:
         if self._socket is None:
@@ -238,7 +242,7 @@ class _Peer:
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             self.was_refused = error == errno.ECONNREFUSED
-            self._hear(self, None)
+            self._on_message(self, None)
             return
         self._selector.unregister(self._socket)
         self._greet()
@@ -246,69 +250,69 @@ class _Peer:
     def _greet(self) -> None:
         if self._socket is not None:
             self._socket.setblocking(False)
-            _notice_when_gone(self._socket)
+            _enable_keepalive(self._socket)
             self._selector.register(self._socket, selectors.EVENT_READ, self._read)
-            self._send(self._mine)
+            self._send(self._own_number)
 
     def _read(self) -> None:
         if self._socket is None:
             return
         try:
-            data = self._socket.recv(_LINE)
+            data = self._socket.recv(_MAX_LINE)
             self._received += data
             *lines, rest = bytes(self._received).split(b"\n")
             self._received = bytearray(rest)
             for line in lines:
                 self._take(line)
-            if len(rest) > _LINE:
-                raise ValueError("a line is longer than {} bytes".format(_LINE))
+            if len(rest) > _MAX_LINE:
+                raise ValueError("a line is longer than {} bytes".format(_MAX_LINE))
         except BlockingIOError:
             return
-        except (OSError, ValueError):  # it is gone, or it does not belong to the gang
+        except (OSError, ValueError):  # the peer disconnected, or does not belong to the gang
             data = b""
-        except Exception as error:  # a peer must never end the task, not even with a fault of this module
+        except Exception as error:  # a peer must never end the task, not even through a bug in this module
             sys.excepthook(type(error), error, error.__traceback__)
             data = b""
         if not data:
-            self._hear(self, None)
+            self._on_message(self, None)
 
     def _take(self, line: bytes) -> None:
-        """Raises ``ValueError`` for a line that no keeper of the gang has written."""
-        if not self._theirs:
+        """Handle a line. Raises ``ValueError`` if no keeper of the gang wrote it."""
+        if not self._peer_number:
             if not _NUMBER.fullmatch(line):
                 raise ValueError("a greeting is 32 hexadecimal digits")
-            self._theirs = line
+            self._peer_number = line
             if not self._is_hub:
-                self.say({"task": self._gang["task"]})
+                self.send_message({"task": self._gang["task"]})
             return
         mac, _, text = line.partition(b" ")
-        if len(line) > _LINE or not hmac.compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
+        if len(line) > _MAX_LINE or not hmac.compare_digest(mac, self._mac(text, from_hub=not self._is_hub)):
             raise ValueError("the peer does not know the token")
-        said = decode_object(text, max_bytes=_LINE, max_depth=_DEPTH)
-        if not self.is_known:
-            self.is_known = True
+        body = decode_object(text, max_bytes=_MAX_LINE, max_depth=_MAX_DEPTH)
+        if not self.is_proven:
+            self.is_proven = True
             if self._is_hub:
-                self.task = str(said["task"])
-                self.say({"welcome": self._gang["task"]})
-        self._hear(self, said)
+                self.task = str(body["task"])
+                self.send_message({"welcome": self._gang["task"]})
+        self._on_message(self, body)
 
-    def _mac(self, said: bytes, *, from_hub: bool) -> bytes:
-        """The HMAC of a line: of the side that wrote it, the numbers of both sides (32 bytes each), and the line's bytes."""
-        numbers = self._mine + self._theirs if self._is_hub else self._theirs + self._mine
-        text = (b"hub " if from_hub else b"task ") + numbers + said
+    def _mac(self, body: bytes, *, from_hub: bool) -> bytes:
+        """Return the HMAC of a line: it covers the sender's role, the numbers of both sides (32 bytes each) and the body."""
+        numbers = self._own_number + self._peer_number if self._is_hub else self._peer_number + self._own_number
+        text = (b"hub " if from_hub else b"task ") + numbers + body
         return hmac.new(str(self._gang["token"]).encode(), text, hashlib.sha256).hexdigest().encode()
 
     def _send(self, line: bytes) -> None:
         try:
             if self._socket is not None:
-                self._socket.send(line + b"\n")  # short and rare: a line that does not fit has no reader
+                self._socket.send(line + b"\n")  # lines are short and rare: if one does not fit, the peer does not read
         except OSError:
             pass  # the next read reports the error
 
 
-def _towards(address: str, port: int) -> socket.socket:
-    """Begin to connect. Raises ``OSError``."""
-    family, kind, protocol, _, where = _looked_up(address, port)
+def _start_connecting(address: str, port: int) -> socket.socket:
+    """Start to connect without waiting. Raises ``OSError``."""
+    family, kind, protocol, _, where = _resolve(address, port)
     connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
     error = connection.connect_ex(where)
     if error not in (0, errno.EINPROGRESS):
@@ -317,13 +321,13 @@ def _towards(address: str, port: int) -> socket.socket:
     return connection
 
 
-@functools.lru_cache(maxsize=None)  # a name is looked up once: that may take its time
-def _looked_up(address: str, port: int):  # type: ignore[no-untyped-def]
+@functools.lru_cache(maxsize=None)  # a name is resolved once, because that can be slow
+def _resolve(address: str, port: int):  # type: ignore[no-untyped-def]
     return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
 
 
-def _notice_when_gone(connection: socket.socket) -> None:
-    """Find out within half a minute that the other side cannot be reached, so that what is said goes another way."""
+def _enable_keepalive(connection: socket.socket) -> None:
+    """Enable TCP options that detect an unreachable peer within half a minute, so that reports take another way."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000)):

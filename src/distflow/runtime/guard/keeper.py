@@ -1,7 +1,8 @@
-"""The keeper: the inner process of the pair, parent of the command.
+"""The keeper: the inner process of the pair, and the parent of the command.
 
-One loop: requests on the ``control`` socket, the command's output, signals, deadlines. It ends when the attempt has ended and
-nothing of it is left, after it wrote the record. Everything that it may not be asked twice is answered by what it already is.
+One loop handles requests on the ``control`` socket, the command's output, signals and deadlines. The keeper exits after the
+attempt has ended, none of its processes remain, and the record is written. Repeated requests have no further effect: the keeper
+answers them from its current state.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from distflow.runtime.clock import now
 from distflow.runtime.files import masking, records, secret_files
 from distflow.runtime.guard import cgroups, command, memory_limit
 from distflow.runtime.guard.attempt_handles import AttemptHandles
-from distflow.runtime.guard.control import Visitors
-from distflow.runtime.guard.exit_words import as_exit, how
+from distflow.runtime.guard.control import AgentConnections
+from distflow.runtime.guard.exit_words import as_exit, describe_end
 from distflow.runtime.guard.kill_tree import TreeKiller
 from distflow.runtime.guard.output import Output, Source
 from distflow.runtime.wire import Json, OpError
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_STRAGGLERS_S = 2.0
-_NEWS_S = 0.01
-_LONGEST_S = 3600.0
-_FOR_EVER = float("inf")
+_REMAINING_GRACE_S = 2.0
+_NOTIFY_INTERVAL_S = 0.01
+_MAX_PAUSE_S = 3600.0
+_NEVER = float("inf")
 _KILLED_CODE = 128 + signal.SIGKILL
-"""How a shell tells that its child was killed."""
+"""Exit code by which a shell reports that its child was killed."""
 
 
-def run(grip: AttemptHandles, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> NoReturn:
-    """The keeper's whole life, in the process that the runner just forked."""
+def run(handles: AttemptHandles, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> NoReturn:
+    """Run the keeper in the process that the runner just forked. Never returns."""
     code = 70
     try:
-        keeper = _Keeper(grip, runner, output_read, output_write, shared)
+        keeper = _Keeper(handles, runner, output_read, output_write, shared)
         keeper.serve()
         code = 0
     except BaseException as error:  # nothing may unwind into the runner's code in this process
@@ -53,8 +54,8 @@ def run(grip: AttemptHandles, runner: int, output_read: int, output_write: int, 
 
 
 class _Keeper:
-    def __init__(self, grip: AttemptHandles, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> None:
-        self._grip = grip
+    def __init__(self, handles: AttemptHandles, runner: int, output_read: int, output_write: int, shared: mmap.mmap) -> None:
+        self._handles = handles
         self._shared = shared
         self._mask: Optional[masking.Mask] = None
         self._runner = runner
@@ -67,30 +68,31 @@ class _Keeper:
         processes.adopt_orphans()
         self._orphaned = not processes.die_with_parent(signal.SIGUSR1, runner)
 
-        self._output = Output(grip.dir_fd, grip.log, grip.stamps)
+        self._output = Output(handles.dir_fd, handles.log, handles.stamps)
         self._launch: Optional[Json] = None
         self._command: Optional[command.Spawned] = None
         self._exit: Optional[Json] = None
         self._reason: Optional[EndReason] = None
         self._message: Optional[str] = None
         self._release: Optional[Callable[[Json], None]] = None
-        self._deadline = time.monotonic() + grip.start_timeout_s  # of the start, then of the ladder's next rung
+        # first the deadline for the start, later for the next step of a stop
+        self._deadline = time.monotonic() + handles.start_timeout_s
         self._killing = False
         self._killed: Set[int] = set()
         self._container: Optional[Json] = None
         self._memory: Optional[memory_limit.MemoryLimit] = None
         self._gang: Optional[gang_link.GangLink] = None
-        self._news_at = _FOR_EVER
-        self._told_at = 0.0
+        self._notify_at = _NEVER
+        self._notified_at = 0.0
         self._attended_at = time.monotonic()
         me = os.getpid()
-        self._hunt = TreeKiller(
+        self._killer = TreeKiller(
             lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
         )
-        self._state: Json = records.first_state(grip, runner)
-        records.write_state(grip.state, self._state)
-        grip.sign_locks(runner)
-        self._visitors = Visitors(grip.listener, self._selector, self._requested)
+        self._state: Json = records.first_state(handles, runner)
+        records.write_state(handles.state, self._state)
+        handles.sign_locks(runner)
+        self._agents = AgentConnections(handles.listener, self._selector, self._requested)
         self._read_from(self._output.add(output_read))
 
     def _listen_to_signals(self) -> None:
@@ -110,40 +112,40 @@ class _Keeper:
             self._terminated = True
 
     def serve(self) -> None:
-        """Go on until nothing is left to do, then write the record."""
+        """Run until the attempt is over, then write the record."""
         while not self._is_over():
-            was_attended = self._visitors.are_there  # until now: a quiet task's keeper may have slept for an hour
+            was_attended = self._agents.is_any_connected  # until now: the keeper of a quiet task may have slept for an hour
             for key, _ in self._selector.select(self._pause()):
                 key.data()
-            if time.monotonic() >= min(self._news_at, self._output.due_at):
+            if time.monotonic() >= min(self._notify_at, self._output.due_at):
                 self._output.flush()
-                self._tell_of_output()
+                self._notify_of_output()
             if self._memory is not None and time.monotonic() >= self._memory.due_at:
                 self._evict(self._memory.check())
             if self._gang is not None and time.monotonic() >= self._gang.due_at:
                 self._gang.tick()
-            if was_attended or self._visitors.are_there:
+            if was_attended or self._agents.is_any_connected:
                 self._attended_at = time.monotonic()
-            elif time.monotonic() >= self._alone_until() and self._reason is None:
+            elif time.monotonic() >= self._self_stop_at() and self._reason is None:
                 self._stop(float((self._launch or {}).get("stop_grace_s") or 0), "NODE_LOST", EndReason.UNATTENDED)
         self._finish()
 
     def _pause(self) -> Optional[float]:
         timers = [one.due_at for one in (self._output, self._memory, self._gang) if one is not None]
-        until = min(self._deadline, self._news_at, *timers)
-        if self._reason is None and not self._visitors.are_there:
-            until = min(until, self._alone_until())
+        until = min(self._deadline, self._notify_at, *timers)
+        if self._reason is None and not self._agents.is_any_connected:
+            until = min(until, self._self_stop_at())
         if self._killing:
-            until = min(until, time.monotonic() + self._hunt.pause_s)
-        # Bounded: what epoll takes is, and a deadline may be any number of seconds.
-        return None if until == _FOR_EVER else min(max(0.0, until - time.monotonic()), _LONGEST_S)
+            until = min(until, time.monotonic() + self._killer.pause_s)
+        # Limited, because epoll's timeout is limited and a deadline may be far away.
+        return None if until == _NEVER else min(max(0.0, until - time.monotonic()), _MAX_PAUSE_S)
 
-    def _alone_until(self) -> float:
-        """When a task that must not run unattended is stopped: for so long, no agent has listened."""
+    def _self_stop_at(self) -> float:
+        """Time at which a task that may not run unattended is stopped, because no agent was connected for that long."""
         limit = (self._launch or {}).get("self_stop_after_s")
-        return _FOR_EVER if limit is None or self._command is None else self._attended_at + float(limit)
+        return _NEVER if limit is None or self._command is None else self._attended_at + float(limit)
 
-    # -- one round: what happened, what follows
+    # -- one round: events and their consequences
 
     def _is_over(self) -> bool:
         self._orphaned = self._orphaned or os.getppid() != self._runner
@@ -161,9 +163,9 @@ class _Keeper:
         return self._has_ended(self._command)
 
     def _start_is_late(self) -> None:
-        """Give the lease back when nobody attends any more; while an agent listens, its files may still be on their way."""
-        if self._visitors.are_there and self._reason is None:
-            self._deadline = time.monotonic() + self._grip.start_timeout_s
+        """Release the lease if no agent is connected. While one is, the attempt's files may still be on their way."""
+        if self._agents.is_any_connected and self._reason is None:
+            self._deadline = time.monotonic() + self._handles.start_timeout_s
         else:
             self._reason = self._reason or EndReason.START_TIMEOUT
 
@@ -175,26 +177,26 @@ class _Keeper:
             if pid == spawned.pid:
                 self._exit = dict(as_exit(status), ended_at=now())
                 self._take_failure()
-                self._change(exit=self._exit)  # what follows may take its time, and nobody else can ask how it ended
+                self._change(exit=self._exit)  # the next steps may be slow, and only this process knows how the command ended
                 self._take_container_end(self._exit)
-                self._tell_gang(self._exit)
+                self._report_to_gang(self._exit)
                 self._remove_container()
-                # What outlives it gets TERM too, and what is left of the grace.
-                self._deadline = min(self._deadline, time.monotonic() + _STRAGGLERS_S)
+                # Remaining processes get TERM too, and the rest of the grace period.
+                self._deadline = min(self._deadline, time.monotonic() + _REMAINING_GRACE_S)
                 if are_left and not self._killing:
-                    self._hunt.signal(self._hunt.find(), signal.SIGTERM)
-                    self._hunt.signal(self._hunt.find(), signal.SIGCONT)
+                    self._killer.signal(self._killer.find(), signal.SIGTERM)
+                    self._killer.signal(self._killer.find(), signal.SIGCONT)
         if not are_left:
             return True
         if time.monotonic() >= self._deadline:
             self._kill()
-            self._deadline = _FOR_EVER
+            self._deadline = _NEVER
         if self._killing:
-            self._hunt.step()
-        return self._killing and self._hunt.is_over
+            self._killer.step()
+        return self._killing and self._killer.is_over
 
     def _evict(self, why: Optional[str]) -> None:
-        """End a task that uses more than it asked for, at once: the memory is that of others."""
+        """Kill a task that uses more memory than it asked for, at once: the memory belongs to others."""
         if why is not None and self._reason is None and self._exit is None:
             self._reason, self._message = EndReason.EVICTED, why
             self._memory = None
@@ -204,19 +206,19 @@ class _Keeper:
         if self._container is not None and self._reason is None:
             from distflow.runtime.guard import containers
 
-            self._reason, why = containers.why_ended(self._container, self._grip.directory, end["exit_code"])
+            self._reason, why = containers.why_ended(self._container, self._handles.directory, end["exit_code"])
             self._message = why or self._message
 
-    def _tell_gang(self, end: Json) -> None:
+    def _report_to_gang(self, end: Json) -> None:
         if self._gang is not None:
             from distflow.runtime.guard import gang_link
 
             if gang_link.stops_gang(self._launch["gang"] if self._launch else {}, self._reason or EndReason.EXITED, end):
-                self._gang.fail(self._message or how(end))
+                self._gang.fail(self._message or describe_end(end))
 
     def _gang_failed(self, task: str, why: str) -> None:
-        """Stop, because another task of the gang failed; its own node said so."""
-        # Its own end may have come first, and only not have been looked at.
+        """Stop, because the keeper of another task of the gang reported its failure."""
+        # This task may have ended before, without having been reaped yet.
         has_ended = self._command is not None and not processes.is_same(self._command.pid, self._command.start)
         if self._exit is None and self._reason is None and not has_ended:
             grace_s = float((self._launch or {}).get("gang", {}).get("grace_s") or 0)
@@ -229,14 +231,14 @@ class _Keeper:
             self._remove_container()
 
     def _remove_container(self) -> None:
-        """End what runs in the container: its processes are children of a daemon, and not below us."""
+        """Remove the container: its processes are children of a daemon, not of the keeper."""
         if self._container is not None:
             from distflow.runtime.guard import containers
 
             self._message = containers.remove(self._container) or self._message
 
     def _take_failure(self) -> None:
-        """Find out, once, whether the exec failed; only the child's end or the closed pipe tells."""
+        """Find out whether the exec failed. Call it once, after the child ended: only then is the answer known."""
         spawned, failure = self._command, None
         if spawned is not None:
             failure = command.read_failure(spawned.failure)
@@ -249,46 +251,47 @@ class _Keeper:
         self._output.drain()
         self._state["lost_output_bytes"] = self._output.lost
         known = dict(self._exit or {})
-        secret_files.remove(self._grip.directory)
-        known.update(output_bytes=self._output.size, error=records.read_error(self._grip.directory, self._mask))
+        secret_files.remove(self._handles.directory)
+        known.update(output_bytes=self._output.size, error=records.read_error(self._handles.directory, self._mask))
         cgroups.remove(self._state["command"] or {})
         known["kernel"] = self._ask_kernel(known)
-        known["message"] = self._hunt.message or (self._mask.text(self._message or "") if self._mask else self._message)
-        self._see_gpus_empty(known)
+        known["message"] = self._killer.message or (self._mask.text(self._message or "") if self._mask else self._message)
+        self._await_empty_gpus(known)
         if self._reason is EndReason.RUNNER_DIED:
             known["message"] = known["message"] or "the process that guards the task's keeper was killed (by hand?)"
         end = records.make_end(self._state, self._reason or EndReason.EXITED, **known)
-        # Given back before the end is told: who hears of it may want them at once, and the runner lives some instants longer.
-        self._grip.unlock()
-        record = records.write_end(self._grip.dir_fd, self._grip.record, end)
+        # Release the lease before the end is reported: readers of the report may want the GPUs at once, and the runner lives
+        # slightly longer.
+        self._handles.unlock()
+        record = records.write_end(self._handles.dir_fd, self._handles.record, end)
         if self._release is not None:
             self._release({})
-        self._visitors.tell("status")
+        self._agents.notify("status")
         os.fsync(record)
         if self._gang is not None:
-            self._gang.farewell()
+            self._gang.finish()
 
-    def _see_gpus_empty(self, known: Json) -> None:
-        """Give GPUs back only when nothing is left on them, or that is told."""
-        if self._grip.gpu_ids and self._command is not None:
+    def _await_empty_gpus(self, known: Json) -> None:
+        """Wait until no process is left on the GPUs, or add the remaining ones to the message."""
+        if self._handles.gpu_ids and self._command is not None:
             from distflow.runtime.leases import gpu_users
 
-            left = gpu_users.await_empty(self._grip.gpu_ids, self._grip.attempt)
+            left = gpu_users.await_empty(self._handles.gpu_ids, self._handles.attempt)
             if left:
                 known["message"] = "; ".join(filter(None, [known["message"], "left on its GPUs: " + left]))
 
     def _ask_kernel(self, known: Json) -> Optional[Json]:
-        """Whether it was the kernel, where the command failed by itself."""
+        """Return entries of the kernel's log for a command that failed by itself."""
         code, number = known.get("exit_code"), known.get("signal")
         if self._reason is not None or self._command is None or code == 0:
             return None
         from distflow.runtime.guard import kernel_log
 
-        pids = {self._command.pid} | self._killed | kernel_log.named_pids(self._grip.directory, known["error"])
+        pids = {self._command.pid} | self._killed | kernel_log.named_pids(self._handles.directory, known["error"])
         is_killed = number == signal.SIGKILL or code == _KILLED_CODE
-        box = records.read_text(self._grip.directory, "container.id") if self._container is not None else ""
+        container_id = records.read_text(self._handles.directory, "container.id") if self._container is not None else ""
         return kernel_log.ask(
-            self._state["started_at"], known.get("ended_at") or now(), pids, is_killed, box, self._grip.other_gpus
+            self._state["started_at"], known.get("ended_at") or now(), pids, is_killed, container_id, self._handles.other_gpus
         )
 
     # -- requests
@@ -300,12 +303,12 @@ class _Keeper:
                 self._launch = request["launch"]
                 self._mask = masking.share(self._shared, self._launch)
                 self._state["max_log"] = self._launch.get("max_log")
-                for source in self._output.prepare(self._mask, self._launch, self._grip.directory):
+                for source in self._output.prepare(self._mask, self._launch, self._handles.directory):
                     self._read_from(source)
                 if self._launch.get("gang"):
                     from distflow.runtime.guard import gang_link
 
-                    self._gang = gang_link.GangLink(self._launch["gang"], self._grip.link, self._selector, self._gang_failed)
+                    self._gang = gang_link.GangLink(self._launch["gang"], self._handles.link, self._selector, self._gang_failed)
                 self._change(phase="prepared")
             answer({})
         elif op == "start":
@@ -329,32 +332,32 @@ class _Keeper:
             raise OpError("conflict", "it has ended without having run ({})".format(self._reason))
         if self._launch is None:
             raise OpError("not_prepared", "`prepare` comes before `start`")
-        grip = self._grip
+        handles = self._handles
         if self._launch.get("container"):
             from distflow.runtime.guard import containers
 
-            env = command.environment(self._launch, grip.attempt, grip.directory)
-            # On record before there is a container, so that the runner can end it, too.
-            self._container = containers.identify(self._launch, grip.attempt, env)
+            env = command.environment(self._launch, handles.attempt, handles.directory)
+            # Recorded before the container exists, so that the runner can remove it too.
+            self._container = containers.identify(self._launch, handles.attempt, env)
             self._state.update(container=self._container)
         try:
-            spawned = command.spawn(self._launch, grip.attempt, grip.directory, self._output_write, grip.umask)
+            spawned = command.spawn(self._launch, handles.attempt, handles.directory, self._output_write, handles.umask)
         except OSError as error:
             self._reason = EndReason.START_ERROR
             self._message = "no process could be made: {}".format(error.strerror)
             raise OpError("internal", self._message) from error
         self._command = spawned
-        self._deadline = _FOR_EVER
+        self._deadline = _NEVER
         if self._launch.get("memory") and self._container is None:
             self._memory = memory_limit.MemoryLimit(int(self._launch["memory"]), os.getpid())
         os.close(self._output_write)
-        # The secrets are the command's now.
+        # Drop the rest of the launch: only the command needs its secrets now.
         self._launch = {name: self._launch.get(name) for name in ("stop_grace_s", "gang", "self_stop_after_s")}
         self._change(phase="running", started_at=now(), command=spawned.record)
         try:
             os.write(spawned.go, b"g")
         except OSError:
-            pass  # it was killed already: the next round reaps it
+            pass  # the child was killed already; the next round reaps it
         os.close(spawned.go)
 
     def _stop(self, grace_s: float, why: str, reason: EndReason = EndReason.STOPPED) -> None:
@@ -376,8 +379,8 @@ class _Keeper:
 
     def _change(self, **changes: object) -> None:
         self._state.update(changes)
-        records.write_state(self._grip.state, self._state)
-        self._visitors.tell("status")
+        records.write_state(self._handles.state, self._state)
+        self._agents.notify("status")
 
     # -- output
 
@@ -390,14 +393,14 @@ class _Keeper:
             self._selector.unregister(source.pipe)
         if self._output.lost != lost:
             self._state["lost_output_bytes"] = self._output.lost
-            records.write_state(self._grip.state, self._state)
+            records.write_state(self._handles.state, self._state)
             if not lost:
-                self._visitors.tell("status")
-        if got > 0 and self._news_at == _FOR_EVER:
-            # The first byte after a quiet moment is told at once, a torrent a hundred times a second.
-            self._news_at = max(time.monotonic(), self._told_at + _NEWS_S)
+                self._agents.notify("status")
+        if got > 0 and self._notify_at == _NEVER:
+            # Output after a quiet moment is reported at once, continuous output 100 times a second.
+            self._notify_at = max(time.monotonic(), self._notified_at + _NOTIFY_INTERVAL_S)
 
-    def _tell_of_output(self) -> None:
-        self._told_at = time.monotonic()
-        self._news_at = _FOR_EVER
-        self._visitors.tell("output")
+    def _notify_of_output(self) -> None:
+        self._notified_at = time.monotonic()
+        self._notify_at = _NEVER
+        self._agents.notify("output")

@@ -1,7 +1,7 @@
-"""What the kernel's log says of an attempt that failed: whether the kernel killed it for want of memory, and errors of GPUs.
+"""Entries of the kernel's log about a failed attempt: kills for lack of memory, and GPU errors.
 
-The log is read where this user may (``kernel.dmesg_restrict=0``, CAP_SYSLOG, or journald's groups); elsewhere nothing is known.
-Reading it never fails, and never takes long.
+The log is readable with ``kernel.dmesg_restrict=0``, CAP_SYSLOG, or journald's groups. Otherwise nothing is known. Reading it
+never fails and never takes long.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from distflow.runtime.wire import Json
 __all__ = ["Kill", "Line", "ask", "judge", "kills", "named_pids", "parse", "xids"]
 
 _READ_ALL, _SIZE = 3, 10
-_MOST_BYTES = 4 * 1024 * 1024
+_MAX_BYTES = 4 * 1024 * 1024
 _JOURNAL_S = 0.6
 _SLACK_S = 2.0
-_MOST_LINES = 8
-_LONGEST_LINE = 400
+_MAX_LINES = 8
+_MAX_LINE = 400
 _TAIL = 16 * 1024
 
 _STAMPED = re.compile(r"(?:<\d+>)?\[\s*(\d+\.\d+)\](?:\[\s*[TC]\d+\])? ?(.*)")
-"""Of ``dmesg`` and of ``journalctl -o short-monotonic``; the second brackets are CONFIG_PRINTK_CALLER's."""
+"""Line of ``dmesg`` or ``journalctl -o short-monotonic``. The second pair of brackets comes from CONFIG_PRINTK_CALLER."""
 _JOURNAL = re.compile(r"^\S+ kernel: ")
-_WORTH = re.compile(r"Killed process \d|oom-kill:|killed as a result of limit of|NVRM: Xid")
+_RELEVANT = re.compile(r"Killed process \d|oom-kill:|killed as a result of limit of|NVRM: Xid")
 _KILLED = re.compile(r"Killed process (\d+)")
 _UID = re.compile(r"\b(?:UID[: ]|uid=)(\d+)")
 _PLACE = re.compile(r"task_memcg=([^,]+)|Task in (\S+) killed")
@@ -49,15 +49,15 @@ class Line(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """A process that the kernel killed for want of memory."""
+    """A process that the kernel killed for lack of memory."""
 
     at: float
     pid: int
     uid: Optional[int]
     cgroup: Optional[str]
-    """The memory cgroup that it was in; None where the kernel does not say."""
+    """The process's memory cgroup; None where the kernel does not report it."""
     lines: List[str]
-    """What the kernel said of it: where the limit was, and the kill."""
+    """The kernel's lines about it: the exceeded limit, and the kill."""
 
 
 def ask(
@@ -68,15 +68,15 @@ def ask(
     container: str = "",
     other_gpus: Collection[str] = (),
 ) -> Optional[Json]:
-    """What the kernel says of an attempt that ran from ``began_at`` to ``ended_at``; None when nothing, or nobody may ask.
+    """Return the kernel's entries for an attempt that ran from ``began_at`` to ``ended_at``.
 
-    ``pids`` are those that are known to be of it; ``is_killed``: its command ended by SIGKILL, or as a shell tells of one;
-    ``container``: the number of the container that it ran in, after which engines name its cgroup; ``other_gpus``:
-    where those GPUs are that are not its own.
+    Returns None if there are none or the log is not readable. ``pids`` are known process ids of the attempt. ``is_killed``: its
+    command ended by SIGKILL, or with the exit code by which a shell reports that. ``container``: the id of its container, which
+    is part of the cgroup's name. ``other_gpus``: PCI bus addresses of GPUs that do not belong to the attempt.
     """
     try:
         at, here = now(), time.monotonic()
-        # The kernel stamps its lines by a clock that drifts from ours about as much as the raw one does.
+        # The clock of the kernel's log drifts from ours about as much as the raw clock does.
         slack_s = _SLACK_S + abs(here - time.clock_gettime(time.CLOCK_MONOTONIC_RAW))
         began, ended = here - (at - (began_at or ended_at)), here - (at - ended_at)
         lines = parse(_syslog() or _journal())
@@ -89,24 +89,24 @@ def ask(
             return is_killed and abs(kill.at - ended) <= slack_s and kill.uid in (None, me) and _is_at(kill.cgroup, place)
 
         return judge(seen, pids, is_likely, other_gpus)
-    except Exception:  # whatever an unusual kernel says: the end of the attempt is told all the same
+    except Exception:  # the end of the attempt must be reported whatever an unusual kernel logs
         return None
 
 
 def xids() -> List[str]:
-    """The last errors of GPUs since the boot; none where nobody may ask."""
+    """Return the last GPU errors since the boot; none where the log is not readable."""
     try:
-        found = [line.text[:_LONGEST_LINE] for line in parse(_syslog() or _journal()) if _XID.search(line.text)]
-        return found[-_MOST_LINES:]
+        found = [line.text[:_MAX_LINE] for line in parse(_syslog() or _journal()) if _XID.search(line.text)]
+        return found[-_MAX_LINES:]
     except Exception:  # as above
         return []
 
 
 def parse(text: str) -> List[Line]:
-    """The lines that may matter."""
+    """Return the relevant lines of the log."""
     found = []
     for line in text.split("\n"):
-        if not _WORTH.search(line):
+        if not _RELEVANT.search(line):
             continue
         match = _STAMPED.match(line)
         if match:
@@ -115,7 +115,7 @@ def parse(text: str) -> List[Line]:
 
 
 def kills(lines: List[Line]) -> Iterator[Kill]:
-    """The kills that lines tell of. Before Linux 5.0 the limit is told apart from the process that it cost."""
+    """Yield the kills among the lines. Before Linux 5.0, a separate line reports the limit."""
     before: List[str] = []
     for line in lines:
         match = _KILLED.search(line.text)
@@ -124,33 +124,36 @@ def kills(lines: List[Line]) -> Iterator[Kill]:
                 before.append(line.text)
             continue
         pid = int(match.group(1))
-        told = [*(text for text in before[-1:] if _is_about(text, pid)), line.text]
-        uids = [uid.group(1) for uid in map(_UID.search, told) if uid]
-        places = [place.group(1) or place.group(2) for place in map(_PLACE.search, told) if place]
-        yield Kill(line.at, pid, int(uids[0]) if uids else None, places[0] if places else None, told)
+        relevant = [*(text for text in before[-1:] if _is_about(text, pid)), line.text]
+        uids = [uid.group(1) for uid in map(_UID.search, relevant) if uid]
+        places = [place.group(1) or place.group(2) for place in map(_PLACE.search, relevant) if place]
+        yield Kill(line.at, pid, int(uids[0]) if uids else None, places[0] if places else None, relevant)
         before = []
 
 
 def judge(
     lines: List[Line], pids: Collection[int], is_likely: Callable[[Kill], bool], other_gpus: Collection[str] = ()
 ) -> Optional[Json]:
-    """What lines of an attempt's time mean for it: ``{"oom_pid", "lines"}``; None for nothing.
+    """Return ``{"oom_pid", "lines"}`` for the lines logged during an attempt, or None.
 
-    A kill is its own when the process is known to be, else when it ``is_likely`` (in the moments of the attempt's own end by
-    SIGKILL, in its cgroup): a shell tells that its child was killed, and not which process that was. An error of a GPU
-    is told unless that is known to be another's: one in a place that nobody named may be the attempt's.
+    A kill belongs to the attempt if its process does. If there is no such kill, it counts if it ``is_likely`` (at the time of
+    the attempt's own end by SIGKILL, in its cgroup), because a shell reports that its child was killed but not which process. A
+    GPU error is included unless the GPU is known to belong to another attempt.
     """
     everything = list(kills(lines))
     own = [kill for kill in everything if kill.pid in pids] or [kill for kill in everything if is_likely(kill)]
     xids = [line.text for line in lines if _XID.search(line.text) and not gpu_buses.is_of_another(line.text, other_gpus, pids)]
-    told = (own[0].lines if own else []) + xids
-    if not told:
+    relevant = (own[0].lines if own else []) + xids
+    if not relevant:
         return None
-    return {"oom_pid": own[0].pid if own else None, "lines": [text[:_LONGEST_LINE] for text in told[:_MOST_LINES]]}
+    return {"oom_pid": own[0].pid if own else None, "lines": [text[:_MAX_LINE] for text in relevant[:_MAX_LINES]]}
 
 
 def named_pids(directory: str, error: Any) -> Set[int]:
-    """Processes that the attempt's error file or the end of its output names, as torchrun and shells do of those that died."""
+    """Return process ids in the attempt's error file or the end of its output.
+
+    torchrun and shells name dead processes there.
+    """
     found = set()
     if isinstance(error, dict) and isinstance(error.get("pid"), int):
         found.add(error["pid"])
@@ -170,21 +173,21 @@ def _is_about(text: str, pid: int) -> bool:
 
 
 def _memory_cgroup() -> str:
-    """Ours, which those that we start are in as long as nobody moves them."""
+    """Return this process's memory cgroup, which its descendants share unless they are moved."""
     with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
         places = dict(line.rstrip("\n").split(":", 2)[1:] for line in file)
     return places.get("memory") or places.get("") or "/"
 
 
 def _is_at(cgroup: Optional[str], place: str) -> bool:
-    """Whether a killed process was where we are, or in a cgroup that we made there for an attempt."""
-    return cgroup == place or (cgroup is not None and cgroups.is_one(cgroup) and os.path.dirname(cgroup) == place)
+    """Whether a killed process was in this process's cgroup, or in an attempt's cgroup below it."""
+    return cgroup == place or (cgroup is not None and cgroups.is_attempt_cgroup(cgroup) and os.path.dirname(cgroup) == place)
 
 
 def _syslog() -> str:
-    """The kernel's own buffer; empty when it may not be read."""
+    """Return the kernel's log buffer; empty if it is not readable."""
     libc = ctypes.CDLL(None, use_errno=True)
-    size = min(libc.klogctl(_SIZE, None, 0), _MOST_BYTES)
+    size = min(libc.klogctl(_SIZE, None, 0), _MAX_BYTES)
     if size <= 0:
         return ""
     buffer = ctypes.create_string_buffer(size)
@@ -193,9 +196,9 @@ def _syslog() -> str:
 
 
 def _journal() -> str:
-    """What journald kept of it; empty when there is none, or this user may not read it."""
+    """Return journald's copy of the kernel's log; empty if there is none or it is not readable."""
     program = processes.find_program("journalctl", os.environ.get("PATH", ""))
     if program is None:
         return ""
     argv = [program, "--dmesg", "--quiet", "--no-pager", "--output=short-monotonic", "--lines=4000"]
-    return processes.said_by(argv, _JOURNAL_S) or ""
+    return processes.output_of(argv, _JOURNAL_S) or ""

@@ -1,8 +1,8 @@
-"""The memory that a task's processes may use, watched from beside them: nothing but /proc is needed, and no right.
+"""A limit on the memory of a task's processes, checked from outside. It needs only /proc and no privileges.
 
-What counts is what would be free without them: their resident memory, where a page that several share counts once
-(``Pss`` of proc(5)). That is dear to read, so it is asked for only when their plain sum is above the limit. A limit of
-addresses (``ulimit -v``) would not do: CUDA reserves far more of them than it ever fills.
+It counts the memory that would be free without the processes: their resident memory, with shared pages counted once (``Pss`` of
+proc(5)). Reading that is expensive, so it happens only when the plain sum is above the limit. A limit of the address space
+(``ulimit -v``) would not work: CUDA reserves far more addresses than it uses.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from distflow.runtime.processes import list_processes, only_descendants
 
 __all__ = ["MemoryLimit", "size_text"]
 
-_EVERY_S = 1.0
-_SHARE = 50
-"""A look may take this part of the time between two."""
+_INTERVAL_S = 1.0
+_INVERSE_SHARE = 50
+"""Checks take at most one part in this number of the time."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PSS = re.compile(rb"^Pss:\s+([0-9]+) kB", re.MULTILINE)
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 class MemoryLimit:
-    """``limit`` bytes for everything below the process ``root``."""
+    """A limit of ``limit`` bytes for all descendants of the process ``root``."""
 
     def __init__(self, limit: int, root: int) -> None:
         self._limit = limit
         self._root = root
-        self.due_at = time.monotonic() + _EVERY_S
-        """When to look next, on the monotonic clock."""
+        self.due_at = time.monotonic() + _INTERVAL_S
+        """Time of the next check, on the monotonic clock."""
 
     def check(self) -> Optional[str]:
-        """Look now. Returns what to say when they use more than they may, and None otherwise."""
+        """Check the processes. Returns a message if they use more than the limit, else None."""
         began = time.monotonic()
-        found = self._look()
-        self.due_at = time.monotonic() + max(_EVERY_S, _SHARE * (time.monotonic() - began))
+        found = self._measure()
+        self.due_at = time.monotonic() + max(_INTERVAL_S, _INVERSE_SHARE * (time.monotonic() - began))
         return found
 
-    def _look(self) -> Optional[str]:
+    def _measure(self) -> Optional[str]:
         pids = _below(self._root)
         if sum(_resident(pid) for pid in pids) <= self._limit:
             return None
@@ -52,12 +52,12 @@ class MemoryLimit:
         name, limit = "{} (pid {})".format(_name(largest), largest), size_text(self._limit)
         if len(pids) == 1:
             return "its process {} uses {} of memory, and it asked for {}".format(name, size_text(used), limit)
-        said = "its {} processes use {} of memory, and it asked for {}; the largest is {} with {}"
-        return said.format(len(pids), size_text(used), limit, name, size_text(sizes[largest]))
+        text = "its {} processes use {} of memory, and it asked for {}; the largest is {} with {}"
+        return text.format(len(pids), size_text(used), limit, name, size_text(sizes[largest]))
 
 
 def size_text(size: int) -> str:
-    """A number of bytes for people, such as ``1.5 GiB``."""
+    """Format a number of bytes for people, such as ``1.5 GiB``."""
     value, unit = size / 1024, 0
     while value >= 1024 and unit + 1 < len(_UNITS):
         value, unit = value / 1024, unit + 1
@@ -65,7 +65,10 @@ def size_text(size: int) -> str:
 
 
 def _below(root: int) -> List[int]:
-    """The descendants of a process. Kernels without ``children`` files (CONFIG_PROC_CHILDREN) have all of /proc read."""
+    """Return the descendants of a process.
+
+    All of /proc is read if the kernel has no ``children`` files (CONFIG_PROC_CHILDREN).
+    """
     found: List[int] = []
     seen: Set[int] = {root}
     waiting = [root]
@@ -82,7 +85,7 @@ def _below(root: int) -> List[int]:
 
 
 def _children(pid: int) -> Optional[List[int]]:
-    """The children of all threads of a process; none of one that is gone; None where the kernel does not tell."""
+    """Return the children of all threads of a process: an empty list if it is gone, None if the kernel does not report them."""
     try:
         threads = os.listdir("/proc/{}/task".format(pid))
     except OSError:
@@ -109,7 +112,7 @@ def _resident(pid: int) -> int:
 
 
 def _own_share(pid: int) -> int:
-    """Resident bytes where a shared page counts in part; all of them where the kernel does not tell."""
+    """Return the resident bytes with shared pages counted in part, or in full if the kernel does not report the parts."""
     try:
         with open("/proc/{}/smaps_rollup".format(pid), "rb") as file:
             match = _PSS.search(file.read())

@@ -1,7 +1,7 @@
-"""A stand-in for ``nc -z HOST PORT`` on nodes without netcat: specs in the manner of OSMO's tutorial wait for their master so.
+"""A substitute for ``nc -z HOST PORT`` on nodes without netcat.
 
-It stands at the very end of a task's PATH, so that a real ``nc`` always wins, and knows nothing but ``-z`` (with ``-v``,
-``-n``, ``-w``).
+Specs in the style of OSMO's tutorial use it to wait for their master. It is at the very end of a task's PATH, so that a real
+``nc`` takes precedence, and supports only ``-z`` (with ``-v``, ``-n``, ``-w``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import List
 __all__ = ["TOOLS", "add_to", "main"]
 
 TOOLS = ".tools"
-"""Name of the directory in that of an attempt."""
+"""Name of its directory in an attempt's directory."""
 
 _USAGE = "this `nc` is distflow's stand-in, which only knows `nc -z [-v] [-w SECONDS] HOST PORT`; install netcat for more\n"
 
 
 def main(argv: List[str]) -> int:
-    """Say by the exit code whether something listens there: 0 yes, 1 no, 2 for what a real ``nc`` is needed for."""
+    """Check whether a server listens there. Returns 0 for yes, 1 for no, and 2 for arguments that need a real ``nc``."""
     words: List[str] = []
     timeout_s, probes, is_verbose = 5.0, False, False
     rest = list(argv)
@@ -48,9 +48,9 @@ def main(argv: List[str]) -> int:
 
 
 def add_to(attempt_directory: str) -> str:
-    """Return the directory below ``attempt_directory`` that holds the stand-in as a command; empty when it cannot be made.
+    """Return the directory below ``attempt_directory`` that contains the substitute; empty if it cannot be created.
 
-    It is not next to this file: a changed directory of the runtime is taken for damaged and is replaced.
+    It is not next to this file, because a changed runtime directory is treated as damaged and replaced.
     """
     tools = os.path.join(attempt_directory, TOOLS)
     place = os.path.join(tools, "nc")

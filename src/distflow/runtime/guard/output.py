@@ -1,4 +1,4 @@
-"""The output of a command: read from its pipes, stamped, written; never blocking the command, even on a full disk."""
+"""The output of a command: read from its pipes, timestamped and written. It never blocks the command, even on a full disk."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["READ", "Output", "Source"]
 READ = 65536
 _STAMP = struct.Struct("<dQ")
 _SOURCE_BITS = 48
-"""Below them stands the offset, above them the source: 0, or a rank plus 1."""
+"""The lower bits of a stamp hold the offset, the upper ones the source: 0, or a rank plus 1."""
 _MOST_RANK = (1 << (64 - _SOURCE_BITS)) - 2
 _DRAIN = 4 * 1024 * 1024
 _HELD_S = 0.5
-"""How long an end that may be the beginning of a secret is held back."""
+"""How long output is held back if it may be the beginning of a secret."""
 _LINE_S = 0.05
-"""How long the beginning of a rank's line waits for its end: other ranks would write into the middle of it."""
+"""How long an unfinished line of a rank waits for its end. Without this, other ranks would write into the middle of it."""
 _NEVER = float("inf")
 
 
 class Output:
-    """Moves bytes from pipes (non-blocking) into the log and a record of each read into the index.
+    """Moves bytes from non-blocking pipes into the log, and a record of each read into the index.
 
     ``log`` and ``index`` are descriptors (O_APPEND) of the head's files in the directory ``dir_fd``.
     """
@@ -41,7 +41,7 @@ class Output:
         self._mask: Optional[Mask] = None
 
     def add(self, pipe: int, rank: Optional[int] = None) -> Source:
-        """Read from this pipe, too. ``rank``: whose output comes from it, when it is that of one rank alone."""
+        """Add a pipe to read from. ``rank`` is given if all its output comes from that rank."""
         number = 0 if rank is None or not 0 <= rank <= _MOST_RANK else rank + 1
         source = Source(pipe, self._log, number)
         source.mask(self._mask)
@@ -49,23 +49,23 @@ class Output:
         return source
 
     def prepare(self, mask: Optional[Mask], launch: Json, directory: str) -> List[Source]:
-        """Take from a launch what holds for its output. Returns the pipes of its ranks, which are now read, too."""
+        """Apply the launch's settings for output. Returns the pipes of its ranks, which are now read too."""
         self.mask(mask)
         self.limit(launch.get("max_log"))
         return self.add_ranks(rank_pipes.make(directory, launch.get("ranks")))
 
     def add_ranks(self, pipes: Dict[int, int]) -> List[Source]:
-        """Read from the pipes of ranks."""
+        """Add the pipes of ranks."""
         return [self.add(pipe, rank) for rank, pipe in sorted(pipes.items())]
 
     @property
     def size(self) -> int:
-        """Bytes that were written into the log, those that it did not keep included."""
+        """Bytes written into the log, including those that were dropped later."""
         return self._log.size
 
     @property
     def lost(self) -> int:
-        """Bytes that were read and could not be written."""
+        """Bytes that were read but could not be written."""
         return self._log.lost
 
     @property
@@ -74,22 +74,25 @@ class Output:
         return min((source.due_at for source in self._sources), default=_NEVER)
 
     def limit(self, max_log: Optional[int]) -> None:
-        """Keep about ``max_log`` bytes, of the beginning and of the end; None keeps everything."""
+        """Keep about ``max_log`` bytes of the beginning and the end; None keeps everything."""
         self._log.max_log = max_log
 
     def mask(self, mask: Optional[Mask]) -> None:
-        """Write nothing from now on that this would hide."""
+        """Mask these secrets from now on."""
         self._mask = mask
         for source in self._sources:
             source.mask(mask)
 
     def flush(self) -> None:
-        """Write what has been held back for long enough."""
+        """Write output that was held back long enough."""
         for source in self._sources:
             source.flush(time.monotonic())
 
     def drain(self) -> None:
-        """Take what is left once the writers are gone: not until end of file, which a stranger could withhold."""
+        """Read the remaining output after the writers are gone.
+
+        It does not wait for end of file, which another process could withhold.
+        """
         for source in self._sources:
             source.drain()
 
@@ -112,11 +115,11 @@ class Source:
         return min(self._secret_at, self._line_at)
 
     def mask(self, mask: Optional[Mask]) -> None:
-        """Write nothing from now on that this would hide."""
+        """Mask these secrets from now on."""
         self._stream = Stream(mask) if mask is not None else None
 
     def pump(self) -> int:
-        """Take one read's worth. Returns its length, 0 at the end of the output, -1 when nothing is there now."""
+        """Read once. Returns the length, 0 at the end of the output, or -1 if nothing is available now."""
         try:
             data = os.read(self.pipe, READ)
         except BlockingIOError:
@@ -129,7 +132,7 @@ class Source:
         return len(data)
 
     def flush(self, at: float = _NEVER) -> None:
-        """Write what was to be held back until ``at``; without it, everything."""
+        """Write output that was to be held back until ``at``; without it, everything."""
         if at >= self._secret_at:
             self._secret_at = _NEVER
             if self._stream is not None:
@@ -140,7 +143,7 @@ class Source:
             self._log.write(line, self._number)
 
     def drain(self) -> None:
-        """Take what is there now, and write what was held back."""
+        """Read the available output, and write everything that was held back."""
         taken = 0
         while taken < _DRAIN:
             got = self.pump()
@@ -150,7 +153,7 @@ class Source:
         self.flush()
 
     def _put(self, data: bytes) -> None:
-        """Write whole lines of a rank at once, and let the beginning of another wait a moment."""
+        """Write complete lines of a rank at once, and hold an unfinished line back for a moment."""
         if self._number and data:
             data = self._line + data
             cut = data.rfind(b"\n") + 1 or (len(data) if len(data) >= READ else 0)
@@ -163,7 +166,7 @@ class Source:
 
 
 class _Log:
-    """The files of the output: the head and, once that is full, the newest segments (``logfiles``)."""
+    """The files of the output: the head and, when that is full, the newest segments (``log_files``)."""
 
     def __init__(self, dir_fd: int, log: int, index: int, lost: int) -> None:
         self._dir_fd = dir_fd
@@ -174,7 +177,7 @@ class _Log:
         self._is_full = False
         self._segment = Segment(0, 0, "log")
         self._lines: Optional[int] = None
-        """Line feeds so far; None: not counted yet."""
+        """Line feeds so far; None if they have not been counted yet."""
         known = log_files.segments(dir_fd, "log")
         if known and known[-1].start:
             self._enter(known[-1])
@@ -183,7 +186,7 @@ class _Log:
             self._lines = 0
 
     def write(self, data: bytes, number: int) -> None:
-        """Append what came from a source."""
+        """Append output of a source."""
         while data:
             fitting = self._fitting(data)
             if fitting:
@@ -194,7 +197,7 @@ class _Log:
                 return
 
     def _fitting(self, data: bytes) -> int:
-        """How many bytes go into this file: all, those up to the end of a line, or 0 when the next file is to begin."""
+        """Return how many bytes fit into this file: all, up to the end of a line, or 0 if the next file must begin."""
         if self.max_log is None:
             return len(data)
         limit, used = log_files.segment_bytes(self._segment, self.max_log), self.size - self._segment.start
@@ -205,8 +208,8 @@ class _Log:
 
     def _append(self, data: bytes, number: int) -> None:
         stamp = _STAMP.pack(now(), number << _SOURCE_BITS | self.size)
-        # The record first: who copies both files as they grow has it before the text. Of a disk that was full only the text
-        # says whether there is room again.
+        # The index comes first, so that a reader of both growing files has it before the text. After a full disk the text comes
+        # first, because only writing it shows whether there is space again.
         was_full = self._is_full
         if not was_full:
             self._write(self._index, stamp)
@@ -229,7 +232,7 @@ class _Log:
         return written
 
     def _turn(self) -> bool:
-        """Begin the next file, and drop those that are no longer kept."""
+        """Begin the next file, and remove segments that are no longer kept."""
         try:
             if self._lines is None:
                 written = os.open(self._segment.name, os.O_RDONLY, dir_fd=self._dir_fd)

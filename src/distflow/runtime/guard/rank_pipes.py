@@ -1,4 +1,4 @@
-"""A pipe for each rank of a task, so that the output of ranks can be told apart.
+"""A pipe for each rank of a task, to distinguish the output of ranks.
 
 The pipes are FIFOs, ``ranks/<rank>`` in the attempt's directory, and the keeper reads them. A rank writes to its own pipe
 instead of the task's output. Ranks that distflow's launcher starts do so by themselves (``distflow.train.launcher.rank``).
@@ -41,7 +41,7 @@ exec "$python" "$@"
 
 
 def make(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int, int]:
-    """Make the pipes of the ranks ``[first, count]`` and open them; none where the file system has no FIFOs."""
+    """Create and open the pipes of the ranks ``[first, count]``; none where the file system has no FIFOs."""
     first, count = ranks or (0, 0)
     folder, pipes = os.path.join(directory, FOLDER), {}  # type: str, Dict[int, int]
     try:
@@ -50,7 +50,7 @@ def make(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int, int]:
         for rank in range(first, first + count):
             path = os.path.join(folder, str(rank))
             os.mkfifo(path, 0o600)
-            # Open for writing, too: the pipe never ends while its rank has not begun, or begins again.
+            # Opened for writing too, so that the pipe has no end of file before its rank starts or restarts.
             pipes[rank] = os.open(path, os.O_RDWR | _FLAGS)
         if count:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -58,12 +58,12 @@ def make(directory: str, ranks: Optional[Sequence[int]]) -> Dict[int, int]:
             with os.fdopen(fd, "w") as file:
                 file.write(_SCRIPT)
     except OSError:
-        return pipes  # those that are missing write to the output of the task, as before
+        return pipes  # ranks without a pipe write to the task's output, as before
     return pipes
 
 
 def reopen(directory: str) -> Dict[int, int]:
-    """Open the pipes that there are, for what the keeper did not read any more."""
+    """Open the existing pipes, to read output that the keeper did not read."""
     folder, pipes = os.path.join(directory, FOLDER), {}  # type: str, Dict[int, int]
     try:
         for name in os.listdir(folder):
@@ -80,6 +80,6 @@ def environment(directory: str, output: int, given: Dict[str, str]) -> Dict[str,
     if not os.path.isdir(os.path.join(directory, FOLDER)):
         return {}
     variables = {"DISTFLOW_OUTPUT_PIPE": "pipe:[{}]".format(os.fstat(output).st_ino)}
-    if "PYTHON_EXEC" not in given and os.access(script, os.X_OK):  # not where the root is mounted `noexec`
+    if "PYTHON_EXEC" not in given and os.access(script, os.X_OK):  # false where the root is mounted `noexec`
         variables["PYTHON_EXEC"] = script
     return variables

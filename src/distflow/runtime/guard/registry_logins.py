@@ -1,4 +1,4 @@
-"""The login to a registry for one pull: a folder that docker and podman read, in memory where the node has that."""
+"""The login to a registry for one pull: a folder for docker and podman, in memory if the node has a memory file system."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _OF_LOGINS = ("auths", "credsStore", "credHelpers")
 
 @contextmanager
 def written(login: Json, env: Dict[str, str]) -> Iterator[str]:
-    """A folder with ``config.json``: what the user's own says, but with this one login. Removed at the end."""
+    """Provide a folder with ``config.json``: the user's own settings, but only this login. It is removed at the end."""
     home = secret_files.memory_folder()
     if home is not None:
         _sweep(home)
     try:
-        # A folder that holds this process's id: what a killed one left is told by that.
+        # The name contains this process's id, by which leftovers of a killed process are recognized.
         folder = tempfile.mkdtemp(prefix="{}{}-".format(_PREFIX, os.getpid()), dir=home)
     except FileNotFoundError:
-        folder = tempfile.mkdtemp()  # whoever emptied it just removed it
+        folder = tempfile.mkdtemp()  # another process has just removed the empty directory
     try:
         own = env.get("DOCKER_CONFIG") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".docker")
         settings = {key: value for key, value in _settings(own).items() if key not in _OF_LOGINS}
@@ -55,7 +55,7 @@ def _settings(folder: str) -> Dict[str, Any]:
 
 
 def _sweep(home: str) -> None:
-    """Remove what a pull that was killed left."""
+    """Remove leftovers of killed pulls."""
     for name in os.listdir(home):
         pid = name[len(_PREFIX) :].partition("-")[0]
         if name.startswith(_PREFIX) and pid.isdigit() and processes.read_process(int(pid)) is None:

@@ -1,4 +1,4 @@
-"""Where the node's GPUs are and who computes on them, by ``nvidia-smi``: a GPU on which somebody else does is not leased."""
+"""PCI addresses of the node's GPUs and the processes on them, by ``nvidia-smi``. A GPU with another process is not leased."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Collection, Dict, List, Tuple
 
 from distflow.runtime.leases import gpu_buses
 from distflow.runtime.probes.facts import nvidia_smi, user_name
-from distflow.runtime.processes import mark_of, said_by
+from distflow.runtime.processes import mark_of, output_of
 from distflow.runtime.wire import Json
 
 __all__ = ["GpuUser", "await_empty", "find", "look"]
 
 _TOOL_S = 10.0
 _EMPTY_S = 5.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _FIRST_NAMESPACE = 0xEFFFFFFC
-"""Of process ids: PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h."""
+"""Number of the machine's own namespace of process ids: PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h."""
 
 GpuUser = Dict[str, object]
-"""``gpu`` (index), ``pid``, ``words``."""
+"""A process on a GPU: ``gpu`` (index), ``pid``, ``words`` (its description)."""
 
 
 def find() -> List[GpuUser]:
-    """Every process on a GPU that can be seen here; none when ``nvidia-smi`` is not there, or fails."""
+    """Return every visible process on a GPU; none if ``nvidia-smi`` is missing or fails."""
     smi = nvidia_smi()
     return _users(smi, _gpus(smi)) if smi is not None else []
 
 
 def look(with_users: bool) -> Json:
-    """What a lease wants to know: ``users``, as ``find`` has them, and ``gpu_addresses``, by index.
+    """Return the data for a lease: ``users``, as ``find`` returns them, and ``gpu_addresses`` by index.
 
-    An address must be asked for now: a GPU that falls off the bus later is not listed any more.
+    The addresses are read now, because a GPU that later falls off the bus is no longer listed.
     """
     smi = nvidia_smi()
     gpus = _gpus(smi) if smi is not None else []
@@ -44,7 +44,7 @@ def look(with_users: bool) -> Json:
 
 
 def _gpus(smi: str) -> List[Tuple[str, str, str]]:
-    """Index, uuid and PCI address of each GPU."""
+    """Return index, uuid and PCI address of each GPU."""
     rows = _ask(smi, "--query-gpu=index,uuid,pci.bus_id")
     return [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdigit()]
 
@@ -53,7 +53,7 @@ def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
     index = {uuid: index for index, uuid, _ in gpus}
     users: List[GpuUser] = []
     if not index:
-        return users  # a driver that did not say this much has nothing more to say
+        return users  # a driver that lists no GPUs does not list processes either
     for row in _ask(smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         if len(row) < 4 or not row[1].isdigit() or row[0] not in index:
             continue
@@ -63,9 +63,9 @@ def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
 
 
 def await_empty(gpu_ids: Collection[int], attempt: str) -> str:
-    """Wait until nothing of an attempt that has ended is on its GPUs: the driver lets go of them later than processes end.
+    """Wait until no process of an ended attempt is on its GPUs: drivers release GPUs later than processes end.
 
-    Returns who still is, in words, when that takes too long; and nothing where nobody can tell.
+    Returns a description of the remaining processes if that takes too long; empty if they are unknown.
     """
     deadline = time.monotonic() + _EMPTY_S
     while True:
@@ -74,16 +74,16 @@ def await_empty(gpu_ids: Collection[int], attempt: str) -> str:
             return ""
         if time.monotonic() >= deadline:
             return "; ".join("GPU {}: {}".format(one["gpu"], one["words"]) for one in left)
-        time.sleep(_LOOK_S)  # noqa: TID251  the driver tells nobody
+        time.sleep(_POLL_S)  # noqa: TID251  the driver sends no event
 
 
 def _is_of(pid: int, attempt: str) -> bool:
-    """Whether it is of the attempt, or is no process any more, and so was until now."""
+    """Whether a process belongs to the attempt, or has ended and therefore did so until now."""
     return mark_of(pid) == attempt or (_sees_all_processes() and not os.path.exists("/proc/{}".format(pid)))
 
 
 def _sees_all_processes() -> bool:
-    """Whether the driver's process ids are ours: in a container they are not."""
+    """Whether the driver's process ids are valid in this namespace. In a container they are not."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _FIRST_NAMESPACE
     except OSError:
@@ -101,6 +101,6 @@ def _words(pid: str, name: str, memory: str) -> str:
 
 
 def _ask(smi: str, query: str) -> List[List[str]]:
-    # A hanging driver says nothing: leases still keep distflow's own workflows apart.
-    lines = (said_by([smi, query, "--format=csv,noheader,nounits"], _TOOL_S) or "").split("\n")
+    # If the driver hangs, the result is empty, but leases still keep distflow's own workflows apart.
+    lines = (output_of([smi, query, "--format=csv,noheader,nounits"], _TOOL_S) or "").split("\n")
     return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]

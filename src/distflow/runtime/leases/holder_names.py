@@ -1,4 +1,4 @@
-"""Name the holders of leases for people, from what their lock files say. Other users write these files: nothing is trusted."""
+"""Names of lease holders for people, from their lock files. Other users write these files, so nothing in them is trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}")
 
 
 def holder_name(said: Optional[Json], attempt: object) -> str:
-    """Return who holds a lease: ``spin-1/worker (alice)``, or ``alice``. ``attempt``: the name of the one that asks."""
+    """Return the name of a lease's holder: ``spin-1/worker (alice)``, or ``alice``. ``attempt`` is the asking attempt."""
     said = said or {}
     theirs, ours = str(said.get("attempt") or "").split("/"), str(attempt or "").split("/")
     if len(theirs) == len(ours) == 4 and theirs[:2] == ours[:2]:
@@ -27,7 +27,7 @@ def holder_name(said: Optional[Json], attempt: object) -> str:
 
 
 def label_of(said: Json) -> str:
-    """Return the workflow and task that hold a lease, ``spin-1/worker``; empty where its file does not name them."""
+    """Return the workflow and task that hold a lease, such as ``spin-1/worker``; empty if the lock file does not name them."""
     label = str(said.get("label") or "")
     return label if _LABEL.fullmatch(label) else ""
 
@@ -48,7 +48,7 @@ def folded(numbers: Sequence[int]) -> str:
 
 
 def in_use(holders: Sequence[Tuple[int, str]]) -> str:
-    """Return which GPUs are in use by whom, on one line: ``GPUs 0-1 by spin-1/w1 (root), GPU 3 by pid 7 of bob (python)``."""
+    """Describe GPUs in use on one line: ``GPUs 0-1 by spin-1/w1 (root), GPU 3 by pid 7 of bob (python)``."""
     by_name: Dict[str, List[int]] = {}
     for gpu, name in holders:
         by_name.setdefault(name, []).append(gpu)

@@ -1,4 +1,4 @@
-"""Who holds what of this node: leases of all users of distflow, and processes on its GPUs that it did not start."""
+"""The holders of this node's resources: leases of all distflow users, and processes on GPUs that distflow did not start."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["look"]
 _NAME = re.compile(r"(gpu|port|claim)-([0-9]{1,10})(?:-[0-9]{1,10})?\.lock")
 _MOST = 10_000
 _LARGEST = 1 << 53
-"""Of an amount. Anybody may have written anything, and the sum must fit into a message."""
+"""Limit of an amount. Any user may have written it, and the sum must fit into a message."""
 
 
 def look(lease_dir: str) -> Json:
-    """``holders``, one for each attempt, and ``foreign``: who else computes on a GPU. Nothing is held or changed.
+    """Return ``holders``, one for each attempt, and ``foreign``, the other processes on GPUs. Nothing is leased or changed.
 
-    Looking at a lock takes it for an instant, as shared: a lease that is asked for just then waits for that.
+    Checking a lock takes it as shared for an instant, so a concurrent lease waits that long.
     """
     found: Dict[Tuple[str, str], Json] = {}
     for kind, number, said in _locked(lease_dir):
@@ -55,7 +55,7 @@ def _holder(said: Json) -> Json:
 
 
 def _locked(lease_dir: str) -> List[Tuple[str, int, Json]]:
-    """Locks that somebody holds, and what is written in them; that is other people's, and may say anything."""
+    """Return the locks that are held, with their untrusted contents."""
     if not os.path.isdir(os.path.expanduser(lease_dir)):
         return []
     found = []

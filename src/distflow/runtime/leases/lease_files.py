@@ -1,6 +1,6 @@
 """Lock files in a directory that all users of the machine share (mode 1777).
 
-Nothing in it is trusted: a name may be a link, a FIFO or somebody's private file.
+Its contents are not trusted: a name may be a link, a FIFO or another user's private file.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ __all__ = ["foreign_owner", "lock", "open_directory", "open_lock", "read", "said
 _MOST_BYTES = 4096
 _LOOKS = 100
 _LOOK_S = 0.001
-"""Looking takes microseconds."""
+"""Checking a lock takes microseconds."""
 
 
 def open_directory(path: str) -> int:
-    """Open the directory, making it when it is not there. Raises ``OpError``."""
+    """Open the directory, and create it if necessary. Raises ``OpError``."""
     path = os.path.abspath(os.path.expanduser(path))
     try:
         if not os.path.isdir(path):
             os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
             try:
                 os.mkdir(path)
-                os.chmod(path, 0o1777)  # for all users: a umask would have narrowed it
+                os.chmod(path, 0o1777)  # for all users; mkdir's mode is reduced by the umask
             except FileExistsError:
                 pass
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        # In a directory where everybody may write, a link is somebody's trap; elsewhere it is the administrator's choice.
+        # In a world-writable directory, a link may be a trap. Elsewhere it is the administrator's choice.
         if os.stat(os.path.dirname(path)).st_mode & stat.S_IWOTH:
             flags |= os.O_NOFOLLOW
         directory = os.open(path, flags)
@@ -54,7 +54,7 @@ def open_directory(path: str) -> int:
 
 
 def _refuse_open_to_all(directory: int, path: str) -> None:
-    """Refuse a directory in which every user may remove the lock files of others: a lease would keep nobody out."""
+    """Refuse a directory in which every user may remove the lock files of others: leases would have no effect."""
     info = os.fstat(directory)
     if not info.st_mode & stat.S_IWOTH or info.st_mode & stat.S_ISVTX:
         return
@@ -69,7 +69,7 @@ def _refuse_open_to_all(directory: int, path: str) -> None:
 
 
 def foreign_owner(path: str) -> str:
-    """The name of another user than root who owns the lease directory, and so may remove what lies in it; empty without one."""
+    """Return the owner of the lease directory, who may remove its files, unless that is root or this user; else empty."""
     try:
         owner = os.stat(os.path.expanduser(path)).st_uid
     except OSError:
@@ -78,10 +78,10 @@ def foreign_owner(path: str) -> str:
 
 
 def open_lock(directory: int, name: str) -> int:
-    """Open a lock file that may be another user's: O_CREAT on an existing one is what fs.protected_regular forbids."""
+    """Open a lock file that may be another user's. fs.protected_regular forbids O_CREAT on an existing one."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     for _ in range(10):
-        for access in (os.O_RDWR, os.O_RDONLY):  # flock asks for no right to write
+        for access in (os.O_RDWR, os.O_RDONLY):  # flock needs no write permission
             try:
                 return os.open(name, access | flags, dir_fd=directory)
             except PermissionError:
@@ -100,7 +100,7 @@ def open_lock(directory: int, name: str) -> int:
 
 
 def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
-    """Lock ``name``: its descriptor, or -1 and who holds it."""
+    """Lock ``name``. Returns the descriptor and an empty string, or -1 and the name of the holder."""
     while True:
         try:
             fd = open_lock(directory, name)
@@ -109,7 +109,7 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                return -1, "{} is no regular file".format(name)
+                return -1, "{} is not a regular file".format(name)
             _flock(fd)
         except BlockingIOError:
             who = holder_name(read(fd), holder.get("attempt"))
@@ -120,26 +120,29 @@ def lock(directory: int, name: str, holder: Json) -> Tuple[int, str]:
             return -1, "{}: {}".format(name, error.strerror)
         if is_named(fd, name, directory):
             break
-        os.close(fd)  # it was removed while we opened it
+        os.close(fd)  # it was removed after we opened it
     sign(fd, holder)
     return fd, ""
 
 
 def sign(fd: int, holder: Json) -> None:
-    """Write into a lock file who holds it. A file with a second name (a hard link) may be anybody's: it is left as it is."""
+    """Write the holder into a lock file. A file with a second name (a hard link) may be anyone's, so it is not changed."""
     try:
         if os.fstat(fd).st_nlink > 1:
             return
         text = json.dumps(holder).encode()
-        # Over what stands there, then cut: nobody finds nothing meanwhile.
+        # Overwritten first and truncated then, so that readers never find an empty file.
         os.pwrite(fd, text.ljust(len(os.pread(fd, _MOST_BYTES, 0))), 0)
         os.ftruncate(fd, len(text))
     except OSError:
-        pass  # no right to write, or no room: the lock is what counts
+        pass  # no write permission, or a full disk: only the lock matters
 
 
 def read(fd: int) -> Optional[Json]:
-    """The record in a lock file; None where there is none. It is other people's, and may say anything within bounds."""
+    """Return the record in a lock file; None if there is none.
+
+    Another user may have written anything into it, within bounds.
+    """
     try:
         said: Json = decode_object(os.pread(fd, _MOST_BYTES, 0))
     except (OSError, ValueError):
@@ -148,22 +151,23 @@ def read(fd: int) -> Optional[Json]:
 
 
 def _flock(fd: int) -> None:
-    """Lock it. Raises ``BlockingIOError`` when somebody holds it; who just looks at it (``said_of``) is waited for."""
+    """Lock a file. Raises ``BlockingIOError`` if it is held. Shared locks of readers (``said_of``) are waited for."""
     for _ in range(_LOOKS):
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # with who looks it can be shared, and with no holder
+            # succeeds unless the file has a holder, because readers share the lock
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(fd, fcntl.LOCK_UN)
             time.sleep(_LOOK_S)  # noqa: TID251  flock knows no time limit
-    raise BlockingIOError(errno.EWOULDBLOCK, "it is looked at again and again")
+    raise BlockingIOError(errno.EWOULDBLOCK, "other processes keep checking it")
 
 
 def said_of(directory: int, name: str) -> Optional[Json]:
-    """What is written in a lock file that somebody holds; None when nobody does, or nobody may look.
+    """Return the record of a held lock file; None if the file is not held or not accessible.
 
-    It is other people's, and may say anything; what is no record is an empty one. Looking takes the lock for an instant, as
-    shared: who wants it just then waits for that.
+    Another user may have written anything; an invalid record becomes an empty one. The check takes the lock as shared for an
+    instant, and a concurrent locker waits that long.
     """
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)

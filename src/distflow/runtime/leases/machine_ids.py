@@ -1,4 +1,4 @@
-"""Tell machines apart by their lease directories, so that two entries of a pool that are one machine are noticed."""
+"""Ids of machines, from their lease directories, to detect two entries of a pool that are one machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshf
 
 
 def machine_of(lease_dir: str) -> str:
-    """What tells one set of leases from every other: the directory itself, not its name. Empty when it cannot be used.
+    """Return an id of the lease directory itself, not of its name; empty if it cannot be used.
 
-    Two nodes of a pool with the same value lease the same GPUs: they are one machine, or share a directory over the network.
+    Two nodes of a pool with the same id lease the same GPUs: they are one machine, or share a directory over the network.
     """
     if not lease_dir:
         return ""
@@ -43,7 +43,7 @@ def _machine_id() -> str:
 
 
 def _network_source(device: str) -> str:
-    """Where a network file system comes from (``server:/export``), by its device number; empty for any other file system."""
+    """Return a network file system's source (``server:/export``) by its device number; empty for any other file system."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             lines = file.read().split("\n")

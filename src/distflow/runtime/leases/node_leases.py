@@ -1,4 +1,4 @@
-"""Leases of a node's GPUs, ports, CPUs and memory: file locks that vanish with the processes that hold them."""
+"""Leases of a node's GPUs, ports, CPUs and memory, as file locks that vanish with the processes that hold them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATTEMPTS_AT_ANY_PORT = 200
 
 
 class Held(NamedTuple):
-    """A lease as descriptors: it ends when the last copy of them is closed."""
+    """A lease as descriptors. It ends when the last copy of them is closed."""
 
     gpu_ids: List[int]
     port: Optional[int]
@@ -41,9 +41,9 @@ def take(
     wanted: Optional[shares.Wanted] = None,
     users: Sequence[GpuUser] = (),
 ) -> Held:
-    """Take ``gpus`` of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and what is ``wanted``: all of it, or ``OpError``.
+    """Lease ``gpus`` of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and the amounts in ``wanted``.
 
-    GPUs of ``users`` are taken already, as long as these live.
+    Leases everything or raises ``OpError``. GPUs of ``users`` are unavailable while these processes live.
     """
     held = Held([], None, [], [])
     wanted = wanted or {}
@@ -74,7 +74,7 @@ def take(
 
 
 def keep_place(lease_dir: str, holder: Json, asks: Dict[str, int]) -> None:
-    """Leave a ticket for a task that gives back its lease because its gang cannot have all of its nodes yet."""
+    """Write a ticket for a task that releases its lease because not all nodes of its gang are available yet."""
     directory = open_directory(lease_dir)
     try:
         tickets.leave(directory, holder, asks)
@@ -97,7 +97,7 @@ def _take_gpus(
             break
         name = "gpu-{}.lock".format(int(gpu))
         fd, _ = lock(directory, name, holder)
-        # Who has ended since they were looked for is none.
+        # A process that has ended since the query does not count.
         user = next((one for one in users if one["gpu"] == gpu and os.path.exists("/proc/{}".format(one["pid"]))), None)
         if fd >= 0 and user is not None:
             os.close(fd)
@@ -155,7 +155,10 @@ def _number_of(fd: int) -> int:
 
 
 def _bind(port: int) -> List[int]:
-    """Keep ``port``: bound with SO_REUSEADDR and never listening. torch's stores may join it; no ``bind(0)`` is handed it."""
+    """Reserve ``port`` by binding it with SO_REUSEADDR, without listening.
+
+    torch's stores can still bind it, and ``bind(0)`` never returns it.
+    """
     bound: List[int] = []
     try:
         for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
@@ -175,7 +178,7 @@ def _bind(port: int) -> List[int]:
                 except OSError as error:
                     if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:
                         os.close(bound.pop())
-                        break  # IPv6 is compiled in and switched off
+                        break  # IPv6 is compiled in but disabled
                     raise
             port = port or _number_of(bound[0])
         return bound

@@ -1,8 +1,8 @@
-"""CPUs and memory that attempts were promised on this node, for all of its users.
+"""CPUs and memory that are promised to attempts on this node, for all of its users.
 
-Each promise is a file in the lease directory, locked by who holds it, so that it ends with the processes; what it says counts
-while it is locked. Nothing is measured here, and nobody is held to anything: workflows, also those of several people, are kept
-from being promised more than there is.
+Each promise is a file in the lease directory, locked by its holder, so that it ends with the holder's processes. It counts
+while it is locked. Nothing is measured or enforced here: this only prevents workflows, also those of several users, from being
+promised more than the node has.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from distflow.runtime.wire import Json, OpError
 __all__ = ["Wanted", "number_of", "take"]
 
 Wanted = Dict[str, Tuple[int, int]]
-"""What is asked for and how much there is, by ``cpus`` and ``memory`` (bytes)."""
+"""The requested and the total amount of ``cpus`` and ``memory`` (bytes)."""
 
 _NAME = re.compile(r"claim-[0-9]+-[0-9]+\.lock")
 _MOST = 10_000
 _MOST_FILES = 100_000
-"""In the lease directory, with one for each port that was ever leased. Any user can make millions of files there, and an agent
-that looks at them all answers no heartbeat for minutes."""
+"""Limit of files in the lease directory, which has one for each port that was ever leased.
+
+Any user can create millions of files there, and an agent that reads them all sends no heartbeat for minutes.
+"""
 _OWN_S = 2.0
-"""How long a free file is looked for. A file that somebody holds as shared costs a tenth of a second each."""
+"""Time limit of the search for a free file. A file that another process holds as shared costs a tenth of a second."""
 _GATE_TRIES = 50
 _GATE_PAUSE_S = 0.005
-"""The list is locked for a millisecond at a time; who keeps it for longer must not freeze an agent, which has one thread."""
+"""The list is normally locked for a millisecond. A longer lock must not block an agent, which has one thread."""
 _UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
 
 
 def take(directory: int, wanted: Wanted, holder: Json, kept: Kept) -> List[int]:
-    """Have the promise: the descriptor that holds it, none when nothing is asked for. Raises ``busy`` with who has the rest.
+    """Get a promise. Returns the descriptor that holds it, or none if nothing is asked for.
 
-    ``kept`` is left for others.
+    Raises ``busy`` with the holders of the rest. ``kept`` is left for others.
     """
     asked = {name: pair for name, pair in wanted.items() if pair[0]}
     if not asked:
@@ -50,7 +52,7 @@ def take(directory: int, wanted: Wanted, holder: Json, kept: Kept) -> List[int]:
         others = _held(directory)
         for name, (want, have) in sorted(asked.items()):
             used = sum(number_of(one.get(name)) for one in others)
-            # One that asks for more than there is has been let through by whoever placed it: it runs alone.
+            # A request for more than the node has was accepted by placement: it runs alone.
             if used and used + want > have:
                 holders = [one for one in others if number_of(one.get(name))]
                 raise OpError("busy", _words(name, want, have, holders, holder.get("attempt")))
@@ -65,7 +67,7 @@ def take(directory: int, wanted: Wanted, holder: Json, kept: Kept) -> List[int]:
 
 
 def _enter(gate: int) -> None:
-    """Lock the list of promises. Raises ``busy`` when somebody sits on it."""
+    """Lock the list of promises. Raises ``busy`` if another process keeps it locked."""
     for _ in range(_GATE_TRIES):
         try:
             return fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,7 +77,7 @@ def _enter(gate: int) -> None:
 
 
 def _held(directory: int) -> List[Json]:
-    """What the locked files say; they are other people's, and may say anything."""
+    """Return the records of the locked files, which may contain anything."""
     names: List[str] = []
     with os.scandir(directory) as entries:
         for number, entry in enumerate(entries):
@@ -88,7 +90,7 @@ def _held(directory: int) -> List[Json]:
 
 
 def _own(directory: int, holder: Json) -> int:
-    """Lock a file of ours that nobody holds: they are used again, because who ends cannot remove them."""
+    """Lock a free file of this user. Files are reused, because ending processes cannot remove them."""
     until = time.monotonic() + _OWN_S
     for number in range(_MOST):
         fd, _ = lock(directory, "claim-{}-{}.lock".format(os.getuid(), number), holder)
@@ -102,7 +104,7 @@ def _own(directory: int, holder: Json) -> int:
 
 
 def number_of(value: object) -> int:
-    """An amount as somebody wrote it; 0 for what is none."""
+    """Return an untrusted amount, or 0 if it is not one."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 

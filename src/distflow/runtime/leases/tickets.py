@@ -1,12 +1,12 @@
 """Tickets in the lease directory: a gang that waits for a node keeps its place before gangs that ask later.
 
-Without them, a gang that needs several nodes at once can wait for ever behind short gangs that follow one another on each
-node. A task whose lease is refused leaves a ticket with what it asks for. A later gang is then refused if it would not leave
-that much.
+Without them, a gang that needs several nodes at once could wait forever behind short gangs that follow one another on each
+node. A task whose lease is refused leaves a ticket with the amounts that it needs. A later gang is then refused if it would not
+leave that much.
 
 Tickets are written by all users of the machine, so they bind only within bounds. A ticket counts while its file is fresh, for
-the user who owns the file, and only the oldest gang of each user counts. A gang that has waited for ``_RESPECT_S`` itself
-ignores all tickets. So no ticket, whatever it says, holds a gang back for longer than that.
+the user who owns the file, and only the oldest gang of each user counts. A gang that has itself waited for ``_RESPECT_S``
+ignores all tickets. So no ticket, whatever its contents, delays a gang longer than that.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ __all__ = ["NAME", "Kept", "kept_for_others", "leave", "remove"]
 
 NAME = re.compile(r"ticket-([0-9]{1,10})-[0-9a-f]{16}\.json")
 _FRESH_S = 20.0
-"""A gang that waits asks again after 10 s at most."""
+"""A waiting gang asks again within 10 s."""
 _RESPECT_S = 60.0
 _FORGOTTEN_S = 120.0
 _MOST = 10_000
 _AMOUNTS = ("gpus", "cpus", "memory")
 
 _waiting: Dict[str, Tuple[float, float]] = {}
-"""Tasks that this agent was refused a lease for: since when they wait, and when they last asked."""
+"""Tasks whose lease this agent refused: the start of their wait, and the time of the last request."""
 
 
 class Kept(NamedTuple):
-    """What is kept for gangs that have waited longer."""
+    """Amounts that are kept for gangs that have waited longer."""
 
     amounts: Dict[str, int]
-    """By ``gpus``, ``cpus`` and ``memory`` (bytes)."""
+    """Amounts of ``gpus``, ``cpus`` and ``memory`` (bytes)."""
     words: str
-    """For whom, for a message."""
+    """Names of those gangs, for messages."""
 
 
 def kept_for_others(directory: int, attempt: str) -> Kept:
-    """Return what a lease for ``attempt`` has to leave, by the tickets of gangs that have waited longer than its own."""
+    """Return the amounts that a lease for ``attempt`` must leave, by the tickets of gangs that have waited longer."""
     at = now()
     since = _waiting[_task(attempt)][0] if _task(attempt) in _waiting else at
     oldest: Dict[int, Tuple[float, str]] = {}
@@ -67,7 +67,7 @@ def kept_for_others(directory: int, attempt: str) -> Kept:
 
 
 def leave(directory: int, holder: Json, amounts: Dict[str, int]) -> None:
-    """Leave or renew the ticket of a task that waits. That it cannot be written costs no more than the place in the line."""
+    """Write or renew the ticket of a waiting task. If that fails, the task only loses its place in the queue."""
     at, task = now(), _task(str(holder["attempt"]))
     for one in [one for one, (_, last) in _waiting.items() if at - last > _FORGOTTEN_S]:
         del _waiting[one]
@@ -87,12 +87,12 @@ def leave(directory: int, holder: Json, amounts: Dict[str, int]) -> None:
 
 
 def remove(directory: int, attempt: str) -> None:
-    """Remove a task's ticket: it has its lease. Should that be given back, ``leave`` finds its place again."""
+    """Remove the ticket of a task that has its lease. If the lease is released, ``leave`` restores its place."""
     _unlink(directory, _name(_task(attempt)))
 
 
 def _read(directory: int, name: str, owner: int, at: float) -> Dict[str, Any]:
-    """What a fresh ticket says, its amounts sound; empty for any other file."""
+    """Return a fresh ticket with valid amounts; empty for any other file."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     except OSError:

@@ -1,7 +1,7 @@
-"""Which collective each rank of an attempt is at, by the word of those that answer: ranks of ``distflow.train``.
+"""The current collective of each rank of an attempt, as ranks of ``distflow.train`` report it.
 
-Each listens at a socket ``collectives-<pid>`` in the attempt's directory, and answers whoever connects with one JSON document.
-What a rank says is the task's own word: it is shaped here, and of anything else nothing is told.
+Each rank listens on a socket ``collectives-<pid>`` in the attempt's directory, and sends one JSON document to each connection.
+These documents are untrusted: only valid ones are used, in a fixed form.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["ask", "shaped"]
 _NAME = "collectives-"
 _WAIT_S = 3.0
 _LEAST_S = 0.05
-"""For one whose turn comes late: its answer has arrived by then, if it gave one."""
+"""Minimum time for a rank that is read late: if it answered, its answer has arrived by then."""
 _MOST_BYTES = 256 * 1024
 _MOST_GROUPS = 64
 _LONGEST_NAME = 100
 
 
 def ask(directory: str) -> List[Json]:
-    """What every rank says that answers in time, by rank."""
+    """Return the answers that arrive in time, sorted by rank."""
     try:
         names = sorted(name for name in os.listdir(directory) if name.startswith(_NAME))
-        # An address of a socket is short; a path through a descriptor always is.
+        # Socket addresses must be short; a path through a descriptor always is.
         at = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return []
@@ -43,7 +43,7 @@ def ask(directory: str) -> List[Json]:
 
 
 def shaped(said: Any) -> Optional[Json]:
-    """An answer as it is to be; None for one that is not."""
+    """Return an answer in the fixed form; None if it is invalid."""
     try:
         groups = [
             {
@@ -66,7 +66,7 @@ def _call(address: str) -> Optional[socket.socket]:
     try:
         caller.connect(address)
         return caller
-    except OSError:  # its process has gone
+    except OSError:  # its process is gone
         caller.close()
         return None
 
@@ -81,6 +81,6 @@ def _listen(caller: socket.socket, until: float) -> Any:
                 if not more:
                     return decode_json(said.decode("utf-8", "replace"))
                 said += more
-        except (OSError, ValueError):  # it holds the interpreter, or is just ending
+        except (OSError, ValueError):  # it does not release the interpreter's lock, or it is exiting
             pass
     return None

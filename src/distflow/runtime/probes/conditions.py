@@ -1,4 +1,4 @@
-"""What a node has left for whoever starts there: memory, shared memory, limits of a login, and GPU errors since its boot."""
+"""A node's free memory and shared memory, the limits of a login, and GPU errors since the boot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "me
 
 
 def conditions() -> Json:
-    """Measured now, for this login; ``None`` for what this system does not tell."""
+    """Measure the conditions for this login. Values that this system does not report are ``None``."""
     return {
         "memory": _memory(),
         "shm": _shm(),

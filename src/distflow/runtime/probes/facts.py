@@ -1,4 +1,4 @@
-"""What ``hello`` says of the node."""
+"""Facts about the node for the reply to ``hello``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AMD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 
 
 def user_name(uid: Optional[int] = None) -> str:
-    """Who we are here, or who another user is."""
+    """Return the name of this user, or of another one."""
     uid = os.getuid() if uid is None else uid
     try:
         return pwd.getpwuid(uid).pw_name
@@ -33,7 +33,7 @@ def user_name(uid: Optional[int] = None) -> str:
 
 
 def gather(root: str) -> Json:
-    """All facts. Takes as long as ``nvidia-smi`` does where there is one (``is_quick``)."""
+    """Return all facts. Takes as long as ``nvidia-smi``, if the node has it (``is_quick``)."""
     gpus = _gpus()
     return {
         "hostname": socket.gethostname(),
@@ -55,32 +55,32 @@ def gather(root: str) -> Json:
 
 
 def free_bytes(path: str) -> int:
-    """What may still be written to the file system of ``path``."""
+    """Return the free bytes of the file system of ``path``."""
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize
 
 
 def is_quick() -> bool:
-    """Whether no program must be asked, for which a heartbeat could not wait."""
+    """Whether ``gather`` runs no program, so that heartbeats are not delayed."""
     return nvidia_smi() is None
 
 
 def nvidia_smi() -> Optional[str]:
-    """The program, where there is one."""
+    """Return the path of ``nvidia-smi``, or None."""
     return processes.find_program("nvidia-smi", os.environ.get("PATH", ""))
 
 
 def _gpus() -> List[str]:
     smi = nvidia_smi()
-    text = processes.said_by([smi, "-L"], _NVIDIA_SMI_S) if smi is not None else None
+    text = processes.output_of([smi, "-L"], _NVIDIA_SMI_S) if smi is not None else None
     if text is not None:
         return [match.group(1).strip() for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", text, re.MULTILINE)]
-    # Without it, or with a hanging driver, the device files still say how many there are.
+    # Without nvidia-smi, or with a hanging driver, the device files still show the number of GPUs.
     return ["unknown"] * len([path for path in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", path)]) or _amd_gpus()
 
 
 def _amd_gpus() -> List[str]:
-    """The GPUs that the AMD driver lists: nodes of its topology with an id; its CPUs have 0."""
+    """Return the GPUs that the AMD driver lists: nodes of its topology with an id. CPUs have the id 0."""
     found: List[str] = []
     try:
         names = sorted(os.listdir(_AMD_NODES))
@@ -97,13 +97,16 @@ def _amd_gpus() -> List[str]:
 
 
 def _ssh_server() -> str:
-    """Our address on which sshd accepted the connection that we serve; empty without one (sshd's SSH_CONNECTION)."""
+    """Return the address on which sshd accepted this connection; empty without one (sshd's SSH_CONNECTION)."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
     return parts[2] if len(parts) == 4 else ""
 
 
 def _ipv4() -> List[Dict[str, str]]:
-    """Every IPv4 address with its interface, as the kernel lists them (SIOCGIFCONF: also an interface's second address)."""
+    """Return every IPv4 address with its interface, as the kernel lists them.
+
+    SIOCGIFCONF also lists additional addresses of an interface.
+    """
     entry = 40 if struct.calcsize("P") == 8 else 32
     room = array.array("B", bytes(entry * 256))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -17,8 +17,8 @@ _BACKLOG = 1024
 def listen_on(address: str) -> Tuple[socket.socket, Optional[bool]]:
     """Return a non-blocking listening socket on a free port, and whether ``address`` belongs to this node.
 
-    The socket listens on every address when ``address`` is not this node's (it is behind a translation of addresses). It also
-    does so for a host name; the second value is then ``None``, because resolving a name may take long. Raise ``OpError``.
+    The socket listens on every address if ``address`` is not this node's (because of address translation). It also does so for
+    a host name; the second value is then ``None``, because resolving a name may take long. Raises ``OpError``.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if family == socket.AF_INET6 or re.fullmatch(r"[0-9.]+", address):

@@ -1,4 +1,4 @@
-"""What a path holds, in a few numbers that tell whether two nodes have the same: for data that lies on the nodes themselves."""
+"""Checksums of paths, to compare data that is stored on the nodes themselves."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MOST_FILES = 1000000
 
 
 def look(paths: List[str]) -> Dict[str, Json]:
-    """Of each path: ``error`` (null when it can be read), ``files``, ``bytes``, ``digest`` and ``is_complete``.
+    """Return for each path ``error`` (null if it can be read), ``files``, ``bytes``, ``digest`` and ``is_complete``.
 
-    The digest is over names below the path and sizes, not over contents: gigabytes are not read. A walk ends after half a
-    minute, or a million files; then the numbers are of what was seen, and there is no digest.
+    The digest covers the names below the path and the sizes, but not the contents, which may be large. The search ends after
+    half a minute or a million files. Then the numbers cover only a part, and there is no digest.
     """
-    return {path: _look(os.path.expanduser(path), time.monotonic() + _LONGEST_S) for path in paths}
+    return {path: _checksum(os.path.expanduser(path), time.monotonic() + _LONGEST_S) for path in paths}
 
 
-def _look(path: str, until: float) -> Json:
+def _checksum(path: str, until: float) -> Json:
     entries: List[str] = []
     total = 0
     is_complete = True

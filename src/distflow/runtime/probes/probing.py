@@ -1,7 +1,7 @@
-"""What ``pool check`` asks of a node: its places, its tools, and a command as tasks would see it.
+"""Measurements for ``pool check``: a node's directories, its tools, and commands in the environment of tasks.
 
-Texts of tools (``nvidia-smi``, ``busctl``) are passed on as they are: whoever asked reads them. All of it may take long, so it
-is returned as work for a child of the agent.
+Output of tools (``nvidia-smi``, ``busctl``) is returned unchanged, and the submitter parses it. Measuring may take long, so the
+functions return work for a child of the agent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOGIND = ("KillUserProcesses", "KillExcludeUsers", "KillOnlyUsers")
 
 
 def probe(root: str, request: Json) -> Callable[[], Json]:
-    """The work that measures the node."""
+    """Return the work that measures the node."""
     lease_dir, paths = str(request["lease_dir"]), [str(path) for path in request.get("paths") or []]
 
     def work() -> Json:
@@ -56,7 +56,7 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
 
 
 def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
-    """The work that runs a command to its end in the environment of tasks."""
+    """Return the work that runs a command to its end in the environment of tasks."""
     argv = [str(word) for word in request["argv"]]
     launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
     prelude, timeout_s = request.get("shell_prelude"), min(float(request.get("limit_s") or 30.0), _LONGEST_S)
@@ -77,7 +77,7 @@ class _Mount(NamedTuple):
 
 
 def _place(path: str) -> Json:
-    """A directory and the file system that it lies on; of one that is not there, its nearest parent."""
+    """Return a directory and its file system. If the directory does not exist, its nearest parent is measured."""
     there = path
     while not os.path.exists(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)
@@ -111,7 +111,7 @@ def _mount_of(path: str) -> Optional[_Mount]:
 
 
 def _write_error(directory: str) -> Optional[str]:
-    """Why no file can be written there; ``None`` when one can."""
+    """Return why no file can be written there; ``None`` if one can."""
     path = os.path.join(directory, ".probe-{}".format(os.getpid()))
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -128,7 +128,7 @@ def _write_error(directory: str) -> Optional[str]:
 
 
 def _leases(lease_dir: str) -> Json:
-    """Whether a lease can be had: any port's, taken and given back."""
+    """Try to lease any port, and release it."""
     error = None
     try:
         node_leases.take(lease_dir, 0, (), "any", {"user": user_name(), "attempt": "pool check", "pid": os.getpid()}).close()
@@ -148,7 +148,7 @@ def _names(hostname: str) -> Json:
 
 
 def _owners(apps: str) -> Dict[str, Json]:
-    """Whose the processes are that the lines of ``nvidia-smi`` name in their second column, as far as the kernel tells."""
+    """Return the owners of the processes in the second column of ``nvidia-smi``, as far as the kernel knows them."""
     owners: Dict[str, Json] = {}
     for line in apps.split("\n"):
         pid = (line.split(",") + [""])[1].strip()
@@ -157,13 +157,13 @@ def _owners(apps: str) -> Dict[str, Json]:
         try:
             uid = os.stat("/proc/" + pid).st_uid
         except OSError:
-            continue  # of another container, or gone
+            continue  # in another container, or gone
         owners[pid] = {"user": user_name(uid), "attempt": processes.mark_of(int(pid))}
     return owners
 
 
 def _logind() -> Json:
-    """What systemd does to processes of this login when it ends."""
+    """Return what systemd does to processes of this login when it ends."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
             in_session = re.search(r"/session-[^/\n]*\.scope", file.read()) is not None
@@ -179,7 +179,7 @@ def _logind() -> Json:
 
 
 def _tool(name: str, *arguments: str) -> Optional[Json]:
-    """What a tool says; ``None`` where it is not there."""
+    """Return a tool's result; ``None`` if the tool is missing."""
     path = shutil.which(name)
     return _run([path, *arguments], _TOOL_S) if path is not None else None
 
@@ -221,7 +221,7 @@ def _run(
         try:
             stdout, stderr = process.communicate(timeout=2.0)
         except subprocess.TimeoutExpired:
-            stdout, stderr = b"", b""  # what it started in other sessions holds the pipes
+            stdout, stderr = b"", b""  # its children in other sessions keep the pipes open
     return {
         "exit_code": code if code is None or code >= 0 else 128 - code,
         "stdout": stdout[-_MOST_OUTPUT:].decode("utf-8", "replace"),

@@ -1,6 +1,6 @@
-"""Who reaches whom: sockets that listen for a while, and connections to those of other nodes.
+"""Reachability of nodes: listening sockets for a limited time, and connections to those of other nodes.
 
-The sockets are the agent's own; connecting may take long, and is work for a child of it.
+The agent itself owns the sockets. Connecting may take long, so it is work for a child process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def reach(request: Json) -> Callable[[], Json]:
-    """The work that connects to each target; ``results`` are in their order."""
+    """Return the work that connects to each target. ``results`` are in the same order."""
     targets = [(str(one["address"]), int(one["port"]), str(one["word"])) for one in request["targets"]]
     timeout_s = min(float(request.get("limit_s") or 5.0), _LONGEST_S)
 
@@ -41,13 +41,13 @@ def reach(request: Json) -> Callable[[], Json]:
 
 
 class Listeners:
-    """Sockets that tell their word to whoever connects, and close by themselves."""
+    """Sockets that send their word to each connection, and close after a time limit."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
 
     def listen(self, request: Json) -> Json:
-        """Listen on a port of ``address``, or of every address when that one is not this node's."""
+        """Listen on a port of ``address``, or of every address if that one is not this node's."""
         word = str(request["word"]).encode() + b"\n"
         timeout_s = min(float(request.get("limit_s") or 30.0), _LONGEST_S)
         listener, is_own = listen_on(str(request["address"]))
@@ -62,7 +62,7 @@ class Listeners:
                 try:
                     connection.send(word)
                 except OSError:
-                    pass  # it is gone again
+                    pass  # the peer has disconnected
 
         def close() -> None:
             self._loop.watch(listener.fileno(), 0, accept)

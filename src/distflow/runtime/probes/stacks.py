@@ -1,8 +1,8 @@
-"""Where the processes of an attempt are just now: what the kernel says of each, and the Python stacks of those that have one.
+"""The current state of an attempt's processes: the kernel's information on each, and Python stacks.
 
-Python stacks are read from outside, by ``py-spy`` where the node has it: the process is neither stopped nor asked, so that one
-which hangs in a driver or holds its interpreter's lock can be looked at as well. Where that is not possible, ranks of
-``distflow.train`` write theirs themselves (``tracebacks``).
+Python stacks are read from outside by ``py-spy``, if the node has it. It neither stops the process nor needs its cooperation,
+so it also works for one that hangs in a driver or holds its interpreter's lock. Where py-spy cannot be used, ranks of
+``distflow.train`` write their own stacks (``tracebacks``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _RANK = {b"RANK", b"LOCAL_RANK"}
 
 
 def collect(root: str, request: Json) -> Callable[[], Json]:
-    """The work that looks at every process of the attempt: ``processes``, ``collectives``; ``tool``, null without py-spy.
+    """Return the work that inspects every process of the attempt.
 
-    Raises ``not_running`` for an attempt that does not run.
+    Its result has ``processes``, ``collectives`` and ``tool``, which is null without py-spy. Raises ``not_running`` for an
+    attempt that does not run.
     """
     attempt = str(request["attempt"])
     directory = attempts.directory_of(root, attempt)
@@ -47,7 +48,7 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
             raise OpError("not_running", "it does not run")
         env = command.environment(launch, "", root)
         tool = processes.find_program("py-spy", env.get("PATH") or os.defpath)
-        found = [_look(process) for process in _of(attempt, state)[:_MOST]]
+        found = [_inspect(process) for process in _processes_of(attempt, state)[:_MOST]]
         if tool is not None:
             _add_python(tool, [one for one in found if one["is_python"]], env)
         tracebacks.add_tracebacks(found, directory)
@@ -62,8 +63,11 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
     return work
 
 
-def _of(attempt: str, state: Json) -> List[processes.Process]:
-    """The command, what is below it, and what carries the attempt's mark (in a container nothing is below us)."""
+def _processes_of(attempt: str, state: Json) -> List[processes.Process]:
+    """Return the command, its descendants, and processes with the attempt's mark.
+
+    The mark is needed for containers, whose processes are not the keeper's descendants.
+    """
     everything = list(processes.list_processes())
     keeper = int((state.get("keeper") or {}).get("pid") or 0)
     below = {one.pid for one in processes.only_descendants(everything, keeper)} if keeper else set()
@@ -76,7 +80,7 @@ def _of(attempt: str, state: Json) -> List[processes.Process]:
     ]
 
 
-def _look(process: processes.Process) -> Json:
+def _inspect(process: processes.Process) -> Json:
     name = _read(process.pid, "comm").strip()
     try:
         program = os.path.basename(os.readlink("/proc/{}/exe".format(process.pid)))
@@ -104,7 +108,7 @@ def _read(pid: int, name: str) -> str:
 
 
 def _ranks(pid: int) -> Dict[str, int]:
-    """RANK and LOCAL_RANK as the process was started with; one that sets them itself later does not show them."""
+    """Return RANK and LOCAL_RANK from the initial environment. Values that the process sets later are not visible."""
     try:
         with open("/proc/{}/environ".format(pid), "rb") as file:
             pairs = [one.partition(b"=") for one in file.read().split(b"\0")]
@@ -148,7 +152,7 @@ def _answer(process: Optional[subprocess.Popen[bytes]], until: float) -> Any:
 
 
 def _thread(said: Json) -> Json:
-    """Of what py-spy tells of a thread what is needed: no values of variables."""
+    """Return the needed part of py-spy's data on a thread, without values of variables."""
     frames = [
         {"function": one["name"], "file": one.get("short_filename") or one["filename"], "line": one["line"]}
         for one in (said.get("frames") or [])[:_FRAMES]
@@ -157,7 +161,7 @@ def _thread(said: Json) -> Json:
 
 
 def _heartbeat_age(directory: str) -> Optional[float]:
-    """How long ago the attempt touched its heartbeat, in seconds; None when it never did."""
+    """Return the age of the attempt's heartbeat in seconds; None if there was none."""
     try:
         at = os.stat(os.path.join(directory, command.HEARTBEAT), follow_symlinks=False).st_mtime
     except OSError:
@@ -166,7 +170,7 @@ def _heartbeat_age(directory: str) -> Optional[float]:
 
 
 def _host_rule() -> Optional[int]:
-    """Yama's rule (kernel.yama.ptrace_scope): with 1 and more, only root looks into what is not its child."""
+    """Return Yama's rule (kernel.yama.ptrace_scope). From 1 upward, only root may inspect processes other than its children."""
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
             return int(file.read())

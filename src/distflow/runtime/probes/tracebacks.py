@@ -1,8 +1,8 @@
-"""Python stacks that processes write themselves, where nothing can look into them from outside.
+"""Python stacks that processes write themselves, for nodes on which no tool can read them from outside.
 
-A rank of ``distflow.train`` has Python's faulthandler write the stacks of its threads to ``stacks-<pid>`` in the attempt's
-directory when it gets SIGUSR1. The handler is C: it runs also while the interpreter is held. Everything else would die of that
-signal, so only a process that holds that very file open, and catches the signal, is sent it.
+Ranks of ``distflow.train`` use Python's faulthandler: on SIGUSR1, it writes the stacks of all threads to ``stacks-<pid>`` in
+the attempt's directory. The handler is written in C, so it also runs while the interpreter's lock is held. The signal would
+kill any other process. So it is sent only to processes that have that file open and catch the signal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["add_tracebacks", "parse_tracebacks"]
 
 _WAIT_S = 3.0
 _QUIET_S = 0.1
-"""A dump has no end mark: this long without another line is its end."""
+"""A dump has no end mark, so it counts as complete after this time without another line."""
 _LOOK_S = 0.02
 _MOST_BYTES = 256 * 1024
 _FRAMES = 64
@@ -29,7 +29,7 @@ _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python[0-9.]+)/")
 
 
 def add_tracebacks(found: List[Json], directory: str) -> None:
-    """Ask Python processes of which no stack is known for theirs, all at once; those that cannot be asked stay as they are."""
+    """Ask Python processes without a known stack for theirs, all at once. Processes that cannot be asked are not changed."""
     asked: List[Tuple[Json, str, int]] = []
     for one in found:
         path = os.path.join(directory, "stacks-{}".format(one["pid"]))
@@ -45,7 +45,7 @@ def add_tracebacks(found: List[Json], directory: str) -> None:
 
 
 def parse_tracebacks(text: str, directory: str) -> List[Json]:
-    """The threads of a dump of faulthandler; the main thread stands last in it, and is named so."""
+    """Return the threads of a faulthandler dump. The main thread is the last one in it, and is named so."""
     threads: List[Json] = []
     for line in text.split("\n"):
         head, frame = _THREAD.match(line), _FRAME.fullmatch(line)
@@ -60,7 +60,7 @@ def parse_tracebacks(text: str, directory: str) -> List[Json]:
 
 
 def _signal(pid: int, path: str) -> Optional[int]:
-    """Send SIGUSR1 to a process if it then writes its stacks to ``path``. Returns where they will begin."""
+    """Send SIGUSR1 to a process if it then writes its stacks to ``path``. Returns the offset at which they will begin."""
     send, close = _handle(pid)
     try:
         if not _holds(pid, path) or not _catches(pid):
@@ -75,14 +75,17 @@ def _signal(pid: int, path: str) -> Optional[int]:
 
 
 def _handle(pid: int) -> Tuple[Callable[[], None], Callable[[], None]]:
-    """What signals the process that has this number now, and not one that has it later, where the kernel can; and an end."""
+    """Return two functions: one sends SIGUSR1 to the process, the other closes the handle.
+
+    Where the kernel supports it, the signal never reaches a later process with the same id.
+    """
     opener: Any = getattr(os, "pidfd_open", None)
     sender: Any = getattr(signal, "pidfd_send_signal", None)
     if opener is not None and sender is not None:
         try:
             fd = opener(pid)
         except OSError:
-            pass  # an old kernel, or the process has gone: then it holds no file either
+            pass  # an old kernel, or the process is gone, and then it has no file open either
         else:
             return (lambda: sender(fd, signal.SIGUSR1)), (lambda: os.close(fd))
     return (lambda: os.kill(pid, signal.SIGUSR1)), (lambda: None)
@@ -110,7 +113,7 @@ def _catches(pid: int) -> bool:
 def _written(path: str, begin: int, until: float) -> str:
     size, changed = begin, time.monotonic()
     while time.monotonic() < until:
-        time.sleep(_LOOK_S)  # noqa: TID251  in a job of its own; nothing tells that a file has grown
+        time.sleep(_LOOK_S)  # noqa: TID251  runs in its own child; no event reports that a file grew
         now = os.stat(path).st_size
         if now != size:
             size, changed = now, time.monotonic()
@@ -122,7 +125,7 @@ def _written(path: str, begin: int, until: float) -> str:
 
 
 def _short(path: str, directory: str) -> str:
-    """As py-spy shows it: without where packages lie, or the attempt's own directories."""
+    """Shorten a path like py-spy: without the directory of packages, or the attempt's own directories."""
     for name in ("work", "files", "lib"):
         inside = os.path.join(directory, name, "")
         if path.startswith(inside):

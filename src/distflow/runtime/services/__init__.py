@@ -1,1 +1,1 @@
-"""Services on a connection of their own: sending and receiving blobs, and commands inside a running task."""
+"""Services with their own connections: sending and receiving blobs, and commands inside a running task."""

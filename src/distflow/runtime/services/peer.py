@@ -1,7 +1,7 @@
-"""The submitter at the other end of a service's standard input and output, which is given up when it is silent.
+"""The submitter at the other end of a service's standard input and output. If it is silent, the service exits.
 
-A connection that was cut does not end: the kernel may notice after hours, and the service would stay on the node until then.
-The submitter therefore sends something every few seconds, an empty line or an empty frame where it has nothing to say.
+A broken connection does not end: the kernel may notice it only after hours, and the service would stay on the node until then.
+The submitter therefore sends an empty line or an empty frame every few seconds if it has nothing else to send.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distflow.runtime.wire import Json, encode
 __all__ = ["SILENCE_S", "Gone", "Peer"]
 
 SILENCE_S = 30.0
-"""A submitter that sends nothing for so long is gone."""
+"""A submitter that sends nothing for this time counts as gone."""
 _READ = 65536
 
 
@@ -24,19 +24,19 @@ class Gone(Exception):
 
 
 class Peer:
-    """Reads and writes of one thread. All but ``look`` may wait, and raise ``Gone`` instead of waiting for ever."""
+    """Reads and writes of one thread. All methods except ``check`` may block, and raise ``Gone`` after a silence."""
 
     def __init__(self, incoming: int = 0, outgoing: int = 1) -> None:
-        """Take over two descriptors; ``outgoing`` -1 for a reader only."""
+        """Take over two descriptors. ``outgoing`` is -1 for a reader only."""
         self._in = incoming
         self._out = outgoing
         self._received = bytearray()
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         if outgoing >= 0:
-            os.set_blocking(outgoing, False)  # a pipe that has room for some bytes has not room for all
+            os.set_blocking(outgoing, False)  # a blocking write would wait until the pipe has space for all bytes
 
     def line(self, limit: int) -> bytes:
-        """Return the next line that is not empty, or its first ``limit`` bytes; ``b""`` when the connection ended before it."""
+        """Return the next line that is not empty, or its first ``limit`` bytes; ``b""`` if the connection ended before it."""
         while True:
             end = self._received.find(b"\n")
             if end >= 0 or len(self._received) >= limit:
@@ -50,7 +50,7 @@ class Peer:
                 return b""
 
     def read(self, size: int) -> bytes:
-        """Return ``size`` bytes; fewer only when the connection ended before them (``frames.Source``)."""
+        """Return ``size`` bytes, or fewer if the connection ended before them (``frames.Source``)."""
         while len(self._received) < size:
             try:
                 self._wait(is_writing=False)
@@ -59,7 +59,7 @@ class Peer:
         return self._take(size)
 
     def write(self, data: bytes) -> None:
-        """Write everything. The submitter may take long to read it; meanwhile it must be heard."""
+        """Write all of ``data``. The submitter may read slowly, but must send its signs meanwhile."""
         view = memoryview(data)
         while view:
             try:
@@ -69,14 +69,14 @@ class Peer:
             except OSError as error:
                 raise Gone from error
 
-    def say(self, message: Json) -> None:
+    def send(self, message: Json) -> None:
         """Write one message as a line."""
         self.write(encode(message))
 
-    def look(self) -> None:
-        """Raise ``Gone`` when the submitter is: for work that neither reads nor writes for long."""
-        self._hear()
-        if time.monotonic() - self._heard_at > SILENCE_S:
+    def check(self) -> None:
+        """Raise ``Gone`` if the submitter is gone. For work that does not read or write for long."""
+        self._receive()
+        if time.monotonic() - self._received_at > SILENCE_S:
             raise Gone
 
     def _take(self, size: int) -> bytes:
@@ -85,24 +85,24 @@ class Peer:
         return taken
 
     def _wait(self, *, is_writing: bool) -> None:
-        """Wait until something was heard, or may be written."""
+        """Wait until data was received or can be written."""
         before = len(self._received)
-        self._hear()
-        self._heard_at = time.monotonic()  # the time before was this service's own: it did not listen
+        self._receive()
+        self._received_at = time.monotonic()  # before, the service did not read, so the submitter's silence does not count
         poll = select.poll()
         poll.register(self._in, select.POLLIN)
         if is_writing:
             poll.register(self._out, select.POLLOUT)
         while len(self._received) == before:
-            left = self._heard_at + SILENCE_S - time.monotonic()
+            left = self._received_at + SILENCE_S - time.monotonic()
             if left <= 0:
                 raise Gone
             if any(fd == self._out for fd, _ in poll.poll(left * 1000)):
                 return
-            self._hear()
+            self._receive()
 
-    def _hear(self) -> None:
-        """Take what has come; nothing when nothing has."""
+    def _receive(self) -> None:
+        """Read available data, without waiting."""
         poll = select.poll()
         poll.register(self._in, select.POLLIN)
         if not poll.poll(0):
@@ -113,5 +113,5 @@ class Peer:
             raise Gone from error
         if not data:
             raise Gone
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         self._received += data

@@ -1,8 +1,8 @@
-"""The receiver: takes blobs as one stream over a connection of its own, so that neither logs nor heartbeats wait for them.
+"""The receiver: receives blobs on its own connection, so that logs and heartbeats do not wait for them.
 
-Standard input, for each blob: a line ``{"hash", "size"}``; after the answer ``{"at": n}``, which says how much of it is here
-already, frames with the rest; empty lines and empty frames say that the other side is there (``peer``). Standard output:
-``{"at": n}``, at the end ``{"done": true}``, or ``{"error": {"kind", "message"}}``, after which nothing more is read. See
+Standard input, for each blob: a line ``{"hash", "size"}``. After the reply ``{"at": n}``, the number of bytes that are here
+already, frames with the rest follow. Empty lines and empty frames show that the submitter is alive (``peer``). Standard output:
+``{"at": n}`` and at the end ``{"done": true}``, or ``{"error": {"kind", "message"}}``, after which nothing more is read. See
 docs/agent-protocol.md.
 """
 
@@ -19,31 +19,31 @@ from distflow.runtime.wire import OpError
 
 __all__ = ["serve"]
 
-_LONGEST = 4096
+_MAX_LINE = 4096
 
 
 def serve(root: str, _umask: int) -> None:
-    """Receive until the other side has no more."""
+    """Receive blobs until the submitter has no more."""
     processes.rename_self("df-receiver")
     peer = Peer()
     try:
         while _serve_one(root, peer):
             continue
     except Gone:
-        sys.exit(1)  # what is here stays
+        sys.exit(1)  # received data is kept
 
 
 def _serve_one(root: str, peer: Peer) -> bool:
-    """Receive one blob. False: there is no other one to receive."""
-    line = peer.line(_LONGEST)
+    """Receive one blob. Returns False if there is no further one."""
+    line = peer.line(_MAX_LINE)
     if not line:
         return False
     try:
         blob = decode_object(line)
         path, size = path_of(root, blob["hash"]), int(blob["size"])
-        if not receive(peer, path, blob["hash"], size, peer.say, is_here=is_whole):
+        if not receive(peer, path, blob["hash"], size, peer.send, is_here=is_whole):
             raise Gone
-        peer.say({"done": True})
+        peer.send({"done": True})
         return True
     except OpError as error:
         refusal = error
@@ -51,5 +51,5 @@ def _serve_one(root: str, peer: Peer) -> bool:
         refusal = OpError.from_os(error, "the blob cannot be written")
     except (KeyError, TypeError, ValueError) as error:
         refusal = OpError("bad_request", "this is not a blob: {!r}".format(error))
-    peer.say({"error": refusal.as_json()})
+    peer.send({"error": refusal.as_json()})
     return False

@@ -1,9 +1,9 @@
-"""The sender: packs what a task wrote and sends it as one stream over a connection of its own; the receiver's mirror image.
+"""The sender: packs a task's files and sends them on its own connection. It is the counterpart of the receiver.
 
-Standard input: a line ``{"attempt"}``, then, after what was packed was told, a line ``{"at": n}``: so much of it is there
-already. Standard output: lines ``{"packing": n, "of": m}`` while that lasts, ``{"hash", "size", "files", "left_out"}``, and
-after ``at`` frames with the rest; or ``{"error": {"kind", "message"}}``. It ends after the last frame, and when the other side
-sends nothing for long, not even an empty line (``peer``). See docs/agent-protocol.md.
+Standard input: a line ``{"attempt"}``, then, after the reply about the packed files, a line ``{"at": n}`` with the number of
+bytes that the submitter has already. Standard output: lines ``{"packing": n, "of": m}`` during packing, ``{"hash", "size",
+"files", "left_out"}``, and after ``at`` frames with the rest; or ``{"error": {"kind", "message"}}``. The sender exits after the
+last frame, or if the submitter sends nothing for long, not even an empty line (``peer``). See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from distflow.runtime.wire import Json, OpError
 
 __all__ = ["serve"]
 
-_TOLD_EVERY_S = 1.0
-_LONGEST = 4096
+_REPORT_INTERVAL_S = 1.0
+_MAX_LINE = 4096
 
 
 def serve(root: str, _umask: int) -> None:
@@ -34,30 +34,32 @@ def serve(root: str, _umask: int) -> None:
     try:
         _serve(root, Peer())
     except Gone:
-        sys.exit(1)  # nobody listens any more; what was packed stays
+        sys.exit(1)  # the submitter is gone; the packed files are kept
 
 
 def _serve(root: str, peer: Peer) -> None:
     try:
         request = _line(peer)
-        attempt, place, told = str(request["attempt"]), request.get("place"), _Progress(peer).told
-        packed = pack_output(root, attempt, told) if place is None else pack_place(root, attempt, str(place), told)
+        attempt, place, on_progress = str(request["attempt"]), request.get("place"), _Progress(peer).on_progress
+        packed = (
+            pack_output(root, attempt, on_progress) if place is None else pack_place(root, attempt, str(place), on_progress)
+        )
         if not packed["hash"]:
-            return peer.say(packed)
+            return peer.send(packed)
         path = path_of(root, packed["hash"])
-        with _open(path) as source:  # from now on: whoever sends the same of another task removes it
-            peer.say(packed)
+        with _open(path) as source:  # opened now: a sender of the same content for another task may remove the file
+            peer.send(packed)
             _send(peer, source, int(_line(peer)["at"]))
         if place is not None and _line(peer).get("got"):
-            # The next one is packed anew; only outputs are wanted here again.
+            # The next checkpoint is packed again; only packed outputs are needed again.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
     except OpError as error:
-        peer.say({"error": error.as_json()})
+        peer.send({"error": error.as_json()})
     except OSError as error:
-        peer.say({"error": OpError.from_os(error, "its output cannot be packed").as_json()})
+        peer.send({"error": OpError.from_os(error, "its output cannot be packed").as_json()})
     except (KeyError, TypeError, ValueError) as error:
-        peer.say({"error": OpError("bad_request", "this names no output: {!r}".format(error)).as_json()})
+        peer.send({"error": OpError("bad_request", "this names no output: {!r}".format(error)).as_json()})
 
 
 def _open(path: str) -> BinaryIO:
@@ -80,18 +82,18 @@ def _send(peer: Peer, source: BinaryIO, at: int) -> None:
 class _Progress:
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
 
-    def told(self, done: int, total: int) -> None:
-        """Say how far the packing is, every second."""
-        if time.monotonic() - self._told_at >= _TOLD_EVERY_S:
-            self._told_at = time.monotonic()
-            self._peer.look()
-            self._peer.say({"packing": done, "of": total})
+    def on_progress(self, done: int, total: int) -> None:
+        """Report the progress of packing, every second."""
+        if time.monotonic() - self._reported_at >= _REPORT_INTERVAL_S:
+            self._reported_at = time.monotonic()
+            self._peer.check()
+            self._peer.send({"packing": done, "of": total})
 
 
 def _line(peer: Peer) -> Json:
-    line = peer.line(_LONGEST)
+    line = peer.line(_MAX_LINE)
     if not line:
         raise Gone
     message: Json = decode_object(line)

@@ -1,13 +1,12 @@
-"""One more command in the surroundings of a running task: its directory and environment, with a terminal of its own or pipes.
+"""A command next to a running task: in its directory and environment, with its own terminal or pipes.
 
-Frames in both directions (``>IB``: length and kind, then that many bytes). To us: ``REQUEST`` (JSON: ``attempt``, ``argv``,
-``secret_env``, ``terminal``: null or ``{rows, columns, term}``, ``plain``: on the node itself, without its prelude), then
-``INPUT``, ``RESIZE`` (JSON), ``END_OF_INPUT``, ``PING``.
-From us: ``STARTED``, or ``REFUSED`` (JSON: ``kind``, ``message``) and nothing more; then ``OUTPUT``, ``ERRORS``, at last
-``EXIT`` (JSON: ``code``, ``why``).
+Frames go in both directions (``>IB``: length and kind, then the content). The submitter sends ``REQUEST`` (JSON: ``attempt``,
+``argv``, ``secret_env``, ``terminal``: null or ``{rows, columns, term}``, ``plain``: on the node itself, without its prelude),
+then ``INPUT``, ``RESIZE`` (JSON), ``END_OF_INPUT``, ``PING``. The session sends ``STARTED``, or ``REFUSED`` (JSON: ``kind``,
+``message``) and nothing more; then ``OUTPUT``, ``ERRORS``, and at last ``EXIT`` (JSON: ``code``, ``why``).
 
-What it starts ends with it: when the command ends, when the connection does, and when the task's attempt does. Nothing can be
-detached, for the attempt's GPUs are another's as soon as it has ended. See docs/agent-protocol.md.
+All its processes are killed when the command, the connection or the task's attempt ends. No process can be detached, because
+the attempt's GPUs may be leased again as soon as it has ended. See docs/agent-protocol.md.
 """
 
 from __future__ import annotations
@@ -51,18 +50,18 @@ REQUEST, INPUT, RESIZE, END_OF_INPUT, PING = 1, 2, 3, 4, 5
 STARTED, REFUSED, OUTPUT, ERRORS, EXIT = 11, 12, 13, 14, 15
 
 _READ = 65536
-_LOOK_S = 1.0
-"""How often it is asked whether the attempt has ended."""
+_CHECK_S = 1.0
+"""Interval of the checks whether the attempt has ended."""
 _TRICKLE_S = 5.0
-"""Input that the command does not take is left unread, but for one read every so often: pings wait behind it."""
-_MOST_INPUT = 64 << 20
-"""Bytes of input that wait for the command; beyond them nothing is read, and silence means nothing."""
+"""While the command does not take its input, no more is read, except once in this interval: pings may be behind it."""
+_MAX_INPUT = 64 << 20
+"""Maximum bytes of waiting input. Beyond them nothing is read, and silence is ignored."""
 _GRACE_S = 1.0
-"""Between the hang-up and the kill."""
+"""Time between the hang-up signal and the kill."""
 
 
 def serve(root: str, umask: int) -> None:
-    """Run the one command that is asked for."""
+    """Run the requested command."""
     processes.rename_self("df-session")
     processes.hide_memory()
     processes.adopt_orphans()
@@ -75,10 +74,10 @@ def serve(root: str, umask: int) -> None:
     except EOFError:
         return
     except OpError as error:
-        wire.say(REFUSED, json.dumps(error.as_json()).encode())
+        wire.send(REFUSED, json.dumps(error.as_json()).encode())
         return
-    except Exception as error:  # the submitter must be told, whatever it was
-        wire.say(REFUSED, json.dumps(OpError("internal", repr(error)).as_json()).encode())
+    except Exception as error:  # the submitter must get a reply for every error
+        wire.send(REFUSED, json.dumps(OpError("internal", repr(error)).as_json()).encode())
         return
     try:
         session.run()
@@ -90,11 +89,11 @@ def serve(root: str, umask: int) -> None:
 
 
 class _TaskEnded(Exception):
-    """The attempt is over."""
+    """The attempt has ended."""
 
 
 def _launch(directory: str, request: Json) -> Json:
-    """What the task was started with, but for its command."""
+    """Return the task's launch with the requested command."""
     status = attempts.read_status(directory)
     if status["phase"] != "running":
         raise OpError("not_running", "it does not run on this node ({})".format(status["phase"]))
@@ -108,16 +107,16 @@ def _launch(directory: str, request: Json) -> Json:
 
 
 class _Wire:
-    """The frames on standard input and output. Raises ``OSError`` when the other side is gone, or silent for too long."""
+    """Frames on standard input and output. Raises ``OSError`` if the submitter is gone, or silent for too long."""
 
     def __init__(self) -> None:
         self._received = bytearray()
         self._unsent = bytearray()
-        self._heard = time.monotonic()
+        self._received_at = time.monotonic()
         os.set_blocking(1, False)
 
     def request(self) -> Json:
-        """The first frame."""
+        """Return the request, which is the first frame."""
         while True:
             for kind, content in self.frames():
                 if kind != REQUEST:
@@ -134,19 +133,19 @@ class _Wire:
                 raise EOFError from None
 
     def receive(self) -> None:
-        """Read what is there, or wait for something."""
+        """Read available data, or wait for some."""
         data = os.read(0, _READ)
         if not data:
             raise OSError(errno.EPIPE, "the connection ended")
-        self._heard = time.monotonic()
+        self._received_at = time.monotonic()
         self._received += data
 
     def frames(self) -> Iterator[Tuple[int, bytes]]:
-        """Take the frames that are complete."""
+        """Yield the complete frames."""
         while len(self._received) >= FRAME.size:
             size, kind = FRAME.unpack_from(self._received)
             if size > LARGEST_FRAME:
-                raise OSError(errno.EPROTO, "this is no frame")
+                raise OSError(errno.EPROTO, "this is not a frame")
             if len(self._received) < FRAME.size + size:
                 return
             content = bytes(self._received[FRAME.size : FRAME.size + size])
@@ -154,20 +153,21 @@ class _Wire:
             yield kind, content
 
     def is_read(self, waiting: int) -> bool:
-        """Whether the other side is read from while so many bytes of its wait."""
+        """Whether to read from the submitter while ``waiting`` bytes of input wait for the command."""
         if waiting < LARGEST_FRAME:
             return True
-        return waiting < _MOST_INPUT and time.monotonic() - self._heard > _TRICKLE_S
+        return waiting < _MAX_INPUT and time.monotonic() - self._received_at > _TRICKLE_S
 
-    def look(self, waiting: int = 0) -> None:
-        """Raise ``OSError`` when nothing was heard for too long."""
-        if waiting < _MOST_INPUT and time.monotonic() - self._heard > SILENCE_S:
+    def check(self, waiting: int = 0) -> None:
+        """Raise ``OSError`` if the submitter was silent for too long."""
+        if waiting < _MAX_INPUT and time.monotonic() - self._received_at > SILENCE_S:
             raise OSError(errno.ETIMEDOUT, "nothing was heard")
 
-    def say(self, kind: int, data: bytes, look: Optional[Callable[[], None]] = None) -> None:
-        """Write a frame. Who reads may take long: meanwhile the other side is listened to, and ``look`` is called.
+    def send(self, kind: int, data: bytes, check: Optional[Callable[[], None]] = None) -> None:
+        """Write a frame.
 
-        What that raises cuts no frame in two: the rest goes before the next one.
+        The submitter may read slowly; meanwhile its data is received, and ``check`` is called. An exception of ``check`` does
+        not damage the frame: its rest is sent before the next one.
         """
         self._unsent += FRAME.pack(len(data), kind) + data
         while self._unsent:
@@ -178,15 +178,15 @@ class _Wire:
                 poll.register(1, select.POLLOUT)
                 if self.is_read(len(self._received)):
                     poll.register(0, select.POLLIN)
-                if any(fd == 0 for fd, _ in poll.poll(_LOOK_S * 1000)):
+                if any(fd == 0 for fd, _ in poll.poll(_CHECK_S * 1000)):
                     self.receive()
-                self.look(len(self._received))
-                if look is not None:
-                    look()
+                self.check(len(self._received))
+                if check is not None:
+                    check()
 
 
 class _Session:
-    """The command, and what passes between it and the other side."""
+    """The command, and the data between it and the submitter."""
 
     def __init__(self, wire: _Wire, directory: str) -> None:
         self._wire = wire
@@ -198,13 +198,13 @@ class _Session:
         self._has_terminal = False
         self._waiting = bytearray()
         self._input_ends = False
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self.why = ""
 
     def start(self, launch: Json, attempt: str, terminal: Optional[Json], umask: int) -> None:
         """Start the command."""
         env = command.environment(launch, attempt, self._directory)
-        # What fails here is no failure of the task, and what beats here no sign of its life.
+        # A failure here is not a failure of the task, and a heartbeat here is not the task's.
         del env["DISTFLOW_HEARTBEAT"]
         if env.get("TORCHELASTIC_ERROR_FILE", "").startswith(self._directory + os.sep):
             del env["TORCHELASTIC_ERROR_FILE"]
@@ -220,7 +220,7 @@ class _Session:
         wake, self._wake = os.pipe()
         for fd in (wake, self._wake):
             os.set_blocking(fd, False)
-        self._woken = wake
+        self._wakeup = wake
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         if terminal is not None:
@@ -245,80 +245,80 @@ class _Session:
         self._outputs = outer
 
     def run(self) -> None:
-        """Carry bytes until the command ends. Raises ``OSError`` when the connection ends before, or ``_TaskEnded``."""
-        self._wire.say(STARTED, b"")
+        """Forward data until the command ends. Raises ``OSError`` if the connection ends before, or ``_TaskEnded``."""
+        self._wire.send(STARTED, b"")
         self._receive()
         while self._code is None:
             for fd, ready in self._poll(self._wire.is_read(len(self._waiting))):
                 if fd == 0:
                     self._wire.receive()
-                elif fd == self._woken:
-                    self._drop_wakes()
+                elif fd == self._wakeup:
+                    self._drain_wakeups()
                     self._reap()
                 if fd == self._input and ready & (select.POLLOUT | select.POLLERR):
-                    self._feed()
+                    self._write_input()
                 if fd in self._outputs and ready & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    self._carry(fd, self._look)
-            self._receive()  # also what was heard while output waited to be read
-            self._wire.look(len(self._waiting))
-            self._look()
+                    self._forward_output(fd, self._check_task)
+            self._receive()  # also frames that arrived while output waited to be read
+            self._wire.check(len(self._waiting))
+            self._check_task()
 
     def _poll(self, is_read: bool) -> List[Tuple[int, int]]:
         poll = select.poll()
-        events = dict.fromkeys((self._woken, *self._outputs), select.POLLIN)
+        events = dict.fromkeys((self._wakeup, *self._outputs), select.POLLIN)
         if is_read:
             events[0] = select.POLLIN
         if self._waiting and self._input >= 0:
             events[self._input] = events.get(self._input, 0) | select.POLLOUT
         for fd, wanted in events.items():
             poll.register(fd, wanted)
-        return poll.poll(_LOOK_S * 1000)
+        return poll.poll(_CHECK_S * 1000)
 
-    def _look(self) -> None:
-        """Say when the attempt has ended."""
+    def _check_task(self) -> None:
+        """Raise ``_TaskEnded`` if the attempt has ended."""
         now = time.monotonic()
-        if now - self._looked >= _LOOK_S:
-            self._looked = now
+        if now - self._checked_at >= _CHECK_S:
+            self._checked_at = now
             if records.read_end(self._directory) is not None:
                 raise _TaskEnded
 
     def end(self) -> None:
-        """End all that is left, and tell how the command ended."""
+        """Kill all remaining processes, and report how the command ended."""
         try:
             os.killpg(self._pid, signal.SIGHUP)
         except OSError:
-            pass  # it is not there any more
+            pass  # it no longer exists
         if self._input >= 0 and not self._has_terminal:
-            os.close(self._input)  # after the signal: a command that reads must not take this for the end of what it was given
+            os.close(self._input)  # after the signal, so that a reading command does not mistake this for the end of its input
         me = os.getpid()
-        patience = time.monotonic() + _GRACE_S
-        while self._reap() and self._code is None and time.monotonic() < patience:
-            select.select([self._woken], [], [], 0.05)
-            self._drop_wakes()
-        hunt = TreeKiller(
+        kill_at = time.monotonic() + _GRACE_S
+        while self._reap() and self._code is None and time.monotonic() < kill_at:
+            select.select([self._wakeup], [], [], 0.05)
+            self._drain_wakeups()
+        killer = TreeKiller(
             lambda everything: processes.only_descendants(everything, me), lambda one: processes.is_below(one, me)
         )
-        while hunt.step() and not hunt.is_over:
+        while killer.step() and not killer.is_over:
             self._reap()
-            select.select([], [], [], hunt.pause_s)
+            select.select([], [], [], killer.pause_s)
         self._reap()
         try:
             for fd in list(self._outputs):
-                while fd in self._outputs and self._carry(fd):
+                while fd in self._outputs and self._forward_output(fd):
                     continue
-            told = {"code": 137 if self._code is None else self._code, "why": self.why}
-            self._wire.say(EXIT, json.dumps(told).encode())
+            exit_report = {"code": 137 if self._code is None else self._code, "why": self.why}
+            self._wire.send(EXIT, json.dumps(exit_report).encode())
         except OSError:
-            pass  # nobody listens
+            pass  # the submitter is gone
 
-    def _drop_wakes(self) -> None:
+    def _drain_wakeups(self) -> None:
         try:
-            os.read(self._woken, 4096)
+            os.read(self._wakeup, 4096)
         except BlockingIOError:
             pass
 
     def _reap(self) -> bool:
-        """Take the children that ended. True if there are others."""
+        """Reap ended children. Returns True if there are others."""
         ended, are_left = processes.reap()
         for pid, status in ended:
             if pid == self._pid:
@@ -333,36 +333,36 @@ class _Session:
                 _resize(self._input, decode_object(content))
             elif kind == END_OF_INPUT:
                 self._input_ends = True
-        self._feed()
+        self._write_input()
 
-    def _feed(self) -> None:
-        """Give the command what waits for it."""
+    def _write_input(self) -> None:
+        """Write waiting input to the command."""
         try:
             while self._waiting and self._input >= 0:
                 del self._waiting[: os.write(self._input, self._waiting[:_READ])]
         except BlockingIOError:
             return
-        except OSError:  # it takes no more
+        except OSError:  # the command accepts no more input
             self._waiting.clear()
             self._input_ends = True
         if self._input_ends and not self._has_terminal and self._input >= 0:
             os.close(self._input)
             self._input = -1
 
-    def _carry(self, fd: int, look: Optional[Callable[[], None]] = None) -> bool:
-        """Tell what the command wrote. True if there may be more."""
+    def _forward_output(self, fd: int, check: Optional[Callable[[], None]] = None) -> bool:
+        """Forward output of the command. Returns True if there may be more."""
         try:
             data = os.read(fd, _READ)
         except BlockingIOError:
             return False
-        except OSError:  # EIO: nobody has the terminal open any more
+        except OSError:  # EIO: no process has the terminal open
             data = b""
         if not data:
             del self._outputs[fd]
             if fd != self._input:
                 os.close(fd)
             return False
-        self._wire.say(self._outputs[fd], data, look)
+        self._wire.send(self._outputs[fd], data, check)
         return True
 
 

@@ -1,1 +1,1 @@
-"""Checks of the nodes of a pool: measurements, and the findings that follow from them."""
+"""Checks of the nodes of a pool: measurements, and findings about them."""

@@ -1,6 +1,6 @@
-"""A small all-reduce between the nodes of a pool: whether torch gets through on the training network, and how fast.
+"""A small all-reduce between the nodes of a pool: whether torch can use the training network, and its speed.
 
-One process on each node, over gloo and the interface that gangs would use; it measures the network and holds no GPU.
+It runs one process on each node, over gloo and the interface that gangs would use. It measures the network and uses no GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["AllReduce", "all_reduce", "judge_all_reduce"]
 _MARK = "@@distflow-all-reduce "
 _LIMIT_S = 180.0
 _SLOW = 100e6
-"""Bytes per second that gigabit Ethernet gives."""
+"""Bytes per second of gigabit Ethernet."""
 _TAIL = 300
 _SHORTEST_S = 1e-9
-"""No sum takes less: a node says how long it took, and it is divided by."""
+"""Lower bound of times. Nodes report them, and they are divisors."""
 
 _PORT = "import socket, sys; s = socket.socket(); s.bind((sys.argv[1], 0)); print(s.getsockname()[1])"
 _PROBE = f"""
@@ -52,20 +52,20 @@ print("\\n{_MARK}" + json.dumps(found), flush=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """What came of it."""
+    """The result of an all-reduce."""
 
     nodes: tuple[str, ...]
     times: tuple[tuple[int, float], ...] = ()
-    """Bytes that were summed, and the seconds that it took at best."""
+    """Summed bytes, and the shortest time in seconds."""
     skipped: str = ""
-    """Why it was not tried."""
+    """Why it was skipped."""
     failed: tuple[str, str] | None = None
-    """The node on which it failed first, and why."""
+    """The node on which it failed first, and the cause."""
 
     def bus_bandwidth(self, size: int, seconds: float) -> float:
         """Return the bytes per second that crossed each node's link: 2(n-1)/n × size / time.
 
-        As NCCL's tests define it (nccl-tests, doc/PERFORMANCE.md), so that it compares with what the link can do.
+        NCCL's tests define it like this (nccl-tests, doc/PERFORMANCE.md), so it can be compared with the link's speed.
         """
         count = len(self.nodes)
         return 2 * (count - 1) / count * size / seconds
@@ -77,9 +77,9 @@ class AllReduce:
 
 
 def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
-    """Run it on all of these nodes at once; never raises for what a node does or does not.
+    """Run an all-reduce on all of these nodes. Errors of nodes are in the result, and never raised.
 
-    When it fails on one, the connections to all of them are closed.
+    If it fails on one node, the connections to all of them are closed.
     """
     names = tuple(measured.node.name for measured, _ in nodes)
     if len(nodes) < 2:
@@ -117,7 +117,7 @@ def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], 
             answers[rank] = str(said["stdout"])
         if why and len(failures) == 1:
             for _, other in nodes:
-                other.close()  # what runs there would wait for this one in vain, and ends with its connection
+                other.close()  # the processes there would wait forever; they end with their connection
 
     with ThreadPoolExecutor(max_workers=len(nodes)) as workers:
         list(workers.map(run, range(len(nodes))))
@@ -127,7 +127,7 @@ def _world(nodes: Sequence[tuple[Measured, AgentLink]], names: tuple[str, ...], 
         line = next(line for line in reversed(answers[0].splitlines()) if line.startswith(_MARK))
         times = tuple((int(size), max(float(seconds), _SHORTEST_S)) for size, seconds in decode_json(line.removeprefix(_MARK)))
     except (StopIteration, ValueError, TypeError):
-        return AllReduce(nodes=names, failed=(names[0], "what it printed is no measurement"))
+        return AllReduce(nodes=names, failed=(names[0], "its output is not a measurement"))
     return AllReduce(nodes=names, times=times)
 
 
@@ -140,7 +140,7 @@ def _run(measured: Measured, link: AgentLink, script: Sequence[str], world: Mapp
 
 
 def _why(said: Mapping[str, Any]) -> str:
-    """Return why a process failed; empty when it did not."""
+    """Return why a process failed, or an empty string if it succeeded."""
     if said["exit_code"] == 0:
         return ""
     if said["exit_code"] is None:
@@ -150,7 +150,7 @@ def _why(said: Mapping[str, Any]) -> str:
 
 
 def judge_all_reduce(found: AllReduce) -> Iterator[Finding]:
-    """Yield what it means for a gang."""
+    """Yield findings about the all-reduce."""
     if found.failed is not None:
         name, why = found.failed
         hint = "training would fail so, too: see that all ports are open between the nodes, and that their torch is the same"

@@ -1,7 +1,7 @@
-"""Measuring the nodes of a pool before a gang runs on them: each by itself, then who reaches whom.
+"""Measuring the nodes of a pool before a gang runs on them: each by itself, then the connections between them.
 
-All nodes at once, some at a time; one that cannot be asked is a value beside the others. What the measurements mean is said by
-``findings`` and ``reachability``.
+A limited number of nodes is measured at once. Failed queries are values like the others. ``findings`` and ``reachability``
+interpret the measurements.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DIAGNOSE_S = 10.0
 _VERSION = "import sys; sys.stdout.write(sys.version.split()[0])"
 
 Progress = Callable[[str], None]
-"""Told in a few words what is being done; called from several threads, one at a time."""
+"""Called with a short text about the current step, from several threads, but one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class Checked:
     nodes: tuple[Measured, ...]
     """In the order of the pool."""
     pairs: tuple[Pair, ...]
-    """Every node to every other one, of those that answered."""
+    """The connection from every node to every other node, among nodes that answered."""
     all_reduce: AllReduce | None = None
-    """``None`` when it was not asked for."""
+    """``None`` if it was not requested."""
 
 
 class _Session:
@@ -80,9 +80,9 @@ def check_pool(
     with_all_reduce: bool = False,
     paths: Sequence[str] = (),
 ) -> Checked:
-    """Measure these nodes of a pool. Never raises for what a node does or does not.
+    """Measure these nodes of a pool. Errors of nodes are in the result, and never raised.
 
-    ``paths`` are looked at on every node: data that is to be the same everywhere.
+    ``paths`` are compared on all nodes: data that must be the same everywhere.
     """
     sessions = {node.name: _Session(pool, node) for node in nodes}
     waiting = _Waiting(sessions, progress)
@@ -116,7 +116,7 @@ def _all_reduce(sessions: Sequence[_Session], pairs: Sequence[Pair]) -> AllReduc
 
 
 class _Waiting:
-    """Says which nodes are still waited for."""
+    """Reports which nodes have not answered yet."""
 
     def __init__(self, nodes: Iterable[str], progress: Progress) -> None:
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class _Waiting:
 def _each(
     sessions: Sequence[_Session], action: Callable[[_Session], None], done: Callable[[_Session], None] = lambda _: None
 ) -> None:
-    """Do something with every session; an error is what is measured then."""
+    """Call ``action`` with every session. Errors become the measurement."""
     by_name = {session.node.name: session for session in sessions}
 
     def act(transport: Transport) -> None:
@@ -145,7 +145,7 @@ def _each(
         try:
             action(session)
         except DistflowError as error:
-            # A node that fell silent in the middle counts as one that was never reached.
+            # A node that stopped answering counts as one that was never connected.
             session.measured = Measured(node=session.node, error=error)
             if session.link is not None:
                 session.link.close()
@@ -174,7 +174,7 @@ def _ask(pool: Pool, session: _Session, paths: Sequence[str]) -> None:
 
 
 def _probed(link: AgentLink, node: Node, paths: Sequence[str]) -> Mapping[str, Any]:
-    """Return what the agent measured, as fields of ``Measured``."""
+    """Return the agent's measurements, as fields of ``Measured``."""
     probe = link.request("probe", lease_dir=node.lease_dir, paths=list(paths), timeout_s=_PROBE_S + _PATH_S * len(paths))
     gpus, apps = probe.get("gpus"), probe.get("gpu_apps")
     if gpus is None:
@@ -187,7 +187,7 @@ def _probed(link: AgentLink, node: Node, paths: Sequence[str]) -> Mapping[str, A
 
 
 def _python_of(link: AgentLink, node: Node, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Ask the node's python as tasks would see it: with its setup, its environment and its PATH."""
+    """Run the node's python in the environment of tasks: with its setup, its variables and its PATH."""
     return link.request(
         "run",
         argv=[node.python, "-c", PYTHON_PROBE],
@@ -200,7 +200,7 @@ def _python_of(link: AgentLink, node: Node, facts: Mapping[str, Any]) -> Mapping
 
 
 def _explained(node: Node, transport: Transport, error: BootstrapFailed) -> BootstrapFailed:
-    """Return the error in better words when it is the python itself that is not there, or too old."""
+    """Return a clearer error if the python is missing or too old."""
     try:
         done = transport.run([node.python, "-c", _VERSION], timeout_s=_DIAGNOSE_S)
         found = (

@@ -1,4 +1,4 @@
-"""What the conditions on a node mean for whoever trains there: memory, shared memory, limits, health of GPUs. Pure."""
+"""Findings about the conditions on a node: memory, shared memory, limits, health of GPUs. Pure."""
 
 from __future__ import annotations
 

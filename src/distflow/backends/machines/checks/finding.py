@@ -1,4 +1,4 @@
-"""A finding about nodes, and the words that findings share. Pure."""
+"""A finding about nodes, and texts that findings share. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FEW = 5
 
 
 class Grade(str, Enum):
-    """How bad a finding is; in the order in which they are told."""
+    """The severity of a finding, in the order of reports."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -40,7 +40,7 @@ class Finding:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return names as a list that does not grow over a line."""
+    """Return a list of names that fits on a line."""
     more = len(names) - _FEW
     return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
 

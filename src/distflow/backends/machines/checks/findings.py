@@ -1,6 +1,6 @@
-"""What measurements of nodes mean for a gang: findings in words, each with what to do. Pure.
+"""Findings about measurements of nodes, each with a remedy. Pure.
 
-An error is what keeps a gang from running, a warning what will surprise whoever runs one, a note what is good to know.
+An error prevents a gang from running, a warning points to a likely surprise, and a note is information.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph
 
 
 def judge_node(measured: Measured) -> Iterator[Finding]:
-    """Yield the findings about one node by itself."""
+    """Yield the findings about one node alone."""
     if measured.error is not None:
         yield _out_of_reach(measured)
         return
@@ -32,7 +32,7 @@ def judge_node(measured: Measured) -> Iterator[Finding]:
 
 
 def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
-    """Yield the findings about nodes beside each other: what should be alike and is not, and clocks."""
+    """Yield the findings about nodes compared with each other: unintended differences, and clocks."""
     yield from _clocks(nodes)
     yield from _same_machine(nodes)
     pythons = {one.node.name: ".".join(one.torch.python.split(".")[:2]) for one in nodes if one.torch and one.torch.python}
@@ -49,7 +49,7 @@ def judge_nodes(nodes: Sequence[Measured]) -> Iterator[Finding]:
 
 
 def folded(findings: Iterator[Finding] | Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings with those that say the same of several nodes as one, errors first."""
+    """Merge findings that are the same for several nodes, and return all with errors first."""
     same: dict[tuple[Grade, str, str, str], Finding] = {}
     for finding in findings:
         key = (finding.grade, finding.about, finding.message, finding.hint)
@@ -100,7 +100,7 @@ def _paths(measured: Measured) -> Iterator[Finding]:
             hint = "have the data there, or mount what it lies on; a gang's tasks run wherever there is room"
             yield error("path", [measured.node.name], f"{path} cannot be read: {found['error']}", hint)
         elif not found["is_complete"]:
-            message = f"{path} has too many files to look at: {count(found['files'], 'file')} were seen"
+            message = f"{path} has too many files to check: {count(found['files'], 'file')} were seen"
             yield note("path", [measured.node.name], message, "")
 
 
@@ -152,7 +152,7 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
 
 
 def _capacity(measured: Measured) -> Iterator[Finding]:
-    """Yield a finding for CPUs and memory that are configured and not there."""
+    """Yield a finding if the node has fewer CPUs or less memory than configured."""
     node, cpus, memory = measured.node, measured.facts.get("cpus"), measured.facts.get("memory")
     hint = "correct `{}`; `check_capacity: false` is for nodes on which tasks may share what there is"
     if node.cpus is not None and (node.usable_cpus(cpus) or 0) < node.cpus:
@@ -190,13 +190,13 @@ def _torch(measured: Measured) -> Iterator[Finding]:
         return
     if not torch.python:
         message = f"its python {measured.node.python} does not start as tasks would start it: {torch.error}"
-        yield warning("python", names, message, "look at `python`, `setup` and `environment` of the node")
+        yield warning("python", names, message, "check `python`, `setup` and `environment` of the node")
     elif torch.error:
         yield warning(
             "torch", names, f"torch cannot be imported: {torch.error}", f"try it there: {torch.executable} -c 'import torch'"
         )
     elif torch.version is None:
-        return  # whether that matters is for judge_nodes: it does where others have it
+        return  # judge_nodes decides: it matters if other nodes have torch
     elif measured.gpus and not torch.is_available:
         built = f"built for CUDA {torch.cuda}" if torch.cuda else "built without CUDA"
         hint = "install a torch that fits the driver" + (f" ({measured.gpus[0].driver})" if measured.gpus[0].driver else "")
@@ -252,7 +252,7 @@ _RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
 )  # fmt: skip
 
 
-# -- nodes beside each other
+# -- nodes compared with each other
 
 
 def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
@@ -270,7 +270,7 @@ def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
 
 
 def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
-    """Yield a finding for nodes whose leases are the same files, and for those that run on one kernel."""
+    """Yield a finding for nodes that share their lease files, and for nodes that run on one kernel."""
     leases, boots = _by_fact(nodes, "machine"), _by_fact(nodes, "boot_id")
     for same in leases:
         names = [one.node.name for one in same]
@@ -291,7 +291,7 @@ def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
 
 
 def _by_fact(nodes: Sequence[Measured], fact: str) -> list[list[Measured]]:
-    """Return the nodes that report the same, of those that are not alone with it."""
+    """Return groups of at least two nodes that report the same value."""
     groups: dict[str, list[Measured]] = {}
     for one in nodes:
         if one.facts.get(fact):
@@ -323,7 +323,7 @@ def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grad
 
 
 def _unlike_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
-    """Yield a finding for each path that does not hold the same on all nodes where it can be read."""
+    """Yield a finding for each path whose contents differ between nodes that can read it."""
     by_path: dict[str, dict[tuple[str | None, int, int], list[str]]] = {}
     for one in nodes:
         for path, found in (one.probe.get("paths") or {}).items():

@@ -1,4 +1,4 @@
-"""What a check of a pool found out: values, as they were measured. What they mean is for ``findings`` to say."""
+"""The measurements of a pool check, as plain values. ``findings`` interprets them."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ except BaseException as error:
     said["error"] = repr(error)
 print("\\n{_MARK}" + json.dumps(said))
 """
-"""What the node's configured python is asked; ``parse_python`` reads its answer."""
+"""Script for the node's configured python. ``parse_python`` reads its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """The configured python of a node, as tasks would see it, and its torch."""
+    """The configured python of a node in the environment of tasks, and its torch."""
 
     python: str = ""
-    """Version; empty when it did not say."""
+    """Version of Python; empty if it did not start."""
     executable: str = ""
     version: str | None = None
-    """Of torch; ``None`` when it is not installed, or cannot be imported (then ``error`` says why)."""
+    """Version of torch; ``None`` if it is missing or cannot be imported (then ``error`` has the cause)."""
     cuda: str | None = None
-    """The version that torch was built for; ``None`` for a build without GPUs."""
+    """CUDA version of torch; ``None`` for a build without GPUs."""
     is_available: bool = False
-    """Whether torch can use a GPU there."""
+    """Whether torch can use a GPU of the node."""
     devices: int = 0
     nccl: str | None = None
-    """The version of NCCL; ``None`` where torch has none that it can use."""
+    """Version of NCCL; ``None`` if torch has no usable one."""
     error: str = ""
 
 
@@ -64,42 +64,42 @@ class Measured:
 
     node: Node
     error: DistflowError | None = None
-    """Why it could not be asked; then nothing else is known."""
+    """Why the node could not be measured; then nothing else is known."""
     address: str = ""
-    """On the training network."""
+    """Address on the training network."""
     interface: str = ""
-    """That owns the address; empty when none does."""
+    """Interface that owns the address; empty if there is none."""
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Of ``hello``."""
+    """The facts of ``hello``."""
     probe: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Of ``probe``."""
+    """The result of ``probe``."""
     gpus: tuple[Gpu, ...] | None = None
     """``None`` where there is no ``nvidia-smi``."""
     gpu_error: str = ""
-    """What ``nvidia-smi`` said when it failed."""
+    """Error message of ``nvidia-smi``."""
     apps: tuple[GpuApp, ...] = ()
     torch: Torch | None = None
     clock: Clock | None = None
     listen_error: str = ""
     is_address_own: bool = True
-    """Whether the training address is one of the node's, as far as binding to it tells."""
+    """Whether the training address belongs to the node, as far as binding to it shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One node's try to connect to another one."""
+    """One node's attempt to connect to another one."""
 
     source: str
     target: str
     address: str
     kind: str
-    """A word of the agent protocol's ``reach``; ``ok`` when it worked."""
+    """A result kind of the agent protocol's ``reach``; ``ok`` for success."""
     message: str = ""
     ms: float | None = None
 
 
 def parse_python(said: Mapping[str, Any]) -> Torch:
-    """Return what ``PYTHON_PROBE`` printed, from the agent's answer to ``run``."""
+    """Parse the output of ``PYTHON_PROBE`` in the agent's answer to ``run``."""
     line = next((one for one in reversed(str(said["stdout"]).splitlines()) if one.startswith(_MARK)), None)
     if line is None:
         if said["exit_code"] is None:
@@ -128,7 +128,7 @@ def parse_python(said: Mapping[str, Any]) -> Torch:
 
 
 def python_trouble(exit_code: int, version: str) -> str:
-    """Return why a python that was asked for its version cannot run an agent; empty when it is not to blame.
+    """Return why a python cannot run an agent, or an empty string if it can.
 
     >>> python_trouble(0, "2.7.18"), python_trouble(0, "3.12.1"), python_trouble(127, "")
     ('is Python 2.7.18; 3.8 or newer is needed', '', 'is not there')

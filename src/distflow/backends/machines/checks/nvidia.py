@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` says, read from its text (``csv,noheader,nounits``). Pure; a number that it does not know is ``None``."""
+"""Parsers for the output of ``nvidia-smi`` (``csv,noheader,nounits``). Pure. Unknown numbers are ``None``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Gpu:
     memory_mib: int | None
     used_mib: int | None
     ecc_errors: int | None = None
-    """In its memory, not corrected, since the driver was loaded."""
+    """Uncorrected memory errors since the driver was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuApp:
-    """A process that computes on a GPU."""
+    """A process on a GPU."""
 
     gpu_uuid: str
     pid: int
@@ -32,10 +32,10 @@ class GpuApp:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs of what ``runtime.probes.probing`` queries.
+    """Return the GPUs in the output of the query of ``runtime.probes.probing``.
 
-    Of each, index, uuid, name, driver_version, memory.total, memory.used and ecc.errors.uncorrected.volatile.total.
-    Lines that are something else (a warning, a GPU that is lost) are left out.
+    It has for each GPU index, uuid, name, driver_version, memory.total, memory.used and ecc.errors.uncorrected.volatile.total.
+    Other lines (a warning, a lost GPU) are left out.
     """
     found = []
     for fields in _rows(text, 7):

@@ -1,6 +1,6 @@
-"""What the tries of nodes to reach each other mean, and the one sentence at the end of a check. Pure.
+"""Findings about connections between nodes, and the summary of a check. Pure.
 
-Of n nodes there are n·(n-1) tries; a machine that is cut off fails in 2·(n-1) of them, and is told once.
+There are n·(n-1) connections between n nodes. A machine that is cut off fails in 2·(n-1) of them and is reported once.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _HINTS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a check comes to."""
+    """The result of a check."""
 
     can_run: bool
     """Whether a gang can run on all of these nodes."""
     text: str
-    """In one sentence."""
+    """Summary in one sentence."""
     findings: tuple[Finding, ...]
     """Errors first."""
 
 
 def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce | None = None) -> Verdict:
-    """Return all findings about nodes, pairs and their all-reduce, and what they come to."""
+    """Return all findings about nodes, pairs and their all-reduce, and the summary."""
     alone = [finding for measured in nodes for finding in judge_node(measured)]
     together = list(judge_all_reduce(summed)) if summed is not None else []
     alike = list(judge_nodes(nodes))
@@ -75,7 +75,7 @@ def verdict(nodes: Sequence[Measured], pairs: Sequence[Pair], summed: AllReduce 
 
 
 def judge_pairs(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Iterator[Finding]:
-    """Yield one error for each way in which nodes do not reach others."""
+    """Yield one error for each kind of failed connection between nodes."""
     addresses = {one.node.name: one.address for one in nodes}
     asked = [one.node.name for one in nodes if one.error is None]
     failed = [pair for pair in pairs if pair.kind != "ok"]
@@ -97,7 +97,7 @@ def judge_pairs(nodes: Sequence[Measured], pairs: Sequence[Pair]) -> Iterator[Fi
 
 
 def _twins(pairs: Sequence[Pair]) -> Iterator[Finding]:
-    """Yield an error for nodes that claim the same address, and are not the same machine."""
+    """Yield an error for nodes that have the same address but are different machines."""
     groups: dict[str, list[str]] = {}
     for pair in pairs:
         groups.setdefault(pair.address, []).extend((pair.source, pair.target))

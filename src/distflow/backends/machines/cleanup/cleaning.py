@@ -1,4 +1,4 @@
-"""Removing from nodes what ended long ago."""
+"""Removing old workflows from nodes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from distflow.pools.model import Node, Pool
 __all__ = ["Cleaned", "clean_node"]
 
 _PATIENCE_S = 3600.0
-"""For looking at millions of files, or removing them; a node that is gone is noticed by its silence, long before."""
+"""Timeout for listing or removing millions of files. A dead node is detected by its silence, long before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleaned:
-    """What was done on one node, or why nothing was."""
+    """The removed workflows of one node, or why none was removed."""
 
     node: str
     removed: tuple[str, ...] = ()
     """uuids of workflows."""
     kept: int = 0
-    """Workflows that are too young, or that still run."""
+    """Number of workflows that are too young or still running."""
     freed_bytes: int = 0
     free_bytes: int | None = None
-    """Left on the node's disk."""
+    """Free bytes on the node's disk."""
     error: str = ""
-    """What kept it from all or from some of that."""
+    """Why workflows could not be removed."""
 
 
 def clean_node(
@@ -42,10 +42,10 @@ def clean_node(
     is_dry_run: bool,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Cleaned:
-    """Remove every workflow's directory on a node that nothing runs in and nothing was written to for ``older_than_s``.
+    """Remove the directories of all workflows on a node that are not running and were not written to for ``older_than_s``.
 
-    The clock that dates the node's files tells ages. ``unfinished`` (uuids) are never touched. A node that cannot be reached is
-    an error in the answer, not an exception.
+    Ages are measured with the clock of the node's file system. ``unfinished`` workflows (uuids) are never removed. If the node
+    is unreachable, the result contains an error; no exception is raised.
     """
     transport = transport_of(pool, node)
     try:

@@ -1,4 +1,4 @@
-"""Ending what earlier attempts left on nodes."""
+"""Killing leftover processes of earlier attempts on nodes."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ _LIMIT_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A process, or a container, of an attempt that is over."""
+    """A process or a container of an ended attempt."""
 
     pid: int | None
-    """``None`` of a container."""
+    """``None`` for a container."""
     name: str
     attempt: str
     """``<workflow uuid>/<group>/<task>/<n>``."""
     why: str
-    """What makes it a leftover."""
+    """Why it is a leftover."""
     is_ours: bool
-    """Whether it is ended; what belongs to another root or another user is only named."""
+    """Whether it is killed. Leftovers of another root or another user are only reported."""
     user: str = ""
     age_s: float | None = None
     gpus: tuple[int, ...] = ()
-    """On which it computes, as far as ``nvidia-smi`` knows."""
+    """GPUs on which it runs, as far as ``nvidia-smi`` reports them."""
     error: str = ""
-    """Why it is still there."""
+    """Why it still exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """What was found on one node, or why nobody could look."""
+    """The leftovers on one node, or why it could not be checked."""
 
     node: str
     found: tuple[Leftover, ...] = ()
     settled: tuple[str, ...] = ()
-    """Attempts that nobody watched, whose end was now recorded."""
+    """Attempts without runner and keeper whose end was recorded now."""
     error: str = ""
 
 
 def reap_node(pool: Pool, node: Node, *, is_dry_run: bool) -> Reaped:
-    """End every leftover on a node, and look again; with ``is_dry_run``, only look.
+    """Kill every leftover on a node, and check again. With ``is_dry_run``, only report them.
 
-    A node that cannot be reached is an error in the answer, not an exception.
+    If the node is unreachable, the result contains an error; no exception is raised.
     """
     transport = transport_of(pool, node)
     try:
@@ -66,7 +66,7 @@ def reap_node(pool: Pool, node: Node, *, is_dry_run: bool) -> Reaped:
         link.close()
         transport.close()
     left = {one["pid"]: one for one in answer["left"]}
-    # What came to light only while the others were ended is told as well.
+    # Leftovers that were found only after killing others are reported as well.
     processes = {one["pid"]: one for one in answer["processes"]} | left
     found = [_process(one, answer["message"] if one["pid"] in left else "") for one in processes.values()]
     return Reaped(

@@ -1,4 +1,4 @@
-"""Asking nodes what lies there of workflows that nobody here knows."""
+"""Queries for workflows on nodes that this state directory does not know."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class FoundAttempt:
     name: str
     """``<workflow uuid>/<group>/<task>/<n>``."""
     phase: str
-    """As in the agent protocol's ``status``."""
+    """The phase of the agent protocol's ``status``."""
     pid: int | None
     started_at: float | None
-    """Our clock, where the node's was measured."""
+    """Time of our clock if the node's clock was measured."""
     directory: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundWorkflow:
-    """A workflow of which something lies on a node."""
+    """A workflow with files on a node."""
 
     uuid: str
     memo: str
-    """What its submitter left there last; empty when nothing is."""
+    """The submitter's latest note; empty if there is none."""
     attempts: tuple[FoundAttempt, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """What one node has, or why nobody could ask it."""
+    """The workflows on one node, or why it could not be asked."""
 
     pool: Pool
     node: str
@@ -56,7 +56,7 @@ class Recalled:
 
 
 def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
-    """Return what lies on a node of workflows whose uuids are not ``known``; an error is in the answer, not an exception."""
+    """Return a node's workflows whose uuids are not ``known``. Errors are in the result, and never raised."""
     transport = transport_of(pool, node)
     try:
         link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s)

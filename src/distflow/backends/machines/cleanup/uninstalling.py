@@ -16,19 +16,19 @@ _LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uninstalled:
-    """What was removed from one node, and what stayed there."""
+    """The removed and the remaining paths of one node."""
 
     node: str
     removed: tuple[str, ...] = ()
-    """Paths."""
+    """Removed paths."""
     left: tuple[str, ...] = ()
-    """Paths, each with why."""
+    """Remaining paths, each with the cause."""
     error: str = ""
     """Why nothing was removed."""
 
 
 def uninstall_node(pool: Pool, node: Node) -> Uninstalled:
-    """Remove distflow from a node where none of its tasks lives; an error is in the answer, not an exception."""
+    """Remove distflow from a node without running tasks. Errors are in the result, and never raised."""
     transport = transport_of(pool, node)
     try:
         link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s)

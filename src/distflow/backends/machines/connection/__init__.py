@@ -1,1 +1,1 @@
-"""The connection to a node: its start, its protocol, its loss and its return."""
+"""The connection to a node: its start, its protocol, and reconnecting."""

@@ -1,4 +1,4 @@
-"""Getting a service of ours to answer on a node: one exec of ``python3``; its stub asks for the runtime if it is missing."""
+"""Starting a distflow service on a node, by one exec of ``python3``. Its stub requests the runtime if that is missing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from distflow.transports.base import Channel, Transport
 
 __all__ = ["STUB", "Opened", "connect", "open_service", "service_argv"]
 
-# Everything before `import` must parse on any Python there ever was, so that an old one can say that it is old.
-# Nothing is imported from a directory that another user could replace, or whose files are not those that were sent.
+# Everything before `import` must parse on any Python version, so that an old one can report its version. Nothing is imported
+# from a directory that another user could replace, or whose files differ from those that were sent.
 STUB: Final = (
     r"""
 import gc,os,signal,sys
@@ -159,7 +159,7 @@ _MOST_NOISE: Final = 4 * 1024 * 1024
 
 
 def service_argv(root: str, python: str, nonce: str, service: str, bundle: Bundle = RUNTIME) -> list[str]:
-    """The command that is executed on a node. ``service``: a module of the bundle's package with a ``serve(root, umask)``."""
+    """Return the command that is executed on a node. ``service``: a module of the bundle with a ``serve(root, umask)``."""
     return [python, "-I", "-S", "-c", STUB, bundle.digest, root, nonce, f"{bundle.package}.{service}"]
 
 
@@ -173,7 +173,7 @@ def connect(
     on_event: Callable[[Event], None] | None = None,
     on_close: Callable[[NodeUnreachable], None] | None = None,
 ) -> AgentLink:
-    """Start an agent on the node; ``open_service`` says how, and what it raises."""
+    """Start an agent on the node. Raises the errors of ``open_service``."""
     opened = open_service(transport, root, python, "agent.server", timeout_s=timeout_s)
     return AgentLink(
         opened.channel,
@@ -188,21 +188,21 @@ def connect(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A service that answers."""
+    """A service that has started."""
 
     channel: Channel
     noise: str
-    """What a login script printed before it spoke."""
+    """Output of login scripts before the service's first message."""
     received: bytes
-    """What it has said already."""
+    """Data that the service has already sent."""
 
 
 def open_service(
     transport: Transport, root: str, python: str, service: str, *, timeout_s: float, bundle: Bundle = RUNTIME
 ) -> Opened:
-    """Start a service on the node, or raise ``NodeUnreachable`` or ``BootstrapFailed`` with what the node said.
+    """Start a service on the node. Raises ``NodeUnreachable``, or ``BootstrapFailed`` with the node's error.
 
-    ``~`` in ``root`` is the node's user's home. ``python`` is found in the node's PATH or is a path there.
+    ``~`` in ``root`` is the home of the node's user. ``python`` is a name in the node's PATH, or a path there.
     """
     nonce = f"distflow-{secrets.token_hex(12)}"
     channel = transport.open(service_argv(root, python, nonce, service, bundle))
@@ -217,9 +217,9 @@ def open_service(
         if word == "error":
             report = _report(transport.name, detail)
             what, remedy = after_report(report)
-            # What the system refuses there is about the directory; the rest is about the interpreter.
+            # System errors are about the directory, others about the interpreter.
             about: Literal["python", "root"] = "python" if report.get("errno") is None else "root"
-            raise BootstrapFailed(transport.name, what, hint=remedy or greeting.heard(), about=about)
+            raise BootstrapFailed(transport.name, what, hint=remedy or greeting.other_output(), about=about)
     except BaseException:
         channel.close()
         raise
@@ -227,7 +227,7 @@ def open_service(
 
 
 def _report(node: str, text: str) -> dict[str, Any]:
-    """Return what the stub says of its failure, with every field in its form; the node is not trusted."""
+    """Return the stub's error report with every field in the right type. The node is not trusted."""
     try:
         said: dict[str, Any] = decode_object(text)
     except ValueError as error:
@@ -240,7 +240,7 @@ def _report(node: str, text: str) -> dict[str, Any]:
 
 
 class _Greeting:
-    """What comes before the messages: noise, and the stub's words behind the nonce. Bounded by one deadline."""
+    """The start of a connection: noise, and the stub's words after the nonce. One deadline limits it."""
 
     def __init__(self, node: str, channel: Channel, nonce: str, timeout_s: float, python: str) -> None:
         self._node = node
@@ -273,14 +273,14 @@ class _Greeting:
             raise self._failure() from error
 
     def next_word(self) -> tuple[str, str]:
-        """The stub's next word, and what follows it on its line."""
+        """Return the stub's next word, and the rest of its line."""
         while True:
             line, newline, rest = self.rest.partition(b"\n")
             if newline:
                 self.rest = rest
                 before, mark, said = line.rpartition(self._nonce + b" ")
                 word, _, detail = said.strip().decode("utf-8", "replace").partition(" ")
-                # A shell that traces its commands prints the nonce as well, but not with one of these words behind it.
+                # A shell that traces its commands also prints the nonce, but not with one of these words after it.
                 if mark and word in ("have", "need", "ready", "error"):
                     self._add_noise(before)
                     return word, detail
@@ -292,8 +292,8 @@ class _Greeting:
                 raise self._failure()
             self.rest += data
 
-    def heard(self) -> str:
-        """What the node printed besides, for a message."""
+    def other_output(self) -> str:
+        """Return other output of the node, for a message."""
         said = "\n".join(part.strip() for part in (self.noise, self._channel.stderr_tail()) if part.strip())
         return f"It printed:\n{said[-2000:]}" if said else ""
 
@@ -302,8 +302,10 @@ class _Greeting:
 
     def _failure(self) -> NodeUnreachable | BootstrapFailed:
         if self._is_late:
-            return NodeUnreachable(self._node, f"the agent did not answer within {self._timeout_s:g} s", hint=self.heard())
-        code, printed = self._channel.exit_code, self.heard()
+            return NodeUnreachable(
+                self._node, f"the agent did not answer within {self._timeout_s:g} s", hint=self.other_output()
+            )
+        code, printed = self._channel.exit_code, self.other_output()
         if code is None and "[ssh] " in printed:
             return NodeUnreachable(self._node, "the connection broke before the agent answered", hint=printed)
         what, remedy = after_exit(code, self._python, printed)

@@ -1,7 +1,7 @@
-"""What is shipped to nodes: archives of distflow's own sources, named by the SHA-256 of their files.
+"""Archives of distflow's own sources for nodes, named by the SHA-256 of their files.
 
-Each is unpacked to a directory of its own and holds all that its services import: ``RUNTIME`` the node runtime, which is enough
-for a gang; ``STORAGE`` also what reaches stores, for nodes that write their outputs themselves.
+Each is unpacked to its own directory and contains all modules that its services import. ``RUNTIME`` is the node runtime, which
+is enough for a gang. ``STORAGE`` also contains the modules for stores, for nodes that upload their outputs themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STORAGE: Final = (
     "storage/base", "storage/credentials", "storage/datasets", "storage/failures", "storage/files", "storage/node_service",
     "storage/objects", "storage/task_data", "storage/transfers",
 )  # fmt: skip
-"""The modules that ``storage.node_service`` imports, directly or not; a test runs it with nothing else."""
+"""The modules that ``storage.node_service`` imports, directly or not. A test runs it with no others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +29,13 @@ class Bundle:
     """One archive."""
 
     package: str
-    """Where its services are."""
+    """Package of its services."""
     modules: tuple[str, ...] = ()
-    """What it has beside the node runtime."""
+    """Its modules in addition to the node runtime."""
 
     @cached_property
     def _sources(self) -> dict[str, bytes]:
-        """The files of the archive, by their names and in the order of these."""
+        """Return the files of the archive by name, sorted."""
         sources = {"distflow/__init__.py": b""}
         top = importlib.resources.files("distflow")
         packages = [("protocol", top.joinpath("protocol")), ("runtime", top.joinpath("runtime"))]
@@ -51,7 +51,7 @@ class Bundle:
 
     @cached_property
     def archive(self) -> bytes:
-        """A zip archive: the same bytes for the same sources, wherever and whenever it is made."""
+        """Return the zip archive, which has the same bytes for the same sources, wherever it is built."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for name, data in self._sources.items():
@@ -64,9 +64,10 @@ class Bundle:
 
     @cached_property
     def digest(self) -> str:
-        """The name of its directory on a node: SHA-256 of all files, each as a line with its name and size, then its content.
+        """Return the name of its directory on a node: the SHA-256 of all files.
 
-        The stub computes the same from the unpacked directory before it imports anything from there.
+        Each file is hashed as a line with name and size, then its content. The stub computes the same digest from the unpacked
+        directory before it imports anything from there.
         """
         digest = hashlib.sha256()
         for name, data in self._sources.items():

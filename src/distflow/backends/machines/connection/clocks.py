@@ -1,4 +1,4 @@
-"""Our clock, and what the pings of a connection tell of the node's."""
+"""Our clock, and the measurement of a node's clock by the pings of a connection."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from distflow.lifecycle.clocks import Clock, best_clock
 __all__ = ["ClockWatch", "now"]
 
 _SAMPLES = 8
-"""Of so many pings the quickest counts: enough to have met a quiet moment, few enough to follow clocks that drift."""
+"""The quickest of this number of pings counts: enough for a quiet moment, few enough to follow drifting clocks."""
 
 
 class ClockWatch:
     """Measures a node's clock, ping by ping."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Start without samples."""
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=_SAMPLES)
 
     @property
     def clock(self) -> Clock | None:
-        """The node's clock as it is known at present."""
+        """Return the current estimate of the node's clock."""
         return best_clock(tuple(self._samples))
 
     def ping(self) -> Callable[[object], None]:
-        """Note that a ping goes out now; return what takes its answer."""
+        """Record that a ping is sent now. Returns the callback for its answer."""
         asked = now()
 
         def answered(answer: object) -> None:

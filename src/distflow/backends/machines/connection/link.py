@@ -1,4 +1,4 @@
-"""Our end of the agent protocol: requests, answers and events over one channel (docs/agent-protocol.md)."""
+"""The submitter's end of the agent protocol: requests, answers and events on one channel (docs/agent-protocol.md)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["AgentLink", "Event", "Result"]
 Result: TypeAlias = dict[str, Any]
 """The fields of an answer."""
 Event: TypeAlias = dict[str, Any]
-"""A pushed event, as the protocol has it (the ``data`` of a ``data`` event is base64)."""
+"""A pushed event of the protocol (the ``data`` of a ``data`` event is base64)."""
 
 _SILENT_PINGS = 3
 _WORDS = 500
-"""Characters of a message about what a node sent."""
+"""Maximum characters of a message about data from a node."""
 
 
 class AgentLink:
@@ -34,14 +34,14 @@ class AgentLink:
 
     1. ``request`` and ``send`` may be called from any thread. A slow or stalled node never blocks ``send``.
     2. Callbacks (of ``send``, ``on_event``, ``on_close``) run one at a time in the link's reader thread, in the order in which
-       answers and events came (a ``send`` after the end calls back at once, in its own thread). They must not block, and may
-       not call ``request``.
-    3. When the connection ends, also by ``close``, every open request fails with ``NodeUnreachable``; after that ``on_close``
-       is called once, with that error. Nothing that the node sends ends the reader thread otherwise. A malformed message,
-       or an event that ``on_event`` cannot take, ends the connection, because what it said is lost. A malformed answer
-       counts as a refusal of the kind ``malformed``.
-    4. A ping goes out at once and every ``ping_s``; a node that says nothing for three of them is unreachable. What their
-       answers tell of the node's clock is ``clock``, known before anything that was asked later is answered.
+       answers and events arrived (a ``send`` after the end calls back at once, in its own thread). They must not block, and
+       must not call ``request``.
+    3. When the connection ends, also by ``close``, every open request fails with ``NodeUnreachable``. After that, ``on_close``
+       is called once with that error. No other message of the node ends the reader thread. A malformed message, or an event
+       for which ``on_event`` raises, ends the connection, because its content is lost. A malformed answer counts as a
+       refusal of the kind ``malformed``.
+    4. A ping is sent at once and every ``ping_s``. A node that sends nothing for three intervals is unreachable. ``clock`` is
+       measured by the pings, and is known before any later request is answered.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class AgentLink:
         on_event: Callable[[Event], None] | None = None,
         on_close: Callable[[NodeUnreachable], None] | None = None,
     ) -> None:
-        """Speak over ``channel``, of which ``received`` has been read already."""
+        """Use ``channel``, from which ``received`` has already been read."""
         self.node = node
         self.noise = noise
-        """What a login script printed before the agent spoke."""
+        """Output of login scripts before the agent's first message."""
         self._channel = channel
         self._on_event = on_event
         self._on_close = on_close
@@ -84,9 +84,10 @@ class AgentLink:
     def request(
         self, op: str, *, timeout_s: float = 30.0, then: Callable[[Result], None] | None = None, **fields: object
     ) -> Result:
-        """Ask and wait for the answer. Raises ``AgentError`` when refused, ``NodeUnreachable`` without an answer in time.
+        """Send a request and wait for the answer.
 
-        ``then`` takes the answer as a callback does, before anything that the node says after it.
+        Raises ``AgentError`` if it is refused, and ``NodeUnreachable`` without an answer in time. ``then`` is called with the
+        answer like a callback, before any later message of the node is handled.
         """
         if threading.current_thread() is self._reader:
             raise RuntimeError("request() in a callback would wait for itself; use send()")
@@ -113,15 +114,15 @@ class AgentLink:
         return answer
 
     def send(self, op: str, callback: Callable[[Result | NodeError], None], **fields: object) -> None:
-        """Ask; ``callback`` gets the answer or the error, exactly once."""
+        """Send a request. ``callback`` gets the answer or the error, exactly once."""
         self._ask(op, callback, fields)
 
     def credit(self, stream: int, size: int) -> None:
-        """Say that ``size`` bytes of a tail are dealt with, so that as many more may come."""
+        """Report that ``size`` bytes of a stream have been processed, so that the node sends as many more."""
         self._put(encode({"op": "credit", "stream": stream, "bytes": size}))
 
     def close(self) -> None:
-        """Hang up: the agent ends, tasks do not. May be called twice, from any thread, and never raises."""
+        """Close the connection: the agent exits, tasks do not. May be called twice, from any thread, and never raises."""
         self._is_closing = True
         self._hang_up()
         if threading.current_thread() is not self._reader:
@@ -129,20 +130,20 @@ class AgentLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection still stands, as far as is known."""
+        """Whether the connection is open, as far as is known."""
         return not self._has_ended.is_set() and not self._is_closing
 
     @property
     def silent_s(self) -> float:
-        """For how long the node has said nothing, as far as we listened.
+        """Return for how long the node has sent nothing while this process was listening.
 
-        At most as long as noticing a silence takes: this process may have been asleep, and then the silence was its own.
+        The result is at most the time that detecting a silence takes: after a longer time, this process itself was suspended.
         """
         return min(time.monotonic() - self._heard_at, (_SILENT_PINGS + 1) * self.ping_s)
 
     @property
     def clock(self) -> Clock | None:
-        """How far the node's clock is from ours, as the pings of this connection tell; ``None`` before the first answer."""
+        """Return the offset of the node's clock from ours, as measured by pings; ``None`` before the first answer."""
         return self._clock.clock
 
     def _ask(self, op: str, callback: Callable[[Result | NodeError], None], fields: dict[str, object]) -> int:
@@ -175,7 +176,7 @@ class AgentLink:
                 return
 
     def _ping(self) -> None:
-        # It only queues: a writer that is blocked by a stalled node must not keep this thread from noticing.
+        # Pings are only queued, so that a writer blocked by a stalled node does not block this thread too.
         while not self._has_ended.wait(self.ping_s):
             silent_s = time.monotonic() - self._heard_at
             if silent_s > _SILENT_PINGS * self.ping_s:
@@ -211,7 +212,7 @@ class AgentLink:
         with self._state:
             op, callback = self._waiting.pop(message["id"], ("", None))
         if callback is None:
-            return  # it came too late
+            return  # the answer came too late
         self._call(callback, self._answer(op, message))
 
     def _answer(self, op: str, message: dict[str, Any]) -> Result | AgentError:
@@ -227,7 +228,7 @@ class AgentLink:
         return answer
 
     def _call(self, callback: Callable[[Any], None], argument: object) -> bool:
-        """Call back; show what a bug in the callback raises, and return false then."""
+        """Call a callback. If it raises, print the traceback and return False."""
         try:
             callback(argument)
         except Exception:  # noqa: BLE001 - a bug in a callback must not silence the node

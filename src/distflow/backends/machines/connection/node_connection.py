@@ -1,7 +1,7 @@
-"""One node's connection: made, kept, made again; statuses become observations, output goes to the mirror.
+"""One node's connection: opened, kept and reopened. Statuses become observations, and output goes to the mirror.
 
-One thread per node connects and waits; what the agent pushes arrives in the link's reader thread. Attempts that are watched are
-named again at every ``hello``, so that a broken connection loses nothing: the node says how each of them stands.
+One thread per node connects and waits. Messages of the agent arrive in the link's reader thread. Every ``hello`` names all
+watched attempts, and the node answers with their statuses. So a broken connection loses nothing.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ __all__ = ["Answered", "Connection", "now"]
 Answered = Callable[[Mapping[str, Any] | DistflowError], None]
 
 _LOG_KINDS = ("idx", "log")
-"""Of the files that are mirrored. The index comes first: it says whose the text is."""
+"""Kinds of mirrored files. The index comes first, because it assigns the text to ranks."""
 _ROOM_S = 5.0
-"""Between two tries to mirror output that found no room here."""
+"""Seconds between two tries to mirror output that found no room here."""
 _END = "exit.json"
 
 
 class Connection:
-    """Everything that passes between us and one node."""
+    """The communication with one node."""
 
     def __init__(self, pool: Pool, node: Node, transport: Transport, sink: Sink, logs: LogSink) -> None:
-        """Connect to nothing yet."""
+        """Create the connection without connecting."""
         self.node = node
         self._pool = pool
         self._transport = transport
@@ -77,11 +77,11 @@ class Connection:
         self._tailed: set[str] = set()
         self._drained: dict[str, set[str]] = {}
         self._waiting: set[tuple[AttemptKey, str]] = set()
-        """Output, by its kind, that found no room here: it waits on its node."""
+        """Output that found no room here and waits on its node, with its kind."""
         self._losing: set[str] = set()
-        """Attempts of which it was reported that their output is being lost."""
+        """Attempts whose loss of output has been reported."""
         self._unwanted: set[AttemptKey] = set()
-        """Leases that are to be given back as soon as the node answers."""
+        """Leases to release as soon as the node answers."""
         self._next_stream = 0
         self._closing = threading.Event()
         self._broken = threading.Event()
@@ -90,11 +90,11 @@ class Connection:
     # What the backend uses.
 
     def begin(self) -> None:
-        """Connect, and stay connected, from a thread of its own."""
+        """Connect, and stay connected, in a thread."""
         threading.Thread(target=self._keep_connected, name=f"node {self.node.name}", daemon=True).start()
 
     def close(self) -> None:
-        """Let go; what runs on the node goes on."""
+        """Close the connection. Tasks on the node continue."""
         self._closing.set()
         self._broken.set()
         if self._link is not None:
@@ -102,7 +102,7 @@ class Connection:
         self._transport.close()
 
     def watch(self, key: AttemptKey) -> None:
-        """Observe an attempt from now on; one that is not known to this connection yet is asked for."""
+        """Observe an attempt from now on. The node is asked for its status if it is new to this connection."""
         with self._lock:
             known = key.name in self._watched
             self._watched[key.name] = key
@@ -111,15 +111,16 @@ class Connection:
             self.send("hello", lambda answer: self._greeted(answer, [key]), watch=[key.name])
 
     def forget(self, key: AttemptKey) -> None:
-        """Observe an attempt no longer."""
+        """Stop observing an attempt."""
         with self._lock:
             self._watched.pop(key.name, None)
             self._tailed.discard(key.name)
 
     def give_back(self, key: AttemptKey, waits: Mapping[str, Any] | None = None) -> None:
-        """Release the lease of an attempt that nobody will take up; of a node that does not answer, when it is back.
+        """Release the lease of an attempt that will not be used; if the node does not answer, when it is reachable again.
 
-        Unless it is watched by then: it was asked for again. ``waits``: what its gang goes on waiting for there.
+        The lease is kept if the attempt is watched by then, because it was requested again. ``waits``: the resources on this
+        node that its gang still waits for.
         """
         with self._lock:
             if (link := self._link) is None:
@@ -142,7 +143,10 @@ class Connection:
             self._give_back(link, key)
 
     def send(self, op: str, answered: Answered, **fields: Any) -> None:
-        """Ask the agent; ``answered`` is called once, from another thread or at once when there is no connection."""
+        """Send a request to the agent.
+
+        ``answered`` is called once, from another thread, or at once if there is no connection.
+        """
         link = self._link
         if link is None:
             answered(NodeUnreachable(self.node.name, self._error or "not connected"))
@@ -150,16 +154,16 @@ class Connection:
         link.send(op, answered, **fields)
 
     def request(self, op: str, **fields: Any) -> Mapping[str, Any]:
-        """Ask the agent and wait. Raises ``AgentError`` or ``NodeUnreachable``."""
+        """Send a request to the agent and wait for the answer. Raises ``AgentError`` or ``NodeUnreachable``."""
         link = self._link
         if link is None:
             raise NodeUnreachable(self.node.name, self._error or "not connected")
         return link.request(op, **fields)
 
     def stage(self, blobs: Sequence[Blob], progress: Callable[[int, int], None]) -> None:
-        """Bring blobs to the node that are not there yet; ``progress`` is told the bytes that are there, and of how many.
+        """Copy missing blobs to the node. ``progress`` gets the copied and the total bytes.
 
-        One at a time, so that tasks of one node send nothing twice. Raises as ``send_blobs`` does.
+        Calls wait for each other, so that tasks of one node send nothing twice. Raises the errors of ``send_blobs``.
         """
         with self._staging:
             asked = [{"hash": blob.digest, "size": blob.size} for blob in blobs]
@@ -179,7 +183,7 @@ class Connection:
                 )
 
     def has(self, digest: str, size: int) -> bool:
-        """Whether the node has a blob, as far as it answers."""
+        """Whether the node has a blob. False if it does not answer."""
         try:
             return not self.request("stage", blobs=[{"hash": digest, "size": size}])["missing"]
         except NodeError:
@@ -189,7 +193,10 @@ class Connection:
         self, key: AttemptKey, blobs: Path, progress: Callable[[bool, int, int], None], place: str | None = None,
         stays: Callable[[str, int], bool] | None = None,
     ) -> Fetched:  # fmt: skip
-        """Bring the output of an attempt to the blob store ``blobs``, one at a time. Raises as ``fetch_output`` does."""
+        """Copy the output of an attempt to the blob store ``blobs``.
+
+        Calls wait for each other. Raises the errors of ``fetch_output``.
+        """
         with self._fetching:
             return fetch_output(
                 self._transport,
@@ -204,14 +211,14 @@ class Connection:
             )
 
     def deliver(self, key: AttemptKey, delivery: Delivery, identity: Identity, progress: Progress) -> Delivered:
-        """Have the node bring the output of an attempt to its store. Raises as ``deliver_there`` does."""
+        """Let the node upload the output of an attempt to its store. Raises the errors of ``deliver_there``."""
         return deliver_there(
             self._transport, self.node.root, self.node.python, key.name, delivery, identity,
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
         )  # fmt: skip
 
     def bring(self, key: AttemptKey, arrival: InputRequest, place: str, identity: Identity, progress: Progress) -> None:
-        """Have the node fetch an input into a directory of the attempt. Raises as ``bring_there`` does."""
+        """Let the node fetch an input into a directory of the attempt. Raises the errors of ``bring_there``."""
         bring_there(
             self._transport, self.node.root, self.node.python, key.name, arrival, place, identity,
             environment=self.node.environment, timeout_s=self._pool.connect_timeout_s, progress=progress,
@@ -219,17 +226,17 @@ class Connection:
 
     @property
     def is_up(self) -> bool:
-        """Whether the agent answers, as far as is known."""
+        """Whether the agent is connected, as far as is known."""
         return self._link is not None
 
     @property
     def gpu_ids(self) -> list[int]:
-        """The GPUs that may be leased there."""
+        """Return the GPUs that may be leased there."""
         return list(range(self.node.usable_gpus(self._facts.get("gpus")) or 0))
 
     @property
     def amounts(self) -> dict[str, int]:
-        """How many CPUs and how much memory may be leased there; what the configuration does not name is not counted."""
+        """Return the CPUs and the memory that may be leased there. Resources that are not configured are not counted."""
         node, facts = self.node, self._facts
         usable = {
             "cpus": (node.cpus, node.usable_cpus(facts.get("cpus"))),
@@ -242,12 +249,12 @@ class Connection:
         return training_address(self.node, self._transport, self._facts)
 
     def path_prepend(self) -> list[str]:
-        """Return what leads the tasks' PATH: the directory of the configured python, where a venv has its tools."""
+        """Return the first entries of the tasks' PATH: the directory of the configured python, where a venv has its tools."""
         return path_prepend(self.node, self._facts)
 
     @property
     def clock(self) -> Clock | None:
-        """How far the node's clock is from ours; ``None`` where no ping was answered yet."""
+        """Return the offset of the node's clock from ours; ``None`` before a ping was answered."""
         return self._link.clock if self._link is not None else None
 
     def report(self, key: AttemptKey, status: Mapping[str, Any]) -> None:
@@ -261,7 +268,7 @@ class Connection:
         elif phase in ("running", "stopping", "ended"):
             self._tail(key)
             started, pid = status.get("started_at"), status.get("pid")
-            if started is not None:  # of a short one nobody may have heard while it ran
+            if started is not None:  # the status of a short attempt may arrive only after its end
                 directory = str(status.get("directory") or "")
                 self._sink(Started(at=at, key=key, pid=pid, started_at=float(started), clock=clock, directory=directory))
             if status.get("loses_output") and key.name not in self._losing:
@@ -271,14 +278,14 @@ class Connection:
                 self._sink(StopAccepted(at=at, key=key))
             elif phase == "ended":
                 self._sink(Ended(at=at, key=key, end=dict(status.get("end") or {}), clock=clock))
-                self._has_told(key, _END)
+                self._mark_complete(key, _END)
 
     # The connection itself.
 
     def _keep_connected(self) -> None:
         tries = Reconnecting(self._pool.node_lost_after_s)
         while True:
-            self._broken.clear()  # first, as who closes sets it last
+            self._broken.clear()  # first, because `close` sets it last
             if self._closing.is_set():
                 return
             is_refused, heard_at = False, None
@@ -287,17 +294,17 @@ class Connection:
                     began = time.monotonic()
                     self._greet(link)
                     while not self._broken.wait(_ROOM_S):
-                        self._take_up_waiting()
+                        self._resume_waiting()
                 silent_s = link.silent_s
                 tries.was_connected(silent_s, time.monotonic() - began)
                 heard_at = now() - silent_s
                 if silent_s >= link.ping_s:
-                    self._transport.hang_up()  # a dead connection would keep the next try waiting
+                    self._transport.hang_up()  # a dead connection would delay the next try
             except DistflowError as error:
                 self._error, is_refused = _words(error), isinstance(error, AuthenticationRefused)
                 if isinstance(error, NodeUnreachable):
                     self._transport.hang_up()
-            except Exception as error:  # noqa: BLE001  without this thread, nobody would try again
+            except Exception as error:  # noqa: BLE001  only this thread reconnects
                 self._error = f"unexpected error: {error!r}"
                 sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
             with self._lock:
@@ -312,15 +319,15 @@ class Connection:
             self._closing.wait(tries.pause_s(is_refused=is_refused))
 
     def _connect(self, tries: Reconnecting) -> closing[AgentLink]:
-        """Start an agent; the block's end ends it, as it would stay there, kept alive by our pings.
+        """Start an agent. The end of the block closes it, because our pings would keep it alive.
 
-        A try that is still under way when the last one before the end of the wait is due gives way to that one.
+        A running try is aborted in time for the last try before the end of the wait for the node.
         """
-        gives_way = None
+        abort = None
         if (last_try_in_s := tries.last_try_in_s) is not None:
-            gives_way = threading.Timer(last_try_in_s, self._transport.hang_up)
-            gives_way.daemon = True
-            gives_way.start()
+            abort = threading.Timer(last_try_in_s, self._transport.hang_up)
+            abort.daemon = True
+            abort.start()
         try:
             link = connect(
                 self._transport, self.node.root, self.node.python, timeout_s=self._pool.connect_timeout_s,
@@ -328,14 +335,14 @@ class Connection:
                 on_close=self._closed,
             )  # fmt: skip
         finally:
-            if gives_way is not None:
-                gives_way.cancel()
+            if abort is not None:
+                abort.cancel()
         return closing(link)
 
     def _greet(self, link: AgentLink) -> None:
         with self._lock:
             keys = list(self._watched.values())
-        self._give_back_all(link)  # before anybody knows that it is up, and asks for the same again
+        self._give_back_all(link)  # before the node is reported as up and the same lease is requested again
         watched = [key.name for key in keys]
         link.request(
             "hello", then=lambda answer: self._welcomed(link, answer, keys), watch=watched, lease_dir=self.node.lease_dir
@@ -344,7 +351,7 @@ class Connection:
     def _welcomed(self, link: AgentLink, answer: Mapping[str, Any], keys: list[AttemptKey]) -> None:
         facts = self._facts = answer["facts"]
         self._link = link
-        self._give_back_all(link)  # what was refused elsewhere while it said hello
+        self._give_back_all(link)  # leases that became unwanted during the hello
         self._sink(
             NodeUp(
                 at=now(), pool=self._pool.name, node=self.node.name, gpus=facts.get("gpus"), cpus=facts.get("cpus"),
@@ -409,7 +416,7 @@ class Connection:
         data = base64.b64decode(event["data"])
         try:
             self._logs.write(place[0], event["file"], event["offset"], data)
-        except OSError:  # no room, or a disk with an error
+        except OSError:  # no room, or a disk error
             self._wait_for_room(event["stream"], place)
             return
         link = self._link
@@ -417,7 +424,7 @@ class Connection:
             link.credit(event["stream"], len(data))
 
     def _wait_for_room(self, stream: int, place: tuple[AttemptKey, str]) -> None:
-        """Leave the rest of some output on its node for a while; everything else goes on."""
+        """Leave the rest of an output on its node for a while. Everything else continues."""
         with self._lock:
             is_news = not self._waiting
             self._waiting.add(place)
@@ -426,7 +433,7 @@ class Connection:
         if is_news:
             self._sink(OutputWaits(at=now(), key=place[0]))
 
-    def _take_up_waiting(self) -> None:
+    def _resume_waiting(self) -> None:
         with self._lock:
             waiting = list(self._waiting) if self._logs.has_room() else []
             self._waiting.difference_update(waiting)
@@ -436,25 +443,25 @@ class Connection:
     def _stream_ended(self, event: Mapping[str, Any]) -> None:
         with self._lock:
             place = self._streams.pop(event["stream"], None)
-        if place is not None and self._has_told(*place) >= set(_LOG_KINDS):
+        if place is not None and self._mark_complete(*place) >= set(_LOG_KINDS):
             self._sink(LogComplete(at=now(), key=place[0]))
 
-    def _has_told(self, key: AttemptKey, what: str) -> set[str]:
-        """Return what an attempt has told to its end on this connection; one that has nothing left to tell is forgotten.
+    def _mark_complete(self, key: AttemptKey, what: str) -> set[str]:
+        """Return the parts of an attempt's data that are complete on this connection. An attempt with all parts is forgotten.
 
-        Nobody else would do it, and every ``hello`` names all that are watched.
+        Without this, every later ``hello`` would name it.
         """
         with self._lock:
-            told = self._drained.setdefault(key.name, set())
-            told.add(what)
-            if told >= {_END, *_LOG_KINDS}:
+            complete = self._drained.setdefault(key.name, set())
+            complete.add(what)
+            if complete >= {_END, *_LOG_KINDS}:
                 del self._drained[key.name]
                 self._watched.pop(key.name, None)
                 self._tailed.discard(key.name)
-            return told
+            return complete
 
 
 def _words(error: DistflowError) -> str:
-    """Return what happened and what to do, on one line, without the node: that is named beside it."""
+    """Return the error and its remedy on one line, without the node's name."""
     what = error.detail if isinstance(error, NodeError) else error.message
     return f"{what} ({error.hint})" if error.hint else what

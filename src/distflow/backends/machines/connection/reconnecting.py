@@ -1,7 +1,7 @@
-"""When to try again to connect to a node.
+"""The times of tries to reconnect to a node.
 
-While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart, and there is always one just
-before the wait ends: a node that is back in time is found in time. After that the tries become rare.
+While a pool still waits for the node (``node_lost_after``), the tries are a few seconds apart. One always comes just before the
+wait ends, so that a node that is back in time is found. After that, tries become rare.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAUSES: Mapping[tuple[bool, bool], tuple[float, ...]] = MappingProxyType(
 After a refused login, a person must change something first, and many machines lock out clients that try too often.
 """
 _JITTER = 0.25
-"""The nodes of a large pool often go and come back together; their tries must not."""
+"""Nodes of a large pool often disappear and return together. Jitter spreads their tries."""
 _LAST_TRY_S = 5.0
 _LAST_TRY_PART = 0.25
 """The last try begins this long before the wait ends, or this part of the wait if that is shorter: time to log in."""
@@ -56,7 +56,10 @@ class Reconnecting:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """Count from now. ``clock`` tells seconds and is never set; ``jitter(a, b)`` is a number between ``a`` and ``b``."""
+        """Start counting now.
+
+        ``clock`` returns seconds and never jumps; ``jitter(a, b)`` returns a number between ``a`` and ``b``.
+        """
         self._lost_after_s = lost_after_s
         self._margin_s = min(_LAST_TRY_S, lost_after_s * _LAST_TRY_PART)
         self._clock = clock
@@ -66,9 +69,9 @@ class Reconnecting:
         self._has_last_try = False
 
     def was_connected(self, silent_s: float, lasted_s: float = math.inf) -> None:
-        """Begin again: the node answered until ``silent_s`` seconds ago. The connection lasted for ``lasted_s`` seconds.
+        """Restart: the node answered until ``silent_s`` seconds ago, and the connection lasted ``lasted_s`` seconds.
 
-        After a short connection the pauses go on growing, for a node whose every connection breaks at once.
+        After a short connection, the pauses keep growing, in case every connection of the node breaks at once.
         """
         self._lost_at = self._clock() - silent_s + self._lost_after_s
         if lasted_s >= _STABLE_S:
@@ -76,7 +79,7 @@ class Reconnecting:
         self._has_last_try = False
 
     def pause_s(self, *, is_refused: bool) -> float:
-        """Return how long to wait before the next try. ``is_refused``: the last one ended with a refused login."""
+        """Return the seconds to wait before the next try. ``is_refused``: the last login was refused."""
         kind = (is_refused, self._clock() >= self._lost_at)
         pause_s = _PAUSES[kind][min(self._tries[kind], len(_PAUSES[kind]) - 1)] * self._jitter(1 - _JITTER, 1 + _JITTER)
         self._tries[kind] += 1
@@ -88,6 +91,6 @@ class Reconnecting:
 
     @property
     def last_try_in_s(self) -> float | None:
-        """In how many seconds the last try must begin; ``None`` if that time has passed."""
+        """Return in how many seconds the last try must begin; ``None`` if that time has passed."""
         left_s = self._lost_at - self._margin_s - self._clock()
         return left_s if left_s > 0 else None

@@ -1,7 +1,7 @@
-"""Why distflow's runtime does not come up on a node, and what to do about it, in words. Pure.
+"""Messages and remedies for a runtime that does not start on a node. Pure.
 
-Two sources: the report of the stub (``bootstrap.STUB``), which has caught an exception on the node, and the exit code of a
-login that ended before the stub could say anything.
+They come from two sources: the report of the stub (``bootstrap.STUB``) about an exception on the node, and the exit code of a
+login that ended before the stub could report anything.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _REFUSED = {
         f"move them away, or {_OTHER_ROOT}",
     ),
 }
-"""By what the stub refused to use a directory for: what is wrong, and what to do."""
+"""Message and remedy for each reason for which the stub refuses a directory."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
 
 def after_report(report: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what happened and what to do, for an exception that the stub has caught; the second may be empty.
+    """Return message and remedy for an exception that the stub reported. The remedy may be empty.
 
-    ``report``: ``text`` (the exception), ``errno``, ``path`` (what it was about), ``at`` (the last place on the way there that
-    exists), ``owner`` and ``mode`` (octal) of that, ``refused`` (why the stub did not use it), ``user``, ``root``, ``home``,
-    ``has_home``, ``python``, ``version``; any of them may be missing.
+    ``report``: ``text`` (the exception), ``errno``, ``path`` (its path), ``at`` (the nearest existing path above that),
+    ``owner`` and ``mode`` (octal) of ``at``, ``refused`` (why the stub did not use it), ``user``, ``root``, ``home``,
+    ``has_home``, ``python``, ``version``. Any of them may be missing.
     """
 
     def said(name: str) -> str:
@@ -78,7 +78,7 @@ def after_report(report: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def after_exit(exit_code: int | None, python: str, printed: str) -> tuple[str, str]:
-    """Return what happened and what to do, for a login that ended with ``exit_code`` and had ``printed`` something."""
+    """Return message and remedy for a login that ended with ``exit_code`` and the output ``printed``."""
     if exit_code == 127:
         return f"`{python}` is not on this node, or not in the PATH of a login without a terminal", _OTHER_PYTHON
     if exit_code == 126:

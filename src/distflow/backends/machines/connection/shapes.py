@@ -1,7 +1,7 @@
-"""The form of what a node's agent says (docs/agent-protocol.md): answers by operation, and events.
+"""The types of an agent's messages (docs/agent-protocol.md): answers by operation, and events.
 
-A node is not trusted. Whoever takes an answer or an event relies on the fields that are listed here: that they are there where
-they have no default, and that they have this type. Other fields may be there. What a field says is still the node's word.
+A node is not trusted. Code that handles an answer or an event relies on these fields having these types, and on fields without
+a default being present. Other fields may be present. The values are still unverified.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["check_answer", "check_event"]
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds since the epoch; no calendar goes on for longer."""
+"""Seconds since the epoch, within the range of calendars."""
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 _Pid: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 _Code: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**32)]
@@ -24,7 +24,7 @@ _Blob: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class _Form(msgspec.Struct, kw_only=True):
-    """Fields that are relied on."""
+    """Fields that other code relies on."""
 
 
 class _Kernel(_Form):
@@ -231,7 +231,7 @@ class _DataEvent(_Form):
     file: str
     offset: _Count
     data: bytes
-    """In base64."""
+    """Base64."""
 
 
 class _EofEvent(_Form):
@@ -265,12 +265,12 @@ _EVENTS: Mapping[str, type[_Form]] = {
 
 
 def check_answer(op: str, answer: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` when an answer to ``op`` has not the form that its readers rely on."""
+    """Raise ``ValueError`` if an answer to ``op`` does not have the required form."""
     _check(f"the answer to `{op}`", _ANSWERS.get(op), answer)
 
 
 def check_event(event: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` when an event has not the form that its readers rely on. Events of unknown kinds pass."""
+    """Raise ``ValueError`` if an event does not have the required form. Events of unknown kinds are accepted."""
     kind = str(event["event"])
     _check(f"the event `{kind[:50]}`", _EVENTS.get(kind), event)
 

@@ -1,4 +1,4 @@
-"""What passes between us and a service of ours on a node: JSON lines and bytes, and signs of life while we are quiet."""
+"""The connection to a distflow service on a node: JSON lines, bytes, and keepalives while nothing else is sent."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EMPTY_FRAME = FRAME.pack(0, RAW)
 _SIGN_EVERY_S = SILENCE_S / 6
 
 _WORDS = 500
-"""Characters of a message about what a node sent."""
+"""Maximum characters of a message about data from a node."""
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Line(msgspec.Struct, kw_only=True):
-    """The fields that are relied on, in whichever line they come; the node is not trusted."""
+    """Fields of lines that other code relies on. The node is not trusted."""
 
     at: _Count = 0
     hash: str = ""
@@ -43,14 +43,14 @@ class _Line(msgspec.Struct, kw_only=True):
 
 
 class ServiceStream:
-    """A service that serves one connection; ``ended`` says in words what its unexpected end is.
+    """A service of one connection. ``ended`` is the error message for its unexpected end.
 
     The service closes a silent connection (``runtime.services.peer``), so something is sent every few seconds. One thread may
     read and write; any thread may call ``close``.
     """
 
     def __init__(self, node: str, opened: Opened, ended: str, sign: bytes = EMPTY_LINE) -> None:
-        """Take over a service that answers. ``sign``: what says to it that we are there."""
+        """Take over a service that has started. ``sign`` is the keepalive message."""
         self._node = node
         self._channel = opened.channel
         self._held = bytearray(opened.received)
@@ -58,30 +58,30 @@ class ServiceStream:
         self._writing = threading.Lock()
         self._sign = sign
         self._is_over = threading.Event()
-        threading.Thread(target=self._give_signs, name=f"signs of life to {node}", daemon=True).start()
+        threading.Thread(target=self._send_keepalives, name=f"keepalives to {node}", daemon=True).start()
 
     def write(self, data: bytes, sign: bytes = EMPTY_LINE) -> None:
-        """Send ``data``; ``sign`` is what says from then on that we are there. Raises ``NodeUnreachable``."""
+        """Send ``data``. ``sign`` is the keepalive message from then on. Raises ``NodeUnreachable``."""
         with self._writing:
             self._channel.write(data)
             self._sign = sign
 
     def close(self) -> None:
-        """Hang up; may be called twice."""
+        """Close the connection. May be called twice."""
         self._is_over.set()
         self._channel.close()
 
-    def _give_signs(self) -> None:
+    def _send_keepalives(self) -> None:
         while not self._is_over.wait(_SIGN_EVERY_S):
             with self._writing, contextlib.suppress(NodeUnreachable):
                 self._channel.write(self._sign)
 
     def line(self) -> dict[str, Any]:
-        """Wait for the next line. Raises ``AgentError`` when it is a refusal, ``NodeUnreachable`` when there is none."""
+        """Wait for the next line. Raises ``AgentError`` if it is a refusal, and ``NodeUnreachable`` if there is none."""
         while b"\n" not in self._held:
             data = self._channel.read()
             if not data or len(self._held) > MAX_LINE:
-                raise self.broke_off()
+                raise self.broken_error()
             self._held += data
         line, _, rest = self._held.partition(b"\n")
         self._held = rest
@@ -97,7 +97,7 @@ class ServiceStream:
         raise AgentError(self._node, kind, message)
 
     def read(self, size: int) -> bytes:
-        """Return ``size`` bytes; fewer only at the end."""
+        """Return ``size`` bytes, or fewer at the end."""
         while len(self._held) < size:
             data = self._channel.read()
             if not data:
@@ -107,6 +107,6 @@ class ServiceStream:
         del self._held[:size]
         return taken
 
-    def broke_off(self) -> NodeUnreachable:
-        """Return the error that says so."""
+    def broken_error(self) -> NodeUnreachable:
+        """Return the error for a connection that broke."""
         return NodeUnreachable(self._node, self._ended, hint=self._channel.stderr_tail().strip())

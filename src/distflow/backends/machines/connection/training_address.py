@@ -1,4 +1,4 @@
-"""What a node's facts mean for its tasks: the address and interface that they use, and what leads their PATH."""
+"""A node's address and interface on the training network, and the first entries of its tasks' PATH."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["choose_address", "path_prepend", "training_address"]
 def training_address(node: Node, transport: Transport, facts: Mapping[str, Any]) -> tuple[str, str]:
     """Return the node's address on the training network, and the interface that owns it (empty when not found).
 
-    ``facts`` is what its agent said at ``hello``.
+    ``facts`` are the agent's facts of ``hello``.
     """
     return choose_address(
         configured=node.address, reached=transport.reached_address, named=transport.named_addresses, host=node.host, facts=facts
@@ -24,7 +24,7 @@ def training_address(node: Node, transport: Transport, facts: Mapping[str, Any])
 
 
 def path_prepend(node: Node, facts: Mapping[str, Any]) -> list[str]:
-    """Return what leads the tasks' PATH: the directory of the configured python, where a venv has its tools."""
+    """Return the first entries of the tasks' PATH: the directory of the configured python, where a venv has its tools."""
     python = node.python if node.python.startswith("/") else str(facts.get("python", "/usr/bin/python3"))
     return [str(PurePosixPath(python).parent)]
 
@@ -44,7 +44,7 @@ def choose_address(
     owners = {str(item["address"]): str(item.get("interface", "")) for item in stated}
     accepted = str(facts.get("ssh_server") or "").partition("%")[0]
     accepted = accepted if _is_address(accepted) else ""
-    # A port that is forwarded to the node is reached at an address of another machine, most often our own 127.0.0.1.
+    # A forwarded port is reached at an address of another machine, usually our own 127.0.0.1.
     is_tunnel = reached is not None and _is_loopback(reached) and accepted not in ("", reached)
     own = [str(item["address"]) for item in stated if item.get("family") == "inet"]
     outward = [address for address in own if not _is_loopback(address)]
@@ -59,7 +59,7 @@ def choose_address(
         return address, owners[address]
     if _is_loopback(address):
         return address, "lo"
-    # Addresses that are translated on the way (a cloud's public ones) are on no interface: sshd's own tells which one it is.
+    # Translated addresses (a cloud's public ones) are on no interface. sshd's own address identifies the interface.
     return address, owners.get(accepted, "")
 
 

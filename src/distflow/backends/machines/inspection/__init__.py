@@ -1,1 +1,1 @@
-"""Questions to nodes about running tasks: their stacks, their leases, a command inside them."""
+"""Queries about running tasks on nodes: stacks and leases; and commands inside tasks."""

@@ -1,4 +1,4 @@
-"""Asking a node who holds what of it."""
+"""Queries for the holders of a node's resources."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """An attempt, of any user, that holds something."""
+    """An attempt, of any user, that holds a lease."""
 
     user: str
     attempt: str
-    """``<workflow uuid>/<group>/<task>/<n>``; whoever it is may have written something else."""
+    """``<workflow uuid>/<group>/<task>/<n>``, unless its user wrote something else."""
     label: str = ""
-    """``<workflow id>/<task>``; empty where the lease does not name them."""
+    """``<workflow id>/<task>``; empty if the lease does not contain them."""
     pid: int | None
-    """Of the agent that leased it."""
+    """Process id of the agent that leased it."""
     gpus: tuple[int, ...] = ()
     ports: tuple[int, ...] = ()
     cpus: int = 0
@@ -34,16 +34,16 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """What one node said, or why it could not be asked."""
+    """A node's answer, or why it could not be asked."""
 
     holders: tuple[Holder, ...] = ()
     foreign: tuple[tuple[int, str], ...] = ()
-    """GPUs on which somebody else computes, and who."""
+    """GPUs with processes that distflow did not start, and descriptions of these."""
     error: str = ""
 
 
 def ask_holders(pool: Pool, node: Node) -> Holders:
-    """Ask one node. One that cannot be reached is an error in the answer, not an exception."""
+    """Query one node. If it is unreachable, the result contains an error; no exception is raised."""
     transport = transport_of(pool, node)
     try:
         link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s)

@@ -1,4 +1,4 @@
-"""A command in the surroundings of a running task, from our side: frames to the node's service and back."""
+"""A command next to a running task, on the submitter's side: frames to and from the node's service."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PIECE = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of a terminal."""
+    """The size of a terminal."""
 
     rows: int
     columns: int
@@ -49,23 +49,23 @@ class Exit:
     """How the command ended."""
 
     code: int
-    """As a shell puts it."""
+    """The exit code as a shell reports it."""
     why: str = ""
-    """Why it was ended, when it did not end by itself."""
+    """Why it was killed, if it did not end by itself."""
 
 
 class Session:
     """A command that runs on a node.
 
-    1. ``events`` yields pieces of standard output (``False``) and standard error (``True``), at last an ``Exit``. It raises
-       ``NodeUnreachable`` when the connection ends first.
-    2. ``write``, ``end_input`` and ``resize`` may be called from other threads; ``resize`` also from a signal handler. None
-       raises: that the command is gone is told by ``events``.
+    1. ``events`` yields pieces of standard output (``False``) and standard error (``True``), and at last an ``Exit``. It
+       raises ``NodeUnreachable`` if the connection ends first.
+    2. ``write``, ``end_input`` and ``resize`` may be called from other threads; ``resize`` also from a signal handler. They
+       never raise: ``events`` reports that the command is gone.
     3. ``close`` ends the command if it still runs.
     """
 
     def __init__(self, transport: Transport, opened: Opened) -> None:
-        """Take over a service that answers."""
+        """Take over a service that has started."""
         self._transport = transport
         self._channel = opened.channel
         self._stream = ServiceStream(
@@ -75,35 +75,35 @@ class Session:
         threading.Thread(target=self._send_sizes, name=f"session on {transport.name}", daemon=True).start()
 
     def events(self) -> Iterator[tuple[bool, bytes] | Exit]:
-        """Yield what the command writes, and how it ends."""
+        """Yield the command's output, and how it ended."""
         while True:
             kind, data = self.next_frame()
             if kind in (OUTPUT, ERRORS):
                 yield kind == ERRORS, data
             elif kind == EXIT:
-                told = self._decoded(data)
+                report = self._decoded(data)
                 try:
-                    code = int(told["code"])
+                    code = int(report["code"])
                 except (KeyError, TypeError, ValueError):
                     raise self._malformed("the end of the command has no exit code") from None
-                yield Exit(code=code, why=str(told.get("why") or ""))
+                yield Exit(code=code, why=str(report.get("why") or ""))
                 return
 
     def next_frame(self) -> tuple[int, bytes]:
         """Wait for a frame. Raises ``NodeUnreachable``."""
         head = self._stream.read(FRAME.size)
         if len(head) < FRAME.size:
-            raise self._stream.broke_off()
+            raise self._stream.broken_error()
         size, kind = FRAME.unpack(head)
         if size > LARGEST_FRAME:
             raise self._malformed(f"a frame of {size} bytes")
         data = self._stream.read(size)
         if len(data) < size:
-            raise self._stream.broke_off()
+            raise self._stream.broken_error()
         return kind, data
 
     def write(self, data: bytes) -> None:
-        """Give the command input."""
+        """Send input to the command."""
         for at in range(0, len(data), _PIECE):
             self._send(INPUT, data[at : at + _PIECE])
 
@@ -116,13 +116,13 @@ class Session:
         self._sizes.put(size)
 
     def close(self) -> None:
-        """Let go."""
+        """Close the connection, which ends the command."""
         self._sizes.put(None)
         self._stream.close()
         self._transport.close()
 
     def request(self, message: Mapping[str, Any]) -> None:
-        """Say what is to be started, and wait until it is. Raises ``AgentError`` and ``NodeUnreachable``."""
+        """Request a command, and wait until it has started. Raises ``AgentError`` and ``NodeUnreachable``."""
         self._send(REQUEST, json.dumps(message).encode())
         kind, data = self.next_frame()
         if kind == REFUSED:
@@ -159,11 +159,11 @@ def open_session(
     timeout_s: float,
     is_plain: bool = False,
 ) -> Session:
-    """Start a command beside the attempt of this name; with a ``terminal``: its size and its kind (``TERM``).
+    """Start a command next to an attempt. ``terminal`` is a terminal's size and its kind (``TERM``).
 
-    ``is_plain``: on the node itself, not in the task's container, and without ``setup``, which may print something of its own.
+    ``is_plain``: run it on the node itself, not in the task's container, and without ``setup``, which may print text.
 
-    Raises ``NodeUnreachable`` and ``BootstrapFailed``, and ``AgentError`` when the attempt does not run.
+    Raises ``NodeUnreachable`` and ``BootstrapFailed``, and ``AgentError`` if the attempt does not run.
     """
     transport = transport_of(pool, node)
     try:
@@ -180,7 +180,7 @@ def open_session(
             {
                 "attempt": attempt,
                 "argv": list(argv),
-                # Neither in an argv nor on a disk there.
+                # Not visible in an argv or on a disk of the node.
                 "secret_env": revealed(secrets),
                 "terminal": shape,
                 "plain": is_plain,

@@ -1,4 +1,4 @@
-"""Asking the nodes of a workflow where its processes are: every node at once; one that does not answer is a value, too."""
+"""Queries for the stacks of a workflow's processes, on all nodes at once. An unanswered query is a value, too."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _LOOK_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A running task whose processes are looked at."""
+    """A running task whose processes are inspected."""
 
     task: str
     group: str
-    """The workflow's, whose tasks have one world."""
+    """The task's group, whose tasks form one world."""
     attempt: str
-    """As its node calls it."""
+    """The attempt's name on its node."""
     node: Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStacks:
-    """What was seen of one task: as its node told it (``docs/agent-protocol.md``, ``stacks``), or why nothing was."""
+    """The state of one task, as its node reported it (``docs/agent-protocol.md``, ``stacks``), or why it is unknown."""
 
     asked: Asked
     seen: Mapping[str, Any] | None = None
@@ -41,7 +41,7 @@ class TaskStacks:
 
 
 def collect_stacks(pool: Pool, asked: Sequence[Asked]) -> tuple[TaskStacks, ...]:
-    """Return what is seen of each task, in their order. Never raises for what a node does or does not."""
+    """Return the state of each task, in order. Errors of nodes are in the result, and never raised."""
     by_node: dict[str, list[Asked]] = {}
     for one in asked:
         by_node.setdefault(one.node.name, []).append(one)

@@ -1,1 +1,1 @@
-"""Files to nodes and from nodes."""
+"""File transfers to and from nodes."""

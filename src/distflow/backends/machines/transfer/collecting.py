@@ -1,4 +1,4 @@
-"""Collecting the outputs of ended attempts: each is packed and fetched until it is here, or is known never to come."""
+"""Collecting the outputs of ended attempts: each is packed and fetched until it is here or has failed for good."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distflow.errors import AgentError, DistflowError, NodeUnreachable
 __all__ = ["Collector"]
 
 _TRIES = 5
-"""Connections that may end one after the other without having brought anything, while the node itself answers."""
+"""Limit of consecutive connections that brought nothing while the node itself was connected."""
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 5.0
 
@@ -34,7 +34,7 @@ _Slot = tuple[AttemptKey, int | None]
 
 
 class _One(NamedTuple):
-    """What is being collected."""
+    """An output or a checkpoint that is being collected."""
 
     key: AttemptKey
     checkpoint: CheckpointRef | None
@@ -42,30 +42,30 @@ class _One(NamedTuple):
 
     @property
     def slot(self) -> _Slot:
-        """Equal for what may not be under way twice at once."""
+        """Equal for transfers that must not run at the same time."""
         return self.key, None if self.checkpoint is None else self.checkpoint.number
 
 
 class Collector:
-    """Collects into one blob store: what ``begin`` takes on, ``collect`` does, in a thread for each output."""
+    """Collects into one blob store. ``begin`` reserves a transfer, and ``collect`` runs it in its own thread."""
 
     def __init__(self, blobs: Path, sink: Sink, patience_s: float) -> None:
-        """Begin nothing. ``patience_s``: for how long connections may fail while the node's agent still answers."""
+        """Create the collector. ``patience_s``: how long connections may fail while the node's agent is connected."""
         self._blobs = blobs
         self._sink = sink
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._under_way: set[_Slot] = set()
         self._broken: dict[_Slot, list[float]] = {}
-        """When connections ended that brought nothing, one after the other (monotonic)."""
+        """Times of consecutive connections that brought nothing (monotonic clock)."""
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting."""
         self._closing.set()
 
     def begin(self, key: AttemptKey, checkpoint: CheckpointRef | None) -> bool:
-        """Take on the output of an attempt; false when it is under way already, or waits in line for a thread."""
+        """Reserve the transfer of an output. Returns False if it is running or waiting for a thread already."""
         one = _One(key, checkpoint)
         with self._lock:
             if one.slot in self._under_way:
@@ -81,23 +81,23 @@ class Collector:
         place: str | None,
         stays: Callable[[str, int], bool] | None,
     ) -> None:
-        """Bring the output of an attempt here, or its directory ``place``, and tell the sink.
+        """Copy the output of an attempt, or its directory ``place``, and report to the sink.
 
-        An archive of which ``stays`` is true need not come.
+        An archive for which ``stays`` returns True is not copied.
         """
         one = _One(key, checkpoint)
-        told = _Told(one, self._sink, self._closing)
+        reports = _ProgressReports(one, self._sink, self._closing)
         try:
-            fetched = connection.fetch(key, self._blobs, told.progress, place, stays)
+            fetched = connection.fetch(key, self._blobs, reports.progress, place, stays)
         except NodeUnreachable as error:
-            self._broke_off(one, error, is_accident=told.has_moved or not connection.is_up)
+            self._broke_off(one, error, is_accident=reports.has_moved or not connection.is_up)
         except AgentError as error:
             self._give_up(one, error.detail)
         except DistflowError as error:
             self._give_up(one, f"it cannot be fetched: {error}")
         except OSError as error:
             self._give_up(one, f"it cannot be kept in {self._blobs}, on the machine of the supervisor: {error.strerror}")
-        except Exception as error:  # noqa: BLE001  nobody waits for this thread: without an answer, the group would wait forever
+        except Exception as error:  # noqa: BLE001  without a report from this thread, the group would wait forever
             self._give_up(one, f"it cannot be fetched, unexpected error: {error!r}")
             sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
         else:
@@ -112,9 +112,9 @@ class Collector:
     def _broke_off(self, one: _One, error: NodeUnreachable, *, is_accident: bool) -> None:
         at = time.monotonic()
         with self._lock:
-            # A node that is gone is waited for as long as the pool allows; that is decided elsewhere.
+            # The supervisor decides how long to wait for a node that is gone.
             self._broken[one.slot] = ends = [] if is_accident else [*self._broken.get(one.slot, ()), at]
-        # An sshd that is being restarted accepts no connection while the agent's connection still stands.
+        # A restarting sshd accepts no connection while the agent's connection is still open.
         if len(ends) >= _TRIES and at - ends[0] >= self._patience_s:
             self._give_up(one, f"it cannot be fetched, the connection ended {len(ends)} times: {error.detail}")
             return
@@ -133,8 +133,8 @@ class Collector:
             self._broken.pop(one.slot, None)
 
 
-class _Told:
-    """Tells how far an output is, every second."""
+class _ProgressReports:
+    """Reports the progress of a transfer every second."""
 
     def __init__(self, one: _One, sink: Sink, closing: threading.Event) -> None:
         self._closing = closing
@@ -145,10 +145,10 @@ class _Told:
         self._pace = Pace()
         self._pace.begin(0)
         self.has_moved = False
-        """Whether this connection brought anything."""
+        """Whether this connection transferred anything."""
 
     def progress(self, is_packed: bool, done: int, total: int) -> None:
-        """Note that ``done`` of ``total`` bytes are packed, or here. Ends the transfer when nobody waits for it any more."""
+        """Record that ``done`` of ``total`` bytes are packed or copied. Aborts the transfer when the collector is closed."""
         if self._closing.is_set():
             raise NodeUnreachable(self._one.key.node, "let go")
         if is_packed and not self._was_packed:

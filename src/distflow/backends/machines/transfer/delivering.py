@@ -1,4 +1,4 @@
-"""Having nodes bring outputs to stores: asked for again until it is done, or it is known that it cannot be done there."""
+"""Uploads of outputs by nodes: repeated until done, or until the node is known to be unable to."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from distflow.storage.task_data import Delivered, Delivery, RelayRequired
 __all__ = ["Deliverer"]
 
 _TRIES = 5
-"""Connections that may end one after the other without having brought anything, while the node itself answers."""
+"""Limit of consecutive connections that brought nothing while the node itself was connected."""
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 5.0
 
 
 class Deliverer:
-    """Has outputs delivered, of each node one at a time."""
+    """Lets nodes upload outputs, one at a time for each node."""
 
     def __init__(self, patience_s: float) -> None:
-        """Begin nothing. ``patience_s``: for how long connections may fail while the node's agent still answers."""
+        """Create the deliverer. ``patience_s``: how long connections may fail while the node's agent is connected."""
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._turns: dict[str, threading.Lock] = {}
 
     def deliver(
         self, connection: Connection, key: AttemptKey, delivery: Delivery, identity: Identity, halt: threading.Event,
-        told: Progress,
+        forward: Progress,
     ) -> Delivered:  # fmt: skip
-        """Return when the whole output is delivered; wait for an unreachable node.
+        """Return when the whole output is uploaded. Waits for an unreachable node.
 
-        Raises as ``deliver_there`` does, and ``TransferCanceled``.
+        Raises the errors of ``deliver_there``, and ``TransferCanceled``.
         """
         tries = furthest = 0
         since = time.monotonic()
         while True:
-            progress = _Progress(halt, told)
+            progress = _Progress(halt, forward)
             try:
                 with self._turn(key.node, halt):
                     return connection.deliver(key, delivery, identity, progress)
@@ -53,7 +53,7 @@ class Deliverer:
                 else:
                     tries += 1
                 furthest = max(furthest, progress.done)
-                # An sshd that is being restarted accepts no connection while the agent's connection still stands.
+                # A restarting sshd accepts no connection while the agent's connection is still open.
                 if tries >= _TRIES and time.monotonic() - since >= self._patience_s:
                     raise RelayRequired(f"{error.message} (tried {tries} times)") from error
             halt.wait(min(_PAUSE_S * max(1, tries), _LONGEST_PAUSE_S))
@@ -74,15 +74,15 @@ class Deliverer:
 
 
 class _Progress:
-    """Passes on how far it is, as long as somebody waits for it."""
+    """Forwards the progress, and aborts the transfer when ``halt`` is set."""
 
-    def __init__(self, halt: threading.Event, told: Progress) -> None:
+    def __init__(self, halt: threading.Event, forward: Progress) -> None:
         self._halt = halt
-        self._told = told
+        self._forward = forward
         self.done = 0
 
     def __call__(self, done: int, total: int) -> None:
         if self._halt.is_set():
             raise TransferCanceled
         self.done = done
-        self._told(done, total)
+        self._forward(done, total)

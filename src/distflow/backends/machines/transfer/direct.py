@@ -1,6 +1,6 @@
-"""Having a node move data between its tasks and their stores: over a connection of its own, on which only words travel.
+"""Transfers between a node's tasks and their stores. A separate connection carries only control messages.
 
-The node's end is ``storage.node_service``; the format is on the page of the agent protocol.
+The node's end is ``storage.node_service``; docs/agent-protocol.md has the format.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from distflow.transports.base import Transport
 __all__ = ["bring_there", "deliver_there"]
 
 _PAUSES_S = (1.0, 5.0)
-"""Between tries of a store that does not answer the node: it is soon said, because another way is left."""
+"""Seconds between tries of a store that does not answer the node. There are few, because the submitter can relay the data."""
 
 
 def deliver_there(
     transport: Transport, root: str, python: str, attempt: str, delivery: Delivery, identity: Identity, *,
     environment: Mapping[str, str], timeout_s: float, progress: Progress,
 ) -> Delivered:  # fmt: skip
-    """Have a node deliver what an attempt wrote; ``progress`` hears every second how far it is, and may end it by raising.
+    """Let a node upload a task's output. ``progress`` is called every second, and may abort the upload by raising.
 
-    ``environment`` is the node's own, as its tasks have it. ``timeout_s`` bounds how long the node may take to answer at first.
-    Raises ``RelayRequired`` when the node cannot, ``StorageError`` when it would not help to relay it, ``NodeUnreachable`` and
-    ``BootstrapFailed`` as connections do.
+    ``environment`` is the environment of the node's tasks. ``timeout_s`` limits the wait for the node's first answer. Raises
+    ``RelayRequired`` if the node cannot upload it, ``StorageError`` if relaying would not help, and ``NodeUnreachable`` and
+    ``BootstrapFailed`` for connections.
     """
     request = {"attempt": attempt, "delivery": asdict(delivery)}
-    told = _ask(transport, root, python, request, identity, environment, timeout_s, progress)
-    return Delivered(words=str(told["words"]), files=int(told["files"]), size=int(told["size"]))
+    reply = _ask(transport, root, python, request, identity, environment, timeout_s, progress)
+    return Delivered(words=str(reply["words"]), files=int(reply["files"]), size=int(reply["size"]))
 
 
 def bring_there(
     transport: Transport, root: str, python: str, attempt: str, wanted: InputRequest, place: str, identity: Identity, *,
     environment: Mapping[str, str], timeout_s: float, progress: Progress,
 ) -> None:  # fmt: skip
-    """Have a node fetch an input into ``place`` of an attempt's directory; otherwise as ``deliver_there``.
+    """Let a node fetch an input into ``place`` of an attempt's directory. Otherwise like ``deliver_there``.
 
-    May be repeated: what is there already is not fetched again.
+    May be repeated: data that is there already is not fetched again.
     """
     request = {"attempt": attempt, "input": asdict(wanted), "place": place}
     _ask(transport, root, python, request, identity, environment, timeout_s, progress)
@@ -62,11 +62,11 @@ def _ask(
     try:
         known = {"identity": identity.to_wire(), "environment": dict(environment), "pauses_s": _PAUSES_S}
         stream.write(encode({**request, **known}))
-        while "done" in (told := stream.line()):
-            progress(int(told["done"]), int(told["total"]))
-        if "relay" in told:
-            raise RelayRequired(f"{transport.name}: {mask(str(told['relay']), identity.secrets)}")
-        return told
+        while "done" in (reply := stream.line()):
+            progress(int(reply["done"]), int(reply["total"]))
+        if "relay" in reply:
+            raise RelayRequired(f"{transport.name}: {mask(str(reply['relay']), identity.secrets)}")
+        return reply
     except AgentError as error:
         raise StorageError(mask(error.detail, identity.secrets)) from None
     finally:

@@ -1,4 +1,4 @@
-"""Fetching what a task wrote from its node: packed there, and taken as one stream over a connection of its own.
+"""Fetching a task's files from its node: they are packed there and sent on a separate connection.
 
 The node's end is ``runtime.services.sender``; docs/agent-protocol.md has the format. An interrupted transfer is resumed.
 """
@@ -27,7 +27,7 @@ _SHA_256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """What a task wrote, as a blob of this machine."""
+    """A task's files as a blob of this machine."""
 
     digest: str
     """SHA-256, hexadecimal."""
@@ -36,9 +36,9 @@ class Fetched:
     files: int
     """Files, directories and links in it."""
     left_out: tuple[str, ...]
-    """Names of what is neither (sockets, pipes, devices)."""
+    """Names of other files (sockets, pipes, devices)."""
     is_here: bool = True
-    """False: it stayed on its node."""
+    """False if it stayed on its node."""
 
 
 def fetch_output(
@@ -53,37 +53,38 @@ def fetch_output(
     progress: Callable[[bool, int, int], None] = lambda *_: None,
     stays: Callable[[str, int], bool] | None = None,
 ) -> Fetched:
-    """Bring an attempt's output to the blob store ``blobs``; ``progress`` hears whether it is packed, and bytes of how many.
+    """Copy an attempt's output to the blob store ``blobs``.
 
-    With ``place`` it is that directory of the attempt, which may still run; without files in it there is no ``digest``. When it
-    is packed, ``stays`` is asked (digest, size) whether it may be left there.
-    ``timeout_s`` bounds how long the node may take to answer at first. Raises ``AgentError`` when the node refuses (a file that
-    cannot be read, no space, damaged), ``NodeUnreachable`` and ``BootstrapFailed`` as connections do, ``OSError`` when it
-    cannot be kept here.
+    ``progress`` gets whether it is packed, and the done and the total bytes. With ``place``, copy that directory of the
+    attempt, which may still run; if it has no files, ``digest`` is empty. After packing, ``stays(digest, size)`` returns
+    whether the archive may stay on the node. ``timeout_s`` limits the wait for the node's first answer.
+
+    Raises ``AgentError`` if the node refuses (an unreadable file, no space, damaged), ``NodeUnreachable`` and
+    ``BootstrapFailed`` for connections, and ``OSError`` if the archive cannot be stored here.
     """
     opened = open_service(transport, root, python, "services.sender", timeout_s=timeout_s)
     stream = ServiceStream(transport.name, opened, "the connection that fetched files ended")
     try:
         stream.write(encode({"attempt": attempt} | ({} if place is None else {"place": place})))
-        while "packing" in (told := stream.line()):
-            progress(False, int(told["packing"]), int(told["of"]))
-        digest, size = str(told["hash"]), int(told["size"])
+        while "packing" in (reply := stream.line()):
+            progress(False, int(reply["packing"]), int(reply["of"]))
+        digest, size = str(reply["hash"]), int(reply["size"])
         if place is not None and not digest:
             return Fetched(digest="", size=0, files=0, left_out=())
         if not _SHA_256.fullmatch(digest):
             raise AgentError(transport.name, "bad_request", f"it named its output {digest!r}")
-        found = Fetched(digest=digest, size=size, files=int(told["files"]), left_out=tuple(told["left_out"]))
+        found = Fetched(digest=digest, size=size, files=int(reply["files"]), left_out=tuple(reply["left_out"]))
         if stays is not None and stays(digest, size):
             return replace(found, is_here=False)
         path = str(blobs / digest)
-        said = lambda message: stream.write(encode(message))  # noqa: E731
+        send = lambda message: stream.write(encode(message))  # noqa: E731
 
-        def moved(at: int) -> None:
+        def on_received(at: int) -> None:
             _check_room(blobs, size - at)
             progress(True, at, size)
 
-        if not receive(stream, path, digest, size, said, moved):
-            raise stream.broke_off()
+        if not receive(stream, path, digest, size, send, on_received):
+            raise stream.broken_error()
         if place is not None:
             stream.write(encode({"got": True}))
         return found
@@ -94,10 +95,10 @@ def fetch_output(
 
 
 def _check_room(blobs: Path, coming: int) -> None:
-    """Refuse what would fill this disk: without a reserve, nothing at all can be supervised. Raises ``OSError``."""
+    """Refuse data that would fill this disk, because the supervisor needs the reserve. Raises ``OSError``."""
     if coming <= 0:
         return
     missing, reserve = reserve_bytes(str(blobs), coming)
     if missing:
-        said = f"no room for {bytes_text(coming)} next to the {bytes_text(reserve)} that stay free there"
-        raise OSError(errno.ENOSPC, said, str(blobs))
+        text = f"no room for {bytes_text(coming)} next to the {bytes_text(reserve)} that stay free there"
+        raise OSError(errno.ENOSPC, text, str(blobs))

@@ -1,4 +1,4 @@
-"""How fast something goes, and when to say so."""
+"""The rate of a transfer, and the times to report it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import time
 
 __all__ = ["Pace"]
 
-_TOLD_EVERY_S = 1.0
+_REPORT_INTERVAL_S = 1.0
 
 
 class Pace:
-    """The pace of a transfer from now on; what is there at first counts for nothing."""
+    """The rate of a transfer from now on. Data that is there at first does not count."""
 
     def __init__(self) -> None:
         """Start the clock."""
-        self._begun = self._told = time.monotonic()
+        self._began_at = self._reported_at = time.monotonic()
         self._first: int | None = None
 
     def begin(self, done: int) -> None:
-        """Count anew from ``done`` bytes."""
-        self._begun, self._first = time.monotonic(), done
+        """Restart the count at ``done`` bytes."""
+        self._began_at, self._first = time.monotonic(), done
 
     def due(self, done: int) -> float | None:
-        """Return bytes a second when it is time to tell again, every second; else ``None``."""
+        """Return bytes per second once a second, when a report is due; else ``None``."""
         if self._first is None:
             self._first = done
         at = time.monotonic()
-        if at - self._told < _TOLD_EVERY_S:
+        if at - self._reported_at < _REPORT_INTERVAL_S:
             return None
-        self._told = at
-        return (done - self._first) / max(at - self._begun, 0.001)
+        self._reported_at = at
+        return (done - self._first) / max(at - self._began_at, 0.001)

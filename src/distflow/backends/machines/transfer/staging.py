@@ -1,6 +1,6 @@
-"""Bringing blobs to a node: one stream over a connection of its own, packed where that pays, taken up where it broke off.
+"""Copying blobs to a node on a separate connection, compressed if that pays. An interrupted transfer is resumed.
 
-The node's end is ``runtime.services.receiver``; the format is on the page of the agent protocol.
+The node's end is ``runtime.services.receiver``; docs/agent-protocol.md has the format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Blob", "send_blobs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blob:
-    """A file of this machine that nodes know by its content."""
+    """A file of this machine that nodes identify by its content."""
 
     digest: str
     """SHA-256, hexadecimal."""
@@ -40,10 +40,10 @@ def send_blobs(
     timeout_s: float,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Send blobs one after the other; ``progress`` is told how many bytes of all of them are there.
+    """Send blobs one after the other. ``progress`` gets the number of bytes of all of them that are there.
 
-    ``timeout_s`` bounds how long the node may take to answer at first. Raises ``AgentError`` when the node refuses one (no
-    space, damaged), ``NodeUnreachable`` and ``BootstrapFailed`` as connections do, ``OSError`` when a blob cannot be read here.
+    ``timeout_s`` limits the wait for the node's first answer. Raises ``AgentError`` if the node refuses one (no space,
+    damaged), ``NodeUnreachable`` and ``BootstrapFailed`` for connections, and ``OSError`` if a blob cannot be read here.
     """
     opened = open_service(transport, root, python, "services.receiver", timeout_s=timeout_s)
     stream = ServiceStream(transport.name, opened, "the connection that sent files ended")
@@ -58,7 +58,7 @@ def send_blobs(
 
 def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) -> None:
     header = json.dumps({"hash": blob.digest, "size": blob.size}).encode()
-    # Until the answer is there, nobody knows what the node reads next; it does not listen before it has answered.
+    # No keepalives until the answer is here: the node does not read before it has answered, and its next read is unknown.
     _write(stream, header + b"\n", b"")
     at = int(stream.line()["at"])
     progress(at)
@@ -76,7 +76,7 @@ def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) ->
 
 
 def _write(stream: ServiceStream, data: bytes, sign: bytes) -> None:
-    """Write; a receiver that ended before has said why."""
+    """Write. If the receiver has ended, raise the error that it sent."""
     try:
         stream.write(data, sign)
     except NodeUnreachable:
