@@ -43,7 +43,7 @@ from distflow.supervisor.world import Decision, NodeView, Workflow, World, key_o
 __all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep"]
 
 LOG_DRAIN_S = 5.0
-"""How long an ended group may wait for the last of its output before it is shown as ended; mirroring goes on after that."""
+"""How long an ended group may wait for the last of its output before it is shown as ended. Mirroring continues after that."""
 
 MISSING_RANKS_S = 30.0
 """How long tasks may print nothing, while ranks that they wait for can no longer join, before their group is stopped."""
@@ -167,7 +167,7 @@ class GroupStep:
             self._stop(Reason.START_TIMEOUT, f"not ready within {seconds_text(barrier_s)}: {late}")
             return
         self.decision.wake(deadline)
-        # One that cannot be told to start keeps the others from it: they would only wait for it, and hold their GPUs.
+        # No task starts while one cannot be reached: the others would only wait for it, and hold their GPUs.
         waiting = [task for task in group.tasks if task.state is State.INITIALIZING]
         ready = all(task.prepared and not self._unreachable(task) for task in waiting)
         for task in group.tasks:
@@ -255,7 +255,7 @@ class GroupStep:
         if wanted is False or (wanted is None and found.failure.have_met):
             return False
         if self.group is not before:
-            return False  # from the next look on, signs of life of those that wait are known
+            return False  # the next step knows when the waiting tasks were last active
         signs = (self.world.alive_at.get((self.record.uuid, self.group.name, task.name)) for task in found.waiting)
         quiet_since = max([found.task.ended_at or self.now, *(at for at in signs if at is not None)])
         if self.now < quiet_since + MISSING_RANKS_S:
@@ -402,8 +402,8 @@ class GroupStep:
     def _hand_over(self, ended: float) -> None:
         """Complete as soon as what waiting groups take of it is here, and what goes to URLs is there."""
         found = hand_over(self.whole, self.record, self.group, self._node, self._lost_after_s, self.now)
-        if found.spoilt is not None:
-            self._fail(found.spoilt, self.now)
+        if found.failure is not None:
+            self._fail(found.failure, self.now)
         elif not found.message:
             self._enter(State.COMPLETED, ended_at=max(ended, found.saved_at), message="")
         elif (cancel := self.record.cancel) is not None and not any(one.state is State.WAITING for one in self.record.groups):

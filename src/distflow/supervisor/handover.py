@@ -29,7 +29,7 @@ class Handover:
     """Outputs to write to URLs, from here or by nodes."""
     message: str = ""
     """The remaining work as a message; empty if there is none."""
-    spoilt: Cause | None = None
+    failure: Cause | None = None
     """Why one of the outputs will never be available."""
     saved_at: float = 0.0
     """When the last output arrived or was written."""
@@ -63,7 +63,7 @@ def hand_over(
         missing=missing,
         commands=written.commands,
         message=_waiting_message(missing, away, handed_on) if missing else _with_away(written.message, away),
-        spoilt=unavailable[0] if unavailable else written.failed,
+        failure=unavailable[0] if unavailable else written.failed,
         saved_at=max([written.at, *(task.saved.at for task in tasks if task.saved is not None)]),
         wake_at=min((view.since + lost_after_s for view in away.values()), default=None),
     )
