@@ -79,6 +79,8 @@ def test_quick_commands_import_nothing_heavy(command: list[str]) -> None:
     assert "typer" in modules
     heavy = {"torch", "paramiko", "jsonschema", "jinja2", "rich", "numpy", "asyncio", "fsspec", "s3fs", "aiohttp"} & modules
     assert not heavy, f"{command} imports {heavy}"
+    if "why" not in command:  # that command reads events
+        assert "distflow.state.event_details" not in modules, "classes of all kinds of events, a sixth of the time of `list`"
 
 
 def test_every_backend_of_the_registry_can_be_opened() -> None:

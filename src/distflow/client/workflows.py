@@ -13,7 +13,6 @@ from distflow.client.client import Client, user_name
 from distflow.documents.times import local_second
 from distflow.errors import DistflowError, InputError, NotFound, WaitTimeout
 from distflow.state.directory import has_room
-from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, Event, GroupRecord, TaskRecord, WorkflowRecord
 
 if TYPE_CHECKING:
@@ -305,6 +304,8 @@ def cancel(client: Client, keys: Sequence[str], *, message: str = "", force: boo
 
 
 def _request_end(client: Client, key: str, message: str, force: bool) -> WorkflowRecord:
+    from distflow.state.event_details import CancelRequested
+
     record = client.store.find(key)
     if record.state.is_final:
         raise InputError(f"{record.id} has ended already: {record.status}")
