@@ -17,7 +17,7 @@ from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
 from distflow.supervisor.decide import decide
 from distflow.supervisor.loop import Supervisor
-from distflow.supervisor.world import Decision, LastDecision, NodeView, Workflow
+from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Workflow
 from distflow.testing.attempts import Behaviour
 from unit.supervisor.gangs import Driver, node, pool
 

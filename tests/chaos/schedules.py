@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from distflow.lifecycle.exits import ExitActions
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import Retry
-from distflow.supervisor.world import Workflow
+from distflow.supervisor.snapshot import Workflow
 from distflow.testing.attempts import Behaviour
 from unit.supervisor.gangs import group_plan, workflow
 

@@ -14,7 +14,7 @@ import pytest
 from chaos.nights import doubles, lies, unfinished
 from chaos.schedules import behaviour
 from distflow.plan.model import Plan
-from distflow.supervisor.world import Workflow
+from distflow.supervisor.snapshot import Workflow
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 NODES, RACK = 3000, 40

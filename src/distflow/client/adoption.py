@@ -19,9 +19,8 @@ from distflow.state.directory import StateDirectory, find_state_directory
 from distflow.state.event_details import Message, WorkflowAdopted
 from distflow.state.record import Event, WorkflowRecord
 from distflow.state.store import Store
-from distflow.supervisor.adopting import Place, Rebuilt, is_starting, latest, rebuild
-from distflow.supervisor.memo import Memo, read_memo, writes_here
 from distflow.supervisor.process import Lock, is_running
+from distflow.supervisor.workflow_copies import Memo, Place, Rebuilt, is_starting, latest, read_memo, rebuild, writes_here
 
 __all__ = ["AdoptedWorkflow", "Adoption", "FoundWorkflow", "adopt"]
 

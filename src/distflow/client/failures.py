@@ -13,7 +13,7 @@ from distflow.errors import NotFound
 from distflow.lifecycle.states import State
 from distflow.state.mirror import LAST_LINES
 from distflow.supervisor.error_reports import signal_name
-from distflow.supervisor.missing_ranks import missing_ranks
+from distflow.supervisor.failures import missing_ranks
 from distflow.supervisor.timeline import Moment, attempt_of, cause_of, moments
 
 if TYPE_CHECKING:

@@ -161,7 +161,7 @@ def read_status(client: Client, record: WorkflowRecord) -> WorkflowStatus:
     """
     from distflow.state.logs import LogLine
     from distflow.state.metrics import Metric, latest, read_metrics
-    from distflow.supervisor.printed_errors import without_launcher
+    from distflow.supervisor.error_reports import without_launcher
 
     last_lines: dict[tuple[str, str, int], str] = {}
     metrics: dict[str, Latest] = {}

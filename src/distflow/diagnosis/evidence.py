@@ -9,9 +9,8 @@ from distflow.diagnosis.model import Case, First, Witness
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.event_text import hang_text
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord
-from distflow.supervisor.error_reports import failure_report, hidden_failure_report
-from distflow.supervisor.missing_ranks import MissingRanks, missing_ranks
-from distflow.supervisor.printed_errors import without_launcher
+from distflow.supervisor.error_reports import failure_report, hidden_failure_report, without_launcher
+from distflow.supervisor.failures import MissingRanks, missing_ranks
 from distflow.supervisor.timeline import attempt_of, cause_of
 
 __all__ = ["case_of"]

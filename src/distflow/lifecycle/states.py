@@ -1,4 +1,4 @@
-"""States, reasons, legal moves and the status that people see: one table for each.
+"""States, reasons, legal moves and the status that people see: one table for each. Also how groups depend on each other.
 
 States are few and say where something is; reasons are many and say why it ended there. The *status* joins them in OSMO's words
 (``FAILED_EXEC_TIMEOUT``, ``FAILED_UPSTREAM``, …). Every table over an enum here is total; a test loops over the members.
@@ -6,7 +6,7 @@ States are few and say where something is; reasons are many and say why it ended
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 
@@ -17,8 +17,13 @@ __all__ = [
     "Reason",
     "State",
     "WorkflowState",
+    "broken_upstream",
     "is_legal",
+    "listed",
+    "roll_up_workflow",
     "status_of",
+    "still_awaited",
+    "waits_for",
     "workflow_status_of",
 ]
 
@@ -190,3 +195,49 @@ def workflow_status_of(state: WorkflowState, reason: Reason | None) -> str:
     if state is WorkflowState.CANCELED:
         return "FAILED_CANCELED"
     return str(state.value)
+
+
+_ORDER = (Reason.INTERNAL, Reason.EXEC_TIMEOUT, Reason.QUEUE_TIMEOUT)
+"""The reasons that a workflow shows first if its groups failed for different reasons."""
+
+
+def roll_up_workflow(groups: Sequence[tuple[State, Reason | None]]) -> tuple[WorkflowState, Reason | None]:
+    """Return the state and reason of a workflow from those of its groups.
+
+    The first that applies, in OSMO's order: still running or pending; canceled; a server error; a timeout; the one
+    reason that is left without UPSTREAM (several: plain FAILED); completed.
+    """
+    states = [state for state, _ in groups]
+    if not all(state.is_final for state in states):
+        started = any(state in (State.RUNNING, State.STOPPING) or state.is_final for state in states)
+        return (WorkflowState.RUNNING if started else WorkflowState.PENDING), None
+    if State.CANCELED in states:
+        return WorkflowState.CANCELED, Reason.CANCELED
+    reasons = [reason for state, reason in groups if state is State.FAILED]
+    if not reasons:
+        return WorkflowState.COMPLETED, None
+    for reason in _ORDER:
+        if reason in reasons:
+            return WorkflowState.FAILED, reason
+    own = {reason for reason in reasons if reason is not Reason.UPSTREAM}
+    return WorkflowState.FAILED, own.pop() if len(own) == 1 else None
+
+
+def still_awaited(upstream: Sequence[str], states: Mapping[str, State]) -> tuple[str, ...]:
+    """Return the dependencies of a group that have not completed."""
+    return tuple(name for name in upstream if states[name] is not State.COMPLETED)
+
+
+def broken_upstream(upstream: Sequence[str], states: Mapping[str, State]) -> str | None:
+    """Return the first dependency that ended without completing, so that the group can never run."""
+    return next((name for name in upstream if states[name] in (State.FAILED, State.CANCELED)), None)
+
+
+def waits_for(names: Sequence[str]) -> str:
+    """Return text such as ``waits for crop, label and prepare``."""
+    return f"waits for {listed(names)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as text such as ``crop, label and prepare``."""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

@@ -1,12 +1,37 @@
-"""The commands of a decision: a closed union of values that is matched exhaustively where they are executed."""
+"""The commands of a decision, a closed union that is matched exhaustively, and the observations that answer them. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distflow.backends.base import AttemptKey, CheckpointRef, LeaseRequest
-from distflow.state.record import DataRef
+from distflow.backends.base import (
+    Absent,
+    AttemptKey,
+    AttemptObservation,
+    CheckpointRef,
+    Collected,
+    CollectFailed,
+    Collecting,
+    CollectUnanswered,
+    Ended,
+    Leased,
+    LeaseObservation,
+    LeaseRefused,
+    LeaseRequest,
+    LogComplete,
+    NotBrought,
+    OutputLost,
+    OutputWaits,
+    Prepared,
+    PrepareFailed,
+    Released,
+    Staging,
+    Started,
+    StopAccepted,
+    Unanswered,
+)
+from distflow.state.record import Carried, DataRef
 
 __all__ = [
     "CollectOutput",
@@ -19,7 +44,10 @@ __all__ = [
     "Start",
     "Stop",
     "TransferData",
+    "TransferEnded",
+    "TransferMoved",
     "answerable",
+    "answered",
 ]
 
 
@@ -133,6 +161,57 @@ Command = Lease | Prepare | Start | Stop | Release | CollectOutput | PackCheckpo
 """Every command that a decision can contain."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfTransfer:
+    at: float
+    """The submitter's clock."""
+    key: AttemptKey
+    """The task's attempt; the node is empty."""
+    data: DataRef
+    url: str
+    """The URL without secrets, for messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferMoved(_OfTransfer):
+    """The progress of a data transfer, in bytes."""
+
+    done: int
+    total: int
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEnded(_OfTransfer):
+    """The end of a data transfer, successful or not."""
+
+    outcome: Carried
+
+
 def answerable(key: AttemptKey) -> tuple[CommandId, ...]:
     """Return the identities of the commands that every report of an attempt's status answers."""
     return tuple(CommandId.of(kind, key) for kind in (Prepare, Start, Stop, Release))
+
+
+def answered(seen: LeaseObservation | AttemptObservation | TransferMoved | TransferEnded) -> tuple[CommandId, ...]:
+    """Return the commands that this observation answers.
+
+    A report of an attempt's status answers all commands of the attempt, except those that collect or transfer data.
+    """
+    match seen:
+        case Leased() | LeaseRefused():
+            gang = AttemptKey(workflow=seen.workflow, group=seen.group, task="", attempt=seen.attempt, node="")
+            return (CommandId.of(Lease, gang),)
+        case TransferEnded():
+            return (CommandId.of(TransferData, seen.key, seen.data),)
+        case Collected() | CollectFailed() | CollectUnanswered():
+            if seen.checkpoint is None:
+                return (CommandId.of(CollectOutput, seen.key),)
+            return (CommandId.of(PackCheckpoint, seen.key, seen.checkpoint.number),)
+        case LogComplete() | OutputLost() | OutputWaits() | Staging() | Collecting() | TransferMoved():
+            return ()
+        case (
+            Prepared() | PrepareFailed() | NotBrought() | Started() | StopAccepted() | Ended() | Released() | Absent()
+            | Unanswered()
+        ):  # fmt: skip
+            return answerable(seen.key)

@@ -1,7 +1,8 @@
 """``decide(world, now) → decision``: the whole policy of gangs, in one pure function over frozen records.
 
-For each group, ``group_step`` has what its state allows next. Commands are repeated at every decision until their answer was
-applied (the loop leaves out those in flight), so nothing is lost with a connection, a node or a supervisor.
+``group_step`` returns what follows for one group, and ``scheduling`` which waiting groups may lease nodes. Commands are
+repeated at every decision until their answer was applied (the loop leaves out those in flight), so nothing is lost with a
+connection, a node or a supervisor.
 """
 
 from __future__ import annotations
@@ -10,21 +11,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from distflow.lifecycle.states import Reason, State
+from distflow.lifecycle.states import Reason, State, WorkflowState, roll_up_workflow
 from distflow.state.event_details import (
     EventDetails,
     GroupCannotStart,
     WorkflowStatus,
 )
-from distflow.state.record import Event
+from distflow.state.record import Event, WorkflowRecord
 from distflow.supervisor.group_step import GroupStep
 from distflow.supervisor.observations import announce_wait, end_unstarted
-from distflow.supervisor.queue import Leases, next_leases
-from distflow.supervisor.rolling import roll_up
-from distflow.supervisor.room import share_of
-from distflow.supervisor.world import Decision, LastDecision, Workflow, WorkflowView, World
+from distflow.supervisor.scheduling import Leases, next_leases, share_of
+from distflow.supervisor.snapshot import Decision, LastDecision, Workflow, WorkflowView, World
 
-__all__ = ["decide"]
+__all__ = ["decide", "roll_up"]
 
 
 def decide(world: World, now: float) -> Decision:
@@ -96,3 +95,22 @@ def _look(world: World, workflow: Workflow, now: float, decision: Decision, *, i
     is_at_rest = not (has_changed or part.events or part.commands or is_busy)
     wake_at = (math.inf if part.wake_at is None else part.wake_at) if is_at_rest else -math.inf
     return WorkflowView(share=share_of(workflow), wake_at=wake_at)
+
+
+def roll_up(record: WorkflowRecord, now: float) -> WorkflowRecord:
+    """Return the workflow with the state that follows from its groups; the same object if nothing changes."""
+    if record.state.is_final:
+        return record
+    # Groups that an earlier workflow ran do not show whether this one has begun.
+    states = [(group.state, group.reason) for group in record.groups if group.kept is None]
+    state, reason = roll_up_workflow(states)
+    started_at = record.started_at
+    if started_at is None:
+        started_at = min((group.running_at for group in record.groups if group.running_at is not None), default=None)
+    # A group that ended without having run shows that its workflow is active; another group shows when it began.
+    if state is WorkflowState.PENDING or (state, reason, started_at) == (record.state, record.reason, record.started_at):
+        return record
+    after = replace(record, state=state, reason=reason, started_at=started_at)
+    if state.is_final:
+        after = replace(after, ended_at=max((group.ended_at or now for group in record.groups), default=now))
+    return after

@@ -1,23 +1,33 @@
-"""What a failed task reports about its failure: torch's error file, tracebacks in its output, torchrun's report. Pure."""
+"""What a failed task reports about its failure: torch's error file, tracebacks in its output, torchrun's report. Pure.
+
+A script that is not decorated with torch's ``@record`` leaves no error file. Its traceback is only in the output, between the
+output of other ranks and above torchrun's own traceback and report. The formats are those of torch 2.6 and 2.13
+(``torch/distributed/elastic/multiprocessing/errors``, ``torch/distributed/distributed_c10d.py``).
+"""
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from distflow.protocol.ends import EndReason
 from distflow.protocol.error_file import ErrorReport, is_symptom, parse_error_file
-from distflow.state.ends import End
-from distflow.supervisor.printed_errors import (
-    PrintedException,
-    ReportedRank,
-    printed_exceptions,
-    read_report,
-    without_launcher,
-)
+from distflow.state.ends import End, RankText
 
-__all__ = ["FailureReport", "failure_report", "hidden_failure_report", "signal_name"]
+__all__ = [
+    "FailureReport",
+    "PrintedException",
+    "ReportedRank",
+    "failure_report",
+    "hidden_failure_report",
+    "printed_exceptions",
+    "read_report",
+    "signal_name",
+    "without_launcher",
+]
+
 
 _LAST = 8
 """Lines at the end of an output that explain its end; the task may have recovered from errors in earlier lines."""
@@ -161,3 +171,198 @@ def _is_symptom(words: str, lines: Sequence[str], failed: ReportedRank | None) -
         return any(is_symptom(line) for line in lines[-_LAST:])
     # The other ranks lost their peer, too, so only the output of the first one counts. A signal leaves no message.
     return failed.exit_code > 0 and any(is_symptom(line) for line in lines if line.startswith(f"[rank{failed.rank}]"))
+
+
+_COLORS = re.compile(r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
+"""Terminal colors: Python 3.13 colors tracebacks if ``FORCE_COLOR`` is set."""
+_LABEL = re.compile(r"\[(?P<name>[A-Za-z_]\w{0,40}?) ?(?P<number>\d{1,9})\]:")
+"""torch labels tracebacks ``[rank3]: `` once a rank has joined its world; ``torchrun --tee`` labels lines ``[default1]:``."""
+_TRACEBACK = re.compile(r"(?P<lead> *(?:\+ Exception Group |Original )?)Traceback \(most recent call last\):\s*")
+_UNCOMPILED = re.compile(r'  File "[^"]{1,4096}", line \d{1,9}\s*')
+"""If Python cannot compile the script itself, it prints no head: only the place, the line with a mark, and the error."""
+_COMPILER_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
+_EXCEPTION = re.compile(r"(?:[^\W\d]\w*\.)*[^\W\d]\w*(?:: .*|:)?\s*")
+_IN_GROUP = re.compile(r" +\| (?P<text>(?:[^\W\d]\w*\.)*[^\W\d]\w*: .*)")
+_LINKS = ("The above exception was the direct cause of", "During handling of the above exception", "-- Process ")
+"""Lines between two tracebacks of one failure; the last one is of ``torch.multiprocessing``."""
+_HARMLESS = ("Exception ignored in", "Exception in thread")
+"""Lines before a traceback after which the process continues."""
+_MORE = 20
+"""Lines that a message may have after its first, if the label shows that they belong to it."""
+_LONGEST = 100
+"""Lines of a traceback that are kept, half of them from each end."""
+_WIDEST = 500
+
+_LAUNCHER_NOTE = re.compile(
+    r"[IWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/(?:elastic|launcher|run)"
+    r"|(?:\[[\d :,-]+\] |[A-Z]+:)torch\.distributed\.(?:elastic|run)\b"
+)
+"""The first characters of torchrun's log lines, in the formats since torch 2.3 and before."""
+_LAUNCHER_RAISES = ("ChildFailedError", "SignalException")
+_RANK = re.compile(
+    r"^ {1,4}rank {1,9}: (\d{1,9}) \(local_rank: (\d{1,9})\)\n {1,4}exitcode {1,9}: (-?\d{1,9}) {1,4}\(pid: (\d{1,9})\)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedRank:
+    """A failed rank in torchrun's report."""
+
+    rank: int
+    local_rank: int
+    exit_code: int
+    """A negative number is the signal that ended the rank."""
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintedException:
+    """An exception that was printed to the output."""
+
+    message: str
+    """Its first line, such as ``ValueError: bad label``."""
+    traceback: str
+    """The traceback, together with the exceptions that led to it."""
+    text: str
+    """All lines of the message."""
+    rank: int | None = None
+    """The rank that printed it, if each rank has its own output or torch labeled the lines; otherwise ``None``."""
+    is_labeled: bool = False
+    """Whether torch labeled its lines, which shows that the rank had joined its world."""
+    local_rank: int | None = None
+    last_line: int
+    """The index of its last line in the searched lines."""
+
+    @property
+    def is_launchers(self) -> bool:
+        """Whether torchrun raised it to report a failed rank."""
+        return self.message.partition(":")[0].endswith(_LAUNCHER_RAISES)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The lines with the same label: number, text, and whether torch labeled it as part of a traceback."""
+
+    rank: int | None = None
+    lines: list[tuple[int, str, bool]] = field(default_factory=list)
+
+
+def printed_exceptions(lines: Sequence[str]) -> list[PrintedException]:
+    """Return the exceptions in a task's output that may have ended a process, ordered by their last lines."""
+    streams: dict[tuple[str, int] | None, _Stream] = {}
+    for number, line in enumerate(lines):
+        key, rank, text, is_torchs = _unlabeled(line)
+        stream = streams.setdefault(key, _Stream())
+        stream.rank = rank if rank is not None else stream.rank
+        stream.lines.append((number, text, is_torchs))
+    found = [one for key, stream in streams.items() for one in _exceptions(key, stream)]
+    return sorted(found, key=lambda one: one.last_line)
+
+
+def read_report(lines: Sequence[str]) -> list[ReportedRank]:
+    """Return the ranks in torchrun's report, starting with the one that it observed first; empty without a report."""
+    text = _COLORS.sub("", "\n".join(lines))
+    root = text.rfind("Root Cause (first observed failure)")
+    if root < 0:
+        return []
+    report = text[max(0, text.rfind(" FAILED\n", 0, root)) :]
+    ranks = [
+        ReportedRank(rank=int(one[1]), local_rank=int(one[2]), exit_code=int(one[3]), pid=int(one[4]))
+        for one in _RANK.finditer(report)
+    ]
+    return [*ranks[-1:], *ranks[:-1]]
+
+
+def without_launcher(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the ranks' own output, without torchrun's notes, traceback and report."""
+    left_out = {number for number, line in enumerate(lines) if _LAUNCHER_NOTE.match(line)}
+    for one in printed_exceptions(lines):
+        if one.is_launchers:
+            left_out.update(range(one.last_line - one.traceback.count("\n"), one.last_line + 1))
+    begin: int | None = None
+    for number, line in enumerate(lines):
+        is_rule = len(line) > 2 and not line.strip("=")
+        if begin is not None and is_rule:
+            left_out.update(range(begin, number + 1))
+            begin = None
+        elif is_rule and number + 1 < len(lines) and lines[number + 1].endswith(" FAILED"):
+            begin = number
+    return tuple(line for number, line in enumerate(lines) if number not in left_out)
+
+
+def _unlabeled(line: str) -> tuple[tuple[str, int] | None, int | None, str, bool]:
+    """Return a line's stream, its global rank, its text without labels, and whether torch labeled it as a rank's traceback."""
+    key: tuple[str, int] | None = None
+    rank, start, is_torchs = None, 0, False
+    if isinstance(line, RankText):
+        key, rank = ("rank", line.rank), line.rank
+    line = _COLORS.sub("", line) if "\x1b" in line else line
+    while match := _LABEL.match(line, start):
+        start = match.end()
+        number = int(match["number"])
+        if match["name"].lower() == "rank":
+            rank = number if rank is None else rank
+            is_torchs = line.startswith(" ", start)
+            start += is_torchs
+        key = key or (match["name"].lower(), number)
+    return key, rank, line[start:], is_torchs
+
+
+def _exceptions(key: tuple[str, int] | None, stream: _Stream) -> Iterator[PrintedException]:
+    local_rank = key[1] if key is not None and key[0] != "rank" else None
+    begin, end = 0, 0
+    blocks: list[tuple[int, int, int, str]] = []
+    """For each traceback: its first line, its exception's line, the line after its end, and the exception's text."""
+    position = 0
+    while position < len(stream.lines):
+        head = _TRACEBACK.fullmatch(stream.lines[position][1])
+        is_uncompiled = head is None and _UNCOMPILED.fullmatch(stream.lines[position][1]) is not None
+        position += 1
+        if head is None and not is_uncompiled:
+            continue
+        begin = position - 1
+        if begin and stream.lines[begin - 1][1].startswith(_HARMLESS):
+            continue
+        shown = ""
+        while position < len(stream.lines) and stream.lines[position][1][:1] in (" ", "\t"):
+            in_group = _IN_GROUP.fullmatch(stream.lines[position][1]) if head and "Group" in head["lead"] else None
+            shown = shown or (in_group["text"] if in_group else "")
+            position += 1
+        if not shown:
+            exception = _COMPILER_ERROR if is_uncompiled else _EXCEPTION
+            if position == len(stream.lines) or not exception.fullmatch(stream.lines[position][1]):
+                continue
+            shown = stream.lines[position][1].strip()
+            position += 1
+        at, end = position - 1, position
+        while end < len(stream.lines) and end < position + _MORE and stream.lines[end][2]:
+            if _TRACEBACK.fullmatch(stream.lines[end][1]) or stream.lines[end][1].startswith(_LINKS):
+                break
+            end += 1
+        if blocks and _is_linked(stream, blocks[-1][2], begin):
+            begin = blocks.pop()[0]
+        blocks.append((begin, at, end, shown))
+    for first, at, after, message in blocks:
+        texts = [text.rstrip() for _, text, _ in stream.lines[first:after]]
+        yield PrintedException(
+            message=message[:_WIDEST], traceback="\n".join(_shortened(texts)).rstrip(),
+            text="\n".join(text for _, text, _ in stream.lines[at:after]), rank=stream.rank, local_rank=local_rank,
+            is_labeled=stream.lines[at][2], last_line=stream.lines[after - 1][0],
+        )  # fmt: skip
+
+
+def _is_linked(stream: _Stream, after: int, begin: int) -> bool:
+    """Return whether the traceback at ``begin`` belongs to the same failure as the one that ended before ``after``."""
+    if stream.lines[begin][1].startswith("Original "):
+        return begin - after < _MORE
+    between = [text for _, text, _ in stream.lines[max(after, begin - 3) : begin] if text.strip()]
+    return bool(between) and between[-1].startswith(_LINKS)
+
+
+def _shortened(texts: list[str]) -> list[str]:
+    kept = [text if len(text) <= _WIDEST else f"{text[:_WIDEST]} …" for text in texts]
+    if len(kept) <= _LONGEST:
+        return kept
+    half = _LONGEST // 2
+    return [*kept[:half], f"… {len(kept) - 2 * half} lines left out …", *kept[-half:]]

@@ -1,6 +1,10 @@
 """The policy of one group: what follows from its state, from WAITING to its end. Pure.
 
 The methods are in the order of a group's life. Commands are repeated at every step until their answer was applied.
+
+A group is retried if the exit actions of the first failed task say so. A retry always restarts the whole gang: the ranks of a
+world cannot continue with a new member, and tasks without a world have each other's addresses. Each attempt gets new leases,
+and its timeouts start again.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ from functools import partial
 
 from distflow.backends.base import AttemptKey
 from distflow.documents.quantities import seconds_text
-from distflow.lifecycle.states import Reason, State
-from distflow.lifecycle.upstream import broken_upstream, still_awaited, waits_for
+from distflow.lifecycle.exits import Action, action_of
+from distflow.lifecycle.states import Reason, State, broken_upstream, still_awaited, waits_for
 from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.event_details import (
@@ -30,17 +34,15 @@ from distflow.state.event_details import (
 from distflow.state.event_text import event_text
 from distflow.state.fresh import fresh_tasks
 from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
-from distflow.supervisor.carrying import Carriage, carry_in
-from distflow.supervisor.checkpointing import CANCELED_S, differences, due
+from distflow.supervisor.checkpoints import CANCELED_S, differences, due
 from distflow.supervisor.commands import CollectOutput, Command, CommandId, Lease, PackCheckpoint, Prepare, Release, Start, Stop
-from distflow.supervisor.handover import Handover, hand_over
-from distflow.supervisor.missing_ranks import check_outputs, hidden_cause, missing_ranks
+from distflow.supervisor.failures import by_exit_actions, check_outputs, first_cause, hidden_cause, missing_ranks
 from distflow.supervisor.observations import REFUSED, end_unstarted, stop_unstarted
-from distflow.supervisor.retry import is_rescheduled, try_again
-from distflow.supervisor.verdict import by_exit_actions, first_cause
-from distflow.supervisor.world import Decision, NodeView, Workflow, World, key_of
+from distflow.supervisor.snapshot import Decision, NodeView, Workflow, World, key_of
+from distflow.supervisor.transfers import Carriage, Handover, carry_in, hand_over, kept
 
-__all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep"]
+__all__ = ["LOG_DRAIN_S", "MISSING_RANKS_S", "GroupStep", "is_rescheduled", "try_again"]
+
 
 LOG_DRAIN_S = 5.0
 """How long an ended group may wait for the last of its output before it is shown as ended. Mirroring continues after that."""
@@ -118,7 +120,7 @@ class GroupStep:
         self.group = replace(self.group, tasks=tuple(replace(task, state=State.SCHEDULING) for task in self.group.tasks))
         self._enter(State.SCHEDULING, scheduling_at=self.now, message="")
 
-    # SCHEDULING: until there are nodes, which is `queue`'s to say.
+    # SCHEDULING: until there are nodes, which `scheduling` decides.
 
     def _scheduling(self) -> None:
         limit, since = self.plan.timeouts.queue_s, self.group.scheduling_at
@@ -503,3 +505,32 @@ def _late(task: TaskRecord) -> str:
 
 def _canceled(request: CancelRequest) -> str:
     return f"canceled by {request.by}" + (f": {request.message}" if request.message else "")
+
+
+def is_rescheduled(plan: GroupPlan, group: GroupRecord, cause: Cause) -> bool:
+    """Return whether the spec asks for another attempt after this failure, regardless of the number of attempts."""
+    actions, has_run = plan.launch(cause.task).exit_actions, group.task(cause.task).started_at is not None
+    return action_of(actions, cause.reason, cause.exit_code, cause.signal, has_run=has_run) is Action.RESCHEDULE
+
+
+def try_again(plan: GroupPlan, group: GroupRecord, cause: Cause, now: float) -> GroupRecord | None:
+    """Return an ended group as it waits for its next attempt; ``None`` after its last one."""
+    if group.attempt >= plan.retry.limit:
+        return None
+    attempt = group.attempt + 1
+    wait_s = plan.retry.wait_s(attempt)
+    return GroupRecord(
+        name=group.name,
+        upstream=group.upstream,
+        state=State.SCHEDULING,
+        message=f"attempt {attempt + 1} of at most {plan.retry.limit + 1} begins in {seconds_text(wait_s)}",
+        attempt=attempt,
+        carried=kept(group),
+        checkpoints=group.checkpoints,
+        earlier=(*group.earlier, *(replace(task, state=State.RESCHEDULED) for task in group.tasks)),
+        earlier_causes=(*group.earlier_causes, cause),
+        tasks=fresh_tasks(plan, attempt, State.SCHEDULING),
+        # The backoff does not count as waiting for nodes.
+        scheduling_at=now + wait_s,
+        resting_until=now + wait_s,
+    )

@@ -7,6 +7,7 @@ commands. When it starts, it asks the nodes for the state of every unfinished at
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
@@ -29,17 +30,18 @@ from distflow.backends.base import (
 )
 from distflow.errors import InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
+from distflow.plan.bind import bind_task
+from distflow.plan.credentials import GivenSecrets, given_secrets
 from distflow.plan.earlier import planned_blobs
-from distflow.pools.model import Pool
+from distflow.plan.model import BoundLaunch
+from distflow.pools.model import Node, Pool
 from distflow.state.event_details import WorkflowRefused
 from distflow.state.event_text import event_text
 from distflow.state.mirror import LAST_LINES, Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
-from distflow.state.secrets import remove_secrets
+from distflow.state.secrets import gang_token, read_secrets, remove_secrets
 from distflow.state.store import Store
-from distflow.supervisor.answering import answered
-from distflow.supervisor.carrying import TransferEnded, TransferMoved, is_wanted
-from distflow.supervisor.checkpointing import apply_transfer, errand_of, place_of
+from distflow.supervisor.checkpoints import apply_transfer, errand_of, place_checkpoints, place_of
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.commands import (
     CollectOutput,
@@ -52,23 +54,27 @@ from distflow.supervisor.commands import (
     Start,
     Stop,
     TransferData,
+    TransferEnded,
+    TransferMoved,
+    answered,
 )
 from distflow.supervisor.decide import decide
-from distflow.supervisor.handover import archives, arrived
-from distflow.supervisor.memo import memo_for
-from distflow.supervisor.mover import DataMover
 from distflow.supervisor.observations import (
     apply_node_observation,
     apply_observation,
     end_unstarted,
+    in_our_time,
     node_details,
+    request_in_our_time,
     update_node_view,
 )
-from distflow.supervisor.preparing import launch_of, secrets_of
-from distflow.supervisor.resuming import in_our_time, request_in_our_time
-from distflow.supervisor.world import Decision, LastDecision, NodeView, Workflow, World, key_of
+from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Workflow, World, key_of
+from distflow.supervisor.transfer_threads import DataMover
+from distflow.supervisor.transfers import archives, arrived, is_wanted, place_data, place_inputs
+from distflow.supervisor.workflow_copies import memo_for
 
-__all__ = ["STRAY_PATIENCE_S", "Supervisor", "Wake"]
+__all__ = ["STRAY_PATIENCE_S", "Supervisor", "Wake", "launch_of", "secrets_of"]
+
 
 STRAY_PATIENCE_S = 3600.0
 """Seconds that a supervisor runs only for a lost node, to stop the orphan processes that may still run there."""
@@ -455,3 +461,28 @@ def _is_done(task: TaskRecord) -> bool:
 
 def _tasks(record: WorkflowRecord) -> list[TaskRecord]:
     return [task for group in record.groups for task in group.attempts]
+
+
+def launch_of(workflow: Workflow, command: Prepare, nodes: Mapping[str, Node]) -> BoundLaunch | None:
+    """Return the complete launch of the task that ``prepare`` names; ``None`` if its group has lost its lease."""
+    group, plan = workflow.record.group(command.key.group), workflow.plan.group(command.key.group)
+    if group.binding is None:
+        return None
+    launch = bind_task(
+        plan.sized(len(group.tasks)), command.key.task, group.binding, workflow.record.id, nodes, command.key.attempt
+    )
+    launch = place_inputs(launch, plan.launch(command.key.task).inputs, workflow.record)
+    return place_checkpoints(place_data(launch, plan, workflow.record, group), plan, group)
+
+
+def secrets_of(workflow: Workflow, command: Prepare, folder: Path) -> GivenSecrets:
+    """Return that task's secrets from ``folder``. Raises ``StateError`` if they are not there."""
+    plan = workflow.plan.group(command.key.group).launch(command.key.task)
+    try:
+        given = given_secrets(plan, read_secrets(folder, command.key.workflow))
+        token = gang_token(folder, f"{command.key.workflow}/{command.key.group}/{command.key.attempt}")
+    except (OSError, json.JSONDecodeError) as error:
+        raise StateError(f"the values of --set-env and of credentials cannot be read: {error}") from error
+    except LookupError as error:
+        raise StateError(f"{error.args[0]} is no longer kept; submit the workflow again") from error
+    return replace(given, token=token)

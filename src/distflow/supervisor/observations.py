@@ -1,7 +1,10 @@
-"""Apply observations to the records, one at a time. Pure.
+"""Apply observations to the records, one at a time, and adjust the times of stored records to the current clock. Pure.
 
 Observations may come late, twice or out of order, because a reconnection repeats the node's reports. Each is applied only if
 it is still valid: an attempt that has ended does not change.
+
+Times in records must survive a reboot, so they are wall-clock times. If the machine's clock was set back after they were
+written, they are in the future. Every wait that is counted from them would then last longer by the same amount.
 """
 
 from __future__ import annotations
@@ -57,11 +60,22 @@ from distflow.state.event_details import (
     TaskStarted,
     TaskStatus,
 )
-from distflow.state.record import Event, GroupRecord, OutOfReach, Refusal, Saved, Stray, TaskRecord, Transfer, WorkflowRecord
-from distflow.supervisor.carrying import apply_not_brought
-from distflow.supervisor.checkpointing import apply_checkpoint
-from distflow.supervisor.verdict import by_exit_actions, conclude, end_from
-from distflow.supervisor.world import NodeView
+from distflow.state.record import (
+    CancelRequest,
+    Event,
+    GroupRecord,
+    OutOfReach,
+    Refusal,
+    Saved,
+    Stray,
+    TaskRecord,
+    Transfer,
+    WorkflowRecord,
+)
+from distflow.supervisor.checkpoints import apply_checkpoint
+from distflow.supervisor.failures import by_exit_actions, conclude, end_from
+from distflow.supervisor.snapshot import NodeView
+from distflow.supervisor.transfers import apply_not_brought
 
 __all__ = [
     "REFUSED",
@@ -69,10 +83,13 @@ __all__ = [
     "apply_node_observation",
     "apply_observation",
     "end_unstarted",
+    "in_our_time",
     "node_details",
+    "request_in_our_time",
     "stop_unstarted",
     "update_node_view",
-]  # fmt: skip
+]
+
 
 REFUSED = (Reason.START_ERROR, Reason.IMAGE_PULL, Reason.DATA)
 """Why an attempt that holds its lease will never start."""
@@ -408,3 +425,52 @@ def _event(
         at=at, details=details, workflow=record.uuid, group=group, task=task.name if task else None,
         attempt=task.attempt if task else None,
     )  # fmt: skip
+
+
+def in_our_time(record: WorkflowRecord, plan: Plan, now: float) -> WorkflowRecord:
+    """Return the record without times that are later than they can be at ``now``."""
+    groups = tuple(
+        group if group.state.is_final else _group_in_our_time(group, plan.group(group.name).retry.wait_s(group.attempt), now)
+        for group in record.groups
+    )
+    return replace(record, groups=groups, cancel=request_in_our_time(record.cancel, None, now))
+
+
+def request_in_our_time(request: CancelRequest | None, known: CancelRequest | None, now: float) -> CancelRequest | None:
+    """Return a cancel request with the time at which this supervisor learned of it, if its own time is later."""
+    if request is None:
+        return None
+    return replace(request, at=known.at if known is not None else min(request.at, now))
+
+
+def _group_in_our_time(group: GroupRecord, rest_s: float, now: float) -> GroupRecord:
+    # A rescheduled group begins to wait for nodes only after its backoff.
+    rests_until = min(group.resting_until, now + rest_s)
+    return replace(
+        group,
+        scheduling_at=_earlier(group.scheduling_at, max(now, rests_until)),
+        initializing_at=_earlier(group.initializing_at, now),
+        running_at=_earlier(group.running_at, now),
+        stopping_at=_earlier(group.stopping_at, now),
+        not_before=min(group.not_before, now + 1.0),
+        resting_until=rests_until,
+        refusals=tuple(replace(one, until=min(one.until, now + LEASE_BACKOFF_S[-1])) for one in group.refusals),
+        carried=tuple(replace(one, at=min(one.at, now)) for one in group.carried),
+        checkpoints=tuple(replace(one, at=min(one.at, now)) for one in group.checkpoints),
+        tasks=tuple(_task_in_our_time(task, now) for task in group.tasks),
+    )
+
+
+def _task_in_our_time(task: TaskRecord, now: float) -> TaskRecord:
+    return replace(
+        task,
+        started_at=_earlier(task.started_at, now),
+        ended_at=_earlier(task.ended_at, now),
+        out_of_reach=task.out_of_reach and replace(task.out_of_reach, since=min(task.out_of_reach.since, now)),
+        transfer=task.transfer and replace(task.transfer, at=min(task.transfer.at, now)),
+        saved=task.saved and replace(task.saved, at=min(task.saved.at, now)),
+    )
+
+
+def _earlier(at: float | None, now: float) -> float | None:
+    return None if at is None else min(at, now)

@@ -22,11 +22,11 @@ from distflow.state.mirror import Mirror
 from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
 from distflow.state.storekeys import kept_in
-from distflow.supervisor.carrying import TransferEnded, TransferMoved
 from distflow.supervisor.clock import SystemClock
+from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
-from distflow.supervisor.mover import Mover
 from distflow.supervisor.process import Lock, open_wake_socket
+from distflow.supervisor.transfer_threads import Mover
 from distflow.transports.local import LocalTransport
 
 __all__ = ["main"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from distflow.backends.base import Backend
 from distflow.storage.credentials import Identity
-from distflow.supervisor.carrying import Errand
 from distflow.supervisor.commands import TransferData
+from distflow.supervisor.transfers import Errand
 
 __all__ = ["FakeMover"]
 
 
 class FakeMover:
-    """Keeps the protocol ``distflow.supervisor.mover.DataMover``."""
+    """Keeps the protocol ``distflow.supervisor.transfer_threads.DataMover``."""
 
     def __init__(self) -> None:
         """Begin nothing."""

@@ -11,8 +11,7 @@ from distflow.pools.model import Pool
 from distflow.state.directory import StateDirectory
 from distflow.state.record import WorkflowRecord
 from distflow.state.store import Store
-from distflow.supervisor.adopting import Place
-from distflow.supervisor.memo import Memo
+from distflow.supervisor.workflow_copies import Memo, Place
 from unit.state.stored import plan_of, running_group, submit, supervised, workflow
 
 

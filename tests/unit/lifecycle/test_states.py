@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from distflow.lifecycle.rollup import roll_up_workflow
 from distflow.lifecycle.states import (
     MOVES,
     REASON_TEXT,
@@ -15,6 +14,7 @@ from distflow.lifecycle.states import (
     State,
     WorkflowState,
     is_legal,
+    roll_up_workflow,
     status_of,
     workflow_status_of,
 )

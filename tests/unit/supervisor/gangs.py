@@ -27,9 +27,9 @@ from distflow.state.event_details import CancelRequested
 from distflow.state.mirror import Mirror
 from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
-from distflow.supervisor.carrying import TransferEnded, TransferMoved
+from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
-from distflow.supervisor.world import Workflow
+from distflow.supervisor.snapshot import Workflow
 from distflow.testing.backend import Behaviour, FakeBackend
 from distflow.testing.clock import FakeClock
 from distflow.testing.mover import FakeMover

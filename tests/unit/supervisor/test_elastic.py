@@ -9,7 +9,7 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import State
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import Retry
-from distflow.supervisor.world import Workflow
+from distflow.supervisor.snapshot import Workflow
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from distflow.state.ends import End
-from distflow.supervisor.error_reports import FailureReport, failure_report, signal_name
+from distflow.protocol.ends import EndReason
+from distflow.state.ends import End, RankText
+from distflow.supervisor.error_reports import (
+    FailureReport,
+    failure_report,
+    printed_exceptions,
+    read_report,
+    signal_name,
+    without_launcher,
+)
 
 STACK = """\
 Traceback (most recent call last):
@@ -103,3 +113,218 @@ def test_what_is_no_number_is_no_process_whatever_python_counts_as_one() -> None
     """A cause with such a process could be written down, and never read again."""
     told = failure_report(_end(**RAISED, rank=True, pid=False), ())
     assert (told.rank, told.pid) == ("", None)
+
+
+GOLDENS = Path(__file__).resolve().parents[2] / "goldens" / "torchrun"
+VERSIONS = ("2.6", "2.13")
+FAILED = End(ended_at=1.0, exit_code=1)
+BEGIN = "Traceback (most recent call last):"
+
+
+def output(version: str, name: str) -> list[str]:
+    return (GOLDENS / version / f"{name}.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "rank", "detail", "frame"),
+    [
+        ("plain.bare", "1", "ValueError: bad batch 17", 'File "/data/plain.py", line 7, in train'),
+        ("plain.tee", "1", "ValueError: bad batch 17", 'File "/data/plain.py", line 7, in train'),
+        ("gang.bare", "1", "RuntimeError: bad batch 17", 'File "/data/gang.py", line 8, in train'),
+        ("gang.tee", "1", "RuntimeError: bad batch 17", 'File "/data/gang.py", line 8, in train'),
+        ("chained.bare", "1", "BadLabel: line 3 of labels.csv:", 'File "/data/chained.py", line 13, in label'),
+        ("chained.tee", "1", "BadLabel: line 3 of labels.csv:", 'File "/data/chained.py", line 13, in label'),
+        ("missing.bare", "0", "ModuleNotFoundError: No module named 'no_such_module'", 'File "/data/missing.py", line 1'),
+        ("recorded.bare", "1", "ValueError: bad batch 17", 'File "/data/recorded.py", line 10, in main'),
+        ("recorded.tee", "1", "ValueError: bad batch 17", 'File "/data/recorded.py", line 10, in main'),
+        ("two_nodes.1", "3", "RuntimeError: bad batch 17", 'File "/data/gang.py", line 8, in train'),
+    ],
+)
+def test_rank_exception_and_traceback_are_found(version: str, name: str, rank: str, detail: str, frame: str) -> None:
+    told = failure_report(FAILED, output(version, name))
+    assert (told.rank, told.detail, told.is_symptom) == (rank, detail, False)
+    assert told.pid is not None
+    assert told.traceback.startswith(BEGIN)
+    assert frame in told.traceback
+    assert detail in told.traceback.splitlines()
+    assert "[rank" not in told.traceback
+    assert "ChildFailedError" not in told.traceback
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_exception_that_led_to_another_stands_in_its_traceback(version: str) -> None:
+    told = failure_report(FAILED, output(version, "chained.bare"))
+    assert "ValueError: invalid literal for int() with base 10: 'cat'" in told.traceback
+    assert told.traceback.count(BEGIN) == 2
+
+
+UNCOMPILED = ['  File "/data/train.py", line 2', '    print("start"', "         ^", "SyntaxError: '(' was never closed"]
+"""What Python prints for a script that it cannot compile: no head, and no function."""
+
+
+@pytest.mark.parametrize("error", ["SyntaxError: '(' was never closed", "IndentationError: unexpected indent", "TabError: x"])
+def test_a_script_that_cannot_be_compiled_is_reported_with_its_line(error: str) -> None:
+    lines = ["setting up", *UNCOMPILED[:3], error]
+    told = failure_report(FAILED, lines)
+    assert (told.detail, told.traceback) == (error, "\n".join(lines[1:]))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_under_torchrun_a_script_that_cannot_be_compiled_is_reported_with_its_rank(version: str) -> None:
+    launcher = output(version, "exits.bare")
+    told = failure_report(FAILED, [*(RankText.of(line, rank) for rank in (0, 1) for line in UNCOMPILED), *launcher])
+    assert (told.rank, told.detail) == ("1", UNCOMPILED[-1])
+    assert told.traceback == "\n".join(UNCOMPILED)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [*UNCOMPILED[:3], "ValueError: bad label"],
+        ['  File "/data/train.py", line 2, in <module>', "    main()", UNCOMPILED[-1]],
+        [UNCOMPILED[0], "nothing was found there"],
+        UNCOMPILED[:3],
+    ],
+)
+def test_other_lines_that_name_a_file_are_not_taken_for_a_script_that_cannot_be_compiled(lines: list[str]) -> None:
+    assert printed_exceptions(lines) == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_that_lost_a_peer_are_known_by_their_exception(version: str) -> None:
+    told = failure_report(FAILED, output(version, "two_nodes.0"))
+    assert (told.rank, told.is_symptom) == ("0", True)
+    assert "Connection closed by peer" in told.detail
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "detail"), [("exits.bare", "rank 1 exited with code 3"), ("killed.bare", "rank 1 was killed by SIGKILL")]
+)
+def test_a_rank_that_raised_nothing_is_reported_by_its_exit(version: str, name: str, detail: str) -> None:
+    told = failure_report(FAILED, output(version, name))
+    assert (told.rank, told.detail, told.traceback) == ("1", detail, "")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("plain.bare", "ValueError: bad batch 17"),
+        ("chained.tee", "[default1]:is not a number"),
+        ("exits.bare", "no data"),
+        ("killed.bare", None),
+    ],
+)
+def test_the_launchers_own_lines_are_left_out(version: str, name: str, last: str | None) -> None:
+    own = without_launcher(output(version, name))
+    assert (own[-1] if own else None) == last
+    assert not any("torch/distributed/run.py" in line or "FAILED" in line for line in own)
+
+
+def test_of_ranks_that_fail_together_the_one_that_only_lost_a_peer_is_not_the_first() -> None:
+    """torchrun names the lower number when it finds both dead at once."""
+    lines = [line.replace("exitcode  : -15", "exitcode  : 1") for line in output("2.13", "gang.tee")]
+    report = "\n".join(lines).replace("(local_rank: 1)", "(local_rank: x)").replace("(local_rank: 0)", "(local_rank: 1)")
+    swapped = report.replace("(local_rank: x)", "(local_rank: 0)").replace("rank      : 0", "rank      : x")
+    swapped = swapped.replace("rank      : 1", "rank      : 0").replace("rank      : x", "rank      : 1")
+    assert [one.rank for one in read_report(swapped.splitlines())] == [0, 1]
+    told = failure_report(FAILED, swapped.splitlines())
+    assert (told.rank, told.detail, told.is_symptom) == ("1", "RuntimeError: bad batch 17", False)
+
+
+def test_a_script_without_a_launcher_is_understood_too() -> None:
+    lines = ["step 1", BEGIN, '  File "train.py", line 3, in <module>', "    main()", "KeyError: 'label'", "wandb: bye"]
+    told = failure_report(FAILED, lines)
+    assert (told.detail, told.rank, told.traceback) == ("KeyError: 'label'", "", "\n".join(lines[1:5]))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        None,
+        End(ended_at=1.0, exit_code=0),
+        End(ended_at=1.0, signal=9),
+        End(ended_at=1.0, exit_code=137),
+        End(ended_at=1.0, reason=EndReason.STOPPED, signal=15),
+        End(ended_at=1.0, reason=EndReason.START_ERROR, exit_code=127),
+    ],
+)
+def test_an_exception_that_did_not_end_the_command_is_not_named(end: End | None) -> None:
+    assert failure_report(end, [BEGIN, '  File "a.py", line 3', "KeyError: 'label'"]).traceback == ""
+
+
+def test_an_exception_that_was_overcome_is_not_named() -> None:
+    lines = [BEGIN, '  File "a.py", line 3', "KeyError: 'label'", *[f"step {number}" for number in range(30)]]
+    assert failure_report(FAILED, lines).detail == ""
+    ignored = ["Exception ignored in: <function Pool.__del__ at 0x7>", BEGIN, '  File "a.py", line 3', "OSError: closed"]
+    assert failure_report(FAILED, ignored).detail == ""
+
+
+def test_processes_and_workers_of_a_rank_show_the_exception_itself() -> None:
+    spawned = [
+        BEGIN, '  File "main.py", line 9', "torch.multiprocessing.spawn.ProcessRaisedException: ", "",
+        "-- Process 1 terminated with the following error:", BEGIN, '  File "main.py", line 4', "ValueError: bad label",
+    ]  # fmt: skip
+    assert failure_report(FAILED, spawned).detail == "ValueError: bad label"
+    worker = [
+        BEGIN, '  File "main.py", line 9', "KeyError: Caught KeyError in DataLoader worker process 0.",
+        "Original Traceback (most recent call last):", '  File "data.py", line 4', "KeyError: 'cat'", "",
+    ]  # fmt: skip
+    told = failure_report(FAILED, worker)
+    assert (told.detail, told.traceback) == ("KeyError: 'cat'", "\n".join(worker[:-1]))
+    group = [
+        "  + Exception Group " + BEGIN, '  |   File "main.py", line 9', "  | ExceptionGroup: two of them (2 sub-exceptions)",
+        "  +-+---------------- 1 ----------------", "    | ValueError: bad label", "    +------------------------------------",
+    ]  # fmt: skip
+    assert failure_report(FAILED, group).detail == "ExceptionGroup: two of them (2 sub-exceptions)"
+
+
+def test_a_long_traceback_is_shortened_in_its_middle() -> None:
+    (one,) = printed_exceptions(
+        [BEGIN, *[f'  File "a.py", line {number}' for number in range(500)], "RecursionError: too deep"]
+    )
+    shown = one.traceback.splitlines()
+    assert len(shown) == 101
+    assert (shown[0], shown[50], shown[-1]) == (BEGIN, "… 402 lines left out …", "RecursionError: too deep")
+
+
+@pytest.mark.parametrize(
+    "line", ["[" + "a" * 200_000, "[a" + "1" * 200_000, " " * 200_000, "E1122 " + "1" * 200_000, f"{'=' * 9}\n", "x." * 100_000]
+)
+def test_no_line_is_too_much(line: str) -> None:
+    lines = [BEGIN, line, line, "Root Cause (first observed failure):", line, " " * 100_000 + "rank  : 1"]
+    assert failure_report(FAILED, lines).rank == ""
+    assert without_launcher(lines)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_whose_output_is_kept_apart_are_told_apart_without_labels(version: str) -> None:
+    """Two ranks raise at the same moment: each line is known to be its rank's, in whatever order they came."""
+    one = [RankText.of(line, 1) for line in (BEGIN, '  File "a.py", line 3', "ConnectionError: Connection closed by peer")]
+    two = [RankText.of(line, 0) for line in (BEGIN, '  File "a.py", line 7', "KeyError: 'label'")]
+    mixed = [line for pair in zip(one, two, strict=True) for line in pair]
+    report = [line.replace("exitcode  : -15", "exitcode  : 1") for line in output(version, "killed.bare")]
+    report = [line.replace("exitcode  : -9", "exitcode  : 1") for line in report]
+    told = failure_report(FAILED, [*mixed, *report])
+    if version == "2.13":  # 2.6 reports the first rank only
+        assert (told.rank, told.detail, told.is_symptom) == ("0", "KeyError: 'label'", False)
+        assert told.traceback == f"{BEGIN}\n  File \"a.py\", line 7\nKeyError: 'label'"
+    else:
+        assert (told.rank, told.is_symptom) == ("1", True)
+    assert not told.has_joined
+    assert failure_report(FAILED, mixed).rank == "0"
+
+
+def test_colors_and_control_characters_do_no_harm() -> None:
+    colored = [
+        BEGIN, '  File \x1b[35m"a.py"\x1b[0m, line \x1b[35m3\x1b[0m, in \x1b[35m<module>\x1b[0m',
+        "\x1b[1;35mKeyError\x1b[0m: \x1b[35m'la\x07bel'\x1b[0m",
+    ]  # fmt: skip
+    told = failure_report(FAILED, colored)
+    assert told.detail == "KeyError: 'la bel'"
+    assert '  File "a.py", line 3, in <module>' in told.traceback
+    assert failure_report(
+        End(ended_at=1.0, error={"message": {"message": "ValueError: \x1b]0;title\x07bad"}}), ()
+    ).detail.isprintable()

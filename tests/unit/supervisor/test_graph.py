@@ -12,8 +12,8 @@ from distflow.plan.model import GroupPlan
 from distflow.spec.model import InputSpec
 from distflow.state.record import GroupRecord
 from distflow.supervisor.commands import CollectOutput, CommandId
-from distflow.supervisor.handover import archives
-from distflow.supervisor.world import Workflow
+from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.transfers import archives
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 

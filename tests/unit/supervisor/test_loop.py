@@ -13,12 +13,12 @@ from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, Carried, DataKind, DataRef, Event, Stray
 from distflow.storage.credentials import Identity
-from distflow.supervisor.carrying import TransferEnded
-from distflow.supervisor.checkpointing import CANCELED_S
-from distflow.supervisor.handover import archives
+from distflow.supervisor.checkpoints import CANCELED_S
+from distflow.supervisor.commands import TransferEnded
+from distflow.supervisor.transfers import archives
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
-from unit.supervisor.test_checkpointing import plan, stored
+from unit.supervisor.test_checkpoints import plan, stored
 
 DIGEST = "0" * 64
 

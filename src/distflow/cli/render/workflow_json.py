@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics
 from distflow.cli.render.workflow_text import NO_LINES, LastLines, elapsed_s, queued_s, task_words
 from distflow.documents.times import iso
-from distflow.lifecycle.states import State
-from distflow.lifecycle.upstream import still_awaited
+from distflow.lifecycle.states import State, still_awaited
 from distflow.state.metrics import Latest
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 
@@ -240,7 +239,7 @@ def _task_json(
 
 def _steps_json(plan: GroupPlan, group: GroupRecord, task: TaskRecord) -> dict[str, object]:
     """Return the times of a task's steps before and after it ran. They are recorded only for the latest attempt."""
-    from distflow.supervisor.carrying import fetched_for, written_of  # commands that show no tasks do not need it
+    from distflow.supervisor.transfers import fetched_for, written_of  # commands that show no tasks do not need it
 
     is_latest = task.attempt == group.attempt
     scheduling = group.scheduling_at if is_latest else None

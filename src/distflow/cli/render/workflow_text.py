@@ -13,8 +13,7 @@ from distflow.documents.quantities import bytes_text
 from distflow.documents.text import few
 from distflow.documents.times import duration, iso, local_minute, local_second
 from distflow.layout.ranks import rank_words
-from distflow.lifecycle.states import REASON_TEXT, Reason, State
-from distflow.lifecycle.upstream import waits_for
+from distflow.lifecycle.states import REASON_TEXT, Reason, State, waits_for
 from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
 
 __all__ = [

@@ -23,7 +23,7 @@ from distflow.client.submitting.submission import PlannedWorkflow, SubmitRequest
 from distflow.documents.printable import plain_lines
 from distflow.documents.problems import Problem, ProblemsFound
 from distflow.errors import InputError, NodeError
-from distflow.lifecycle.upstream import waits_for
+from distflow.lifecycle.states import waits_for
 from distflow.plan.render import plan_json, plan_text
 from distflow.pools.model import Pool
 from distflow.shell import Secret

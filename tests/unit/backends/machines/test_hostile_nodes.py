@@ -24,7 +24,7 @@ from distflow.errors import NodeError, NodeUnreachable
 from distflow.pools.model import Node, Pool
 from distflow.runtime.files.frames import FRAME
 from distflow.runtime.services.session import EXIT, REFUSED
-from distflow.supervisor.verdict import end_from
+from distflow.supervisor.failures import end_from
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import Bring
 from distflow.spec.model import DataSpec, Retry
 from distflow.state.record import Carried
-from distflow.supervisor.carrying import TransferEnded, TransferMoved, is_wanted
-from distflow.supervisor.checkpointing import errand_of
-from distflow.supervisor.commands import TransferData
-from distflow.supervisor.handover import archives
+from distflow.supervisor.checkpoints import errand_of
+from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
+from distflow.supervisor.transfers import archives, is_wanted
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 

@@ -24,11 +24,12 @@ from distflow.spec.model import DataSpec
 from distflow.state.codec import encode
 from distflow.state.record import Carried, Checkpoint, DataKind, DataRef, Saved, WorkflowRecord
 from distflow.state.store import Store
-from distflow.supervisor.adopting import Place, rebuild
 from distflow.supervisor.commands import Prepare
-from distflow.supervisor.memo import Memo, memo_for, read_memo, writes_here
-from distflow.supervisor.world import Workflow
+from distflow.supervisor.snapshot import Workflow
+from distflow.supervisor.workflow_copies import Memo, Place, memo_for, read_memo, rebuild, writes_here
+from distflow.testing.backend import Behaviour
 from unit.state.stored import plan_of, running_group, submit, task, workflow
+from unit.supervisor import gangs
 
 DIGEST = "ab" * 32
 
@@ -179,3 +180,27 @@ def test_a_changed_record_is_refused_or_harmless(
     places = {f"{memo.record.uuid}/training/master/1": Place(node="n1", phase="running")}
     rebuilt = rebuild(memo, places, nodes=["n1"], now=5.0)
     assert all(one.retry.limit == 0 for group in rebuilt.plan.groups for one in group.sizes)
+
+
+def test_a_task_whose_node_was_out_of_reach_when_it_was_adopted_has_started_when_that_says_so() -> None:
+    noted: list[WorkflowRecord] = []
+
+    def behave(_: AttemptKey) -> Behaviour:
+        noted.append(driver.record())
+        return Behaviour(seconds=60)
+
+    driver = gangs.Driver(gangs.workflow(), behaviour=behave)
+    driver.settle()
+    memo = Memo(record=noted[-1], plan=driver.workflows["u1"].plan, template="", spec="", host="theirs")
+    driver.backend.cut("n2")
+    place = Place(node="n1", phase="running", pid=1, started_at=driver.clock.now(), directory="/r/u1/train/t0/0")
+    rebuilt = rebuild(memo, {"u1/train/t0/0": place}, nodes=["n1", "n2"], now=driver.clock.now())
+    driver.rewrite(rebuilt.record)
+    driver.advance(1.0)
+    assert (driver.group().state, driver.group().task("t1").started_at) == (State.RUNNING, None)
+    driver.backend.heal("n2")
+    driver.settle()
+    assert driver.group().task("t1").started_at == driver.group().task("t0").started_at
+    driver.run()
+    assert driver.record().state is WorkflowState.COMPLETED
+    assert len(driver.backend.starts) == 2

@@ -13,9 +13,8 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import Retry
 from distflow.state.record import Carried, DataKind, DataRef
-from distflow.supervisor.carrying import TransferEnded
-from distflow.supervisor.checkpointing import apply_checkpoint, errand_of, place_checkpoints
-from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData
+from distflow.supervisor.checkpoints import apply_checkpoint, errand_of, place_checkpoints
+from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData, TransferEnded
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 

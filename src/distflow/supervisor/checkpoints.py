@@ -21,16 +21,9 @@ from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
 from distflow.state.event_details import CheckpointFailed, CheckpointFilesLeftOut, CheckpointWritten, EventDetails
 from distflow.state.record import Checkpoint, DataKind, DataRef, Event, GroupRecord, TaskRecord, WorkflowRecord
-from distflow.supervisor.carrying import (
-    Errand,
-    TransferEnded,
-    TransferMoved,
-    apply_data,
-    fetch_errand,
-    write_errand,
-)
-from distflow.supervisor.commands import PackCheckpoint, TransferData
-from distflow.supervisor.world import NodeView
+from distflow.supervisor.commands import PackCheckpoint, TransferData, TransferEnded, TransferMoved
+from distflow.supervisor.snapshot import NodeView
+from distflow.supervisor.transfers import Errand, apply_data, fetch_errand, write_errand
 
 __all__ = [
     "CANCELED_S",
@@ -43,6 +36,7 @@ __all__ = [
     "place_checkpoints",
     "place_of",
 ]
+
 
 CANCELED_S = 60.0
 """Seconds that a canceled group whose tasks have ended waits for their last checkpoints before it abandons the transfers."""

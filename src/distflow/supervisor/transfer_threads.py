@@ -1,4 +1,4 @@
-"""Execute the transfers of ``carrying``: data between URLs and the blob store or nodes. Each runs in a thread.
+"""Execute the commands of ``transfers``: data between URLs and the blob store or nodes. Each runs in a thread.
 
 Progress and outcomes are reported as observations. A transfer may be repeated at any time, by this supervisor or the next one:
 it then resumes from the part that is already there.
@@ -20,9 +20,9 @@ from distflow.backends.machines.transfer.pace import Pace
 from distflow.errors import DistflowError
 from distflow.state.record import Carried
 from distflow.storage.credentials import CredentialsFor, ambient_credentials
-from distflow.supervisor.carrying import Errand, TransferEnded, TransferMoved
 from distflow.supervisor.clock import Clock
-from distflow.supervisor.commands import CommandId, TransferData
+from distflow.supervisor.commands import CommandId, TransferData, TransferEnded, TransferMoved
+from distflow.supervisor.transfers import Errand
 
 if TYPE_CHECKING:
     from distflow.storage.base import Store
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from distflow.storage.task_data import Delivery
 
 __all__ = ["DataMover", "Mover"]
+
 
 _AT_ONCE = 4
 _PAUSES_S = (1.0, 5.0, 20.0, 60.0)

@@ -14,17 +14,7 @@ from distflow.pools.model import Node, Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.supervisor.commands import Command, CommandId
 
-__all__ = [
-    "Decision",
-    "Hold",
-    "LastDecision",
-    "NodeView",
-    "Share",
-    "Workflow",
-    "WorkflowView",
-    "World",
-    "key_of",
-]
+__all__ = ["Decision", "Hold", "LastDecision", "NodeView", "Share", "Workflow", "WorkflowView", "World", "key_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

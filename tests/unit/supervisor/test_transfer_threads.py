@@ -14,9 +14,9 @@ import pytest
 
 from distflow.backends.base import AttemptKey
 from distflow.state.record import DataKind, DataRef
-from distflow.supervisor.carrying import Errand, TransferEnded, TransferMoved
-from distflow.supervisor.commands import TransferData
-from distflow.supervisor.mover import Mover
+from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
+from distflow.supervisor.transfer_threads import Mover
+from distflow.supervisor.transfers import Errand
 from distflow.testing.clock import FakeClock
 from distflow.testing.waiting import wait_until
 

@@ -12,9 +12,8 @@ from distflow.plan.binding import Binding, TaskBinding
 from distflow.state.event_details import GroupWaiting
 from distflow.state.record import Priority
 from distflow.supervisor.observations import announce_wait, update_node_view
-from distflow.supervisor.queue import Leases, next_leases
-from distflow.supervisor.room import capacity, free, share_of
-from distflow.supervisor.world import Hold, NodeView, Share, World
+from distflow.supervisor.scheduling import Leases, capacity, free, next_leases, share_of
+from distflow.supervisor.snapshot import Hold, NodeView, Share, World
 from unit.supervisor.gangs import group_plan, node, pool, workflow
 
 
