@@ -24,7 +24,7 @@ from lab import Lab, show
 
 from distflow.state.directory import StateDirectory
 from distflow.supervisor.process import is_running
-from distflow.testing.netns import NetnsHost, Network, missing_netns
+from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.sshd import free_port, make_key
 from distflow.testing.waiting import wait_until
 

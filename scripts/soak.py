@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from chaos.hosts import ENDS, HARMLESS, Deed, Gang, draw_deed, held_leases
-from distflow.testing.netns import NetnsHost, Network, missing_netns
+from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.sshd import Sshd, make_key
 from distflow.testing.waiting import wait_until
 from scenarios.commands import Commands

@@ -19,7 +19,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.runtime.files.root_directory import PRIVATE
 from distflow.state.record import Cause, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
-from distflow.testing.netns import NetnsHost
+from distflow.testing.kernel import NetnsHost
 from distflow.testing.sshd import Sshd
 from distflow.testing.waiting import wait_until
 from scenarios.lab import Lab

@@ -9,7 +9,7 @@ import pytest
 
 from chaos.hosts import CUTTING, Gang, draw_deed, held_leases
 from chaos.schedules import seeds
-from distflow.testing.netns import NetnsHost
+from distflow.testing.kernel import NetnsHost
 from scenarios.lab import Lab
 
 pytestmark = pytest.mark.ssh

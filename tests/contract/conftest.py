@@ -16,10 +16,10 @@ import pytest
 
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.link import AgentLink, Event
-from distflow.backends.machines.transfer.staging import Blob, send_blobs
+from distflow.backends.machines.connection.transfers import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.runtime.files.root_directory import PRIVATE, mark
-from distflow.testing.runtime import install_runtime
+from distflow.testing.nodes import install_runtime
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Transport

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from contract.conftest import cleaned, launch_of, processes_with
-from distflow.backends.machines.connection.bootstrap import connect
-from distflow.backends.machines.connection.bundles import RUNTIME, Bundle
+from distflow.backends.machines.connection.bootstrap import RUNTIME, Bundle, connect
 from distflow.errors import AgentError, BootstrapFailed, NodeError, NodeUnreachable
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.processes import name_of

@@ -43,11 +43,10 @@ from distflow.backends.base import (
     Unanswered,
 )
 from distflow.backends.machines.backend import MachinesBackend
-from distflow.backends.machines.cleanup.recalling import recall_node
+from distflow.backends.machines.cleanup import recall_node
 from distflow.backends.machines.connection.link import AgentLink
+from distflow.backends.machines.connection.transfers import Fetched, send_blobs
 from distflow.backends.machines.leasing import GangLease
-from distflow.backends.machines.transfer.fetching import Fetched
-from distflow.backends.machines.transfer.staging import send_blobs
 from distflow.errors import NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.plan.credentials import GivenSecrets
@@ -56,7 +55,7 @@ from distflow.pools.model import Node, Pool
 from distflow.runtime.files.root_directory import PRIVATE
 from distflow.supervisor.clock import SystemClock
 from distflow.testing.backend import Behaviour, FakeBackend
-from distflow.testing.skew import write_skewed_python
+from distflow.testing.nodes import write_skewed_python
 from distflow.testing.waiting import wait_until
 
 BEHIND_S = 1000.0
@@ -446,7 +445,7 @@ def test_outputs_that_take_their_time_hold_up_no_start(tmp_path: Path, monkeypat
 
 
 def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.backends.machines.transfer.collecting._PAUSE_S", 0.0)
+    monkeypatch.setattr("distflow.backends.machines.outputs._PAUSE_S", 0.0)
 
     def ends(*_: object, **__: object) -> None:
         raise NodeUnreachable("local", "it ended")
@@ -465,7 +464,7 @@ def test_connections_that_fail_again_and_again_are_given_up(tmp_path: Path, monk
 
 def test_refused_connections_are_not_given_up_before_the_node_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An sshd that is being restarted refuses new connections, while the agent's connection still stands."""
-    monkeypatch.setattr("distflow.backends.machines.transfer.collecting._PAUSE_S", 0.0)
+    monkeypatch.setattr("distflow.backends.machines.outputs._PAUSE_S", 0.0)
     tries: list[int] = []
 
     def fetch(*_: object, **__: object) -> Fetched:

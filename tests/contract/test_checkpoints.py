@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distflow.backends.machines.transfer.fetching import Fetched, fetch_output
+from distflow.backends.machines.connection.transfers import Fetched, fetch_output
 from distflow.errors import AgentError
 from distflow.testing.waiting import wait_until
 

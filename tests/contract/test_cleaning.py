@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.backends.machines.cleanup.cleaning import clean_node
+from distflow.backends.machines.cleanup import clean_node
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.pools.model import Node, Pool
 from distflow.runtime.files.root_directory import PRIVATE, mark

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distflow.backends.machines.transfer.direct import bring_there, deliver_there
+from distflow.backends.machines.connection.transfers import bring_there, deliver_there
 from distflow.documents.urls import parse_url
 from distflow.errors import StorageError
 from distflow.storage.credentials import identity_of

@@ -17,7 +17,7 @@ import pytest
 
 from contract.conftest import launch_of, processes_with
 from distflow.backends.machines.connection.bootstrap import open_service
-from distflow.backends.machines.transfer.fetching import Fetched, fetch_output
+from distflow.backends.machines.connection.transfers import Fetched, fetch_output
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.runtime.files import durable
 from distflow.runtime.files.frames import LARGEST_FRAME

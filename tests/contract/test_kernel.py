@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.conftest import NodeUnderTest
-from distflow.testing.cgroup import MemoryLimit, missing_cgroups
+from distflow.testing.kernel import MemoryLimit, missing_cgroups
 
 EATER = "x = bytearray(400 << 20)"
 

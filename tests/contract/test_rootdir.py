@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from contract.conftest import NodeUnderTest, launch_of
-from distflow.backends.machines.connection.bundles import RUNTIME
-from distflow.backends.machines.transfer.fetching import fetch_output
+from distflow.backends.machines.connection.bootstrap import RUNTIME
+from distflow.backends.machines.connection.transfers import fetch_output
 from distflow.errors import AgentError, BootstrapFailed
 from distflow.runtime.files import attempts
 from distflow.runtime.files.root_directory import MARKER

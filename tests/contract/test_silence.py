@@ -12,10 +12,8 @@ import pytest
 
 from contract.conftest import NodeUnderTest, processes_with
 from distflow.backends.machines.connection import stream
-from distflow.backends.machines.connection.bootstrap import open_service, service_argv
-from distflow.backends.machines.connection.bundles import RUNTIME, STORAGE, Bundle
-from distflow.backends.machines.transfer.fetching import fetch_output
-from distflow.backends.machines.transfer.staging import Blob, send_blobs
+from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, Bundle, open_service, service_argv
+from distflow.backends.machines.connection.transfers import Blob, fetch_output, send_blobs
 from distflow.runtime.files.frames import FRAME
 from distflow.runtime.services.session import REQUEST
 from distflow.testing.waiting import wait_until

@@ -15,7 +15,7 @@ import pytest
 
 from contract.conftest import cleaned, launch_of
 from distflow.backends.machines.connection.bootstrap import open_service
-from distflow.backends.machines.transfer.staging import Blob, send_blobs
+from distflow.backends.machines.connection.transfers import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.runtime.files.frames import FRAME, LARGEST_FRAME, RAW, ZLIB
 from distflow.testing.waiting import wait_until

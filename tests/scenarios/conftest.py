@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distflow.runtime.files.root_directory import PRIVATE
-from distflow.testing.netns import NetnsHost, Network, missing_netns
+from distflow.testing.kernel import NetnsHost, Network, missing_netns
 from distflow.testing.s3 import S3Server, missing_rclone
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until

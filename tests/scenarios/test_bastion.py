@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from distflow.testing.netns import Network
+from distflow.testing.kernel import Network
 from distflow.testing.sshd import make_key
 from scenarios.conftest import Cli
 from scenarios.lab import Lab

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distflow.testing.netns import Network, missing_netns
+from distflow.testing.kernel import Network, missing_netns
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.testing.netns import NetnsHost, Network
+from distflow.testing.kernel import NetnsHost, Network
 from distflow.testing.sshd import make_key
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli

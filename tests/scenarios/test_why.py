@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from distflow.testing.cgroup import MemoryLimit, missing_cgroups
-from distflow.testing.skew import write_skewed_python
+from distflow.testing.kernel import MemoryLimit, missing_cgroups
+from distflow.testing.nodes import write_skewed_python
 from distflow.testing.waiting import wait_until
 from scenarios.conftest import Cli
 from scenarios.lab import Lab, checkout, json_lines

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from distflow.backends.base import Backend, LogSink, Sink
 from distflow.errors import InputError
 from distflow.pools.model import Pool
-from distflow.transports.loading import load_ssh
+from distflow.transports.ssh import load_ssh
 
 __all__ = ["BACKENDS", "open_backend", "preload"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distflow.backends.machines.cleanup.recalling import Recalled, recall_node
+from distflow.backends.machines.cleanup import Recalled, recall_node
 from distflow.client.client import Client
 from distflow.client.nodes import ask_nodes, choose_nodes
 from distflow.client.submitting.submission import pool_key

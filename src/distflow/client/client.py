@@ -162,7 +162,7 @@ class Client:
 
     def preferred_pool(self) -> str | None:
         """Return the preferred pool of this user's profile, or ``None``. Raises ``StateError``."""
-        from distflow.state.profile import read_pool
+        from distflow.state.directory import read_pool
 
         return read_pool(find_state_directory(self.environ).profile)
 
@@ -176,12 +176,12 @@ class Client:
 
     def credentials_for(self) -> CredentialsFor:
         """Return the source of credentials for URLs: this user's stored credentials, then the environment and the driver."""
-        from distflow.state.storekeys import kept_in
+        from distflow.state.credentials import data_credentials
 
         directory = find_state_directory(self.environ)
         if directory.credentials.exists():
             directory.check_owner()  # credentials of another user could send this user's data to that user's servers
-        return kept_in(directory.credentials)
+        return data_credentials(directory.credentials)
 
     def datasets_url(self, configuration: Configuration) -> str:
         """Return the base URL of datasets: the configured URL, or else a folder of the state directory."""

@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from distflow.backends.machines.cleanup.cleaning import Cleaned, clean_node
-from distflow.backends.machines.cleanup.reaping import Leftover, Reaped, reap_node
-from distflow.backends.machines.cleanup.uninstalling import Uninstalled, uninstall_node
-from distflow.backends.machines.inspection.holders import Holder, Holders, ask_holders
+from distflow.backends.machines.cleanup import Cleaned, Leftover, Reaped, Uninstalled, clean_node, reap_node, uninstall_node
+from distflow.backends.machines.inspection import Holder, Holders, ask_holders
 from distflow.client.client import Client
 from distflow.errors import NotFound
 from distflow.pools.choose import choose_pool

@@ -15,11 +15,11 @@ from distflow.plan.compile import demands
 from distflow.pools.choose import choose_pool, with_hosts
 from distflow.pools.hostfile import Host
 from distflow.pools.model import Configuration, Node, Pool
-from distflow.state.profile import write_pool
+from distflow.state.directory import write_pool
 
 if TYPE_CHECKING:
     from distflow.backends.machines.checks.checking import Checked
-    from distflow.backends.machines.checks.reachability import Verdict
+    from distflow.backends.machines.checks.network import Verdict
 
 __all__ = [
     "NodeUsage",
@@ -223,7 +223,7 @@ def check_pool_nodes(
     """Measure the nodes of these names. The other arguments are those of ``check_pool``."""
     # Most callers do not need these modules.
     from distflow.backends.machines.checks.checking import check_pool as measure
-    from distflow.backends.machines.checks.reachability import verdict
+    from distflow.backends.machines.checks.network import verdict
 
     chosen = [node for node in pool.nodes if node.name in names]
     checked = measure(pool, chosen, on_progress, with_all_reduce=all_reduce, paths=paths)

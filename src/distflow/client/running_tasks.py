@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distflow.backends.machines.inspection.session import Exit, Session, Size, open_session
-from distflow.backends.machines.inspection.stacks import Asked, TaskStacks, collect_stacks
+from distflow.backends.machines.inspection import Asked, TaskStacks, collect_stacks
+from distflow.backends.machines.session import Exit, Session, Size, open_session
 from distflow.client.client import Client
 from distflow.client.workflows import choose_tasks
 from distflow.errors import AgentError, DistflowError, InputError

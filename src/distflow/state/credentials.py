@@ -10,18 +10,22 @@ import fcntl
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from distflow.errors import InputError, NotFound, StateError
 from distflow.shell import Secret
+from distflow.state.directory import write_private
+from distflow.storage.credentials import Credentials as StoreCredentials
+from distflow.storage.credentials import CredentialsFor
 
-__all__ = ["LONGEST_VALUE", "Credential", "CredentialType", "Credentials", "check_payload"]
+__all__ = ["LONGEST_VALUE", "Credential", "CredentialType", "Credentials", "check_payload", "data_credentials"]
+
 
 LONGEST_VALUE = 64 * 1024
 """Bytes; the kernel accepts no variable of more than twice this size."""
@@ -200,17 +204,7 @@ class Credentials:
 
     def _write(self, one: Credential) -> None:
         text = json.dumps({"type": one.type.value, "payload": {key: value.reveal() for key, value in one.payload.items()}})
-        handle, new = tempfile.mkstemp(dir=self._folder, prefix=".new-")  # created with mode 0600
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(handle)
-            os.replace(new, self._folder / f"{one.name}.json")
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(new)
-            raise
+        write_private(self._folder / f"{one.name}.json", text.encode())
 
 
 def _is_same(one: Credential, other: Credential) -> bool:
@@ -241,3 +235,28 @@ def _errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         hint = "make it readable and writable for you, or point DISTFLOW_STATE at another directory"
         raise StateError(f"cannot use the credentials: {error.filename or folder}: {error.strerror}", hint=hint) from error
+
+
+_STYLES: dict[str, Literal["virtual", "path", "auto"]] = {"virtual": "virtual", "path": "path", "auto": "auto"}
+
+
+def data_credentials(folder: Path) -> CredentialsFor:
+    """Return a function that finds the credentials of a URL's profile in ``folder``; each call reads the folder again."""
+
+    def find(profile: str) -> StoreCredentials | None:
+        payload = Credentials(folder).for_data(profile)
+        if payload is None:
+            return None
+
+        def text(key: str) -> str | None:
+            return payload[key].reveal() if key in payload else None
+
+        return StoreCredentials(
+            access_key_id=text("access_key_id") or "",
+            access_key=payload["access_key"],
+            override_url=text("override_url"),
+            region=text("region"),
+            addressing_style=_STYLES.get(text("addressing_style") or ""),
+        )
+
+    return find

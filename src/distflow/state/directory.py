@@ -6,17 +6,30 @@ State is per user and host: homes on NFS are common, and SQLite's WAL and file l
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import StateError
 from distflow.pools.ownership import owned_by_stranger, user_name
+from distflow.runtime.files.durable import publish
 
-__all__ = ["StateDirectory", "find_state_directory", "has_room", "is_locked", "lock_at_once", "state_errors"]
+__all__ = [
+    "StateDirectory",
+    "find_state_directory",
+    "has_room",
+    "is_locked",
+    "lock_at_once",
+    "read_pool",
+    "state_errors",
+    "write_pool",
+    "write_private",
+]
+
 
 _LOCK_PAUSES_S = (0.01, 0.03, 0.1, 0.2)
 _ROOM = 1 << 20
@@ -167,3 +180,39 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def read_pool(file: Path) -> str | None:
+    """Return the preferred pool; ``None`` if there is no preference. Raises ``StateError``."""
+    try:
+        with state_errors(file):
+            found = json.loads(file.read_text()).get("pool")
+    except StateError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        raise
+    except (ValueError, AttributeError):
+        raise StateError(f"the profile cannot be read: {file} is damaged", hint="remove it") from None
+    return str(found) if found else None
+
+
+def write_pool(file: Path, pool: str | None) -> None:
+    """Store the preferred pool, or that there is none. Raises ``StateError``."""
+    with state_errors(file):
+        write_private(file, json.dumps({"pool": pool}).encode())
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only this user can read. After a crash or a power cut, it is there in full or not at all.
+
+    Raises ``OSError``. A killed process may leave a file ``.new-*`` next to it.
+    """
+    new = path.with_name(f".new-{os.urandom(8).hex()}")
+    try:
+        with open(new, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(data)
+            publish(file, str(path))
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(new)
+        raise

@@ -17,6 +17,7 @@ from distflow.plan.binding import Binding
 from distflow.state.ends import Cause, End
 
 if TYPE_CHECKING:
+    from distflow.plan.model import GroupPlan
     from distflow.state.event_details import EventDetails
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "TaskRecord",
     "Transfer",
     "WorkflowRecord",
+    "fresh_tasks",
 ]
 
 
@@ -474,3 +476,14 @@ class Event:
         from distflow.state.event_text import event_text  # noqa: PLC0415  most commands show no events
 
         return event_text(self.details, group=self.group, task=self.task)
+
+
+def fresh_tasks(plan: GroupPlan, attempt: int = 0, state: State = State.WAITING) -> tuple[TaskRecord, ...]:
+    """Return every task of a group in its state at the start of an attempt."""
+    return tuple(
+        TaskRecord(
+            name=launch.task, lead=launch.lead, attempt=attempt, state=state, ranks=launch.ranks.text if launch.ranks else "",
+            outputs=launch.outputs,
+        )
+        for launch in plan.launches
+    )  # fmt: skip

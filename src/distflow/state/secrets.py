@@ -6,14 +6,13 @@ import hashlib
 import hmac
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from distflow.errors import StateError
-from distflow.runtime.files.durable import publish
 from distflow.shell import Secret
+from distflow.state.directory import write_private
 from distflow.state.store import Store
 
 __all__ = ["gang_token", "is_own_record", "read_secrets", "record_mac", "remove_secrets", "sweep_secrets", "write_secrets"]
@@ -30,7 +29,7 @@ def write_secrets(folder: Path, workflow: str, secrets: Mapping[str, Secret]) ->
     if not secrets:
         return
     text = json.dumps({name: secret.reveal() for name, secret in secrets.items()})
-    _write(folder / f"{workflow}.json", text.encode())
+    write_private(folder / f"{workflow}.json", text.encode())
 
 
 def read_secrets(folder: Path, workflow: str) -> dict[str, Secret]:
@@ -69,7 +68,7 @@ def _key(folder: Path) -> bytes:
     path = folder / _KEY
     if not path.exists():
         made = folder / f"{_KEY}.{os.getpid()}"
-        _write(made, os.urandom(_KEY_BYTES))
+        write_private(made, os.urandom(_KEY_BYTES))
         try:
             with suppress(FileExistsError):  # another process was quicker
                 os.link(made, path)
@@ -84,22 +83,10 @@ def _key(folder: Path) -> bytes:
     return key
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read; after a power cut, it is there in full or not at all."""
-    # Created with mode 0600. After a kill, the sweep removes it together with files of workflows that were never stored.
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", suffix=".json", delete=False) as file:
-        try:
-            file.write(data)
-            publish(file, str(path))
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
 def sweep_secrets(folder: Path, store: Store, now: float) -> None:
     """Remove the secrets of workflows that have ended or were never stored, because a submit or a supervisor was killed."""
     # The files are listed first, so that they do not include those of workflows that are submitted meanwhile.
-    files = list(folder.glob("*.json"))
+    files = [*folder.glob("*.json"), *folder.glob(".new-*")]
     unfinished, known = store.uuids(are_unfinished=True), store.uuids()
     for file in files:
         with suppress(OSError):

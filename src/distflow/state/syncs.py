@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.state.codec import DecodeError, decode, encode
-from distflow.state.directory import is_locked, lock_at_once, state_errors
+from distflow.state.directory import is_locked, lock_at_once, state_errors, write_private
 
 __all__ = ["Sync", "Syncs"]
 
@@ -80,12 +80,8 @@ class Syncs:
 
     def write(self, sync: Sync) -> None:
         """Write the record; only the holder of the lock may do so. Raises ``StateError``."""
-        path = self._path(sync, "json")
-        new = path.with_suffix(".new")
         with state_errors(self._folder):
-            with open(new, "wb", opener=_private) as file:
-                file.write(encode(sync))
-            os.replace(new, path)
+            write_private(self._path(sync, "json"), encode(sync))
 
     def is_running(self, sync: Sync) -> bool:
         """Return whether a process copies to that task."""
@@ -131,7 +127,3 @@ def _read(path: Path) -> Sync | None:
     with suppress(OSError, DecodeError):
         return decode(path.read_bytes(), Sync)
     return None
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -1,7 +1,7 @@
 """The service with which a node transfers data itself: outputs of tasks to stores, and inputs from stores to tasks.
 
 It runs as the services of ``runtime`` do, with the node's Python, out of an archive of its own
-(``machines.connection.bundles``). If that Python is too old or lacks the driver, the service reports it, and the supervisor
+(``machines.connection.bootstrap``). If that Python is too old or lacks the driver, the service reports it, and the supervisor
 relays the data. Only the imports at the top of this module must work with an old Python.
 
 Standard input: one line with the request; its credentials stay in memory. Standard output: every second a line

@@ -32,7 +32,7 @@ from distflow.errors import (
 from distflow.storage.base import Entry, Sink
 from distflow.storage.failures import driver_errors, local_errors
 from distflow.storage.files import is_part, open_source, part_name
-from distflow.transports.loading import load_connection
+from distflow.transports.ssh import load_connection
 from distflow.transports.ssh.config import SshDestination
 
 if TYPE_CHECKING:

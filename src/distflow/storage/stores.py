@@ -9,7 +9,7 @@ from distflow.documents.urls import READ_ONLY, StorageUrl
 from distflow.storage.base import Store
 from distflow.storage.credentials import CredentialsFor, ambient_credentials
 from distflow.storage.failures import Retries, driver_errors, no_credentials
-from distflow.storage.folder import FolderStore
+from distflow.storage.files import FolderStore
 from distflow.storage.objects import open_objects
 from distflow.storage.sftp import SftpStore
 from distflow.storage.web import WebStore

@@ -32,8 +32,7 @@ from distflow.state.event_details import (
     TaskStatus,
 )
 from distflow.state.event_text import event_text
-from distflow.state.fresh import fresh_tasks
-from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord
+from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord, fresh_tasks
 from distflow.supervisor.checkpoints import CANCELED_S, differences, due
 from distflow.supervisor.commands import CollectOutput, Command, CommandId, Lease, PackCheckpoint, Prepare, Release, Start, Stop
 from distflow.supervisor.failures import by_exit_actions, check_outputs, first_cause, hidden_cause, missing_ranks

@@ -17,11 +17,11 @@ from distflow.backends.base import AttemptKey, Backend, Sink
 from distflow.backends.registry import open_backend, preload
 from distflow.errors import StateError
 from distflow.pools.model import Pool
+from distflow.state.credentials import data_credentials
 from distflow.state.directory import StateDirectory, has_room
 from distflow.state.mirror import Mirror
 from distflow.state.secrets import sweep_secrets
 from distflow.state.store import Store
-from distflow.state.storekeys import kept_in
 from distflow.supervisor.clock import SystemClock
 from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
@@ -132,7 +132,7 @@ def _await_room(directory: StateDirectory) -> bool:
 
 def _work(directory: StateDirectory, store: Store, starter: _Starter) -> frozenset[str]:
     """Work until there is no unfinished workflow. Return the workflows (uuids) whose records cannot be read."""
-    keys, clock = kept_in(directory.credentials), SystemClock()
+    keys, clock = data_credentials(directory.credentials), SystemClock()
     mirror = Mirror(directory.logs, clock.now)  # silence must be measured by the same clock that decides about it
 
     def open_one(pool: Pool, sink: Sink) -> Backend:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from distflow.backends.base import AttemptKey, Backend
-from distflow.backends.machines.transfer.pace import Pace
+from distflow.backends.machines.connection.transfers import Pace
 from distflow.errors import DistflowError
 from distflow.state.record import Carried
 from distflow.storage.credentials import CredentialsFor, ambient_credentials

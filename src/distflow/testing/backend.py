@@ -1,7 +1,7 @@
-"""A backend in memory: nodes that lease, start and stop attempts when told, on a clock that is turned by hand.
+"""A backend in memory, with a clock that tests set. It keeps the contract of ``backends.base.Backend``.
 
-It keeps the contract of ``backends.base.Backend`` and can misbehave like real nodes on request: be unreachable,
-lose answers, restart, kill an attempt. What runs there is described by ``Behaviour``.
+It can fail like real nodes on request: be unreachable, lose answers, restart, or kill an attempt. ``Behaviour`` describes what
+runs there.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from distflow.supervisor.clock import Clock as OurClock
 from distflow.testing.attempts import Attempt, Attempts, Behaviour
 
 __all__ = ["Behaviour", "FakeBackend"]
+
 
 _RIGHT = Clock(offset_s=0.0, uncertainty_s=0.0)
 

@@ -1,4 +1,4 @@
-"""Waiting in tests: for a condition, such as the end of a process, with a deadline, and never for a fixed time."""
+"""Time in tests: wait for a condition with a deadline, and never for a fixed time; and a clock that tests set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["is_alive", "wait_until"]
+__all__ = ["FakeClock", "is_alive", "wait_until"]
+
 
 _T = TypeVar("_T")
 
@@ -38,3 +39,19 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+class FakeClock:
+    """Stands still until it is turned."""
+
+    def __init__(self, start: float = 1_000_000_000.0) -> None:
+        """Begin at ``start``, seconds since the epoch."""
+        self._now = start
+
+    def now(self) -> float:
+        """Return the time it was turned to."""
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Turn it forward."""
+        self._now += seconds

@@ -1,13 +1,20 @@
-"""The protocol of a transport, which runs commands on one node and carries bytes. It knows nothing of agents or workflows."""
+"""The protocol of a transport, which runs commands on one node and carries bytes; and one action on many nodes.
+
+Transports know nothing of agents or workflows.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Channel", "Completed", "Deadline", "Stream", "Transport"]
+from distflow.errors import DistflowError
+
+__all__ = ["Channel", "Completed", "Deadline", "Outcome", "Stream", "Transport", "fan_out"]
 
 
 class Deadline:
@@ -139,3 +146,57 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close the connection for good."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(Generic[T]):
+    """The result of the action on one node: a value or an error."""
+
+    node: str
+    value: T | None = None
+    error: DistflowError | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the action ended without an error."""
+        return self.error is None
+
+
+def fan_out(transports: Sequence[Transport], action: Callable[[Transport], T], *, limit: int = 64) -> tuple[Outcome[T], ...]:
+    """Call ``action`` for every transport, at most ``limit`` at a time, and return the outcomes in their order.
+
+    A ``DistflowError`` becomes an outcome. Any other exception is a bug, and is raised after all actions have ended. A keyboard
+    interrupt does not wait for them.
+    """
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(transports)):
+        left.put(number)
+    ended: queue.SimpleQueue[tuple[int, Outcome[T] | BaseException]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                number = left.get_nowait()
+            except queue.Empty:
+                return
+            transport = transports[number]
+            try:
+                ended.put((number, Outcome(node=transport.name, value=action(transport))))
+            except DistflowError as error:
+                ended.put((number, Outcome(node=transport.name, error=error)))
+            except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
+                ended.put((number, error))
+
+    for number in range(min(limit, len(transports))):
+        threading.Thread(target=work, name=f"fan-out {number}", daemon=True).start()
+    found = dict(ended.get() for _ in transports)
+    outcomes = []
+    for number in range(len(transports)):
+        outcome = found[number]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        outcomes.append(outcome)
+    return tuple(outcomes)

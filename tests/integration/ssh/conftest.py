@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.testing.netns import Network, missing_netns
+from distflow.testing.kernel import Network, missing_netns
 from distflow.testing.sshd import Sshd, missing_sshd
 from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.transport import SshTransport

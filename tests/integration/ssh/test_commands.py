@@ -19,10 +19,9 @@ from distflow.errors import DistflowError, NodeUnreachable
 from distflow.shell import quote
 from distflow.testing.sshd import Sshd
 from distflow.testing.waiting import wait_until
-from distflow.transports.base import Transport
-from distflow.transports.fanout import fan_out
+from distflow.transports.base import Transport, fan_out
 from distflow.transports.ssh.config import SshDestination
-from distflow.transports.ssh.paramiko_patches import PatchedTransport
+from distflow.transports.ssh.paramiko_adapter import PatchedTransport
 from distflow.transports.ssh.transport import SshTransport
 from integration.ssh.conftest import MakeServer, Reach
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import NodeUnreachable
-from distflow.testing.netns import NetnsHost, Network
+from distflow.testing.kernel import NetnsHost, Network
 from distflow.testing.waiting import wait_until
 from integration.ssh.conftest import Reach
 from integration.ssh.test_hostkeys import works

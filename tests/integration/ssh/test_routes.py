@@ -18,7 +18,7 @@ from distflow.errors import HostKeyUnknown, NodeUnreachable, TransportError
 from distflow.shell import quote
 from distflow.testing.sshd import Sshd, free_port
 from distflow.testing.waiting import is_alive, wait_until
-from distflow.transports.fanout import fan_out
+from distflow.transports.base import fan_out
 from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.transport import SshTransport
 from integration.ssh.conftest import MakeServer, Reach

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.inspection.stacks import Asked, TaskStacks
+from distflow.backends.machines.inspection import Asked, TaskStacks
 from distflow.cli.render.collectives import collective_lines
 from distflow.cli.render.stacks import stacks_json
 from distflow.cli.render.tables import Paint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from distflow.backends.machines.inspection.stacks import Asked, TaskStacks
+from distflow.backends.machines.inspection import Asked, TaskStacks
 from distflow.cli.render.stacks import stacks_json, stacks_text
 from distflow.cli.render.tables import Paint
 from distflow.pools.model import Node

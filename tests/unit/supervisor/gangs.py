@@ -31,8 +31,8 @@ from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.snapshot import Workflow
 from distflow.testing.backend import Behaviour, FakeBackend
-from distflow.testing.clock import FakeClock
 from distflow.testing.mover import FakeMover
+from distflow.testing.waiting import FakeClock
 
 __all__ = ["Driver", "group_plan", "node", "pool", "workflow"]
 

@@ -17,8 +17,7 @@ from distflow.state.record import DataKind, DataRef
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.transfer_threads import Mover
 from distflow.supervisor.transfers import Errand
-from distflow.testing.clock import FakeClock
-from distflow.testing.waiting import wait_until
+from distflow.testing.waiting import FakeClock, wait_until
 
 KEY = AttemptKey(workflow="u1", group="g", task="t", attempt=0, node="")
 COMMAND = TransferData("lab", KEY, DataRef(DataKind.WRITE, 0))

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from distflow.transports.loading import _without_invoke
+from distflow.transports.ssh import _without_invoke
 
 
-@pytest.mark.parametrize("module", ["ssh.config", "fanout", "local"])
+@pytest.mark.parametrize("module", ["ssh.config", "base", "local"])
 def test_these_do_not_import_paramiko(module: str) -> None:
     code = f"import sys, distflow.transports.{module}; sys.exit('paramiko' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -19,7 +19,7 @@ def test_these_do_not_import_paramiko(module: str) -> None:
 def test_paramiko_comes_without_the_task_runner_that_it_does_not_need() -> None:
     code = """
 import sys
-from distflow.transports.loading import load_ssh
+from distflow.transports.ssh import load_ssh
 assert "paramiko" not in sys.modules
 assert load_ssh() is load_ssh()
 assert "paramiko" in sys.modules and "invoke" not in sys.modules

@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,12 @@ from distflow.backends.base import (
     StopAccepted,
     Unanswered,
 )
+from distflow.backends.machines.connection.bootstrap import connect
+from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.node_connection import Connection, now
+from distflow.backends.machines.connection.transfers import Blob, Pace
 from distflow.backends.machines.leasing import GangLease
-from distflow.backends.machines.transfer.collecting import Collector
-from distflow.backends.machines.transfer.delivering import Deliverer
-from distflow.backends.machines.transfer.pace import Pace
-from distflow.backends.machines.transfer.staging import Blob
+from distflow.backends.machines.outputs import Collector, Deliverer
 from distflow.errors import AgentError, DistflowError, NodeUnreachable, StorageError
 from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import BoundLaunch, Container, PlannedFile
@@ -43,11 +44,11 @@ from distflow.storage.base import Progress
 from distflow.storage.credentials import Identity
 from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayRequired
 from distflow.transports.base import Transport
-from distflow.transports.loading import load_ssh
 from distflow.transports.local import LocalTransport
+from distflow.transports.ssh import load_ssh
 from distflow.transports.ssh.config import SshDestination
 
-__all__ = ["MachinesBackend", "open_backend", "transport_of"]
+__all__ = ["MachinesBackend", "link_to", "open_backend", "transport_of"]
 
 _PREPARE_THREADS = 32
 _COLLECT_THREADS = 32
@@ -348,6 +349,20 @@ class _Relay(Exception):
     def __init__(self, number: int, why: str) -> None:
         super().__init__(number, why)
         self.number, self.why = number, why
+
+
+@contextmanager
+def link_to(pool: Pool, node: Node) -> Iterator[AgentLink]:
+    """Connect to a node's agent for a few requests. Raises ``NodeError``."""
+    transport = transport_of(pool, node)
+    try:
+        link = connect(transport, node.root, node.python, timeout_s=pool.connect_timeout_s)
+        try:
+            yield link
+        finally:
+            link.close()
+    finally:
+        transport.close()
 
 
 def transport_of(pool: Pool, node: Node) -> Transport:

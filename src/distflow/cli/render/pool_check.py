@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from distflow.backends.machines.checks.allreduce import AllReduce
 from distflow.backends.machines.checks.checking import Checked
-from distflow.backends.machines.checks.finding import Finding, Grade
+from distflow.backends.machines.checks.findings import Finding, Grade
 from distflow.backends.machines.checks.measured import Measured, Pair
-from distflow.backends.machines.checks.reachability import Verdict
+from distflow.backends.machines.checks.network import AllReduce, Verdict
 from distflow.cli.render.tables import Paint, table
 from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text

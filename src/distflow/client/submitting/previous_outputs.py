@@ -22,7 +22,7 @@ from distflow.spec.model import EarlierInput, WorkflowSpec
 from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 
 if TYPE_CHECKING:
-    from distflow.backends.machines.transfer.fetching import Fetched
+    from distflow.backends.machines.connection.transfers import Fetched
 
 __all__ = [
     "FetchProgress",
@@ -124,8 +124,7 @@ def fetch_outputs(sources: Sequence[OutputSource], blobs: Path, on_progress: OnF
 def _fetch(source: OutputSource, blobs: Path, on_progress: OnFetch) -> Fetched:
     # Most callers do not need these modules.
     from distflow.backends.machines.backend import transport_of
-    from distflow.backends.machines.transfer.fetching import fetch_output
-    from distflow.backends.machines.transfer.pace import Pace
+    from distflow.backends.machines.connection.transfers import Pace, fetch_output
 
     node = next(node for node in source.pool.nodes if node.name == source.node)
     with closing(transport_of(source.pool, node)) as transport:

@@ -31,8 +31,7 @@ from distflow.pools.model import Configuration, Pool
 from distflow.spec.bundles import bundle_files
 from distflow.state.codec import encode
 from distflow.state.event_details import WorkflowSubmitted
-from distflow.state.fresh import fresh_tasks
-from distflow.state.record import Event, GroupRecord, Priority, WorkflowRecord
+from distflow.state.record import Event, GroupRecord, Priority, WorkflowRecord, fresh_tasks
 from distflow.state.secrets import remove_secrets, write_secrets
 from distflow.storage.credentials import NO_DRIVER, package_of
 

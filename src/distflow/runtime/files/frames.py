@@ -1,8 +1,8 @@
 """The transfer format of blobs: frames of at most a mebibyte, compressed if that pays.
 
-The receiver writes them to a part, verifies it, and gives it its name. Both ends use this module: ``receiver`` with ``staging``
-of ``backends.machines.transfer``, and ``sender`` with ``fetching`` there. A frame's header is ``>IB``: the length of the
-content and its kind (0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
+The receiver writes them to a part, verifies it, and gives it its name. Both ends use this module: ``receiver`` and ``sender``
+on the node, and ``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length of the content and its kind
+(0 plain, 1 zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
 """
 
 from __future__ import annotations

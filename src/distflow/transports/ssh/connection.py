@@ -23,7 +23,6 @@ from distflow.transports.ssh.config import (
     resolve_destination,
     resolve_hop,
 )
-from distflow.transports.ssh.errors import explain, foreign_errors
 from distflow.transports.ssh.hostkeys import (
     HostKeyCheck,
     KnownKey,
@@ -35,7 +34,13 @@ from distflow.transports.ssh.hostkeys import (
     read_known_hosts,
     read_revoked,
 )
-from distflow.transports.ssh.paramiko_patches import HOST_KEY_ALGORITHMS, ChannelSocket, PatchedTransport
+from distflow.transports.ssh.paramiko_adapter import (
+    HOST_KEY_ALGORITHMS,
+    ChannelSocket,
+    PatchedTransport,
+    explain,
+    foreign_errors,
+)
 from distflow.transports.ssh.sockets import ProxyProcess, addresses_of, connect_tcp
 
 __all__ = ["SshConnection"]

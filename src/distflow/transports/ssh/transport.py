@@ -1,20 +1,25 @@
-"""A machine that is reached over SSH."""
+"""A machine that is reached over SSH: its commands, their arguments and pipes, and how they end."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
+import paramiko
+
 from distflow.errors import NodeUnreachable, TransportError
+from distflow.shell import quote
 from distflow.transports.base import Completed, Deadline
-from distflow.transports.ssh.channel import SshChannel, SshStream, remote_command, run_to_end
 from distflow.transports.ssh.config import SshDestination
 from distflow.transports.ssh.connection import SshConnection
+from distflow.transports.ssh.paramiko_adapter import FOREIGN, foreign_errors
 
-__all__ = ["SshDestination", "SshTransport"]
+__all__ = ["SshChannel", "SshDestination", "SshStream", "SshTransport", "remote_command", "run_to_end"]
 
 
 class SshTransport:
@@ -119,3 +124,221 @@ class SshTransport:
         with contextlib.suppress(TransportError):
             connection.close()
         outcome.set_exception(error)
+
+
+_READ = 65536
+_BULK = 1 << 20
+_PACKET = 32000
+"""paramiko copies the whole remaining buffer for each packet, so larger pieces are slower."""
+_TAIL = 16384
+_DRAINED_S = 2.0
+_CLOSE_S = 1.0
+_LATE_S = 2.0
+"""Time limit for each step of stopping a late command: finding its process, killing it, waiting for its end."""
+_STOPPED_S = 3 * _LATE_S
+# All other characters mean themselves between double quotes in sh, and between single quotes in bash, zsh, fish and csh.
+_SPECIAL = re.compile(rb"[^A-Za-z0-9 _%+=:,./@<>()\[\]{}*?#&;|~^-]")
+
+
+class SshChannel:
+    """A command's pipes (contract: ``transports.base.Channel``)."""
+
+    def __init__(self, connection: SshConnection, channel: paramiko.Channel) -> None:
+        """Use ``channel``, in which a command has been started."""
+        self._connection = connection
+        self._channel = channel
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+        self._state = threading.Lock()
+        self._stderr = bytearray()
+        self._is_closed = False
+        self._drain = threading.Thread(target=self._drain_stderr, name=f"stderr of {connection.node}", daemon=True)
+        self._drain.start()
+
+    def write(self, data: bytes) -> None:
+        """Send ``data`` to the command's standard input."""
+        with self._writing, foreign_errors(self._connection.node, self._connection.place, "writing to a command"):
+            if self._is_closed:
+                raise NodeUnreachable(self._connection.node, "the channel is closed")
+            with self._connection.on_behalf_of(self._channel):
+                _send(self._connection, self._channel, data)
+
+    def read(self) -> bytes:
+        """Wait for output and return up to 64 KiB of it."""
+        with self._reading:
+            if self._is_closed:
+                return b""
+            data = b""
+            # recv() may also send a window update, which fails if the connection has just broken.
+            with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
+                data = self._channel.recv(_READ)
+            if not data:
+                self._drain.join(_DRAINED_S)
+                # The exit code arrives after the end of the output.
+                self._channel.status_event.wait(_CLOSE_S)
+            return data
+
+    def stderr_tail(self) -> str:
+        """The end of the command's standard error, and why the connection broke if it did."""
+        with self._state:
+            said = bytes(self._stderr[-_TAIL:]).decode("utf-8", "replace")
+        why = "" if self._is_closed else self._connection.end_reason()
+        return f"{said}{'' if not said or said.endswith(chr(10)) else chr(10)}[ssh] {why}\n" if why else said
+
+    @property
+    def exit_code(self) -> int | None:
+        """The command's exit code; ``None`` while it runs, or if the connection broke first."""
+        return self._channel.exit_status if self._channel.exit_status >= 0 else None
+
+    def close(self) -> None:
+        """Close the pipes; the command continues."""
+        with self._state:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        _close_channel(self._connection, self._channel, self._channel.close)
+
+    def _drain_stderr(self) -> None:
+        with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
+            while data := self._channel.recv_stderr(_READ):
+                with self._state:
+                    self._stderr += data
+                    del self._stderr[:-_TAIL]
+
+
+class SshStream:
+    """A TCP connection that sshd opened on the node (contract: ``transports.base.Stream``)."""
+
+    def __init__(self, connection: SshConnection, channel: paramiko.Channel) -> None:
+        """Use ``channel``."""
+        self._connection = connection
+        self._channel = channel
+
+    def read(self) -> bytes:
+        """Wait for data and return up to 64 KiB of it."""
+        with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
+            return self._channel.recv(_READ)
+        return b""
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``."""
+        with (
+            foreign_errors(self._connection.node, self._connection.place, "writing to a port"),
+            self._connection.on_behalf_of(self._channel),
+        ):
+            _send(self._connection, self._channel, data)
+
+    def end(self) -> None:
+        """Close the direction to the node."""
+        with contextlib.suppress(*FOREIGN), self._connection.on_behalf_of(self._channel):
+            self._channel.shutdown_write()
+
+    def close(self) -> None:
+        """Close the connection."""
+        _close_channel(self._connection, self._channel, self._channel.close)
+
+
+def run_to_end(connection: SshConnection, argv: Sequence[str], given: bytes, deadline: Deadline) -> Completed:
+    """Run a command with ``given`` as its input; stop it and raise ``NodeUnreachable`` when ``deadline`` passes."""
+    program, mark = argv[0], f"distflow-{secrets.token_hex(8)}"
+    stderr = bytearray()
+    pid = re.compile(rf"{mark} (\d+)\n".encode())
+    # A late command must start before it can be stopped.
+    channel = connection.execute(remote_command(argv, mark), deadline, grace_s=_LATE_S)
+
+    def collect() -> None:
+        with contextlib.suppress(*FOREIGN), connection.on_behalf_of(channel):
+            while data := channel.recv_stderr(_BULK):
+                stderr.extend(data)
+
+    def feed() -> None:
+        # A command may end without reading all of its input.
+        with contextlib.suppress(NodeUnreachable, *FOREIGN), connection.on_behalf_of(channel):
+            _send(connection, channel, given)
+            channel.shutdown_write()
+
+    def stop() -> None:
+        patience = Deadline(_LATE_S)
+        while (found := pid.search(stderr)) is None and not patience.has_passed and not channel.status_event.wait(0.02):
+            continue
+        if found is not None and not channel.status_event.is_set():
+            with contextlib.suppress(NodeUnreachable):
+                _kill(connection, found[1].decode())
+        channel.close()
+
+    def expire() -> None:
+        is_late.set()
+        _close_channel(connection, channel, stop, patience_s=_STOPPED_S)
+
+    is_late = threading.Event()
+    timer = threading.Timer(deadline.left(), expire)
+    helpers = [threading.Thread(target=one, name=f"{program} on {connection.node}", daemon=True) for one in (collect, feed)]
+    timer.daemon = True
+    for thread in (timer, *helpers):
+        thread.start()
+    stdout = bytearray()
+    try:
+        with foreign_errors(connection.node, connection.place, f"running `{program}`"), connection.on_behalf_of(channel):
+            while data := channel.recv(_BULK):
+                stdout += data
+        channel.status_event.wait(max(deadline.left(), _LATE_S))
+        helpers[0].join(_DRAINED_S)
+    finally:
+        timer.cancel()
+        _close_channel(connection, channel, channel.close)
+    if is_late.is_set():
+        raise NodeUnreachable(connection.node, f"`{program}` did not finish within {deadline.seconds:g} s")
+    if channel.exit_status < 0:
+        why = connection.end_reason() or "its sshd sent no exit status"
+        raise NodeUnreachable(connection.node, f"the connection broke while `{program}` ran: {why}")
+    return Completed(exit_code=channel.exit_status, stdout=bytes(stdout), stderr=pid.sub(b"", bytes(stderr), count=1))
+
+
+def remote_command(argv: Sequence[str], mark: str = "") -> str:
+    """Return one line for a login shell that runs exactly ``argv``, whatever shell that is.
+
+    With a ``mark``, the mark and the command's process id are first written to standard error.
+
+    sshd passes the line to the login shell. Quotes, backslashes, newlines and ``!`` mean other things in fish and csh, so they
+    are sent as octal numbers inside one pair of single quotes. A POSIX shell replaces the login shell and decodes them.
+    """
+    first = f'printf "{mark} %d\\n" $$ >&2; ' if mark else ""
+    words = f"{first}exec {quote(argv)}".encode("utf-8", "surrogateescape")
+    octal = _SPECIAL.sub(lambda found: b"\\0%03o" % found[0][0], words).decode("ascii")
+    # `%` is special to printf only in its format.
+    return f"""exec /bin/sh -c 'eval "$(printf %b "{octal}")"'"""
+
+
+def _kill(connection: SshConnection, pid: str) -> None:
+    """Kill a process group on the node. sshd sends no signals for root, nor under a forced command."""
+    script = "kill -s KILL -- -$1 2>/dev/null || kill -s KILL $1"
+    channel = connection.execute(remote_command(["sh", "-c", script, "sh", pid]), Deadline(_LATE_S))
+    channel.status_event.wait(_LATE_S)
+    channel.close()
+
+
+def _send(connection: SshConnection, channel: paramiko.Channel, data: bytes) -> None:
+    position = 0
+    while position < len(data):
+        sent = channel.send(data[position : position + _PACKET])
+        if sent == 0:
+            raise NodeUnreachable(connection.node, "the channel is closed")
+        position += sent
+
+
+def _close_channel(
+    connection: SshConnection, channel: paramiko.Channel, close: Callable[[], None], *, patience_s: float = _CLOSE_S
+) -> None:
+    """Run ``close``. If it does not return in time, the connection is dead, so close the whole connection."""
+    if channel.closed:
+        return
+
+    def say() -> None:
+        with contextlib.suppress(*FOREIGN):
+            close()
+
+    thread = threading.Thread(target=say, name=f"closing a channel of {connection.node}", daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    if thread.is_alive():
+        connection.close()

@@ -10,19 +10,18 @@ from typing import Any, Literal
 
 import pytest
 
-from distflow.backends.machines.checks.allreduce import AllReduce
-from distflow.backends.machines.checks.finding import Finding, Grade
-from distflow.backends.machines.checks.findings import folded, judge_node, judge_nodes
+from distflow.backends.machines.checks.findings import Finding, Grade, folded, judge_node, judge_nodes
 from distflow.backends.machines.checks.measured import (
     PYTHON_PROBE,
+    Gpu,
+    GpuApp,
     Measured,
     Pair,
     Torch,
     parse_python,
     python_trouble,
 )
-from distflow.backends.machines.checks.nvidia import Gpu, GpuApp
-from distflow.backends.machines.checks.reachability import judge_pairs, verdict
+from distflow.backends.machines.checks.network import AllReduce, judge_pairs, verdict
 from distflow.errors import BootstrapFailed, HostKeyMismatch, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node

@@ -19,7 +19,7 @@ from distflow.backends.machines.connection.bootstrap import Opened, open_service
 from distflow.backends.machines.connection.link import AgentLink
 from distflow.backends.machines.connection.node_connection import Connection
 from distflow.backends.machines.connection.stream import ServiceStream
-from distflow.backends.machines.inspection.session import Session
+from distflow.backends.machines.session import Session
 from distflow.errors import NodeError, NodeUnreachable
 from distflow.pools.model import Node, Pool
 from distflow.runtime.files.frames import FRAME

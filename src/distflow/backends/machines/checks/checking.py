@@ -1,6 +1,6 @@
 """Measuring the nodes of a pool before a gang runs on them: each by itself, then the connections between them.
 
-A limited number of nodes is measured at once. Failed queries are values like the others. ``findings`` and ``reachability``
+A limited number of nodes is measured at once. Failed queries are values like the others. ``findings`` and ``network``
 interpret the measurements.
 """
 
@@ -13,18 +13,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.backends.machines.backend import transport_of
-from distflow.backends.machines.checks.allreduce import AllReduce, all_reduce
-from distflow.backends.machines.checks.finding import few
-from distflow.backends.machines.checks.measured import PYTHON_PROBE, Measured, Pair, parse_python, python_trouble
-from distflow.backends.machines.checks.nvidia import parse_apps, parse_gpus
+from distflow.backends.machines.checks.findings import few
+from distflow.backends.machines.checks.measured import (
+    PYTHON_PROBE,
+    Measured,
+    Pair,
+    parse_apps,
+    parse_gpus,
+    parse_python,
+    python_trouble,
+)
+from distflow.backends.machines.checks.network import AllReduce, all_reduce
 from distflow.backends.machines.connection.bootstrap import connect
-from distflow.backends.machines.connection.clocks import ClockWatch
-from distflow.backends.machines.connection.link import AgentLink
+from distflow.backends.machines.connection.link import AgentLink, ClockWatch
 from distflow.backends.machines.connection.training_address import path_prepend, training_address
 from distflow.errors import AgentError, BootstrapFailed, DistflowError
 from distflow.pools.model import Node, Pool
-from distflow.transports.base import Transport
-from distflow.transports.fanout import fan_out
+from distflow.transports.base import Transport, fan_out
 
 __all__ = ["Checked", "check_pool"]
 

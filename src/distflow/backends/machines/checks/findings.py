@@ -7,19 +7,83 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 
-from distflow.backends.machines.checks import conditions
-from distflow.backends.machines.checks.finding import Finding, Grade, amount, count, error, few, note, warning
 from distflow.backends.machines.checks.measured import Measured
 from distflow.errors import BootstrapFailed, NodeError
 
-__all__ = ["folded", "judge_node", "judge_nodes"]
+__all__ = ["Finding", "Grade", "amount", "count", "error", "few", "folded", "judge_node", "judge_nodes", "note", "warning"]
+
 
 _CLOCK_S = 1.0
 _LEAST_FREE = 1 << 30
 _LEAST_FREE_PART = 0.05
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "afs")
+_LEAST_MEMORY = 1 << 30
+_LEAST_MEMORY_PART = 0.05
+_LEAST_FILES = 1024
+_LEAST_PROCESSES = 4096
+_FEW = 5
+
+
+class Grade(str, Enum):
+    """The severity of a finding, in the order of reports."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One finding about nodes."""
+
+    grade: Grade
+    about: str
+    """One word for programs: ``ssh``, ``python``, ``root``, ``disk``, ``cpus``, ``memory``, ``shm``, ``limits``, ``leases``,
+    ``clock``, ``gpus``, ``torch``, ``address``, ``name``, ``login``, ``reach`` or ``all-reduce``."""
+    nodes: tuple[str, ...]
+    message: str
+    hint: str = ""
+    """What to do; may be empty for a note."""
+
+    def as_text(self) -> str:
+        """Return the finding as lines."""
+        lines = [f"{self.grade.value}: {', '.join(self.nodes)}: {self.message}"]
+        lines += [f"    {line}" for line in self.hint.splitlines()]
+        return "\n".join(lines)
+
+
+def few(names: Sequence[str]) -> str:
+    """Return a list of names that fits on a line."""
+    more = len(names) - _FEW
+    return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
+
+
+def count(number: int, word: str, words: str = "") -> str:
+    """Return a number with its noun."""
+    return f"{number} {word if number == 1 else words or word + 's'}"
+
+
+def amount(size: int) -> str:
+    """Return bytes as GiB."""
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+def error(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
+    """Return an error."""
+    return Finding(grade=Grade.ERROR, about=about, nodes=tuple(nodes), message=message, hint=hint)
+
+
+def warning(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
+    """Return a warning."""
+    return Finding(grade=Grade.WARNING, about=about, nodes=tuple(nodes), message=message, hint=hint)
+
+
+def note(about: str, nodes: Sequence[str], message: str, hint: str) -> Finding:
+    """Return a note."""
+    return Finding(grade=Grade.NOTE, about=about, nodes=tuple(nodes), message=message, hint=hint)
 
 
 def judge_node(measured: Measured) -> Iterator[Finding]:
@@ -247,8 +311,56 @@ def _login(measured: Measured) -> Iterator[Finding]:
         )
 
 
+def _memory(measured: Measured) -> Iterator[Finding]:
+    memory = measured.probe.get("memory")
+    if not memory:
+        return
+    available, total = memory["available_bytes"], memory["total_bytes"]
+    if available < _LEAST_MEMORY or available < total * _LEAST_MEMORY_PART:
+        message = f"only {amount(available)} of its {amount(total)} of memory are free"
+        yield warning("memory", [measured.node.name], message, "see what uses it: `ps aux --sort=-rss | head`")
+
+
+def _shm(measured: Measured) -> Iterator[Finding]:
+    shm = measured.probe.get("shm")
+    if shm and shm["free_bytes"] < _LEAST_MEMORY:
+        message = f"only {amount(shm['free_bytes'])} of {amount(shm['total_bytes'])} are free in /dev/shm"
+        hint = (
+            "workers of a DataLoader and NCCL share memory there: remove what is left in it, or as root "
+            "`mount -o remount,size=50% /dev/shm`; of a container, `--shm-size`"
+        )
+        yield warning("shm", [measured.node.name], message, hint)
+
+
+def _limits(measured: Measured) -> Iterator[Finding]:
+    limits, names = measured.probe.get("limits") or {}, [measured.node.name]
+    files, processes, locked = limits.get("nofile"), limits.get("nproc"), limits.get("memlock")
+    where = "raise it in its /etc/security/limits.conf, or by `ulimit` in `setup`"
+    if files is not None and files < _LEAST_FILES:
+        yield warning("limits", names, f"a process may open {count(files, 'file')} only (ulimit -n)", where)
+    if processes is not None and processes < _LEAST_PROCESSES:
+        message = f"its user may have {count(processes, 'process', 'processes')} and threads only (ulimit -u)"
+        yield warning("limits", names, message, where)
+    if locked is not None and measured.probe.get("has_rdma"):
+        message = f"a process may lock {amount(locked)} of memory only (ulimit -l), and it has InfiniBand or RoCE"
+        yield warning("limits", names, message, f"NCCL needs `unlimited` for them: {where}")
+
+
+def _gpu_health(measured: Measured) -> Iterator[Finding]:
+    names = [measured.node.name]
+    broken = [gpu for gpu in measured.gpus or () if gpu.ecc_errors]
+    if broken:
+        said = ", ".join(f"GPU {gpu.index}: {gpu.ecc_errors}" for gpu in broken)
+        message = f"memory errors that could not be corrected, since its driver was loaded: {said}"
+        yield warning("gpus", names, message, "reset the GPU or reboot; when they come again, have it replaced")
+    xids = measured.probe.get("xids") or []
+    if xids:
+        message = f"{count(len(xids), 'GPU error')} in its kernel's log, the last: {xids[-1]}"
+        yield warning("gpus", names, message, "the number behind `Xid` is explained in NVIDIA's list of Xid errors")
+
+
 _RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
-    _root, _leases, _paths, *conditions.RULES, _capacity, _gpus, _torch, _address, _name, _login,
+    _root, _leases, _paths, _memory, _shm, _limits, _gpu_health, _capacity, _gpus, _torch, _address, _name, _login,
 )  # fmt: skip
 
 

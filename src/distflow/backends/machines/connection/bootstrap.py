@@ -1,23 +1,106 @@
-"""Starting a distflow service on a node, by one exec of ``python3``. Its stub requests the runtime if that is missing."""
+"""Start a distflow service on a node, by one exec of ``python3``.
+
+The stub on the node asks for an archive of distflow's sources (``RUNTIME`` or ``STORAGE``) if the node does not have it yet.
+Archives are named by the SHA-256 of their files, and each is unpacked to its own directory. ``after_report`` and ``after_exit``
+return the message and the remedy if the runtime does not start.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import importlib.resources
+import io
 import secrets
 import threading
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal
 
-from distflow.backends.machines.connection.bundles import RUNTIME, Bundle
 from distflow.backends.machines.connection.link import AgentLink, Event
-from distflow.backends.machines.connection.remedies import after_exit, after_report
 from distflow.errors import BootstrapFailed, NodeUnreachable
 from distflow.runtime.files.root_directory import MARKER, MARKER_TEXT, PRIVATE
 from distflow.runtime.untrusted import decode_object
 from distflow.transports.base import Channel, Transport
 
-__all__ = ["STUB", "Opened", "connect", "open_service", "service_argv"]
+__all__ = [
+    "RUNTIME",
+    "STORAGE",
+    "STUB",
+    "Bundle",
+    "Opened",
+    "after_exit",
+    "after_report",
+    "connect",
+    "open_service",
+    "service_argv",
+]
+
+_STORAGE: Final = (
+    "documents/__init__", "documents/text", "documents/urls", "errors", "shell", "storage/__init__",
+    "storage/base", "storage/credentials", "storage/datasets", "storage/failures", "storage/files", "storage/node_service",
+    "storage/objects", "storage/task_data", "storage/transfers",
+)  # fmt: skip
+"""The modules that ``storage.node_service`` imports, directly or not. A test runs it with no others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """One archive."""
+
+    package: str
+    """Package of its services."""
+    modules: tuple[str, ...] = ()
+    """Its modules in addition to the node runtime."""
+
+    @cached_property
+    def _sources(self) -> dict[str, bytes]:
+        """Return the files of the archive by name, sorted."""
+        sources = {"distflow/__init__.py": b""}
+        top = importlib.resources.files("distflow")
+        packages = [("protocol", top.joinpath("protocol")), ("runtime", top.joinpath("runtime"))]
+        for name, package in packages:
+            for file in package.iterdir():
+                if file.name.endswith(".py"):
+                    sources[f"distflow/{name}/{file.name}"] = file.read_bytes()
+                elif file.is_dir():
+                    packages.append((f"{name}/{file.name}", file))
+        for name in self.modules:
+            sources[f"distflow/{name}.py"] = top.joinpath(f"{name}.py").read_bytes()
+        return dict(sorted(sources.items()))
+
+    @cached_property
+    def archive(self) -> bytes:
+        """Return the zip archive, which has the same bytes for the same sources, wherever it is built."""
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            for name, data in self._sources.items():
+                entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+                entry.create_system = 3
+                entry.external_attr = 0o600 << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, data)
+        return buffer.getvalue()
+
+    @cached_property
+    def digest(self) -> str:
+        """Return the name of its directory on a node: the SHA-256 of all files.
+
+        Each file is hashed as a line with name and size, then its content. The stub computes the same digest from the unpacked
+        directory before it imports anything from there.
+        """
+        digest = hashlib.sha256()
+        for name, data in self._sources.items():
+            digest.update(b"%s %d\n" % (name.encode(), len(data)) + data)
+        return digest.hexdigest()
+
+
+RUNTIME: Final = Bundle(package="distflow.runtime")
+STORAGE: Final = Bundle(package="distflow.storage", modules=_STORAGE)
+
 
 # Everything before `import` must parse on any Python version, so that an old one can report its version. Nothing is imported
 # from a directory that another user could replace, or whose files differ from those that were sent.
@@ -310,3 +393,86 @@ class _Greeting:
             return NodeUnreachable(self._node, "the connection broke before the agent answered", hint=printed)
         what, remedy = after_exit(code, self._python, printed)
         return BootstrapFailed(self._node, what, hint="\n".join(filter(None, [remedy, printed])))
+
+
+_OTHER_PYTHON = "`python:` of the node, or of its pool, names the interpreter there"
+_OTHER_ROOT = "name another directory with `root:` of the node or its pool"
+_OWN_ROOT = "name a directory of your own with `root:` of the node or its pool"
+_REFUSED = {
+    "owner": (
+        "{at} belongs to {owner} (mode {mode}), who could replace what {user} runs there",
+        f"{_OWN_ROOT}, or let {{owner}} or root give it away (`chown -R {{user}} {{at}}`)",
+    ),
+    "writable": (
+        "{at} may be written to by other users (mode {mode}), who could replace what {user} runs there",
+        f"`chmod go-w {{at}}` there, or {_OWN_ROOT}",
+    ),
+    "unmarked": (
+        "{at} holds files that distflow did not put there, and distflow removes what lies in this directory",
+        f"move them away, or {_OTHER_ROOT}",
+    ),
+}
+"""Message and remedy for each reason for which the stub refuses a directory."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DENIED = (errno.EACCES, errno.EPERM)
+_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+
+
+def after_report(report: Mapping[str, Any]) -> tuple[str, str]:
+    """Return message and remedy for an exception that the stub reported. The remedy may be empty.
+
+    ``report``: ``text`` (the exception), ``errno``, ``path`` (its path), ``at`` (the nearest existing path above that),
+    ``owner`` and ``mode`` (octal) of ``at``, ``refused`` (why the stub did not use it), ``user``, ``root``, ``home``,
+    ``has_home``, ``python``, ``version``. Any of them may be missing.
+    """
+
+    def said(name: str) -> str:
+        return str(report.get(name) or "")
+
+    root, at, owner, user = said("root"), said("at"), said("owner"), said("user")
+    if _is_too_old(said("version")):
+        return f"Python 3.8 or newer is needed; {said('python') or 'python'} is {said('version')}", _OTHER_PYTHON
+    if said("refused") in _REFUSED:
+        what, remedy = _REFUSED[said("refused")]
+        fields = {"at": at, "owner": owner, "mode": said("mode"), "user": user}
+        return what.format(**fields), remedy.format(**fields)
+    number = report.get("errno")
+    if number in _FULL:
+        quota = "the quota there is used up" if number == errno.EDQUOT else "its disk is full"
+        return f"distflow's runtime has no room in {root}: {quota}", f"free some (`df -h {at or root}`), or {_OTHER_ROOT}"
+    if number == errno.EROFS:
+        return f"distflow's directory {root} is on a read-only file system", _OTHER_ROOT
+    if number in _DENIED and said("home") and not report.get("has_home", True) and root.startswith(said("home")):
+        return f"{user} has no home directory there: {said('home')} does not exist", f"make it, or {_OTHER_ROOT}"
+    if number in _DENIED:
+        what = f"distflow's directory {root} cannot be used by {user or 'us'}: {at or said('path')}"
+        if owner and owner != user:
+            remedy = f"let {owner} or root give it away (`chown -R {user} {at}`)" if at.startswith(root) else ""
+            return f"{what} belongs to {owner} (mode {said('mode')})", " or ".join(filter(None, [_OTHER_ROOT, remedy]))
+        return f"{what} may not be written to (mode {said('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
+    if number == errno.ENOENT:
+        return f"distflow's directory {root} cannot be made on this node: {said('text')}", _OTHER_ROOT
+    if number in _IN_THE_WAY:
+        return f"{said('path') or root} is in the way: distflow needs a directory there", f"remove it, or {_OTHER_ROOT}"
+    if said("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
+        lacking = f"{said('python') or 'its python'} lacks a part of the standard library: {said('text')}"
+        return lacking, f"install all of it, or another one; {_OTHER_PYTHON}"
+    return f"distflow's runtime does not come up: {said('text')}", ""
+
+
+def after_exit(exit_code: int | None, python: str, printed: str) -> tuple[str, str]:
+    """Return message and remedy for a login that ended with ``exit_code`` and the output ``printed``."""
+    if exit_code == 127:
+        return f"`{python}` is not on this node, or not in the PATH of a login without a terminal", _OTHER_PYTHON
+    if exit_code == 126:
+        return f"`{python}` cannot be executed on this node", _OTHER_PYTHON
+    if "Unknown option: -I" in printed:
+        return f"Python 3.8 or newer is needed; `{python}` is older than 3.4", _OTHER_PYTHON
+    ended = "the login ended" if exit_code is None else f"the login ended with exit code {exit_code}"
+    shell = "is the login's shell one that runs no commands (nologin, false), or does a start-up file or a ForceCommand exit?"
+    return f"{ended} before `{python}` answered", f"is `{python}` a Python interpreter? If so, {shell}"
+
+
+def _is_too_old(version: str) -> bool:
+    numbers = version.split(".")[:2]
+    return len(numbers) == 2 and all(part.isdecimal() for part in numbers) and (int(numbers[0]), int(numbers[1])) < (3, 8)

@@ -1,4 +1,7 @@
-"""The submitter's end of the agent protocol: requests, answers and events on one channel (docs/agent-protocol.md)."""
+"""The submitter's end of the agent protocol: requests, answers and events on one channel (docs/agent-protocol.md).
+
+Pings of a connection also measure the node's clock.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from distflow.backends.machines.connection.clocks import ClockWatch
 from distflow.backends.machines.connection.shapes import check_answer, check_event
+from distflow.backends.steady import now
 from distflow.errors import AgentError, NodeError, NodeUnreachable
-from distflow.lifecycle.clocks import Clock
+from distflow.lifecycle.clocks import Clock, best_clock
 from distflow.runtime.wire import LineReader, encode
 from distflow.transports.base import Channel
 
-__all__ = ["AgentLink", "Event", "Result"]
+__all__ = ["AgentLink", "ClockWatch", "Event", "Result", "now"]
+
 
 Result: TypeAlias = dict[str, Any]
 """The fields of an answer."""
@@ -257,3 +262,35 @@ class AgentLink:
             self._call(callback, error)
         if self._on_close is not None:
             self._call(self._on_close, error)
+
+
+_SAMPLES = 8
+"""The quickest of this number of pings counts: enough for a quiet moment, few enough to follow drifting clocks."""
+
+
+class ClockWatch:
+    """Measures a node's clock, ping by ping."""
+
+    def __init__(self) -> None:
+        """Start without samples."""
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=_SAMPLES)
+
+    @property
+    def clock(self) -> Clock | None:
+        """Return the current estimate of the node's clock."""
+        return best_clock(tuple(self._samples))
+
+    def ping(self) -> Callable[[object], None]:
+        """Record that a ping is sent now. Returns the callback for its answer."""
+        asked = now()
+
+        def answered(answer: object) -> None:
+            if isinstance(answer, Mapping) and isinstance(said := _said(answer), float):
+                self._samples.append((asked, said, now()))
+
+        return answered
+
+
+def _said(answer: Mapping[str, Any]) -> float | None:
+    said = answer.get("now")
+    return float(said) if isinstance(said, int | float) else None

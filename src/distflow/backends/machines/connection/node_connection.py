@@ -31,13 +31,10 @@ from distflow.backends.base import (
     StopAccepted,
 )
 from distflow.backends.machines.connection.bootstrap import connect
-from distflow.backends.machines.connection.clocks import now
-from distflow.backends.machines.connection.link import AgentLink
+from distflow.backends.machines.connection.link import AgentLink, now
 from distflow.backends.machines.connection.reconnecting import Reconnecting, heartbeat_s
 from distflow.backends.machines.connection.training_address import path_prepend, training_address
-from distflow.backends.machines.transfer.direct import bring_there, deliver_there
-from distflow.backends.machines.transfer.fetching import Fetched, fetch_output
-from distflow.backends.machines.transfer.staging import Blob, send_blobs
+from distflow.backends.machines.connection.transfers import Blob, Fetched, bring_there, deliver_there, fetch_output, send_blobs
 from distflow.errors import AuthenticationRefused, DistflowError, NodeError, NodeUnreachable
 from distflow.lifecycle.clocks import Clock
 from distflow.pools.model import Node, Pool

@@ -1,4 +1,4 @@
-"""Queries for the stacks of a workflow's processes, on all nodes at once. An unanswered query is a value, too."""
+"""Questions to nodes: who holds their resources, and what the processes of running tasks do."""
 
 from __future__ import annotations
 
@@ -6,17 +6,61 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.backends.machines.backend import transport_of
+from distflow.backends.machines.backend import link_to, transport_of
 from distflow.backends.machines.connection.bootstrap import connect
 from distflow.backends.machines.connection.training_address import path_prepend
 from distflow.errors import DistflowError
 from distflow.pools.model import Node, Pool
-from distflow.transports.base import Transport
-from distflow.transports.fanout import fan_out
+from distflow.transports.base import Transport, fan_out
 
-__all__ = ["Asked", "TaskStacks", "collect_stacks"]
+__all__ = ["Asked", "Holder", "Holders", "TaskStacks", "ask_holders", "collect_stacks"]
 
-_LOOK_S = 120.0
+
+_HOLDERS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """An attempt, of any user, that holds a lease."""
+
+    user: str
+    attempt: str
+    """``<workflow uuid>/<group>/<task>/<n>``, unless its user wrote something else."""
+    label: str = ""
+    """``<workflow id>/<task>``; empty if the lease does not contain them."""
+    pid: int | None
+    """Process id of the agent that leased it."""
+    gpus: tuple[int, ...] = ()
+    ports: tuple[int, ...] = ()
+    cpus: int = 0
+    memory: int = 0
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holders:
+    """A node's answer, or why it could not be asked."""
+
+    holders: tuple[Holder, ...] = ()
+    foreign: tuple[tuple[int, str], ...] = ()
+    """GPUs with processes that distflow did not start, and descriptions of these."""
+    error: str = ""
+
+
+def ask_holders(pool: Pool, node: Node) -> Holders:
+    """Query one node. If it is unreachable, the result contains an error; no exception is raised."""
+    try:
+        with link_to(pool, node) as link:
+            said = link.request("holders", lease_dir=node.lease_dir, timeout_s=_HOLDERS_S)
+    except DistflowError as error:
+        return Holders(error=error.message)
+    return Holders(
+        holders=tuple(Holder(**{**one, "gpus": tuple(one["gpus"]), "ports": tuple(one["ports"])}) for one in said["holders"]),
+        foreign=tuple((int(one["gpu"]), str(one["words"])) for one in said["foreign"]),
+    )
+
+
+_STACKS_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +113,7 @@ def _of_node(pool: Pool, transport: Transport, asked: Sequence[Asked]) -> list[T
         for one in asked:
             try:
                 seen = link.request(
-                    "stacks", attempt=one.attempt, env=dict(node.environment), path_prepend=path, timeout_s=_LOOK_S
+                    "stacks", attempt=one.attempt, env=dict(node.environment), path_prepend=path, timeout_s=_STACKS_S
                 )
                 found.append(TaskStacks(asked=one, seen=seen))
             except DistflowError as error:

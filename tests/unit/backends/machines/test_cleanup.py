@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.backends.machines.cleanup.recalling import _workflow
+from distflow.backends.machines.cleanup import _workflow
 
 UUID = "0b51e6a25bd54f0c9c5e6d2f4e7b1a01"
 

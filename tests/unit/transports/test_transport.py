@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.transports.ssh.channel import remote_command
+from distflow.transports.ssh.transport import remote_command
 
 WORDS = [
     "",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distflow.backends.machines.checks.nvidia import Gpu, GpuApp, parse_apps, parse_gpus
+from distflow.backends.machines.checks.measured import Gpu, GpuApp, parse_apps, parse_gpus
 
 # nvidia-smi --query-gpu=index,uuid,name,driver_version,memory.total,memory.used,
 #   ecc.errors.uncorrected.volatile.total --format=csv,noheader,nounits

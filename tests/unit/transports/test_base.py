@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from distflow.errors import NodeUnreachable
-from distflow.transports.base import Transport
-from distflow.transports.fanout import fan_out
+from distflow.transports.base import Transport, fan_out
 from distflow.transports.local import LocalTransport
 
 

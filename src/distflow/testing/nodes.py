@@ -1,7 +1,7 @@
-"""Nodes that already have the node runtime, as after their first connection.
+"""Prepared nodes: with an installed runtime, or with a wrong clock.
 
-The first connection to a node sends the runtime, and its Python compiles some sixty modules: a quarter of a second of processor
-time, which is more than most tests of a node need for everything else.
+The first connection to a node sends the runtime, and the node compiles about sixty modules. This takes a quarter of a second of
+processor time, which is more than most tests of a node need for everything else.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import importlib.util
 import io
 import py_compile
+import sys
 import tempfile
 import zipfile
 from functools import cache
 from pathlib import Path
 
-from distflow.backends.machines.connection.bundles import RUNTIME
+from distflow.backends.machines.connection.bootstrap import RUNTIME
 from distflow.runtime.files.root_directory import PRIVATE, mark
 
-__all__ = ["install_runtime"]
+__all__ = ["install_runtime", "write_skewed_python"]
 
 
 def install_runtime(root: Path) -> None:
@@ -49,3 +50,23 @@ def _files() -> dict[str, bytes]:
             files[name] = source.read_bytes()
             files[str(compiled.relative_to(folder))] = compiled.read_bytes()
     return files
+
+
+_WRAPPER = """#!{python} -IS
+import os, sys, time
+if "-c" not in sys.argv:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+right = time.time
+time.time = lambda: right() + {offset_s!r}
+at = sys.argv.index("-c")
+code = sys.argv[at + 1]
+sys.argv[:] = ["-c", *sys.argv[at + 2:]]
+exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
+"""
+
+
+def write_skewed_python(path: Path, offset_s: float) -> str:
+    """Write a program that is this Python, but for a clock that is ``offset_s`` before the right one; return its path."""
+    path.write_text(_WRAPPER.format(python=sys.executable, offset_s=offset_s))
+    path.chmod(0o755)
+    return str(path)

@@ -1,0 +1,290 @@
+"""Workflows, processes and files that remain on nodes: find them, and remove them.
+
+Each function asks one node. Errors of the node are in the result, and never raised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.backends.machines.backend import link_to
+from distflow.backends.machines.connection.link import AgentLink
+from distflow.errors import AgentError, DistflowError
+from distflow.lifecycle.clocks import Clock
+from distflow.pools.model import Node, Pool
+
+__all__ = [
+    "Cleaned",
+    "FoundAttempt",
+    "FoundWorkflow",
+    "Leftover",
+    "Reaped",
+    "Recalled",
+    "Uninstalled",
+    "clean_node",
+    "reap_node",
+    "recall_node",
+    "uninstall_node",
+]
+
+
+_PATIENCE_S = 3600.0
+"""Timeout for listing or removing millions of files. A dead node is detected by its silence, long before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleaned:
+    """The removed workflows of one node, or why none was removed."""
+
+    node: str
+    removed: tuple[str, ...] = ()
+    """uuids of workflows."""
+    kept: int = 0
+    """Number of workflows that are too young or still running."""
+    freed_bytes: int = 0
+    free_bytes: int | None = None
+    """Free bytes on the node's disk."""
+    error: str = ""
+    """Why workflows could not be removed."""
+
+
+def clean_node(
+    pool: Pool,
+    node: Node,
+    *,
+    older_than_s: float,
+    unfinished: Collection[str],
+    is_dry_run: bool,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Cleaned:
+    """Remove the directories of all workflows on a node that are not running and were not written to for ``older_than_s``.
+
+    Ages are measured with the clock of the node's file system. ``unfinished`` workflows (uuids) are never removed. If the node
+    is unreachable, the result contains an error; no exception is raised.
+    """
+    try:
+        with link_to(pool, node) as link:
+            survey = link.request("survey", timeout_s=_PATIENCE_S)
+            old = [
+                item
+                for item in survey["workflows"]
+                if item["uuid"] not in unfinished and not item["alive"] and survey["now"] - item["modified_at"] >= older_than_s
+            ]
+            freed, removed, refused = 0, [], []
+            for item in old:
+                uuid = item["uuid"]
+                progress(f"{node.name}: {uuid}")
+                try:
+                    freed += item["bytes"] if is_dry_run else _clean(link, uuid)
+                except AgentError as error:
+                    refused.append(f"{uuid}: {error.detail}")
+                else:
+                    removed.append(uuid)
+    except DistflowError as error:
+        return Cleaned(node=node.name, error=error.message)
+    return Cleaned(
+        node=node.name,
+        removed=tuple(removed),
+        kept=len(survey["workflows"]) - len(removed),
+        freed_bytes=freed,
+        free_bytes=survey.get("free_bytes"),
+        error="; ".join(refused),
+    )
+
+
+def _clean(link: AgentLink, uuid: str) -> int:
+    return int(link.request("clean", timeout_s=_PATIENCE_S, workflow=uuid)["freed_bytes"])
+
+
+_REAP_S = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A process or a container of an ended attempt."""
+
+    pid: int | None
+    """``None`` for a container."""
+    name: str
+    attempt: str
+    """``<workflow uuid>/<group>/<task>/<n>``."""
+    why: str
+    """Why it is a leftover."""
+    is_ours: bool
+    """Whether it is killed. Leftovers of another root or another user are only reported."""
+    user: str = ""
+    age_s: float | None = None
+    gpus: tuple[int, ...] = ()
+    """GPUs on which it runs, as far as ``nvidia-smi`` reports them."""
+    error: str = ""
+    """Why it still exists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaped:
+    """The leftovers on one node, or why it could not be checked."""
+
+    node: str
+    found: tuple[Leftover, ...] = ()
+    settled: tuple[str, ...] = ()
+    """Attempts without runner and keeper whose end was recorded now."""
+    error: str = ""
+
+
+def reap_node(pool: Pool, node: Node, *, is_dry_run: bool) -> Reaped:
+    """Kill every leftover on a node, and check again. With ``is_dry_run``, only report them.
+
+    If the node is unreachable, the result contains an error; no exception is raised.
+    """
+    try:
+        with link_to(pool, node) as link:
+            answer = link.request("reap", dry_run=is_dry_run, timeout_s=_REAP_S)
+    except DistflowError as error:
+        return Reaped(node=node.name, error=error.message)
+    left = {one["pid"]: one for one in answer["left"]}
+    # Leftovers that were found only after killing others are reported as well.
+    processes = {one["pid"]: one for one in answer["processes"]} | left
+    found = [_process(one, answer["message"] if one["pid"] in left else "") for one in processes.values()]
+    return Reaped(
+        node=node.name,
+        found=(*found, *(_container(one) for one in answer["containers"])),
+        settled=tuple(answer["settled"]),
+    )
+
+
+def _process(one: Mapping[str, Any], error: str) -> Leftover:
+    return Leftover(
+        pid=one["pid"],
+        name=one["name"],
+        attempt=one["attempt"],
+        why=one["why"],
+        is_ours=one["is_ours"],
+        user=one["user"],
+        age_s=one["age_s"],
+        gpus=tuple(one["gpus"]),
+        error=error,
+    )
+
+
+def _container(one: Mapping[str, Any]) -> Leftover:
+    return Leftover(
+        pid=None,
+        name=f"{one['program']} {one['name']}",
+        attempt=one["attempt"],
+        why=one["why"],
+        is_ours=one["is_ours"],
+        error=one.get("error") or "",
+    )
+
+
+_RECALL_S = 120.0
+_LONGEST = 4096
+_CONTROL = re.compile(r"[\0-\x1f\x7f]")
+_ATTEMPT = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+/[A-Za-z0-9_-]+/(?:0|[1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundAttempt:
+    """An attempt that has a directory on a node."""
+
+    name: str
+    """``<workflow uuid>/<group>/<task>/<n>``."""
+    phase: str
+    """The phase of the agent protocol's ``status``."""
+    pid: int | None
+    started_at: float | None
+    """Time of our clock if the node's clock was measured."""
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundWorkflow:
+    """A workflow with files on a node."""
+
+    uuid: str
+    memo: str
+    """The submitter's latest note; empty if there is none."""
+    attempts: tuple[FoundAttempt, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """The workflows on one node, or why it could not be asked."""
+
+    pool: Pool
+    node: str
+    workflows: tuple[FoundWorkflow, ...] = ()
+    error: str = ""
+
+
+def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
+    """Return a node's workflows whose uuids are not ``known``. Errors are in the result, and never raised."""
+    try:
+        with link_to(pool, node) as link:
+            answer = link.request("recall", known=sorted(known), timeout_s=_RECALL_S)
+    except DistflowError as error:
+        return Recalled(pool=pool, node=node.name, error=error.message)
+    try:
+        found = tuple(_workflow(one, link.clock) for one in answer["workflows"])
+    except (KeyError, TypeError, ValueError) as error:
+        return Recalled(pool=pool, node=node.name, error=f"its answer cannot be understood: {error}")
+    return Recalled(pool=pool, node=node.name, workflows=found)
+
+
+def _workflow(one: Mapping[str, Any], clock: Clock | None) -> FoundWorkflow:
+    uuid, memo = _text(one["uuid"]), one["memo"]
+    if not isinstance(memo, str):
+        raise TypeError("`memo` is not a text")
+    attempts = tuple(_attempt(attempt, uuid, clock) for attempt in one["attempts"])
+    return FoundWorkflow(uuid=uuid, memo=memo, attempts=attempts)
+
+
+def _attempt(one: Mapping[str, Any], uuid: str, clock: Clock | None) -> FoundAttempt:
+    name, pid, started_at = _text(one["attempt"]), one["pid"], one["started_at"]
+    if _ATTEMPT.fullmatch(name) is None or not name.startswith(f"{uuid}/"):
+        raise ValueError(f"{name!r} is not an attempt of {uuid}")
+    if pid is not None and (type(pid) is not int or pid < 1):
+        raise ValueError(f"the process id of {name} is not a number")
+    if started_at is not None and type(started_at) not in (int, float):
+        raise ValueError(f"the start of {name} is not a time")
+    phase, directory = _text(one["phase"]), _text(one["directory"])
+    return FoundAttempt(name=name, phase=phase, pid=pid, started_at=_ours(started_at, clock), directory=directory)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _LONGEST or _CONTROL.search(value):
+        raise ValueError("a name is too long, or holds characters that cannot be shown")
+    return value
+
+
+def _ours(at: float | None, clock: Clock | None) -> float | None:
+    return at if at is None or clock is None else clock.ours(at)
+
+
+_UNINSTALL_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uninstalled:
+    """The removed and the remaining paths of one node."""
+
+    node: str
+    removed: tuple[str, ...] = ()
+    """Removed paths."""
+    left: tuple[str, ...] = ()
+    """Remaining paths, each with the cause."""
+    error: str = ""
+    """Why nothing was removed."""
+
+
+def uninstall_node(pool: Pool, node: Node) -> Uninstalled:
+    """Remove distflow from a node without running tasks. Errors are in the result, and never raised."""
+    try:
+        with link_to(pool, node) as link:
+            answer = link.request("uninstall", lease_dir=node.lease_dir, timeout_s=_UNINSTALL_S)
+    except DistflowError as error:
+        return Uninstalled(node=node.name, error=error.message)
+    return Uninstalled(node=node.name, removed=tuple(answer["removed"]), left=tuple(answer["left"]))

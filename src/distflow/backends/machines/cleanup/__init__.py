@@ -1,1 +1,0 @@
-"""Removing what ended workflows left on nodes."""

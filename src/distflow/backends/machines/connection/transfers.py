@@ -1,0 +1,254 @@
+"""Copy files and data from and to a node, each on a separate connection. An interrupted transfer is resumed.
+
+``send_blobs`` and ``fetch_output`` talk to ``runtime.services``, ``deliver_there`` and ``bring_there`` to
+``storage.node_service``, whose connection carries only control messages. docs/agent-protocol.md has the formats.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distflow.backends.machines.connection.bootstrap import STORAGE, open_service
+from distflow.backends.machines.connection.stream import EMPTY_FRAME, EMPTY_LINE, ServiceStream
+from distflow.documents.quantities import bytes_text
+from distflow.errors import AgentError, NodeUnreachable, StorageError
+from distflow.runtime.files.durable import reserve_bytes
+from distflow.runtime.files.frames import frames, receive
+from distflow.runtime.wire import OpError, encode
+from distflow.shell import mask
+from distflow.storage.base import Progress
+from distflow.storage.credentials import Identity
+from distflow.storage.task_data import Delivered, Delivery, InputRequest, RelayRequired
+from distflow.transports.base import Transport
+
+__all__ = ["Blob", "Fetched", "Pace", "bring_there", "deliver_there", "fetch_output", "send_blobs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """A file of this machine that nodes identify by its content."""
+
+    digest: str
+    """SHA-256, hexadecimal."""
+    path: Path
+    size: int
+    """Bytes."""
+
+
+def send_blobs(
+    transport: Transport,
+    root: str,
+    python: str,
+    blobs: Sequence[Blob],
+    *,
+    timeout_s: float,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Send blobs one after the other. ``progress`` gets the number of bytes of all of them that are there.
+
+    ``timeout_s`` limits the wait for the node's first answer. Raises ``AgentError`` if the node refuses one (no space,
+    damaged), ``NodeUnreachable`` and ``BootstrapFailed`` for connections, and ``OSError`` if a blob cannot be read here.
+    """
+    opened = open_service(transport, root, python, "services.receiver", timeout_s=timeout_s)
+    stream = ServiceStream(transport.name, opened, "the connection that sent files ended")
+    try:
+        before = 0
+        for blob in blobs:
+            _send(stream, blob, lambda at, before=before: progress(before + at))  # type: ignore[misc]
+            before += blob.size
+    finally:
+        stream.close()
+
+
+def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) -> None:
+    header = json.dumps({"hash": blob.digest, "size": blob.size}).encode()
+    # No keepalives until the answer is here: the node does not read before it has answered, and its next read is unknown.
+    _write(stream, header + b"\n", b"")
+    at = int(stream.line()["at"])
+    progress(at)
+    with blob.path.open("rb") as source:
+        if at:
+            source.seek(at)
+        stream.write(b"", EMPTY_FRAME if at < blob.size else EMPTY_LINE)
+        for size, frame in frames(source):
+            at += size
+            _write(stream, frame, EMPTY_FRAME if at < blob.size else EMPTY_LINE)
+            progress(at)
+    if at < blob.size:
+        raise OSError(errno.EIO, "it became shorter while it was sent", str(blob.path))
+    stream.line()
+
+
+def _write(stream: ServiceStream, data: bytes, sign: bytes) -> None:
+    """Write. If the receiver has ended, raise the error that it sent."""
+    try:
+        stream.write(data, sign)
+    except NodeUnreachable:
+        stream.line()
+        raise
+
+
+_SHA_256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A task's files as a blob of this machine."""
+
+    digest: str
+    """SHA-256, hexadecimal."""
+    size: int
+    """Bytes of the archive."""
+    files: int
+    """Files, directories and links in it."""
+    left_out: tuple[str, ...]
+    """Names of other files (sockets, pipes, devices)."""
+    is_here: bool = True
+    """False if it stayed on its node."""
+
+
+def fetch_output(
+    transport: Transport,
+    root: str,
+    python: str,
+    attempt: str,
+    blobs: Path,
+    *,
+    place: str | None = None,
+    timeout_s: float,
+    progress: Callable[[bool, int, int], None] = lambda *_: None,
+    stays: Callable[[str, int], bool] | None = None,
+) -> Fetched:
+    """Copy an attempt's output to the blob store ``blobs``.
+
+    ``progress`` gets whether it is packed, and the done and the total bytes. With ``place``, copy that directory of the
+    attempt, which may still run; if it has no files, ``digest`` is empty. After packing, ``stays(digest, size)`` returns
+    whether the archive may stay on the node. ``timeout_s`` limits the wait for the node's first answer.
+
+    Raises ``AgentError`` if the node refuses (an unreadable file, no space, damaged), ``NodeUnreachable`` and
+    ``BootstrapFailed`` for connections, and ``OSError`` if the archive cannot be stored here.
+    """
+    opened = open_service(transport, root, python, "services.sender", timeout_s=timeout_s)
+    stream = ServiceStream(transport.name, opened, "the connection that fetched files ended")
+    try:
+        stream.write(encode({"attempt": attempt} | ({} if place is None else {"place": place})))
+        while "packing" in (reply := stream.line()):
+            progress(False, int(reply["packing"]), int(reply["of"]))
+        digest, size = str(reply["hash"]), int(reply["size"])
+        if place is not None and not digest:
+            return Fetched(digest="", size=0, files=0, left_out=())
+        if not _SHA_256.fullmatch(digest):
+            raise AgentError(transport.name, "bad_request", f"it named its output {digest!r}")
+        found = Fetched(digest=digest, size=size, files=int(reply["files"]), left_out=tuple(reply["left_out"]))
+        if stays is not None and stays(digest, size):
+            return replace(found, is_here=False)
+        path = str(blobs / digest)
+        send = lambda message: stream.write(encode(message))  # noqa: E731
+
+        def on_received(at: int) -> None:
+            _check_room(blobs, size - at)
+            progress(True, at, size)
+
+        if not receive(stream, path, digest, size, send, on_received):
+            raise stream.broken_error()
+        if place is not None:
+            stream.write(encode({"got": True}))
+        return found
+    except OpError as error:
+        raise AgentError(transport.name, error.kind, error.message) from error
+    finally:
+        stream.close()
+
+
+def _check_room(blobs: Path, coming: int) -> None:
+    """Refuse data that would fill this disk, because the supervisor needs the reserve. Raises ``OSError``."""
+    if coming <= 0:
+        return
+    missing, reserve = reserve_bytes(str(blobs), coming)
+    if missing:
+        text = f"no room for {bytes_text(coming)} next to the {bytes_text(reserve)} that stay free there"
+        raise OSError(errno.ENOSPC, text, str(blobs))
+
+
+_PAUSES_S = (1.0, 5.0)
+"""Seconds between tries of a store that does not answer the node. There are few, because the submitter can relay the data."""
+
+
+def deliver_there(
+    transport: Transport, root: str, python: str, attempt: str, delivery: Delivery, identity: Identity, *,
+    environment: Mapping[str, str], timeout_s: float, progress: Progress,
+) -> Delivered:  # fmt: skip
+    """Let a node upload a task's output. ``progress`` is called every second, and may abort the upload by raising.
+
+    ``environment`` is the environment of the node's tasks. ``timeout_s`` limits the wait for the node's first answer. Raises
+    ``RelayRequired`` if the node cannot upload it, ``StorageError`` if relaying would not help, and ``NodeUnreachable`` and
+    ``BootstrapFailed`` for connections.
+    """
+    request = {"attempt": attempt, "delivery": asdict(delivery)}
+    reply = _ask(transport, root, python, request, identity, environment, timeout_s, progress)
+    return Delivered(words=str(reply["words"]), files=int(reply["files"]), size=int(reply["size"]))
+
+
+def bring_there(
+    transport: Transport, root: str, python: str, attempt: str, wanted: InputRequest, place: str, identity: Identity, *,
+    environment: Mapping[str, str], timeout_s: float, progress: Progress,
+) -> None:  # fmt: skip
+    """Let a node fetch an input into ``place`` of an attempt's directory. Otherwise like ``deliver_there``.
+
+    May be repeated: data that is there already is not fetched again.
+    """
+    request = {"attempt": attempt, "input": asdict(wanted), "place": place}
+    _ask(transport, root, python, request, identity, environment, timeout_s, progress)
+
+
+def _ask(
+    transport: Transport, root: str, python: str, request: Mapping[str, Any], identity: Identity,
+    environment: Mapping[str, str], timeout_s: float, progress: Progress,
+) -> Mapping[str, Any]:  # fmt: skip
+    opened = open_service(transport, root, python, "node_service", timeout_s=timeout_s, bundle=STORAGE)
+    stream = ServiceStream(transport.name, opened, "the connection over which a node moves data ended")
+    try:
+        known = {"identity": identity.to_wire(), "environment": dict(environment), "pauses_s": _PAUSES_S}
+        stream.write(encode({**request, **known}))
+        while "done" in (reply := stream.line()):
+            progress(int(reply["done"]), int(reply["total"]))
+        if "relay" in reply:
+            raise RelayRequired(f"{transport.name}: {mask(str(reply['relay']), identity.secrets)}")
+        return reply
+    except AgentError as error:
+        raise StorageError(mask(error.detail, identity.secrets)) from None
+    finally:
+        stream.close()
+
+
+_REPORT_INTERVAL_S = 1.0
+
+
+class Pace:
+    """The rate of a transfer from now on. Data that is there at first does not count."""
+
+    def __init__(self) -> None:
+        """Start the clock."""
+        self._began_at = self._reported_at = time.monotonic()
+        self._first: int | None = None
+
+    def begin(self, done: int) -> None:
+        """Restart the count at ``done`` bytes."""
+        self._began_at, self._first = time.monotonic(), done
+
+    def due(self, done: int) -> float | None:
+        """Return bytes per second once a second, when a report is due; else ``None``."""
+        if self._first is None:
+            self._first = done
+        at = time.monotonic()
+        if at - self._reported_at < _REPORT_INTERVAL_S:
+            return None
+        self._reported_at = at
+        return (done - self._first) / max(at - self._began_at, 0.001)

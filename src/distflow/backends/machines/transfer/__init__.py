@@ -1,1 +1,0 @@
-"""File transfers to and from nodes."""
