@@ -350,8 +350,7 @@ def test_specs_are_valid(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from distflow.cli.app import run
-    from distflow.pools.load import parse_configuration
-    from distflow.pools.machine import this_machine
+    from distflow.pools.load import parse_configuration, this_machine
 
     for name in ("workflow_specs", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name)

@@ -208,7 +208,7 @@ def _show_error(error: DistflowError, arguments: Sequence[str]) -> None:
 
 def _print_error(text: str) -> None:
     """Print an error to standard error. If this fails, the exit code still reports it."""
-    from distflow.documents.printable import plain_lines
+    from distflow.documents.text import plain_lines
 
     with suppress(OSError):
         print(plain_lines(text), file=sys.stderr)  # the text can contain control characters of specs, nodes and stores

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distflow.client.client import Client
-from distflow.documents.printable import plain_lines
+from distflow.documents.text import plain_lines
 
 if TYPE_CHECKING:
     from distflow.state.record import WorkflowRecord

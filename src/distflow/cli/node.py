@@ -26,9 +26,8 @@ from distflow.client.nodes import (
     uninstall_nodes,
 )
 from distflow.client.workflows import workflow_ids
-from distflow.documents.printable import plain
-from distflow.documents.quantities import parse_duration
-from distflow.documents.times import duration
+from distflow.documents.quantities import duration, parse_duration
+from distflow.documents.text import plain
 from distflow.errors import DistflowError, InputError, NodeError, NodeUnreachable
 
 __all__ = [

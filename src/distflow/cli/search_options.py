@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distflow.documents.times import day_start
+from distflow.documents.quantities import day_start
 from distflow.errors import InputError
 from distflow.state.record import Priority
 from distflow.state.search import label_globs

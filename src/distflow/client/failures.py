@@ -147,8 +147,7 @@ def diagnose_groups(
         StateError: if the store cannot be read.
 
     """
-    from distflow.diagnosis.diagnose import diagnose
-    from distflow.diagnosis.evidence import case_of
+    from distflow.diagnosis.diagnose import case_of, diagnose
 
     events = client.store.events(record.uuid)
     found = []

@@ -15,8 +15,7 @@ from distflow.backends.machines.cleanup import Cleaned, Leftover, Reaped, Uninst
 from distflow.backends.machines.inspection import Holder, Holders, ask_holders
 from distflow.client.client import Client
 from distflow.errors import NotFound
-from distflow.pools.choose import choose_pool
-from distflow.pools.hostfile import Host
+from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Node, Pool
 from distflow.runtime.leases.holder_names import folded
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from distflow.client.client import Client
 from distflow.documents.text import did_you_mean
 from distflow.errors import NotFound, RecordUnreadable
-from distflow.layout.placement.node_placement import Demand
+from distflow.layout.placement import Demand
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
-from distflow.pools.choose import choose_pool, with_hosts
-from distflow.pools.hostfile import Host
+from distflow.pools.hostfile import Host, choose_pool, with_hosts
 from distflow.pools.model import Configuration, Node, Pool
 from distflow.state.directory import write_pool
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.client.client import Client, user_name
-from distflow.documents.times import local_second
+from distflow.documents.quantities import local_second
 from distflow.errors import DistflowError, InputError, NotFound, WaitTimeout
 from distflow.state.directory import has_room
 from distflow.state.record import CancelRequest, Event, GroupRecord, TaskRecord, WorkflowRecord
@@ -383,7 +383,7 @@ def change_tags(
         StateError: if the store is not writable.
 
     """
-    from distflow.spec.labels import check_tag
+    from distflow.spec.names import check_tag
 
     for one in add:
         try:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from distflow.diagnosis import words
+from distflow.diagnosis import explanations
 from distflow.diagnosis.model import Case, Hit, Level
 
 __all__ = ["EXCEPTION", "HANG", "HOST_MEMORY", "PEER_DIED", "RULES", "Rule"]
@@ -32,7 +32,7 @@ class Rule:
     level: Level = Level.CAUSE
     patterns: tuple[re.Pattern[str], ...] = ()
     """One line of output matches one of them. Rules without patterns are for ends and events (``ends``)."""
-    explain: Explain = words.quoted
+    explain: Explain = explanations.quoted
 
 
 def _any(*patterns: str) -> tuple[re.Pattern[str], ...]:
@@ -52,7 +52,7 @@ HOST_MEMORY = Rule(
     remedy="Give the task more memory, or use less: fewer workers of the data loader, no copy of the data set in every "
     "rank, loading weights on one rank only. A single huge number in the message points to a wrong shape.",
     patterns=_any(r"DefaultCPUAllocator: can't allocate memory: you tried to allocate (\d+) bytes", _RAISED + r"MemoryError\b"),
-    explain=words.host_memory,
+    explain=explanations.host_memory,
 )
 HANG = Rule(
     key="hang",
@@ -73,7 +73,7 @@ PEER_DIED = Rule(
         r"Connection (?:closed|reset) by peer", r"Broken pipe", r"ncclRemoteError", r"remote process exited", r"Failed to recv",
         r"Connection refused", r"recvValue failed",
     ),
-    explain=words.lost_peer,
+    explain=explanations.lost_peer,
 )  # fmt: skip
 
 EXCEPTION = Rule(
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
             r"Detected mismatch between collectives on ranks\. (.*)",
             r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)\. Received data size doesn't match",
         ),
-        explain=words.mismatch,
+        explain=explanations.mismatch,
     ),
     Rule(
         key="world-size-mismatch",
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
             r"Timed out after \d+ seconds waiting for clients\. (?P<there>\d+)/(?P<wanted>\d+) clients joined",
             _KEY,
         ),
-        explain=words.world_size,
+        explain=explanations.world_size,
     ),
     Rule(
         key="rank-twice",
@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
             r"rank (?P<rank>\d+) (?:joined|is there) twice", r"rank (?P<rank>\d+) of \d+ ranks has already checked in",
             _KEY,
         ),
-        explain=words.twice,
+        explain=explanations.twice,
     ),
     Rule(
         key="mesh-too-big",
@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
             r"Mesh should not be bigger than default world size (?P<world>\d+), but found (?P<mesh>\d+) ranks",
             r"the strategy is for .* = (?P<mesh>\d+) ranks, but there are (?P<world>\d+)",
         ),
-        explain=words.mesh,
+        explain=explanations.mesh,
     ),
     Rule(
         key="unused-parameters",
@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         "change from step to step, use `DistributedDataParallel(model, find_unused_parameters=True)`, which costs time. "
         "`TORCH_DISTRIBUTED_DEBUG=INFO` prints their names.",
         patterns=_any(r"Expected to have finished reduction in the prior iteration"),
-        explain=words.unused,
+        explain=explanations.unused,
     ),
     Rule(
         key="gpu-memory",
@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
             r"(?:.*?GPU (?P<gpu>\d+) has a total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free)?",
             r"CUBLAS_STATUS_ALLOC_FAILED", r"CUDA error: out of memory", r"steps in a row had no memory on some rank",
         ),
-        explain=words.gpu_memory,
+        explain=explanations.gpu_memory,
     ),
     HOST_MEMORY,
     Rule(
@@ -191,7 +191,7 @@ RULES: tuple[Rule, ...] = (
         remedy="Give all nodes the same environment: the same container image, or the same `python` in the pool. "
         "`distflow pool check` shows the torch of each node.",
         patterns=_any(r"Mismatched NCCL version detected : rank (\d+) version (\d+) rank (\d+) version (\d+)"),
-        explain=words.nccl_versions,
+        explain=explanations.nccl_versions,
     ),
     Rule(
         key="unlike-gpus",
@@ -243,7 +243,7 @@ RULES: tuple[Rule, ...] = (
             r"(?:timed out connecting|failed to connect).*remote=\[(?P<address>127\.\d+\.\d+\.\d+)\]",
             r"[Cc]onnect to (?P<address>127\.\d+\.\d+\.\d+)<\d+>",
         ),
-        explain=words.interface,
+        explain=explanations.interface,
     ),
     Rule(
         key="port-taken",
@@ -256,7 +256,7 @@ RULES: tuple[Rule, ...] = (
             r"failed to listen on any local network address\. port: (?P<port>\d+)", r"cannot listen on port (?P<port>\d+)",
             r"EADDRINUSE", r"[Aa]ddress already in use",
         ),
-        explain=words.port,
+        explain=explanations.port,
     ),
     Rule(
         key="variable-missing",
@@ -265,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         remedy="A task with several ranks needs a launcher: `launcher: torchrun` (or `spawn`) in the task, or "
         "`python -m distflow.train.launch` in the command.",
         patterns=_any(r"environment variable (\w+) expected, but not set", r"but (RANK) is not set: start the script with"),
-        explain=words.variable,
+        explain=explanations.variable,
     ),
     Rule(
         key="module-missing",
@@ -274,7 +274,7 @@ RULES: tuple[Rule, ...] = (
         remedy="Install it into the Python that the task runs on this node (`python` of the pool or node; `image` of the "
         "task), or send it with `files`. `setup:` of the pool is the place for `module load` and conda.",
         patterns=_any(_RAISED + r"ModuleNotFoundError: No module named '([^']+)'", r"(lib\S+): cannot open shared object file"),
-        explain=words.missing,
+        explain=explanations.missing,
     ),
     Rule(
         key="file-missing",
@@ -287,7 +287,7 @@ RULES: tuple[Rule, ...] = (
             r"can't open file '([^']+)'", r"can't open (\S+): No such file",
             r"^\S*sh: (?:line )?(?:\d+: )?(\S+): (?:command )?not found",
         ),
-        explain=words.missing,
+        explain=explanations.missing,
     ),
     Rule(
         key="gpu-fault",
@@ -313,7 +313,7 @@ RULES: tuple[Rule, ...] = (
         "last output, and `distflow workflow stacks <id>` shows where they are while the workflow runs.",
         level=Level.STALL,
         patterns=_any(r"Ranks? (?P<ranks>\d[\d, ]*) failed to pass monitoredBarrier in (?P<ms>\d+) ms"),
-        explain=words.absent,
+        explain=explanations.absent,
     ),
     Rule(
         key="rank-missing",
@@ -327,7 +327,7 @@ RULES: tuple[Rule, ...] = (
             r"Timed out after \d+ seconds waiting for clients\. (?P<there>\d+)/(?P<wanted>\d+) clients joined",
             _KEY, r"wait timeout after \d+ms, keys: ",
         ),
-        explain=words.absent,
+        explain=explanations.absent,
     ),
     Rule(
         key="master-unreachable",
@@ -341,7 +341,7 @@ RULES: tuple[Rule, ...] = (
             r"timed out after (?P<ms>\d+)ms while trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)",
             r"does not reach the master at (?P<host>\S+):(?P<port>\d+)",
         ),
-        explain=words.master,
+        explain=explanations.master,
     ),
     Rule(
         key="collective-timeout",
@@ -357,7 +357,7 @@ RULES: tuple[Rule, ...] = (
             r"Timed out waiting (?P<ms>\d+)ms for (?P<op>\w+) operation", r"Gloo connectFullMesh failed",
             r"Watchdog caught collective operation timeout: WorkNCCL\(.*?OpType=(?P<op>\w+).*?Timeout\(ms\)=(?P<ms>\d+)",
         ),
-        explain=words.timeout,
+        explain=explanations.timeout,
     ),
     PEER_DIED,
 )  # fmt: skip

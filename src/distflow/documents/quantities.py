@@ -1,12 +1,31 @@
-"""Durations and amounts of memory in OSMO's format. Unlike OSMO, signs, booleans and two units are errors."""
+"""Durations, times and amounts of memory: parse those of a spec, and show them to people and programs.
+
+The format is OSMO's. Unlike OSMO, signs, Booleans and values with two units are errors.
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from types import MappingProxyType
 
-__all__ = ["bytes_text", "duration_text", "parse_bytes", "parse_duration", "parse_log_bytes", "seconds_text"]
+__all__ = [
+    "bytes_text",
+    "day_start",
+    "duration",
+    "duration_text",
+    "iso",
+    "local_milli",
+    "local_minute",
+    "local_second",
+    "parse_bytes",
+    "parse_duration",
+    "parse_log_bytes",
+    "seconds_text",
+]
+
 
 _SECONDS: Mapping[str, float] = MappingProxyType({"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6})
 _DURATION = re.compile(r"([0-9]+)(d|h|ms|us|m|s)")
@@ -108,3 +127,54 @@ def parse_log_bytes(value: str | float) -> int:
     if size < 1 << 20:
         raise ValueError(f"`{value}` is too small for a log; give 1Mi or more")
     return size
+
+
+# -- times of day -----------------------------------------------------------------------------------------------------
+
+
+def local_minute(at: float | None) -> str:
+    """Return a time in the reader's zone, as OSMO shows it: ``Apr 11, 2025 14:31 PDT``; ``-`` for none."""
+    return "-" if at is None else time.strftime("%b %d, %Y %H:%M %Z", time.localtime(at))
+
+
+def local_second(at: float | None) -> str:
+    """Return a time in the reader's zone, as OSMO stamps log lines: ``2025/04/11 14:31:07``; dashes of its width for none."""
+    return "----/--/-- --:--:--" if at is None else time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(at))
+
+
+def local_milli(at: float) -> str:
+    """Return a time in the reader's zone, to the millisecond: ``2025/04/11 14:31:07.250``."""
+    whole, thousandths = divmod(round(at * 1000), 1000)
+    return f"{local_second(whole)}.{thousandths:03}"
+
+
+def iso(at: float | None) -> str | None:
+    """Return a time for programs: ISO 8601 in UTC without a zone, as OSMO writes it, to the millisecond.
+
+    >>> iso(1744407067.25)
+    '2025-04-11T21:31:07.250'
+    """
+    if at is None:
+        return None
+    return datetime.fromtimestamp(at, timezone.utc).replace(tzinfo=None).isoformat(timespec="milliseconds")
+
+
+def day_start(text: str) -> float:
+    """Return when a day (``2025-04-11``) begins in the reader's zone. Raises ``ValueError``."""
+    return time.mktime(time.strptime(text, "%Y-%m-%d"))
+
+
+def duration(seconds: float | None) -> str:
+    """Return how long something took or takes; ``-`` when it has not begun.
+
+    >>> duration(42.9), duration(3723), duration(273904)
+    ('0:42', '1:02:03', '3d 4:05:04')
+    """
+    if seconds is None:
+        return "-"
+    minutes, second = divmod(int(max(0.0, seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if not hours:
+        return f"{minute}:{second:02}"
+    return f"{f'{days}d ' if days else ''}{hour}:{minute:02}:{second:02}"

@@ -1,11 +1,12 @@
-"""Text for findings: suggestions for mistyped names, and lists."""
+"""Text for people: names safe for a terminal, suggestions for mistyped names, and lists."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["did_you_mean", "few", "listed"]
+__all__ = ["ESCAPES", "did_you_mean", "few", "listed", "plain", "plain_lines"]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str:
@@ -38,3 +39,20 @@ def few(words: Sequence[str], between: str = ", ", *, most: int = 4, spare: int 
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+# Patterns, and not compiled: most text is printable and needs neither.
+ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
+"""Matches one escape sequence of a terminal."""
+# Also characters that change the order in which a terminal shows the others: a text must read as what it is.
+_CONTROLS = r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]+"
+
+
+def plain(text: str) -> str:
+    """Return text without escape sequences and control characters, so that it cannot disturb a terminal or a table."""
+    return text if text.isprintable() else re.sub(_CONTROLS, " ", re.sub(ESCAPES, "", text))
+
+
+def plain_lines(text: str) -> str:
+    """Return text of several lines of which each is ``plain``."""
+    return text if text.isprintable() else "\n".join(plain(line) for line in text.split("\n"))

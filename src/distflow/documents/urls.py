@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError
 
-__all__ = ["READ_ONLY", "SCHEMES", "StorageUrl", "parse_dataset", "parse_url"]
+__all__ = ["READ_ONLY", "StorageUrl", "parse_dataset", "parse_url"]
 
-SCHEMES = ("file", "s3", "gs", "az", "azure", "http", "https", "sftp")
+_SCHEMES = ("file", "s3", "gs", "az", "azure", "http", "https", "sftp")
 READ_ONLY = ("http", "https")
 
 _SHAPES = {
@@ -88,10 +88,10 @@ def parse_url(text: str, *, writes: bool = False) -> StorageUrl:
         hint = "write a URL such as s3://bucket/path, or an absolute path"
         raise InputError(f"`{_short(text)}` is not a data URL", hint=hint)
     scheme, rest = match.group(1).lower(), match.group(2)
-    if scheme not in SCHEMES:
+    if scheme not in _SCHEMES:
         if scheme in _WITHOUT_DRIVER:
             raise InputError(f"distflow has no driver for `{scheme}://`", hint=_NO_DRIVER)
-        near = did_you_mean(scheme, SCHEMES, what="schemes")
+        near = did_you_mean(scheme, _SCHEMES, what="schemes")
         raise InputError(f"`{scheme}://` is not a scheme that distflow supports", hint=near)
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
         raise InputError(f"`{_short(text)}` holds a control character", hint="remove it")

@@ -1,14 +1,17 @@
-"""YAML text to a ``Document``: values with their places, bounded in depth and in the nodes that aliases expand to.
+"""Parse YAML text into a ``Document``: values with their positions, and with limits on depth and expanded aliases.
 
-Works on the parser's events and builds its own small tree, so that no nesting reaches the interpreter's (or libyaml's) stack,
-the line of everything is known, and aliases cost nothing until they are counted. Refused, each with its line: duplicate keys
-with different values, keys that are not text, custom tags, several documents, aliases that contain themselves or expand without
-bound. A duplicate key with an equal value is a warning of the document.
+The parser reads libyaml's events and builds its own small tree. Nesting therefore cannot overflow the stack of the interpreter
+or of libyaml, each part has a known line, and aliases need no memory before they are counted. Refused, with their lines:
+duplicate keys with different values, keys that are not text, custom tags, several documents, and aliases that contain
+themselves or expand beyond the limit. A duplicate key with an equal value is a warning.
+
+Scalars have the types of YAML 1.1, without conversions that surprise users.
 """
 
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -17,9 +20,15 @@ from typing import Any
 
 from distflow.documents.document import Document, Path, Place, path_text
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
-from distflow.documents.scalars import CORE, resolve, scalar_value
 
-__all__ = ["MAX_DEPTH", "MAX_NODES", "content_lines", "parse_yaml"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_NODES",
+    "argument_value",
+    "parse_yaml",
+    "resolve",
+]
+
 
 MAX_DEPTH = 100
 """Levels of nesting, aliases expanded."""
@@ -212,26 +221,26 @@ def _node_of(event: Any, text: str, starts: Sequence[int]) -> _Node:
 
     index: int = event.start_mark.index
     tag: str | None = None if event.tag in (None, "!") else event.tag
-    if tag is not None and tag not in CORE:
+    if tag is not None and tag not in _CORE:
         short = tag.replace("tag:yaml.org,2002:", "!!")
         raise _Refused(index, f"the tag `{short}` is not supported", "remove it; put a text into quotes to keep it a text")
     if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
         kind = "list" if isinstance(event, yaml.SequenceStartEvent) else "map"
-        if tag is not None and CORE[tag] != kind:
+        if tag is not None and _CORE[tag] != kind:
             raise _Refused(index, f"the tag `!!{tag.rpartition(':')[2]}` does not fit a {kind}")
         return _Node(index, kind)
     raw: str = event.value
     plain = event.style in (None, "") and event.tag is None
-    kind_of_scalar = CORE[tag] if tag is not None else (resolve(raw) if plain else "str")
+    kind_of_scalar = _CORE[tag] if tag is not None else (resolve(raw) if plain else "str")
     try:
-        value = scalar_value(kind_of_scalar, raw)
+        value = _scalar_value(kind_of_scalar, raw)
     except ValueError:
         raise _Refused(index, f"`{raw[:40]}` is not a value of the tag `!!{kind_of_scalar}`") from None
     is_block = event.style in ("|", ">")
     lines: tuple[int, ...] = ()
     if is_block or "\n" in raw:
         first = bisect.bisect_right(starts, index)
-        lines = content_lines(text, index, event.end_mark.index, event.style or "", raw, first)
+        lines = _content_lines(text, index, event.end_mark.index, event.style or "", raw, first)
         lines = lines or ((first + 1,) if is_block else ())
     none = value is None and not raw
     return _Node(index, "scalar", value, None if none else raw, plain, lines, open=False)
@@ -327,7 +336,7 @@ def _drawn(text: str, starts: Sequence[int], index: int) -> str:
     return f"{content}\n{' ' * column}^" if content.strip() and len(content) <= 200 else ""
 
 
-def content_lines(text: str, start: int, end: int, style: str, value: str, first: int) -> tuple[int, ...]:
+def _content_lines(text: str, start: int, end: int, style: str, value: str, first: int) -> tuple[int, ...]:
     """Return the line of the text for each line of ``value``; empty when it cannot be said.
 
     ``start`` and ``end`` are the offsets of the scalar, ``style`` is ``|``, ``>``, a quote or empty, ``first`` the line of
@@ -366,3 +375,80 @@ def _flow(source: list[str], first: int) -> list[int]:
         if not line.strip():
             found.append(first + position + 1)
     return found
+
+
+# -- types of scalars -------------------------------------------------------------------------------------------------
+
+_CORE: Mapping[str, str] = MappingProxyType(
+    {f"tag:yaml.org,2002:{name}": name for name in ("str", "int", "float", "bool", "null")}
+    | {"tag:yaml.org,2002:seq": "list", "tag:yaml.org,2002:map": "map"}
+)
+"""Supported tags, with the name of each type."""
+
+# As PyYAML (and so OSMO) resolves them, except that dates, sexagesimal numbers and those with a leading zero stay text.
+_PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("null", re.compile(r"~|null|Null|NULL|")),
+    ("bool", re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")),
+    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0b_*[01][01_]*)")),
+    (
+        "float",
+        re.compile(
+            r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+        ),
+    ),
+)
+_TRUE = frozenset({"yes", "true", "on"})
+_FALSE = frozenset({"no", "false", "off"})
+_MAX_DIGITS = 4000
+"""Longer numbers stay text: Python refuses to convert them."""
+
+
+class _WrittenFloat(float):
+    """A number that prints as it was written, so that ``3.10`` in a template stays ``3.10``."""
+
+    written: str
+
+    def __str__(self) -> str:
+        """Return the number as written."""
+        return self.written
+
+
+def resolve(raw: str) -> str:
+    """Return the type that a scalar without quotes has: ``null``, ``bool``, ``int``, ``float`` or ``str``."""
+    if len(raw) > _MAX_DIGITS:
+        return "str"
+    return next((kind for kind, pattern in _PATTERNS if pattern.fullmatch(raw)), "str")
+
+
+def _scalar_value(kind: str, raw: str) -> str | int | float | bool | None:
+    """Return the value of a scalar of a known type; raises ``ValueError`` when its text does not fit."""
+    if kind == "str":
+        return raw
+    if kind == "null":
+        return None
+    if kind == "bool":
+        word = raw.lower()
+        if word not in _TRUE | _FALSE:
+            raise ValueError(raw)
+        return word in _TRUE
+    digits = raw.replace("_", "").lower()
+    if kind == "int":
+        return int(digits, {"0x": 16, "0b": 2}.get(digits.lstrip("+-")[:2], 10))
+    if kind == "float":
+        number = _WrittenFloat(digits.replace(".inf", "inf").replace(".nan", "nan"))
+        number.written = raw
+        return number
+    raise ValueError(kind)
+
+
+def argument_value(raw: str) -> str | int | float | bool:
+    """Return the value of ``--set name=raw``: a YAML number, true or false, or else a text.
+
+    Unlike in a file, ``no``, ``~`` and an empty value stay text. On a command line they are country codes, home directories and
+    empty texts.
+    """
+    kind = resolve(raw)
+    if kind == "bool" and raw.lower() not in ("true", "false"):
+        return raw
+    value = _scalar_value(kind, raw)
+    return raw if value is None else value

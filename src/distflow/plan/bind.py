@@ -8,8 +8,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import PurePosixPath
 
+from distflow.plan.compatibility import distributed_files
 from distflow.plan.containers import container_of
-from distflow.plan.distributed import distributed_files
 from distflow.plan.model import PLACEHOLDER, Binding, BoundLaunch, GangLink, GroupPlan
 from distflow.pools.model import Node
 

@@ -1,29 +1,26 @@
-"""From a checked spec to the symbolic plan."""
+"""Compile a checked spec into a symbolic plan, and add the outputs of earlier workflows to it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from posixpath import normpath
 
 from distflow.layout.checks.elastic import staying
-from distflow.layout.placement.node_placement import Demand
+from distflow.layout.placement import Demand
 from distflow.layout.ranks import TaskRanks, World
-from distflow.layout.strategy.groups import group_strategy
-from distflow.layout.strategy.model import Strategy
+from distflow.layout.strategy.model import Strategy, group_strategy
+from distflow.plan.compatibility import NAME_TOOLS, distributed_environment, member_ids, name_tools
 from distflow.plan.credentials import planned_credentials
-from distflow.plan.distributed import distributed_environment, member_ids
 from distflow.plan.environment import task_environment
-from distflow.plan.frameworks.model import Place, Started
-from distflow.plan.frameworks.table import FRAMEWORKS, start
+from distflow.plan.frameworks import FRAMEWORKS, StartCommand, WorldTask, start_command
 from distflow.plan.model import ATTEMPT_DIR, GroupPlan, Launch, Plan, PlannedCheckpoint, PlannedFile
-from distflow.plan.nametools import NAME_TOOLS, name_tools
-from distflow.plan.tokens import Rewrite, place_of, relative_paths, rewriter, uses_tmp
-from distflow.spec.bundles import LIBRARY, Bundle, needs_library
+from distflow.plan.tokens import Rewrite, input_place, place_of, relative_paths, rewriter, uses_tmp
+from distflow.spec.files import LIBRARY, Bundle, needs_library
 from distflow.spec.model import CheckpointSpec, DataSpec, FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 
-__all__ = ["compile_plan", "demands"]
+__all__ = ["FetchedOutput", "compile_plan", "demands", "with_previous_outputs"]
 
 
 def compile_plan(
@@ -43,6 +40,32 @@ def compile_plan(
     """
     groups = tuple(_group(spec, group, worlds.get(group.name), bundles, tuple(secret_names)) for group in spec.groups)
     return Plan(name=spec.name, pool=pool, groups=tuple(_with_datasets(group, datasets) for group in groups))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedOutput:
+    """The output of a task of an earlier workflow, as an archive in the blob store."""
+
+    digest: str
+    size: int
+    """Bytes."""
+
+
+def with_previous_outputs(plan: Plan, fetched: Mapping[tuple[str, str], FetchedOutput]) -> Plan:
+    """Return the plan with the outputs of earlier workflows, by workflow and task, as archives to unpack."""
+
+    def complete(launch: Launch) -> Launch:
+        files = tuple(
+            PlannedFile(
+                path=input_place(one.position), shown=f"output of {one.task} in {one.workflow}",
+                blob=fetched[one.workflow, one.task].digest, size=fetched[one.workflow, one.task].size, mode=0o700,
+                is_tar=True, only=one.regex,
+            )
+            for one in launch.earlier_inputs
+        )  # fmt: skip
+        return replace(launch, files=(*launch.files, *files))
+
+    return replace(plan, groups=tuple(group.with_launches(complete) for group in plan.groups))
 
 
 def demands(group: GroupPlan) -> tuple[Demand, ...]:
@@ -127,14 +150,14 @@ def _launch(
     rewrite = rewriter(ranks, world, injected, task.inputs, (*task.url_inputs, *task.earlier_inputs), hosts, in_work)
     resource = spec.resources[task.resource]
     given = {name: rewrite(text.value) for name, text in task.environment.items()}
-    started = Started(argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)))
+    started = StartCommand(argv=tuple(rewrite(word.value) for word in (*task.command, *task.args)))
     if ranks is not None and world is not None:
         name = group.framework.value if group.framework is not None else None
-        place = Place(
+        world_task = WorldTask(
             group=group.name, world=world, ranks=ranks, argv=started.argv, resource=resource, launcher=task.launcher,
             given=given,
         )  # fmt: skip
-        started = start(name, place)
+        started = start_command(name, world_task)
     strategy, _ = group_strategy(group, world)
     checkpoints = tuple(_checkpoint(one, rewrite, in_work) for one in task.checkpoints)
     environment = task_environment(

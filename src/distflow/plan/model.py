@@ -244,6 +244,11 @@ class Plan:
     pool: str
     groups: tuple[GroupPlan, ...]
 
+    @property
+    def blobs(self) -> frozenset[str]:
+        """The digests of all blobs that it sends."""
+        return frozenset(file.blob for group in self.groups for launch in group.launches for file in launch.files if file.blob)
+
     def group(self, name: str) -> GroupPlan:
         """Return one group."""
         return next(group for group in self.groups if group.name == name)

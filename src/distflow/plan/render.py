@@ -14,7 +14,7 @@ from typing import Any
 from distflow.documents.urls import parse_url
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import waits_for
-from distflow.plan.distributed import distributed_files
+from distflow.plan.compatibility import distributed_files
 from distflow.plan.model import PLACEHOLDER, GroupPlan, Launch, Plan, PlannedCredential, PlannedFile
 from distflow.plan.tokens import input_place
 from distflow.shell import MASK, quote_with_variables

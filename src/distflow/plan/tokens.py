@@ -27,7 +27,6 @@ __all__ = [
     "place_of",
     "relative_paths",
     "rewriter",
-    "token_values",
     "uses_tmp",
 ]
 
@@ -54,7 +53,7 @@ KNOWN_PLACES: Mapping[str, str] = MappingProxyType(
 """Directories that the containers of OSMO and Valohai have, and which of the attempt's they are here."""
 
 
-def token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, str]:
+def _token_values(ranks: TaskRanks | None, world: World | None) -> Mapping[str, str]:
     """Return what each token without an argument becomes in one task."""
     values = {
         "workflow_id": "@@WORKFLOW_ID@@",
@@ -144,7 +143,7 @@ def rewriter(
     ``others`` are the inputs that do not come from tasks of this workflow, ``hosts`` the tasks of the group; ``None``: any;
     ``in_work`` as for ``place_of``.
     """
-    values = token_values(ranks, world)
+    values = _token_values(ranks, world)
     everything = sorted((*inputs, *others), key=lambda one: one.position, reverse=True)
     # Of several entries for one task its name means the first.
     places = {one.task: input_place(one.position) for one in everything if not isinstance(one, DataSpec)}

@@ -1,8 +1,7 @@
-"""Hostfiles in the formats of Open MPI, DeepSpeed and MPICH.
+"""Hostfiles in the formats of Open MPI, DeepSpeed and MPICH, and the pool that a command uses with or without one.
 
-Pure: text in, hosts and findings out; ``nodes_of`` makes nodes of the hosts. A slot is a GPU here. A host that stands in
-several lines without slots has as many as lines, as in the machine files of batch systems; one that is given again with slots
-is refused, as DeepSpeed does: of two numbers, one is a mistake.
+A slot is a GPU here. A host in several lines without slots has as many slots as lines, as in the machine files of batch
+systems. A host that is given again with slots is refused, as in DeepSpeed: one of the two numbers is a mistake.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ from dataclasses import dataclass, replace
 
 from distflow.documents.problems import Mark, Problem
 from distflow.documents.text import did_you_mean
-from distflow.pools.model import Node
+from distflow.errors import InputError, NotFound
+from distflow.pools.model import Configuration, Node, Pool, ssh_node
 
-__all__ = ["Host", "nodes_of", "parse_hostfile"]
+__all__ = ["Host", "choose_pool", "nodes_of", "parse_hostfile", "with_hosts"]
+
 
 _KEYS = ("slots", "max_slots")
 _MOST_SLOTS = 999_999
@@ -182,3 +183,49 @@ def _bounded(problems: Sequence[Problem], file: str) -> Sequence[Problem]:
     last = problems[_MOST_PROBLEMS].where.line
     rest = Problem(where=Mark(file, last), message=f"{more} more findings from here on", hint="is this a hostfile?")
     return [*problems[:_MOST_PROBLEMS], rest]
+
+
+# -- the pool of a command --------------------------------------------------------------------------------------------
+
+_HOSTFILE_POOL = "hostfile"
+"""The name of the pool that consists of a hostfile alone."""
+
+
+def choose_pool(
+    configuration: Configuration, *, given: str | None = None, wanted: str | None = None, hosts: Sequence[Host] | None = None
+) -> Pool:
+    """Return the pool of the flag (``given``), or that of the spec (``wanted``), or the default one.
+
+    With ``hosts``, these are its nodes. A pool over SSH keeps its settings. Any other pool is an error if the flag names it,
+    and is otherwise replaced by a pool with default settings.
+    """
+    name = given or wanted or configuration.default_pool
+    if hosts is not None and name == _HOSTFILE_POOL and name not in configuration.pools:
+        return _bare(hosts)
+    pool = configuration.pools.get(name)
+    if pool is None:
+        there = ", ".join(sorted(configuration.pools))
+        where = configuration.file or "the built-in configuration"
+        alone = f"; `--pool {_HOSTFILE_POOL}` takes nothing but the hostfile" if hosts is not None else ""
+        raise NotFound(f"there is no pool {name!r} in {where}", hint=f"there is: {there}{alone}")
+    if hosts is None:
+        return pool
+    base = configuration.bases.get(name)
+    if base is not None:
+        return replace(pool, nodes=nodes_of(hosts, base, pool.nodes))
+    if given:
+        hint = f"name a pool with `backend: ssh`, or leave --pool out: `{_HOSTFILE_POOL}` is the pool then"
+        raise InputError(f"a hostfile names machines to reach over SSH, and the pool {name!r} is not", hint=hint)
+    return _bare(hosts)
+
+
+def with_hosts(configuration: Configuration, hosts: Sequence[Host] | None, *, given: str | None = None) -> Configuration:
+    """Return the configuration with the hostfile's pool as the default one; unchanged without a hostfile."""
+    if hosts is None:
+        return configuration
+    chosen = choose_pool(configuration, given=given, hosts=hosts)
+    return replace(configuration, pools={**configuration.pools, chosen.name: chosen}, default_pool=chosen.name)
+
+
+def _bare(hosts: Sequence[Host]) -> Pool:
+    return Pool(name=_HOSTFILE_POOL, backend="ssh", nodes=nodes_of(hosts, ssh_node()))

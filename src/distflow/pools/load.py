@@ -9,7 +9,10 @@ are merged in that order.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -25,20 +28,23 @@ from distflow.documents.urls import parse_url
 from distflow.documents.yaml_parser import parse_yaml
 from distflow.errors import InputError
 from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
-from distflow.pools.machine import Machine, this_machine
 from distflow.pools.model import DEFAULT_MAX_LOG, Configuration, ContainerRuntime, Node, Pool, ssh_node
 from distflow.pools.ownership import owned_by_stranger, why_not_trusted
 
 __all__ = [
-    "FILE_NAME",
+    "Machine",
     "configuration_schema_text",
+    "count_gpus",
     "find_configuration",
     "load_configuration",
     "load_hostfile",
     "parse_configuration",
+    "parse_memory",
+    "this_machine",
 ]
 
-FILE_NAME = "distflow.yaml"
+
+_FILE_NAME = "distflow.yaml"
 _PACKAGE, _SCHEMA = "distflow.pools", "config.schema.json"
 _HOSTFILE_LIMIT = 1 << 20
 _LEASE_DIR = "/tmp/distflow-leases"  # noqa: S108  shared by all users of the machine on purpose, and its contents are not secret
@@ -79,7 +85,7 @@ def find_configuration(cwd: Path, environ: Mapping[str, str]) -> str | None:
     if named:
         return named
     for folder in (*_folders(cwd, environ), _user_folder(environ)):
-        path = folder / FILE_NAME
+        path = folder / _FILE_NAME
         if path.exists():
             _check_owner(path, environ)
             return str(path)
@@ -365,3 +371,61 @@ def _explain(keyword: str, path: KeyPath, value: Any, _rule: Mapping[str, Any]) 
     if keyword == "required" and not path and isinstance(value, Mapping) and "backend" in value:
         return "the configuration has no `pools`", "indent the pool below `pools:` and its name"
     return None
+
+
+# -- this machine, read from the kernel without external tools --------------------------------------------------------
+
+_GPU = re.compile(r"nvidia[0-9]+")
+_MEMORY = re.compile(r"^MemTotal:\s*([0-9]+) kB$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The resources of a machine."""
+
+    cpus: int | None
+    """Cores that this process may use."""
+    memory: int | None
+    """Bytes."""
+    gpus: int
+    python: str
+    """Path of the interpreter that runs distflow."""
+
+
+def this_machine() -> Machine:
+    """Return the resources of this machine."""
+    return Machine(
+        cpus=_cpus(),
+        memory=parse_memory(_read(Path("/proc/meminfo"))),
+        gpus=count_gpus(_names(Path("/dev"))),
+        python=sys.executable,
+    )
+
+
+def count_gpus(devices: Iterable[str]) -> int:
+    """Count the GPUs among the names in ``/dev`` (``nvidia0``; not ``nvidiactl``)."""
+    return sum(1 for name in devices if _GPU.fullmatch(name))
+
+
+def parse_memory(meminfo: str) -> int | None:
+    """Return the total memory in bytes from the text of ``/proc/meminfo``; ``None`` if it is missing."""
+    match = _MEMORY.search(meminfo)
+    return int(match.group(1)) * 1024 if match else None
+
+
+def _cpus() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(os.listdir(path))
+    except OSError:
+        return ()

@@ -1,18 +1,35 @@
-"""``inputs`` and ``outputs`` at URLs and in datasets, and ``checkpoint`` and ``shared`` directories."""
+"""Data of tasks: ``inputs`` from other tasks, URLs and datasets, ``outputs``, ``checkpoint`` and ``shared``.
+
+Inputs from other tasks also define the order of groups. The group of a task with an input waits for the group of the task that
+the input names. As in OSMO, that group must come first in the file, so there are no cycles. An input that would cause a cycle
+is reported as one. An input may also name a task of an earlier workflow: ``<workflow>:<task>``.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from posixpath import normpath
 
 from distflow.documents.document import Text, View
 from distflow.documents.quantities import parse_duration
+from distflow.documents.text import did_you_mean
 from distflow.documents.urls import parse_dataset, parse_url
 from distflow.errors import InputError
-from distflow.spec.inputs import regex_finding
-from distflow.spec.model import CheckpointSpec, DataSpec
+from distflow.spec.model import CheckpointSpec, DataSpec, EarlierInput, InputSpec, TaskSpec
 from distflow.spec.tokens import find_tokens
 
-__all__ = ["checkpoints", "shared_directory", "url_inputs", "url_outputs"]
+__all__ = [
+    "Graph",
+    "checkpoints",
+    "earlier_inputs",
+    "shared_directory",
+    "upstream_of",
+    "url_inputs",
+    "url_outputs",
+]
+
 
 _SHARED_EVERY_S = 300.0
 
@@ -28,7 +45,7 @@ def url_inputs(task: View) -> tuple[DataSpec, ...]:
             if dataset.has("localpath"):
                 hint = "upload it first, with `distflow dataset upload`"
                 dataset.add("not supported: `localpath` of a dataset", hint, key="localpath")
-            regex_finding(dataset)
+            _regex_finding(dataset)
             found.append(DataSpec(position=position, url="", dataset=_name(dataset), regex=_regex(entry, dataset)))
     return tuple(found)
 
@@ -40,7 +57,7 @@ def url_outputs(task: View) -> tuple[DataSpec, ...]:
         kind = next((key for key in ("url", "dataset", "update_dataset") if entry.has(key)), None)
         if kind == "url":
             found.append(_data(entry, position, writes=True))
-            regex_finding(entry)
+            _regex_finding(entry)
         elif kind == "dataset":
             found.append(_output(entry, position))
         elif kind == "update_dataset":
@@ -59,7 +76,7 @@ def checkpoints(task: View) -> tuple[CheckpointSpec, ...]:
         every_s = entry.parsed("frequency", parse_duration)
         _check_directory(entry, "path", path)
         _check_frequency(entry, every_s)
-        regex_finding(entry)
+        _regex_finding(entry)
         if path is not None and every_s is not None:
             found.append(CheckpointSpec(path=path, url=data.url, every_s=every_s, regex=data.regex))
     names = [normpath(one.path.value) for one in found]
@@ -103,8 +120,8 @@ def _output(entry: View, position: int) -> DataSpec:
         dataset.add(words, "leave the colon and what follows out", key="name")
     _check_path(dataset, "path", path)
     _warn_of_notes(dataset)
-    regex_finding(entry)
-    regex_finding(dataset)
+    _regex_finding(entry)
+    _regex_finding(dataset)
     return DataSpec(position=position, url="", dataset=name, path=path.strip("/"), regex=_regex(entry, dataset))
 
 
@@ -114,7 +131,7 @@ def _update(entry: View, position: int) -> DataSpec:
     for path in paths:
         _check_path(dataset, "paths", path)
     _warn_of_notes(dataset)
-    regex_finding(entry)
+    _regex_finding(entry)
     return DataSpec(
         position=position, url="", dataset=_name(dataset), is_update=True, paths=tuple(path.strip("/") for path in paths),
         regex=entry.string("regex") or "",
@@ -157,3 +174,147 @@ def _data(entry: View, position: int, *, writes: bool) -> DataSpec:
         except InputError as error:
             entry.add(error.message, error.hint, key="url")
     return DataSpec(position=position, url=text, regex=entry.string("regex") or "")
+
+
+# -- inputs from tasks, and the order of groups -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Home:
+    """The group of an entry of ``tasks``."""
+
+    group: int
+    """Position of its group in the file."""
+    replicas: tuple[str, ...] = ()
+    """Names of its replicas; an entry with replicas is not a task itself."""
+
+
+class Graph:
+    """All groups of a spec with their tasks, and the dependencies between groups."""
+
+    def __init__(self, groups: Sequence[tuple[str, Sequence[tuple[View, Sequence[str]]]]]) -> None:
+        """Take the groups: their names (or the lone task's), their entries of ``tasks``, and the tasks of each entry."""
+        self._names = [name for name, _ in groups]
+        self._homes: dict[str, _Home] = {}
+        for position, (_, tasks) in enumerate(groups):
+            for task, names in tasks:
+                written = task.string("name") or ""
+                self._homes[written] = _Home(group=position, replicas=tuple(names) if task.has("replicas") else ())
+                self._homes |= {name: _Home(group=position) for name in names if name != written}
+        self._wants = [{self._homes[name].group for task, _ in tasks for name in self._named(task)} for _, tasks in groups]
+
+    def _named(self, task: View) -> Iterator[str]:
+        for entry in task.views("inputs"):
+            name = entry.string("task")
+            if name is not None and name in self._homes:
+                yield name
+
+    def inputs(self, task: View, group: int) -> tuple[InputSpec, ...]:
+        """Return the inputs of an entry of ``tasks`` from other tasks; add findings for invalid ones."""
+        found = []
+        for position, entry in enumerate(task.views("inputs")):
+            what = next((key for key in ("task", "url", "dataset") if entry.has(key)), None)
+            regex = entry.string("regex") or ""
+            if what is None:
+                entry.add("an entry of `inputs` needs `task`, `url` or `dataset`", "say what to fetch")
+            elif what == "task" and not _is_earlier(entry.string("task") or ""):
+                self._check(entry, task, group)
+                found.append(InputSpec(position=position, task=entry.string("task") or "", regex=regex))
+            _regex_finding(entry)
+        return tuple(found)
+
+    def _check(self, entry: View, task: View, group: int) -> None:
+        name = entry.string("task") or ""
+        home, own = self._homes.get(name), task.string("name") or ""
+        message, hint = "", ""
+        if ":" in name:
+            message, hint = f"`{name}` names no task", "write <workflow id>:<task>, such as `train-7:prepare`"
+        elif home is None and name in self._names:
+            tasks = (other for other, place in self._homes.items() if place.group == self._names.index(name))
+            message, hint = f"`{name}` is a group", f"name a task of it, such as `{next(tasks, '')}`"
+        elif home is None:
+            message, hint = f"there is no task `{name}`", did_you_mean(name, self._homes, what="tasks")
+        elif home.group == group and name == own:
+            message, hint = f"the task `{name}` cannot be its own input", "remove this entry"
+        elif home.group == group:
+            message = f"`{name}` is in the same group as `{own}`: tasks of a group run at the same time"
+            hint = f"put `{name}` into a group of its own, written before `{self._names[group]}`"
+        elif home.replicas:
+            message, hint = (
+                f"`{name}` has replicas",
+                f"name one of them, such as `{home.replicas[0]}`; each is an entry of its own",
+            )
+        elif home.group > group:
+            message, hint = self._later(home.group, group)
+        if message:
+            entry.add(message, hint, key="task")
+
+    def _later(self, later: int, group: int) -> tuple[str, str]:
+        way = self._way(later, group)
+        if way:
+            steps = [f"`{self._names[step]}`" for step in (group, *way)]
+            return (
+                f"a cycle: {steps[0]} waits for {', which waits for '.join(steps[1:])}",
+                "remove one of the `inputs` that lead around it",
+            )
+        name, own = self._names[later], self._names[group]
+        return f"`{name}` is written after `{own}`, which is to wait for it", f"write `{name}` before `{own}`"
+
+    def _way(self, start: int, goal: int) -> list[int]:
+        """Return the groups on a way along what waits for what, with both ends; empty when there is none."""
+        came_from: dict[int, int | None] = {start: None}
+        queue = [start]
+        while queue and goal not in came_from:
+            here = queue.pop(0)
+            for following in sorted(self._wants[here] - set(came_from)):
+                came_from[following] = here
+                queue.append(following)
+        way: list[int] = []
+        step: int | None = goal if goal in came_from else None
+        while step is not None:
+            way.insert(0, step)
+            step = came_from[step]
+        return way
+
+
+def upstream_of(tasks: Sequence[TaskSpec], homes: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the groups that the tasks of a group take inputs from, in the order of the file; ``homes``: task → group."""
+    wanted = {homes.get(one.task) for task in tasks for one in task.inputs}
+    return tuple(group for group in dict.fromkeys(homes.values()) if group in wanted)
+
+
+def _regex_finding(entry: View) -> None:
+    """Add a finding for an invalid ``regex``."""
+    regex = entry.string("regex") or ""
+    if _is_no_regex(regex):
+        hint = r"write one of Python's, such as `.*\.pt`; it is matched from the start of the relative path"
+        entry.add(f"`{regex}` is no regular expression: {_is_no_regex(regex)}", hint, key="regex")
+
+
+def _is_no_regex(text: str) -> str:
+    """Return why ``re`` refuses a text; empty when it does not."""
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return ""
+
+
+_FORM = re.compile(r"([A-Za-z][A-Za-z0-9_-]*-[0-9]+|[0-9a-f]{32}):([A-Za-z][A-Za-z0-9_-]*)")
+
+
+def _is_earlier(name: str) -> bool:
+    """Return whether an input names a task of another workflow, such as ``train-7:prepare``."""
+    return _FORM.fullmatch(name) is not None
+
+
+def earlier_inputs(task: View) -> tuple[EarlierInput, ...]:
+    """Return the entries of ``inputs`` that name tasks of earlier workflows; their existence is checked later."""
+    found = []
+    for position, entry in enumerate(task.views("inputs")):
+        match = _FORM.fullmatch(entry.string("task") or "")
+        if match is not None:
+            mark = entry.key_mark("task")
+            regex = entry.string("regex") or ""
+            found.append(EarlierInput(position=position, workflow=match[1], task=match[2], regex=regex, mark=mark))
+    return tuple(found)

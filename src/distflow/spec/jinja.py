@@ -24,9 +24,9 @@ from distflow.documents.problems import Mark, Problem, ProblemsFound
 from distflow.documents.text import did_you_mean
 from distflow.spec.tokens import TOKEN_NAMES
 
-__all__ = ["MAX_SIZE", "BoundedEnvironment", "Names", "read_names", "render_template"]
+__all__ = ["BoundedEnvironment", "Names", "read_names", "render_template"]
 
-MAX_SIZE = 4 << 20
+_MAX_SIZE = 4 << 20
 """Characters or items of any value, and characters of the output."""
 _MAX_ARGUMENT = 100_000
 """Largest number that may be given to a function, where it may be a width or a count."""
@@ -96,7 +96,7 @@ class BoundedEnvironment(SandboxedEnvironment):
         elif operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, str | list | tuple | bytes) and isinstance(other, int):
-                    _require(len(one) * other <= MAX_SIZE)
+                    _require(len(one) * other <= _MAX_SIZE)
         elif operator == "%" and isinstance(left, str | bytes):
             _check_format(str(left), right if isinstance(right, tuple) else (right,))
         return _small(super().call_binop(context, operator, left, right))
@@ -127,7 +127,7 @@ class BoundedEnvironment(SandboxedEnvironment):
     def _joined(self, parts: list[Any]) -> str:
         self.check_time()
         texts = [str(part) for part in parts]
-        _require(sum(map(len, texts)) <= MAX_SIZE)
+        _require(sum(map(len, texts)) <= _MAX_SIZE)
         return "".join(texts)
 
 
@@ -142,7 +142,7 @@ def _require(fits: bool) -> None:
 
 def _small(value: Any) -> Any:
     if isinstance(value, str | bytes | list | tuple | dict | set):
-        _require(len(value) <= MAX_SIZE)
+        _require(len(value) <= _MAX_SIZE)
     elif isinstance(value, int):
         _require(value.bit_length() <= _MAX_BITS)
     return value
@@ -155,18 +155,18 @@ def _check_call(owner: Any, name: str, arguments: tuple[Any, ...]) -> None:
     texts = [value for value in arguments if isinstance(value, str)]
     if name == "replace" and isinstance(owner, str) and texts:
         old, new = texts[0], texts[-1]
-        _require((owner.count(old) if old else len(owner) + 1) * len(new) <= MAX_SIZE)
+        _require((owner.count(old) if old else len(owner) + 1) * len(new) <= _MAX_SIZE)
     elif name == "join":
         items, glue = (
             (arguments[0] if arguments else (), owner) if isinstance(owner, str) else (owner, texts[0] if texts else "")
         )
         if isinstance(items, str | list | tuple) and isinstance(glue, str):
-            _require(len(glue) * len(items) + sum(len(item) for item in items if isinstance(item, str)) <= MAX_SIZE)
+            _require(len(glue) * len(items) + sum(len(item) for item in items if isinstance(item, str)) <= _MAX_SIZE)
     elif name in ("format", "format_map") and isinstance(owner, str):
         _check_format(owner, arguments)
     elif name == "indent" and isinstance(owner, str):
         width = max([len(text) for text in texts] + [value for value in arguments if isinstance(value, int)] + [4])
-        _require(width * (owner.count("\n") + 1) <= MAX_SIZE)
+        _require(width * (owner.count("\n") + 1) <= _MAX_SIZE)
     elif name in ("translate", "xmlattr", "tojson", "pprint", "wordwrap", "urlize") and isinstance(owner, str):
         _require(len(owner) <= _MAX_ARGUMENT)
 
@@ -244,8 +244,8 @@ def _rendered(template: str, variables: Mapping[str, Any], fence: tuple[str, str
     for piece in compiled.generate(variables):
         environment.check_time()
         size += len(piece)
-        if size > MAX_SIZE * (1 if fence is None else 4):
-            raise SecurityError(f"the template prints more than {MAX_SIZE >> 20} MiB")
+        if size > _MAX_SIZE * (1 if fence is None else 4):
+            raise SecurityError(f"the template prints more than {_MAX_SIZE >> 20} MiB")
         pieces.append(piece)
     return "".join(pieces)
 

@@ -1,7 +1,8 @@
-"""Names and leads: one namespace for tasks and groups, and exactly one lead in each group."""
+"""Names, leads, labels and tags: tasks and groups share one namespace, and each group has exactly one lead."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,8 @@ from distflow.documents.document import View
 from distflow.documents.problems import Mark
 from distflow.documents.text import listed
 
-__all__ = ["Namespace", "lead_position"]
+__all__ = ["MOST_LABELS", "Namespace", "check_label", "check_tag", "is_label_key", "lead_position"]
+
 
 _LONGEST = 64
 
@@ -59,3 +61,31 @@ def lead_position(group: View, tasks: Sequence[View]) -> int | None:
         message = f"the group `{group.string('name')}` has {len(leads)} leads: {already}"
         tasks[position].add(message, "keep one `lead: true`", key="lead")
     return None
+
+
+# -- labels, which are set at submission, and tags, which can be changed later ----------------------------------------
+
+MOST_LABELS = 16
+
+_WORD = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_PREFIX = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
+_WORDS = "at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
+
+
+def is_label_key(key: str) -> bool:
+    """Return whether ``key`` is a valid label key: ``[prefix/]name``."""
+    return re.fullmatch(f"(?:{_PREFIX}/)?{_WORD}", key) is not None
+
+
+def check_label(key: str, value: str) -> None:
+    """Raise ``ValueError`` unless this is a label."""
+    if not is_label_key(key):
+        raise ValueError(f"`{key}` is no key of a label: [prefix/]name of letters, digits, `-`, `_` and `.`")
+    if not re.fullmatch(_WORD, value):
+        raise ValueError(f"`{value}` is no value of a label: {_WORDS}")
+
+
+def check_tag(tag: str) -> None:
+    """Raise ``ValueError`` unless this is a tag."""
+    if not re.fullmatch(_WORD, tag):
+        raise ValueError(f"`{tag}` is no tag: {_WORDS}")

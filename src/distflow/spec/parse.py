@@ -1,6 +1,6 @@
-"""A spec's file to its typed model: read, render, parse, check the shape, check the meaning; every finding at once.
+"""Load a spec: read and render the file, parse the YAML, check it against the schema, and build a ``WorkflowSpec``.
 
-This is the door of the package: ``load_spec`` for a path, ``load_spec_text`` for a text that somebody else read.
+``load_spec`` takes a path, ``load_spec_text`` a text. Both report all findings at once.
 """
 
 from __future__ import annotations
@@ -12,24 +12,38 @@ from dataclasses import replace
 from pathlib import Path
 from posixpath import normpath
 from types import MappingProxyType
+from typing import Any
 
-from distflow.documents.document import View
+from distflow.documents.document import Document, View, path_text
+from distflow.documents.document import Path as KeyPath
 from distflow.documents.problems import Mark, Problem, ProblemsFound, in_document_order, raise_errors
 from distflow.documents.quantities import parse_bytes, parse_duration, parse_log_bytes
+from distflow.documents.schema import load_schema, schema_problems
+from distflow.documents.schema import schema_text as _schema_text
 from distflow.documents.source import decode, read_text
 from distflow.documents.yaml_parser import parse_yaml
-from distflow.spec.data import shared_directory
-from distflow.spec.exits import parse_retry
-from distflow.spec.inputs import Graph, upstream_of
-from distflow.spec.launchers import parse_elastic, parse_framework, parse_strategy_block, with_launchers
+from distflow.spec.data import Graph, shared_directory, upstream_of
 from distflow.spec.model import GroupSpec, InputSpec, Near, ResourceSpec, Retry, TaskSpec, Timeouts, WorkflowSpec
 from distflow.spec.names import Namespace, lead_position
 from distflow.spec.references import with_references
-from distflow.spec.schema import spec_problems
-from distflow.spec.tasks import check_tokens, parse_task, replica_names
+from distflow.spec.tasks import (
+    check_tokens,
+    parse_elastic,
+    parse_framework,
+    parse_retry,
+    parse_strategy_block,
+    parse_task,
+    replica_names,
+    with_launchers,
+)
 from distflow.spec.template import Rendered, render
 
-__all__ = ["load_spec", "load_spec_text", "no_check"]
+__all__ = [
+    "load_spec",
+    "load_spec_text",
+    "schema_text",
+]
+
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -37,7 +51,7 @@ Pairs = Sequence[tuple[str, str]]
 Check = Callable[[WorkflowSpec], Sequence[Problem]]
 
 
-def no_check(_: WorkflowSpec) -> Sequence[Problem]:
+def _no_check(_: WorkflowSpec) -> Sequence[Problem]:
     """Find nothing."""
     return ()
 
@@ -49,7 +63,7 @@ def load_spec(
     set_strings: Pairs = (),
     environment_names: Sequence[str] = (),
     stdin_text: str | None = None,
-    check: Check = no_check,
+    check: Check = _no_check,
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in the file at ``path`` and its warnings; raises ``ProblemsFound`` with every finding when it is wrong.
 
@@ -77,7 +91,7 @@ def load_spec_text(
     set_strings: Pairs = (),
     environment_names: Sequence[str] = (),
     is_rendered: bool = False,
-    check: Check = no_check,
+    check: Check = _no_check,
 ) -> tuple[WorkflowSpec, tuple[Problem, ...]]:
     """Return the spec in ``text`` and its warnings, as ``load_spec`` does.
 
@@ -90,7 +104,7 @@ def load_spec_text(
         document = parse_yaml(rendered.text, file, rendered.line_map)
     except ProblemsFound as error:
         raise ProblemsFound([*bad_names, *error.problems]) from None
-    problems = [*bad_names, *rendered.problems, *document.warnings, *spec_problems(document)]
+    problems = [*bad_names, *rendered.problems, *document.warnings, *_spec_problems(document)]
     if "default-values" in View(document, ()).keys:
         hint = "write `default-values:` without quotes and without spaces before it"
         View(document, (), problems).add("`default-values` was not recognised as such", hint, key="default-values")
@@ -291,3 +305,63 @@ def _parse_topology(resource: View) -> tuple[Near, ...]:
             entry.add(f"the key `{near.key}` stands here twice", "a task belongs to one group of each key", key="key")
         found.append(near)
     return tuple(found)
+
+
+# -- the schema -------------------------------------------------------------------------------------------------------
+
+_PACKAGE = "distflow.spec"
+_FILE = "workflow.schema.json"
+
+
+def schema_text() -> str:
+    """Return the schema as it is published; ``distflow schema`` prints it."""
+    return _schema_text(_PACKAGE, _FILE)
+
+
+def _spec_problems(document: Document) -> tuple[Problem, ...]:
+    """Return everything in which a rendered spec differs from the schema."""
+    return schema_problems(document, load_schema(_PACKAGE, _FILE), _explain)
+
+
+def _explain(keyword: str, path: KeyPath, value: Any, rule: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return better words where the usual ones would leave a person alone."""
+    if keyword == "oneOf":
+        return _one_of(path, value, rule)
+    if keyword == "type" and path and path[-1] in ("command", "args") and isinstance(value, str):
+        hint = 'write it as a list: ["bash", "-c", "…"], or one item for each word'
+        return f"`{path_text(path)}` must be a list of texts, not one text", hint
+    if path[-1:] == ("exitActions",) and isinstance(value, str) and value.upper() == "RESTART":
+        return "`RESTART` is not an exit action", "write RESCHEDULE: the group is tried again, as often as its `retry` allows"
+    if path == ("version",):
+        return "`version` must be 2", "2 is the only version of the language; remove the line or write `version: 2`"
+    if keyword == "required" and not path and isinstance(value, Mapping) and {"tasks", "groups"} & set(value):
+        return "the document has no `workflow`", "indent `name`, `tasks` and so on below `workflow:`"
+    return None
+
+
+def _one_of(path: KeyPath, value: Mapping[str, Any], rule: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Explain the two places that want one of two keys; an empty message where OSMO accepts what the schema does not."""
+    one, other = (choice["required"][0] for choice in rule["oneOf"])
+    name = path_text(path)
+    if one == "contents":
+        if one in value and other in value:
+            return f"`{name}` has both `contents` and `localpath`", "keep one: the text itself, or the file that holds it"
+        return (
+            f"`{name}` has neither `contents` nor `localpath`",
+            "give the text itself (`contents: |`), or the file that holds it (`localpath:`)",
+        )
+    if value.get(one) and value.get(other):
+        return (
+            "`workflow` has both `tasks` and `groups`",
+            "keep `groups` and move the tasks into one of them: tasks of a group start and stop together",
+        )
+    if one in value and other in value:
+        return (
+            ("", "")
+            if value.get(one) or value.get(other)
+            else ("`workflow` has no tasks", "give it `tasks`, or `groups` with tasks")
+        )
+    return (
+        "`workflow` has neither `tasks` nor `groups`",
+        "give it `tasks`, or `groups` (tasks of a group start and stop together)",
+    )

@@ -1,26 +1,38 @@
-"""One entry of ``tasks`` to its typed form, and replicas to tasks of their own."""
+"""Parse the entries of ``tasks``: commands, resources, ranks, launchers and exit actions. Replicas become separate tasks."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 
 from distflow.documents.document import Text, View
-from distflow.documents.problems import Severity
+from distflow.documents.problems import Problem, Severity
+from distflow.documents.quantities import parse_duration
 from distflow.documents.text import did_you_mean
+from distflow.lifecycle.exits import Action, Codes, ExitActions, overlap, parse_codes
 from distflow.spec.credentials import parse_credentials
-from distflow.spec.data import checkpoints, url_inputs, url_outputs
-from distflow.spec.exits import parse_exit_actions
+from distflow.spec.data import checkpoints, earlier_inputs, url_inputs, url_outputs
 from distflow.spec.files import parse_files
-from distflow.spec.inputs import earlier_inputs
-from distflow.spec.model import InputSpec, Ranks, TaskSpec
-from distflow.spec.task_warnings import notice_task, notice_variables, output_words
+from distflow.spec.model import Elastic, InputSpec, Launcher, Ranks, Retry, StrategyBlock, TaskSpec, WorkflowSpec
 from distflow.spec.tokens import TOKEN_NAMES, find_tokens
 
-__all__ = ["check_tokens", "parse_task", "replica_names"]
+__all__ = [
+    "check_tokens",
+    "parse_elastic",
+    "parse_framework",
+    "parse_retry",
+    "parse_strategy_block",
+    "parse_task",
+    "replica_names",
+    "unused_reschedules",
+    "with_launchers",
+]
+
 
 _DEFAULT = "default"
 
@@ -35,8 +47,8 @@ def parse_task(
     task: View, *, leads: bool, resources: Container[str], inputs: tuple[InputSpec, ...], base_dir: Path
 ) -> tuple[TaskSpec, ...]:
     """Return the tasks that an entry stands for; with ``leads`` the first of them is the lead."""
-    notice_task(task)
-    notice_variables(task)
+    _notice_task(task)
+    _notice_variables(task)
     names = replica_names(task)
     first = TaskSpec(
         name=names[0],
@@ -55,10 +67,10 @@ def parse_task(
         checkpoints=checkpoints(task),
         credentials=parse_credentials(task),
         resource=_resource(task, resources),
-        exit_actions=parse_exit_actions(task),
+        exit_actions=_parse_exit_actions(task),
         ranks=_ranks(task),
         replica=None if _replicas(task) is None else 0,
-        outputs=output_words(task),
+        outputs=_output_words(task),
         url_outputs=url_outputs(task),
         mark=task.key_mark("name"),
     )
@@ -183,3 +195,230 @@ def _texts(spec: TaskSpec) -> Iterator[Text]:
         yield file.path
         if file.contents is not None:
             yield file.contents
+
+
+# -- warnings about ignored keys and misspelled variables -------------------------------------------------------------
+
+_TASK_WARNINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "downloadType": ("`downloadType` is ignored", ""),
+        "cacheSize": ("`cacheSize` is ignored", ""),
+        "kpis": ("`kpis` is ignored: nothing is uploaded", "write them to a URL, with `outputs`"),
+    }
+)
+
+
+def _notice_task(task: View) -> None:
+    """Warn about keys of a task that distflow ignores."""
+    for key, (message, hint) in _TASK_WARNINGS.items():
+        if task.has(key):
+            task.warn(message, hint, key=key)
+
+
+def _output_words(task: View) -> tuple[str, ...]:
+    """Describe where the task's output goes, for people."""
+    words = []
+    for entry in task.views("outputs"):
+        for key, verb in (("url", "upload to"), ("dataset", "store as dataset"), ("update_dataset", "add to dataset")):
+            what = entry.string(key) or entry.view(key).string("name")
+            if what:
+                words.append(f"{verb} {what}")
+    return tuple(words)
+
+
+_NCCL = (
+    "ALGO", "ALLOC_P2P_NET_LL_BUFFERS", "ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "BUFFSIZE", "CGA_CLUSTER_SIZE",
+    "CHECKS_DISABLE", "CHECK_POINTERS", "COLLNET_ENABLE", "COLLNET_NODE_THRESHOLD", "COMM_BLOCKING", "COMM_ID", "CONF_FILE",
+    "CROSS_NIC", "CTA_POLICY", "CUMEM_ENABLE", "CUMEM_HOST_ENABLE", "DEBUG", "DEBUG_FILE", "DEBUG_SUBSYS",
+    "DEBUG_TIMESTAMP_FORMAT", "DEBUG_TIMESTAMP_LEVELS", "DESYNC_DEBUG", "DMABUF_ENABLE", "ENABLE_TIMING", "GRAPH_DUMP_FILE",
+    "GRAPH_FILE", "GRAPH_MIXING_SUPPORT", "GRAPH_REGISTER", "GRAPH_STREAM_ORDERING", "HOSTID", "IB_ADAPTIVE_ROUTING",
+    "IB_ADDR_FAMILY", "IB_ADDR_RANGE", "IB_AR_THRESHOLD", "IB_CUDA_SUPPORT", "IB_DISABLE", "IB_ECE_ENABLE", "IB_FIFO_TC",
+    "IB_GID_INDEX", "IB_HCA", "IB_MERGE_NICS", "IB_PCI_RELAXED_ORDERING", "IB_QPS_PER_CONNECTION", "IB_RETRY_CNT",
+    "IB_RETURN_ASYNC_EVENTS", "IB_ROCE_VERSION_NUM", "IB_SL", "IB_SPLIT_DATA_ON_QPS", "IB_TC", "IB_TIMEOUT",
+    "IGNORE_CPU_AFFINITY", "IPC_USE_ABSTRACT_SOCKET", "LAUNCH_MODE", "LAUNCH_ORDER_IMPLICIT", "LAUNCH_RACE_FATAL",
+    "LEGACY_CUDA_REGISTER", "LL_THRESHOLD", "LOCAL_REGISTER", "MAX_CTAS", "MAX_NCHANNELS", "MAX_NRINGS", "MAX_P2P_NCHANNELS",
+    "MEM_SYNC_DOMAIN", "MIN_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "MNNVL_CLIQUE_ID", "MNNVL_ENABLE",
+    "MNNVL_UUID", "NCHANNELS_PER_NET_PEER", "NCHANNELS_PER_PEER", "NET", "NETDEVS_POLICY", "NET_GDR_C2C", "NET_GDR_LEVEL",
+    "NET_GDR_READ", "NET_MERGE_LEVEL", "NET_MERGE_POLICY", "NET_PLUGIN", "NET_SHARED_BUFFERS", "NET_SHARED_COMMS",
+    "NSOCKS_PERTHREAD", "NTHREADS", "NVB_DISABLE", "NVLS_ENABLE", "OOB_NET_ENABLE", "OOB_NET_IFNAME", "P2P_DIRECT_DISABLE",
+    "P2P_DISABLE", "P2P_LEVEL", "P2P_LL_THRESHOLD", "P2P_NET_CHUNKSIZE", "P2P_PXN_LEVEL", "PROFILER_PLUGIN", "PROTO",
+    "PXN_C2C", "PXN_DISABLE", "RAS_ADDR", "RAS_ENABLE", "RAS_TIMEOUT_FACTOR", "RMA_EAGER_INIT", "RUNTIME_CONNECT",
+    "SET_THREAD_NAME", "SHM_DISABLE", "SINGLE_RING_THRESHOLD", "SOCKET_FAMILY", "SOCKET_IFNAME", "SOCKET_NTHREADS",
+    "SOCKET_RETRY_CNT", "SOCKET_RETRY_SLEEP_MSEC", "SYM_GIN_KERNELS_ENABLE", "TOPO_DUMP_FILE", "TOPO_DUMP_FILE_RANK",
+    "TOPO_FILE", "TREE_THRESHOLD", "TUNER_PLUGIN", "UID_STAGGER_RATE", "UID_STAGGER_THRESHOLD", "WIN_ENABLE",
+)  # fmt: skip
+"""Names after ``NCCL_``: those of the manual, and torch's former names, which it still reads."""
+_TORCH_NCCL = (
+    "ASYNC_ERROR_HANDLING", "AVOID_RECORD_STREAMS", "BLOCKING_WAIT", "DEBUG_INFO_TEMP_FILE", "DESYNC_DEBUG",
+    "DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "ENABLE_TIMING", "HEARTBEAT_TIMEOUT_SEC", "TRACE_BUFFER_SIZE", "TRACE_CPP_STACK",
+    "USE_COMM_NONBLOCKING", "WAIT_TIMEOUT_DUMP_MILSEC",
+)  # fmt: skip
+_KNOWN = frozenset({*(f"NCCL_{name}" for name in _NCCL), *(f"TORCH_NCCL_{name}" for name in _TORCH_NCCL)})
+_WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {"NCCL_P2P_CONNECT_TIMEOUT": "there is none; write `init_process_group(timeout=…)` in the script"}
+)
+_NEAR = 0.88
+"""Similarity from which a name counts as a misspelled known name, from 0 to 1."""
+
+
+def _notice_variables(task: View) -> None:
+    """Warn about misspelled variables of NCCL and torch in the task's environment."""
+    environment = task.view("environment")
+    for name in environment.keys:
+        if name in _KNOWN or not name.startswith(("NCCL_", "TORCH_NCCL_")):
+            continue
+        near = difflib.get_close_matches(name, sorted(_KNOWN), n=1, cutoff=_NEAR)
+        hint = _WITHOUT_EFFECT.get(name) or (f"did you mean {near[0]}?" if near else "")
+        if hint:
+            environment.warn(f"`{name}` is not a variable that NCCL or torch reads", hint, key=name)
+
+
+# -- launcher, framework, strategy, elastic ---------------------------------------------------------------------------
+
+_WITHOUT_RANKS = ("custom",)
+"""Frameworks that say nothing of how many processes a task starts."""
+
+
+def parse_framework(group: View) -> Text | None:
+    """Return the group's framework."""
+    return group.text("framework")
+
+
+def parse_strategy_block(group: View) -> StrategyBlock | None:
+    """Return the group's strategy as it is written, with the place of each of its keys."""
+    path, document = (*group.path, "strategy"), group.document
+    value = document.value_at(path)
+    if not isinstance(value, dict):
+        return None
+    below = (place for place in document.places if place[: len(path)] == path)
+    marks = MappingProxyType({place: document.key_mark_at(place) for place in below})
+    return StrategyBlock(value=MappingProxyType(value), path=path, marks=marks)
+
+
+def parse_elastic(group: View) -> Elastic | None:
+    """Return with how few of its tasks the group may run; ``None``: with all or none."""
+    given = group.view("elastic")
+    least = given.whole("min")
+    if least is None:
+        return None
+    wait_s = given.parsed("wait", parse_duration)
+    mark = given.key_mark("min")
+    return Elastic(least=least, mark=mark) if wait_s is None else Elastic(least=least, wait_s=wait_s, mark=mark)
+
+
+def _parse_launcher(owner: View) -> Launcher | None:
+    """Return the launcher of a group or a task; ``None`` when it names none."""
+    if not owner.has("launcher"):
+        return None
+    mark = owner.key_mark("launcher")
+    name = owner.string("launcher")
+    if name is not None:
+        return Launcher(kind=name, mark=mark)
+    given = owner.view("launcher")
+    kind, restarts = given.string("kind"), given.whole("max_restarts") or 0
+    if restarts and kind == "command":
+        message = "`max_restarts` has no effect: `launcher: command` starts nothing"
+        given.add(message, "choose torchrun or spawn; for the whole gang use `exitActions` and `retry`", key="max_restarts")
+    numa = given.flag("numa") or False
+    if numa and kind in ("torchrun", "command"):
+        hint = "choose `kind: spawn`"
+        if kind == "torchrun":
+            hint += ", or start torchrun in the command, with its own `--numa-binding=node`"
+        given.add(f"`numa` has no effect with `{kind}`: it is a key of `spawn`", hint, key="numa")
+    return Launcher(kind=kind or "command", max_restarts=restarts, numa=numa, mark=mark)
+
+
+def with_launchers(group: View | None, tasks: Sequence[View], specs: Sequence[TaskSpec]) -> tuple[TaskSpec, ...]:
+    """Return the tasks of a group with their launchers, and with ranks where a launcher or a framework starts some.
+
+    ``tasks`` are the entries of the spec, ``specs`` what they stand for (replicas are several). A task that does not say how
+    many ranks it has gets one for each GPU that it asks for, else one.
+    """
+    framework = parse_framework(group) if group is not None else None
+    general = _parse_launcher(group) if group is not None else None
+    own = {task.string("name") or "": _parse_launcher(task) for task in tasks}
+    if general is None and framework is not None and framework.value == "pytorch":
+        general = Launcher(kind="torchrun", mark=framework.mark)
+    return tuple(_with_launcher(spec, own.get(spec.written_name) or general or Launcher(), framework) for spec in specs)
+
+
+def _with_launcher(spec: TaskSpec, launcher: Launcher, framework: Text | None) -> TaskSpec:
+    named = framework is not None and framework.value not in (*_WITHOUT_RANKS, "pytorch")
+    if spec.ranks is not None or not (launcher.starts_ranks or named):
+        return replace(spec, launcher=launcher)
+    where = launcher.mark if launcher.starts_ranks or framework is None else framework.mark
+    return replace(spec, launcher=launcher, ranks=Ranks(mark=where))
+
+
+# -- exit actions and retries -----------------------------------------------------------------------------------------
+
+
+def _parse_exit_actions(task: View) -> ExitActions:
+    """Return a task's exit actions. OSMO takes the first of two that name the same code; here that is a finding."""
+    entries = task.view("exitActions")
+    found: dict[Action, tuple[str, Codes]] = {}
+    for key in entries.keys:
+        action = Action.__members__.get(key.upper())
+        text = entries.string(key)
+        if action is None or text is None:
+            continue  # the schema has said so
+        if action in found:
+            entries.add(f"`{found[action][0]}` and `{key}` are the same action", "write their codes into one", key=key)
+            continue
+        try:
+            codes = parse_codes(text)
+        except ValueError as error:
+            message, _, hint = str(error).partition("; ")
+            entries.add(f"`{key}`: {message}", hint, key=key)
+            continue
+        found[action] = (key, codes)
+    for (first, first_codes), (second, second_codes) in combinations(found.values(), 2):
+        code = overlap(first_codes, second_codes)
+        if code is not None:
+            entries.add(f"exit code {code} stands in `{first}` and in `{second}`", "an exit code has one meaning", key=second)
+    codes_of = {action: codes for action, (_, codes) in found.items()}
+    return ExitActions(
+        complete=codes_of.get(Action.COMPLETE, ()),
+        fail=codes_of.get(Action.FAIL, ()),
+        reschedule=codes_of.get(Action.RESCHEDULE, ()),
+    )
+
+
+def parse_retry(owner: View, above: Retry) -> Retry:
+    """Return how a group is tried again; what a group says wins over what the workflow says."""
+    retry = owner.view("retry")
+    limit, avoid_after = retry.whole("limit"), retry.whole("avoid_after")
+    given_s, longest_s = retry.parsed("backoff", parse_duration), retry.parsed("max_backoff", parse_duration)
+    backoff_s = above.backoff_s if given_s is None else given_s
+    if longest_s is not None and longest_s < backoff_s:
+        retry.add(
+            f"`max_backoff` ({longest_s:g} s) is shorter than `backoff` ({backoff_s:g} s)",
+            "the wait begins with `backoff` and doubles up to `max_backoff`",
+            key="max_backoff",
+        )
+    return Retry(
+        limit=above.limit if limit is None else limit,
+        backoff_s=backoff_s,
+        max_backoff_s=max(above.max_backoff_s, backoff_s) if longest_s is None else longest_s,
+        avoid_after=above.avoid_after if avoid_after is None else avoid_after,
+    )
+
+
+def unused_reschedules(spec: WorkflowSpec, worlds: Container[str]) -> tuple[Problem, ...]:
+    """Return a warning for each RESCHEDULE that will have no effect; ``worlds`` names the groups that share one."""
+    found = []
+    for group in spec.groups:
+        ignores = group.ignore_nonlead_status if group.ignore_nonlead_status is not None else group.name not in worlds
+        for task in group.tasks:
+            if not task.exit_actions.reschedule or (task.replica or 0) > 0:
+                continue
+            message = hint = ""
+            if group.retry.limit == 0:
+                message, hint = "`retry` sets the limit 0", "raise it, or remove it: then the limit is 10"
+            elif ignores and not task.lead:
+                message = f"the group goes on without `{task.written_name}`, as only its lead counts"
+                hint = "set `ignoreNonleadStatus: false`: then the whole group is tried again"
+            if message:
+                words = f"RESCHEDULE of `{task.written_name}` has no effect: {message}"
+                found.append(Problem(where=task.mark, severity=Severity.WARNING, message=words, hint=hint))
+    return tuple(found)

@@ -15,9 +15,8 @@ from typing import Any
 
 from distflow.documents.document import Document
 from distflow.documents.problems import Mark, Problem, ProblemsFound, Severity
-from distflow.documents.scalars import argument_value
 from distflow.documents.text import did_you_mean
-from distflow.documents.yaml_parser import parse_yaml
+from distflow.documents.yaml_parser import argument_value, parse_yaml
 from distflow.spec.tokens import PLAIN_TOKENS, TOKEN_NAMES, Shield, choose_fence
 
 __all__ = ["Rendered", "render", "split_defaults"]

@@ -32,7 +32,6 @@ from distflow.errors import InputError, RecordUnreadable, StateError
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.bind import bind_task
 from distflow.plan.credentials import GivenSecrets, given_secrets
-from distflow.plan.earlier import planned_blobs
 from distflow.plan.model import BoundLaunch
 from distflow.pools.model import Node, Pool
 from distflow.state.event_details import WorkflowRefused
@@ -438,7 +437,7 @@ class Supervisor:
         # Remove nothing while archives arrive: an equal one may arrive now, and its sender would take it for present.
         if self._spent and not any(_brings_archives(command) for command in self.in_flight.values()):
             at_work = [one for one in self._workflows.values() if not _is_over(one.record)]
-            others = [archives(one.record) | planned_blobs(one.plan) for one in at_work]
+            others = [archives(one.record) | one.plan.blobs for one in at_work]
             for digest in self._spent.difference(*others):
                 (self._blobs / digest).unlink(missing_ok=True)
             self._spent.clear()

@@ -14,8 +14,7 @@ from itertools import pairwise
 
 from distflow.backends.base import LeaseRequest
 from distflow.documents.text import few
-from distflow.layout.placement.node_placement import Demand, Free, Placement, Unplaced
-from distflow.layout.placement.topology import place_near
+from distflow.layout.placement import Demand, Free, Placement, Unplaced, place_near
 from distflow.lifecycle.states import State
 from distflow.plan.compile import demands
 from distflow.plan.model import GroupPlan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from distflow.backends.base import AttemptKey, NodeUp
 from distflow.documents.quantities import bytes_text
-from distflow.layout.placement.node_placement import Free
+from distflow.layout.placement import Free
 from distflow.plan.model import Plan
 from distflow.pools.model import Node, Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord

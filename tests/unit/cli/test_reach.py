@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, changes, left_behind
-from distflow.documents.times import local_second
+from distflow.documents.quantities import local_second
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import GroupRecord, OutOfReach, Stray, WorkflowRecord
 from unit.cli.screen import Screen

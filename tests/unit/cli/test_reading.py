@@ -9,8 +9,8 @@ import pytest
 
 from distflow.cli.context import complete_workflow
 from distflow.cli.render.tables import Paint, cut, table, terminal_width, visible_width
-from distflow.documents.printable import plain
-from distflow.documents.times import duration, iso, local_minute, local_second
+from distflow.documents.quantities import duration, iso, local_minute, local_second
+from distflow.documents.text import plain
 from unit.cli.screen import Screen, Terminal
 from unit.state.stored import T0, completed_group, submit, workflow
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.documents.urls import StorageUrl, parse_url
+from distflow.documents.urls import StorageUrl, parse_dataset, parse_url
 from distflow.errors import InputError
 
 
@@ -78,3 +78,18 @@ def test_a_query_is_never_shown() -> None:
 def test_what_lies_below() -> None:
     assert parse_url("s3://b/runs/").below("a/b") == StorageUrl(scheme="s3", container="b", key="runs/a/b")
     assert parse_url("s3://b").below("a") == StorageUrl(scheme="s3", container="b", key="a")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("mnist", ("mnist", None)), ("mnist:latest", ("mnist", None)), ("My-Set_1:12", ("My-Set_1", 12))],
+)
+def test_a_name_and_its_version(text: str, expected: tuple[str, int | None]) -> None:
+    assert parse_dataset(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a/b", "../a", "a:", "a:0", "a:01", "a:best", "a:b:c", "a b", "a:99999999999"])
+def test_what_is_no_name(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_dataset(text)
+    assert caught.value.hint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.layout.claims.launchers import PythonCommand, python_command
+from distflow.layout.checks.launchers import PythonCommand, python_command
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,13 @@ import pytest
 
 from distflow.documents.problems import errors_of
 from distflow.layout.checks.group_checks import check_layout
+from distflow.plan.compatibility import distributed_environment
 from distflow.plan.compile import compile_plan
-from distflow.plan.distributed import distributed_environment
-from distflow.plan.frameworks.table import FRAMEWORKS, LAUNCHERS
+from distflow.plan.frameworks import FRAMEWORKS, LAUNCHERS
 from distflow.plan.model import GroupPlan, Launch
 from distflow.plan.render import script
-from distflow.spec.bundles import LIBRARY, Bundle
-from distflow.spec.parse import load_spec_text
-from distflow.spec.schema import schema_text
+from distflow.spec.files import LIBRARY, Bundle
+from distflow.spec.parse import load_spec_text, schema_text
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "frameworks"
 CASES = sorted(GOLDENS.glob("*.yaml"))

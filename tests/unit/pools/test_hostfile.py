@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from distflow.documents.problems import ProblemsFound
 from distflow.errors import InputError, NotFound
-from distflow.pools.choose import choose_pool
-from distflow.pools.hostfile import Host, nodes_of, parse_hostfile
-from distflow.pools.load import load_hostfile, parse_configuration
-from distflow.pools.machine import Machine
+from distflow.pools.hostfile import Host, choose_pool, nodes_of, parse_hostfile
+from distflow.pools.load import Machine, load_hostfile, parse_configuration
 from distflow.pools.model import Configuration, Node
 
 MACHINE = Machine(cpus=8, memory=64 << 30, gpus=2, python="/venv/bin/python")

@@ -13,12 +13,15 @@ import pytest
 from distflow.documents.problems import ProblemsFound
 from distflow.errors import InputError
 from distflow.pools.load import (
+    Machine,
     configuration_schema_text,
+    count_gpus,
     find_configuration,
     load_configuration,
     parse_configuration,
+    parse_memory,
+    this_machine,
 )
-from distflow.pools.machine import Machine, count_gpus, parse_memory, this_machine
 from distflow.pools.model import Configuration, Node
 
 MACHINE = Machine(cpus=8, memory=64 << 30, gpus=2, python="/venv/bin/python")

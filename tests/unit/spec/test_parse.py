@@ -11,8 +11,7 @@ import pytest
 
 from distflow.documents.problems import ProblemsFound, Severity
 from distflow.spec.model import GroupSpec, TaskSpec, Timeouts, WorkflowSpec
-from distflow.spec.parse import load_spec, load_spec_text
-from distflow.spec.schema import schema_text
+from distflow.spec.parse import load_spec, load_spec_text, schema_text
 
 TUTORIAL = """\
 default-values:

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.diagnosis.diagnose import diagnose
-from distflow.diagnosis.evidence import case_of
+from distflow.diagnosis.diagnose import case_of, diagnose
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason, State
 from distflow.protocol.ends import EndReason

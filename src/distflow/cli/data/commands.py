@@ -16,9 +16,8 @@ from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption
 from distflow.cli.render.terminal_line import ProgressLine
 from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
-from distflow.documents.printable import plain, plain_lines
-from distflow.documents.quantities import bytes_text
-from distflow.documents.times import iso
+from distflow.documents.quantities import bytes_text, iso
+from distflow.documents.text import plain, plain_lines
 from distflow.errors import DistflowError, InputError
 
 if TYPE_CHECKING:

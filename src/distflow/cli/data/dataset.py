@@ -14,9 +14,8 @@ from distflow.cli.options import Format, FormatOption
 from distflow.cli.render.tables import table
 from distflow.cli.render.terminal_line import ProgressLine
 from distflow.client.datasets import create_version, delete_versions, download_dataset, list_datasets, read_versions
-from distflow.documents.printable import plain
-from distflow.documents.quantities import bytes_text
-from distflow.documents.times import iso, local_minute
+from distflow.documents.quantities import bytes_text, iso, local_minute
+from distflow.documents.text import plain
 from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError
 

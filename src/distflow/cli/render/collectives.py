@@ -8,8 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import Paint
-from distflow.documents.printable import plain
-from distflow.documents.text import few
+from distflow.documents.text import few, plain
 
 if TYPE_CHECKING:
     from distflow.client.running_tasks import TaskStacks

@@ -9,8 +9,8 @@ from distflow.cli.render.tables import Paint, table
 from distflow.cli.render.workflow_json import cause_json
 from distflow.cli.render.workflow_text import cause_words
 from distflow.client.failures import GroupFailure, missing_ranks
-from distflow.documents.printable import plain
-from distflow.documents.times import duration, iso, local_milli
+from distflow.documents.quantities import duration, iso, local_milli
+from distflow.documents.text import plain
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import REASON_TEXT, State, WorkflowState
 from distflow.state.record import Cause, WorkflowRecord

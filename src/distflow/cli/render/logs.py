@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import Paint
-from distflow.documents.printable import plain
+from distflow.documents.text import plain
 from distflow.protocol.error_file import parse_error_file
 from distflow.state.record import TaskRecord, WorkflowRecord
 

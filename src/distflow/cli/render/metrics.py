@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from distflow.cli.render.tables import table
 from distflow.client.workflows import held_ranks
-from distflow.documents.printable import plain
-from distflow.documents.text import few
+from distflow.documents.text import few, plain
 
 if TYPE_CHECKING:
     from distflow.state.metrics import Latest, Scalar

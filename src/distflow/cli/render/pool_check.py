@@ -9,8 +9,8 @@ from distflow.backends.machines.checks.findings import Finding, Grade
 from distflow.backends.machines.checks.measured import Measured, Pair
 from distflow.backends.machines.checks.network import AllReduce, Verdict
 from distflow.cli.render.tables import Paint, table
-from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text
+from distflow.documents.text import plain
 from distflow.pools.model import Pool
 
 __all__ = ["check_json", "check_text", "findings_text"]

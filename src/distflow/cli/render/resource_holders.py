@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from distflow.cli.render.tables import table
 from distflow.client.nodes import Holder, Holders, folded
 from distflow.client.pools import NodeUsage
-from distflow.documents.printable import plain
 from distflow.documents.quantities import bytes_text
+from distflow.documents.text import plain
 
 __all__ = ["holders_json", "holders_text"]
 

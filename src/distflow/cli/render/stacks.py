@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.cli.render.collectives import collective_lines
 from distflow.cli.render.tables import Paint
-from distflow.documents.printable import plain
-from distflow.documents.text import few
-from distflow.documents.times import duration
+from distflow.documents.quantities import duration
+from distflow.documents.text import few, plain
 
 if TYPE_CHECKING:
     from distflow.client.running_tasks import TaskStacks

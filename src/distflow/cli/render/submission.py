@@ -12,9 +12,9 @@ from distflow.cli.options import Format
 from distflow.cli.render.terminal_line import BottomLine
 from distflow.client.client import Client
 from distflow.client.submitting.previous_outputs import FetchProgress
-from distflow.documents.printable import plain_lines
 from distflow.documents.problems import Problem
 from distflow.documents.quantities import bytes_text
+from distflow.documents.text import plain_lines
 from distflow.errors import DistflowError, WorkflowEnded
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.record import WorkflowRecord

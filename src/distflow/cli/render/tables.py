@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TextIO
 
-from distflow.documents.printable import ESCAPES, plain
+from distflow.documents.text import ESCAPES, plain
 
 __all__ = ["Paint", "cut", "table", "terminal_width", "visible_width"]
 

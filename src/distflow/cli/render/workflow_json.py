@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics
 from distflow.cli.render.workflow_text import NO_LINES, LastLines, elapsed_s, queued_s, task_words
-from distflow.documents.times import iso
+from distflow.documents.quantities import iso
 from distflow.lifecycle.states import State, still_awaited
 from distflow.state.metrics import Latest
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord

@@ -8,10 +8,8 @@ from types import MappingProxyType
 
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics, metric_lines
 from distflow.cli.render.tables import Paint, cut, table
-from distflow.documents.printable import plain
-from distflow.documents.quantities import bytes_text
-from distflow.documents.text import few
-from distflow.documents.times import duration, iso, local_minute, local_second
+from distflow.documents.quantities import bytes_text, duration, iso, local_minute, local_second
+from distflow.documents.text import few, plain
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State, waits_for
 from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecord, WorkflowRecord

@@ -11,7 +11,7 @@ import typer
 from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, PoolOption, command_app
 from distflow.client.adoption import Adoption, adopt
-from distflow.documents.printable import plain
+from distflow.documents.text import plain
 from distflow.errors import NodeError
 
 __all__ = ["app"]

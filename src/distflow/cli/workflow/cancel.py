@@ -13,7 +13,7 @@ from distflow.cli.options import Format, FormatOption, command_app
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, left_behind
 from distflow.client.client import Client
 from distflow.client.workflows import Cancellation, cancel, pool_of, wait
-from distflow.documents.printable import plain, plain_lines
+from distflow.documents.text import plain, plain_lines
 from distflow.state.record import WorkflowRecord
 
 __all__ = ["app"]

@@ -17,7 +17,7 @@ from distflow.cli.render.raw_terminal import raw_terminal, read_size
 from distflow.cli.render.tables import Paint
 from distflow.client.running_tasks import Exit, RunningTask, Session, Size, find_running_task, run_on_tasks, running_task
 from distflow.client.workflows import choose_tasks, group_of, pause
-from distflow.documents.printable import plain, plain_lines
+from distflow.documents.text import plain, plain_lines
 from distflow.errors import AuthenticationRefused, HostKeyMismatch, HostKeyUnknown, InputError, NodeUnreachable
 
 __all__ = ["app"]

@@ -15,7 +15,7 @@ from distflow.cli.render.logs import Prefixes
 from distflow.cli.render.tables import Paint
 from distflow.client.logs import LogLine, stream_logs
 from distflow.client.workflows import choose_tasks, pause
-from distflow.documents.times import iso, local_second
+from distflow.documents.quantities import iso, local_second
 from distflow.errors import InputError
 
 __all__ = ["app"]

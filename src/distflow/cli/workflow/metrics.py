@@ -18,8 +18,8 @@ from distflow.cli.render.metrics import PACE, PACE_OF_ALL, metrics_table, pace_w
 from distflow.cli.render.tables import terminal_width
 from distflow.client.metrics import Latest, Metric, find_metrics, number
 from distflow.client.workflows import choose_tasks
-from distflow.documents.printable import plain
-from distflow.documents.times import iso
+from distflow.documents.quantities import iso
+from distflow.documents.text import plain
 from distflow.errors import InputError
 from distflow.state.record import WorkflowRecord
 

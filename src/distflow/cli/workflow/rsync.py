@@ -30,8 +30,8 @@ from distflow.client.rsync.copies import (
     start_sync_to_first_lead,
     stop_syncs,
 )
-from distflow.documents.printable import plain
-from distflow.documents.times import iso, local_second
+from distflow.documents.quantities import iso, local_second
+from distflow.documents.text import plain
 from distflow.errors import InputError
 from distflow.state.record import WorkflowRecord
 

@@ -10,7 +10,7 @@ import typer
 from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import command_app
 from distflow.client.workflows import read_spec
-from distflow.documents.printable import plain_lines
+from distflow.documents.text import plain_lines
 
 __all__ = ["app"]
 

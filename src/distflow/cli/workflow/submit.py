@@ -20,8 +20,8 @@ from distflow.cli.search_options import priorities
 from distflow.client.submitting.labels import check_label, join_labels
 from distflow.client.submitting.specs import CheckedSpec, Overrides, validate
 from distflow.client.submitting.submission import PlannedWorkflow, SubmitRequest, plan, submit, write_scripts
-from distflow.documents.printable import plain_lines
 from distflow.documents.problems import Problem, ProblemsFound
+from distflow.documents.text import plain_lines
 from distflow.errors import InputError, NodeError
 from distflow.lifecycle.states import waits_for
 from distflow.plan.render import plan_json, plan_text

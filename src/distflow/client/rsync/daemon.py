@@ -20,7 +20,7 @@ from typing import NoReturn
 from distflow.client.client import now
 from distflow.client.rsync.copies import exit_text, rsync_command
 from distflow.client.rsync.file_changes import CopySchedule, take_snapshot
-from distflow.documents.times import local_second
+from distflow.documents.quantities import local_second
 from distflow.errors import DistflowError
 from distflow.lifecycle.states import State
 from distflow.state.codec import decode

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from distflow.client.client import Client
 from distflow.client.running_tasks import Exit, Session, find_running_task
-from distflow.documents.printable import plain_lines
+from distflow.documents.text import plain_lines
 from distflow.errors import DistflowError
 
 __all__ = ["main"]

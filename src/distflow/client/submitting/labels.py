@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distflow.errors import InputError
-from distflow.spec.labels import MOST_LABELS, check_label, is_label_key
+from distflow.spec.names import MOST_LABELS, check_label, is_label_key
 
 __all__ = ["check_label", "is_label_key", "join_labels"]
 

@@ -14,7 +14,7 @@ from distflow.client.client import Client
 from distflow.documents.problems import Problem
 from distflow.documents.text import did_you_mean
 from distflow.errors import InputError, NodeError, NodeUnreachable, NotFound
-from distflow.plan.earlier import Brought, with_earlier
+from distflow.plan.compile import FetchedOutput, with_previous_outputs
 from distflow.plan.model import Plan
 from distflow.pools.model import Pool
 from distflow.protocol.attempts import attempt_name
@@ -90,8 +90,8 @@ def add_previous_outputs(client: Client, spec: WorkflowSpec, plan: Plan, on_prog
     wanted = list(dict.fromkeys((one.workflow, one.task) for one in _wanted(spec)))
     sources = [_source(EarlierInput(position=0, workflow=workflow, task=task), client) for workflow, task in wanted]
     fetched = fetch_outputs(sources, client.directory.blobs, on_progress) if sources else []
-    brought = {name: Brought(digest=one.digest, size=one.size) for name, one in zip(wanted, fetched, strict=True)}
-    return with_earlier(plan, brought)
+    outputs = {name: FetchedOutput(digest=one.digest, size=one.size) for name, one in zip(wanted, fetched, strict=True)}
+    return with_previous_outputs(plan, outputs)
 
 
 def output_source(client: Client, record: WorkflowRecord, group: GroupRecord, task: TaskRecord) -> OutputSource:

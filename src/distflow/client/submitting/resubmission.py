@@ -11,8 +11,7 @@ from pathlib import Path
 from distflow.client.client import Client
 from distflow.client.submitting.specs import CheckedSpec, Overrides, check_stored_spec
 from distflow.errors import InputError
-from distflow.pools.choose import choose_pool
-from distflow.pools.hostfile import Host
+from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Configuration, Pool
 from distflow.state.record import WorkflowRecord
 

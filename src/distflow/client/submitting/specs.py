@@ -13,22 +13,18 @@ from distflow.client.submitting.workflow_secrets import credential_problems
 from distflow.documents.problems import Problem, ProblemsFound, Severity, in_document_order
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world
-from distflow.layout.placement.node_placement import Free, Placement, Unplaced
-from distflow.layout.placement.topology import place_near
+from distflow.layout.placement import Free, Placement, Unplaced, place_near
 from distflow.layout.ranks import World
 from distflow.plan.compile import compile_plan, demands
-from distflow.plan.containers import container_notices
+from distflow.plan.containers import container_notices, sharing_notices
 from distflow.plan.model import Plan
-from distflow.plan.sharing import sharing_notices
-from distflow.pools.choose import choose_pool
-from distflow.pools.hostfile import Host
+from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Configuration, Pool
 from distflow.shell import Secret
-from distflow.spec.bundles import bundle_files
-from distflow.spec.exits import unused_reschedules
+from distflow.spec.files import bundle_files
 from distflow.spec.model import WorkflowSpec
-from distflow.spec.parse import load_spec, load_spec_text
-from distflow.spec.schema import schema_text
+from distflow.spec.parse import load_spec, load_spec_text, schema_text
+from distflow.spec.tasks import unused_reschedules
 
 __all__ = [
     "CheckedSpec",

@@ -21,14 +21,12 @@ from distflow.documents.problems import ProblemsFound, in_document_order
 from distflow.documents.urls import parse_url
 from distflow.errors import InputError
 from distflow.plan.compile import compile_plan
-from distflow.plan.containers import container_notices
+from distflow.plan.containers import container_notices, sharing_notices
 from distflow.plan.model import Plan
 from distflow.plan.render import script
-from distflow.plan.sharing import sharing_notices
-from distflow.pools.choose import choose_pool
-from distflow.pools.hostfile import Host
+from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Configuration, Pool
-from distflow.spec.bundles import bundle_files
+from distflow.spec.files import bundle_files
 from distflow.state.codec import encode
 from distflow.state.event_details import WorkflowSubmitted
 from distflow.state.record import Event, GroupRecord, Priority, WorkflowRecord, fresh_tasks

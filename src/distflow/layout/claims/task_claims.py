@@ -37,10 +37,10 @@ from distflow.layout.claims.shell_commands import TOKEN, Command, Word
 from distflow.spec.model import ResourceSpec, TaskSpec
 from distflow.spec.tokens import RANK_TOKENS, find_tokens
 
-__all__ = ["RANK_KEYS", "TORCHRUN_KEYS", "Claim", "Invocation", "Known", "TaskClaims", "read_claims"]
+__all__ = ["RANK_KEYS", "Claim", "Invocation", "Known", "TaskClaims", "read_claims"]
 
 RANK_KEYS = ("offset", "size", "world_size")
-TORCHRUN_KEYS = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
+_TORCHRUN_KEYS = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
 _SCRIPT_KEYS = (*RANK_KEYS, "master_addr", "master_port")
 _ONE_RANK_PER_GPU = "--multiprocessing-distributed"
 """The option of torch's ImageNet example that starts a process for each GPU; its ``--rank`` is then that of the node."""
@@ -197,7 +197,7 @@ def _invocations(line: Line, variables: Mapping[str, str | None]) -> Iterator[In
         return
     end = _torchrun_end(words, start)
     if end < len(words):
-        claims = dict(_flags(line, words[start:end], variables, TORCHRUN_KEYS))
+        claims = dict(_flags(line, words[start:end], variables, _TORCHRUN_KEYS))
         standalone = any(_key(word.literal) == "standalone" for word in words[start:end])
         where = line.place(words[max(0, start - 1)])
         program = base_name(words[end].literal)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from distflow.lifecycle.exits import ExitActions
-from distflow.spec.exits import unused_reschedules
 from distflow.spec.model import Retry, WorkflowSpec
 from distflow.spec.parse import load_spec_text
+from distflow.spec.tasks import unused_reschedules
 
 SPEC = """
 workflow:

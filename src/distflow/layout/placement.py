@@ -1,20 +1,26 @@
 """Place tasks on nodes. Pure: equal questions have equal answers.
 
-A submission uses it to propose a placement, and the queue to decide. Each task, in the order of node ranks, goes to the first
-node that fits. If that fails, an exact matching (augmenting paths) is computed for tasks of one world, which need different
-nodes. Other gangs are searched within bounds, so that a gang which fits is not refused because of the order of its nodes.
+A submission uses this module to propose a placement, and the queue to decide. Each task, in the order of node ranks, goes to
+the first node that fits. If that fails, an exact matching (augmenting paths) is computed for tasks of one world, which need
+different nodes. Other gangs are searched within limits, so the order of the nodes does not prevent a placement.
+
+``place_near`` also satisfies OSMO's ``topology``: tasks of one gang with the same ``key`` and ``group`` go to nodes with the
+same value of the label ``key``, for example to one rack. If no placement satisfies all requests, the preferred ones are dropped
+one by one, the last written first. Required ones are never dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, product
 from types import MappingProxyType
 
 from distflow.pools.model import Node
 from distflow.spec.model import Near
 
-__all__ = ["Demand", "Free", "Placement", "Unplaced", "place"]
+__all__ = ["Demand", "Free", "Placement", "Unplaced", "place", "place_near"]
+
 
 _STEPS = 20_000
 """Steps that a search may take before a gang is refused."""
@@ -39,7 +45,7 @@ class Demand:
     labels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Labels that the node must have."""
     near: tuple[Near, ...] = ()
-    """The topology requests of the task, which ``layout.placement.topology`` handles; this module ignores them."""
+    """The topology requests of the task. ``place_near`` satisfies them, and ``place`` ignores them."""
     spread: str | None = None
     """Tasks with the same key (those of one world) need different nodes; ``None`` lets a task share a node with any other."""
 
@@ -272,3 +278,69 @@ def _reasons(
             lacks = f"{less} beside {names}"
         reasons.append(f"{node.node}: {lacks or 'fits alone, but not with the rest of its gang'}")
     return tuple(reasons) or ("the pool has no nodes",)
+
+
+# -- topology ---------------------------------------------------------------------------------------------------------
+
+_TRIES = 2_000
+"""Choices of units that are tried before a gang is refused."""
+
+_Wish = tuple[str, str]
+"""Key and group."""
+
+
+def place_near(demands: Sequence[Demand], nodes: Sequence[Free], *, shared: bool) -> Placement | tuple[Unplaced, ...]:
+    """Place tasks like ``place``, and satisfy their topology requests.
+
+    A pool of one node is one unit, regardless of its labels.
+    """
+    wishes = _wishes(demands)
+    if not wishes or len(nodes) == 1:
+        return place(demands, nodes, shared=shared)
+    kept = list(wishes)
+    while True:
+        found = _place_in_units(demands, nodes, kept, shared=shared)
+        preferred = [wish for wish in kept if not wishes[wish]]
+        if isinstance(found, Placement) or not preferred:
+            return found
+        kept.remove(preferred[-1])
+
+
+def _wishes(demands: Sequence[Demand]) -> dict[_Wish, bool]:
+    """Return every topology request of a gang and whether it is required, in the order of the spec."""
+    wishes: dict[_Wish, bool] = {}
+    for demand in demands:
+        for near in demand.near:
+            wishes[near.key, near.group] = wishes.get((near.key, near.group), False) or near.required
+    return wishes
+
+
+def _place_in_units(
+    demands: Sequence[Demand], nodes: Sequence[Free], wishes: Sequence[_Wish], *, shared: bool
+) -> Placement | tuple[Unplaced, ...]:
+    missing = [key for key, _ in wishes if not any(key in node.labels for node in nodes)]
+    if missing:
+        first = next(demand for demand in demands if any(near.key == missing[0] for near in demand.near))
+        return (Unplaced(task=first.task, reasons=(f"no node has the label `{missing[0]}`, which its topology asks for",)),)
+    best: tuple[Unplaced, ...] | None = None
+    for units in islice(_choices(nodes, wishes), _TRIES):
+        asked = [replace(demand, labels={**demand.labels, **_labels(demand, units)}) for demand in demands]
+        found = place(asked, nodes, shared=shared)
+        if isinstance(found, Placement):
+            return found
+        if best is None or len(found) < len(best):
+            best = found
+    if best is None:
+        raise AssertionError("every key has a value")
+    return best
+
+
+def _choices(nodes: Sequence[Free], wishes: Sequence[_Wish]) -> Iterator[Mapping[_Wish, str]]:
+    """Yield every assignment of a unit to each request."""
+    values = [list(dict.fromkeys(node.labels[key] for node in nodes if key in node.labels)) for key, _ in wishes]
+    for chosen in product(*values):
+        yield dict(zip(wishes, chosen, strict=True))
+
+
+def _labels(demand: Demand, units: Mapping[_Wish, str]) -> dict[str, str]:
+    return {near.key: units[near.key, near.group] for near in demand.near if (near.key, near.group) in units}

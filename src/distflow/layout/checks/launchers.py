@@ -1,19 +1,22 @@
-"""Commands that a launcher starts once for each rank: they must run Python, and must not start ranks themselves."""
+"""Check launchers: the commands that they start for each rank, and the checkpoints of groups that restart."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from posixpath import normpath
 
 from distflow.documents.problems import Mark, Problem, Severity
+from distflow.layout.checks.members import and_list
 from distflow.layout.claims.task_claims import TaskClaims
 from distflow.layout.ranks import World
 from distflow.spec.model import GroupSpec, TaskSpec
 
-__all__ = ["NEEDS_PYTHON", "PythonCommand", "launcher_problems", "python_command", "uneven_problems"]
+__all__ = ["PythonCommand", "launcher_problems", "python_command", "restart_problems", "uneven_problems"]
 
-NEEDS_PYTHON = ("deepspeed", "accelerate")
+
+_NEEDS_PYTHON = ("deepspeed", "accelerate")
 """Frameworks whose own launcher starts a Python script; for pytorch, ``launcher`` does."""
 
 _EVEN = ("accelerate",)
@@ -91,14 +94,14 @@ def _starter(group: GroupSpec, task: TaskSpec) -> str | None:
     if task.launcher.starts_ranks:
         return f"launcher: {task.launcher.kind}"
     name = group.framework.value if group.framework is not None else ""
-    return f"framework: {name}" if name in NEEDS_PYTHON else None
+    return f"framework: {name}" if name in _NEEDS_PYTHON else None
 
 
 def _started_twice(item: TaskClaims, starter: str) -> list[Problem]:
     command = next((one for one in item.invocations if one.launcher == "torchrun"), None)
     words = item.task.command
     program = words[0].value.rpartition("/")[2] if words else ""
-    if command is None and program not in NEEDS_PYTHON:
+    if command is None and program not in _NEEDS_PYTHON:
         return []
     what = "torchrun" if command is not None else program
     message = f"{item.name}: its command runs {what}, and `{starter}` starts the ranks, too"
@@ -128,3 +131,34 @@ def _restarts(group: GroupSpec) -> list[Problem]:
             hint = "for ranks as they stand here leave out `max_restarts`, and use `exitActions` and `retry`"
             return [Problem(where=task.launcher.mark, severity=Severity.WARNING, message=message, hint=hint)]
     return []
+
+
+# -- checkpoints and restarts -----------------------------------------------------------------------------------------
+
+
+def restart_problems(group: GroupSpec, world: World | None) -> list[Problem]:
+    """Return warnings about a ``shared`` directory without effect, and about checkpoints of only some tasks of a world."""
+    can_restart = group.retry.limit > 0 and any(task.exit_actions.reschedule for task in group.tasks)
+    declared = {normpath(one.path.value): one for task in group.tasks for one in task.checkpoints}
+    shared = next((one for one in declared.values() if one.is_shared), None)
+    if shared is not None:
+        if can_restart:
+            return []
+        message = f"`shared` has no effect: {group.name} is never tried again"
+        hint = "say which ends begin another attempt, such as `exitActions: {RESCHEDULE: 1-255}`"
+        return [Problem(where=shared.path.mark_at(0), severity=Severity.WARNING, message=message, hint=hint)]
+    if not can_restart or world is None:
+        return []
+    ranked = {item.task for item in world.tasks}
+    tasks = [task for task in group.tasks if task.name in ranked]
+    problems = []
+    for path, one in declared.items():
+        having = [task.name for task in tasks if any(normpath(own.path.value) == path for own in task.checkpoints)]
+        lacking = [task.name for task in tasks if task.name not in having]
+        if having and lacking:
+            message = f"`checkpoint` of `{path}` stands in {and_list(having)} only: after a restart, {and_list(lacking)} "
+            message += "begins without these files" if len(lacking) == 1 else "begin without these files"
+            hint = f"write `shared: {path}` in the group, which gives all tasks the same files; ranks that resume at different "
+            hint += "steps train wrongly"
+            problems.append(Problem(where=one.path.mark_at(0), severity=Severity.WARNING, message=message, hint=hint))
+    return problems

@@ -1,1 +1,0 @@
-"""The placement of tasks on nodes."""

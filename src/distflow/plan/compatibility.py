@@ -1,0 +1,165 @@
+"""Files, variables and programs for tasks that were written for Valohai or OSMO.
+
+Valohai: a program for distributed tasks finds the other tasks without a change. Its package ``valohai-utils`` reads
+``distributed.json`` or ``distributed.yaml`` in the directory that ``VH_CONFIG_DIR`` names. A *member* is a task, not a rank:
+eight GPUs of a node are one member. Members are numbered in the order of ranks, and tasks without ranks come last. By Valohai's
+rule the lowest ``member_id`` is the master, so the master is the task with rank 0. distflow knows one address of a member, so
+its public and its local address are equal. Format: the samples and the parser of https://github.com/valohai/valohai-utils
+(``valohai/internals/distributed_config``).
+
+OSMO: ``{{host:<task>}}`` is a DNS name there, and an address here. OSMO's specs pass it to ``nslookup``, ``getent hosts``,
+``dig`` or ``host``, which do not find a name for the address. A task whose texts mention one of these programs therefore gets a
+script of that name at the beginning of its PATH. The script answers for the addresses of the task's group in the format of the
+real program, and passes all other calls to the real program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from distflow.layout.ranks import World
+from distflow.plan.model import ATTEMPT_DIR, PLACEHOLDER, GroupPlan, PlannedFile, address_of
+from distflow.spec.model import TaskSpec
+
+__all__ = ["NAME_TOOLS", "distributed_environment", "distributed_files", "member_ids", "name_tools"]
+
+
+_FOLDER = "config"
+"""Below the attempt's directory."""
+_RESERVED = "VH_"
+
+
+def member_ids(tasks: Sequence[TaskSpec], world: World | None) -> dict[str, int]:
+    """Return the number of each task of a gang, by its name; nothing for a task that is alone and shares no world."""
+    if len(tasks) < 2 and world is None:
+        return {}
+    ranked = {item.task: item.node_rank for item in world.tasks} if world is not None else {}
+    order = sorted(tasks, key=lambda task: (ranked.get(task.name, len(ranked)), not task.lead))
+    return {task.name: number for number, task in enumerate(order)}
+
+
+def distributed_environment(task: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a member; none when the spec gives variables of that kind, which then mean something else."""
+    if any(name.startswith(_RESERVED) for name in given):
+        return {}
+    return {
+        "VH_JOB_ID": _job_id(task),
+        "VH_CONFIG_DIR": f"{ATTEMPT_DIR}/{_FOLDER}",
+        "VH_INPUTS_DIR": f"{ATTEMPT_DIR}/input",
+        "VH_OUTPUTS_DIR": f"{ATTEMPT_DIR}/output",
+        "VH_REPOSITORY_DIR": f"{ATTEMPT_DIR}/work",
+    }
+
+
+def distributed_files(group: GroupPlan, task: str) -> tuple[PlannedFile, ...]:
+    """Return the two files of a task, still symbolic; none for a task that is not a member.
+
+    They are made for one task at a time and never stored: all files of a gang together grow with the square of its size.
+    """
+    own = group.launch(task).member
+    if own is None:
+        return ()
+    import yaml  # noqa: PLC0415  a plan is shown and compiled without it
+
+    members = sorted((one.member, one.task) for one in group.launches if one.member is not None)
+    described = [_member(number, name) for number, name in members]
+    found = {
+        "config": {
+            "group_name": f"task-@@WORKFLOW_ID@@-{group.name}",
+            "member_id": str(own),
+            "required_count": len(members),
+        },
+        "members": described,
+        "self": _member(own, task),
+    }
+    texts = {"json": json.dumps(found, indent=1) + "\n", "yaml": yaml.safe_dump(found, sort_keys=False)}
+    return tuple(
+        PlannedFile(
+            path=f"{_FOLDER}/distributed.{kind}", shown=f"distributed.{kind}", text=text, size=len(text.encode()), mode=0o600
+        )
+        for kind, text in texts.items()
+    )
+
+
+def _member(number: int, task: str) -> dict[str, Any]:
+    return {
+        "announce_time": "@@LEASED_AT@@",
+        "identity": f"@@NODE:{task}@@",
+        "job_id": _job_id(task),
+        "member_id": str(number),
+        "network": {"exposed_ports": {}, "local_ips": [address_of(task)], "public_ips": [address_of(task)]},
+    }
+
+
+def _job_id(task: str) -> str:
+    return f"exec-@@WORKFLOW_ID@@-{task}-@@RETRY_ID@@"
+
+
+# -- OSMO -------------------------------------------------------------------------------------------------------------
+
+NAME_TOOLS = f"{ATTEMPT_DIR}/bin"
+"""The directory of the scripts."""
+
+_MENTION = re.compile(r"(?<![\w./{-])(nslookup|getent|dig|host)(?![\w./:=-])")
+
+# Formats: bind9-dnsutils 9.18 (nslookup, dig, host) and glibc 2.36 (getent).
+_SCRIPT = r"""#!/bin/sh
+# From distflow: in this workflow the tasks of the group are known by these addresses, not by names.
+addresses='ADDRESSES'
+tool=${0##*/}
+name='' is_short='' is_reverse=''
+[ "$tool" = getent ] && [ "${1-}" != hosts ] && is_reverse=1
+for word in "$@"; do
+    case $word in
+    +short) is_short=1 ;;
+    -x | PTR | ptr | -type=[Pp][Tt][Rr] | -query=[Pp][Tt][Rr]) is_reverse=1 ;;
+    -* | +* | @* | A | AAAA | a | aaaa | hosts) ;;
+    *) [ -n "$name" ] || name=$word ;;
+    esac
+done
+if [ -n "$name" ] && [ -z "$is_reverse" ]; then
+    for address in $addresses; do
+        [ "$name" = "$address" ] || continue
+        kind=A words='has address'
+        case $address in *:*) kind=AAAA words='has IPv6 address' ;; esac
+        case $tool in
+        nslookup) printf 'Server:\t\tdistflow\nAddress:\t127.0.0.1#53\n\nName:\t%s\nAddress: %s\n\n' "$name" "$address" ;;
+        getent) printf '%-15s %s\n' "$address" "$name" ;;
+        host) printf '%s %s %s\n' "$name" "$words" "$address" ;;
+        dig)
+            [ -n "$is_short" ] || printf ';; ANSWER SECTION:\n%s.\t\t0\tIN\t%s\t' "$name" "$kind"
+            printf '%s\n' "$address"
+            ;;
+        esac
+        exit 0
+    done
+fi
+own=${0%/*}
+set -f
+IFS=:
+for directory in $PATH; do
+    if [ "$directory" != "$own" ] && [ -f "$directory/$tool" ] && [ -x "$directory/$tool" ]; then
+        exec "$directory/$tool" "$@"
+    fi
+done
+echo "$tool: not found on this node; distflow itself only answers for: $addresses" >&2
+exit 127
+"""
+
+
+def name_tools(texts: Iterable[str]) -> tuple[PlannedFile, ...]:
+    """Return the scripts that a task needs: none unless its texts hold a placeholder for an address and mention a program."""
+    known = list(texts)
+    found = (one for text in known for one in PLACEHOLDER.finditer(text) if one.group(1) in ("ADDRESS", "MASTER_ADDR"))
+    addresses = sorted({one.group(0) for one in found})
+    if not addresses:
+        return ()
+    script = _SCRIPT.replace("ADDRESSES", " ".join(addresses), 1)
+    names = sorted({one.group(1) for text in known for one in _MENTION.finditer(text)})
+    return tuple(
+        PlannedFile(path=f"bin/{name}", shown=f"distflow's {name}", text=script, size=len(script.encode()), mode=0o700)
+        for name in names
+    )
