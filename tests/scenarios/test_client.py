@@ -22,7 +22,7 @@ from distflow.client import (
     submit,
     wait,
 )
-from distflow.client.submitting.specs import Overrides
+from distflow.client.specs import Overrides
 from distflow.documents.problems import ProblemsFound
 from distflow.errors import InputError, WaitTimeout
 from distflow.lifecycle.states import WorkflowState

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import typer
 
-from distflow.cli.lazy_groups import LazyGroup, commands
+from distflow.cli.options import LazyGroup, commands
 from distflow.errors import DistflowError, InputError, WorkflowEnded
 
 __all__ = ["app", "main", "run", "spread_sets", "wants_json"]
@@ -60,16 +60,16 @@ class _Root(LazyGroup):
         {
             "workflow": ("distflow.cli.workflow.commands:app", "Submit, watch and end workflows."),
             "task": ("distflow.cli.task:app", "Look at tasks across workflows."),
-            "pool": ("distflow.cli.pool.commands:app", "Show the pools that workflows can run in, and check their nodes."),
-            "resource": ("distflow.cli.pool.resource:app", "Show what the nodes have, and what is in use of it."),
+            "pool": ("distflow.cli.pool:pool_app", "Show the pools that workflows can run in, and check their nodes."),
+            "resource": ("distflow.cli.pool:resource_app", "Show what the nodes have, and what is in use of it."),
             "train": ("distflow.cli.train:app", "Choose a training strategy, and measure how ranks communicate."),
-            "data": ("distflow.cli.data.commands:app", "Upload, download, list and delete data at URLs."),
-            "dataset": ("distflow.cli.data.dataset:app", "Named, versioned collections of files."),
+            "data": ("distflow.cli.data:app", "Upload, download, list and delete data at URLs."),
+            "dataset": ("distflow.cli.dataset:app", "Named, versioned collections of files."),
             "node": ("distflow.cli.node:app", "Look after what distflow keeps on the nodes."),
-            "profile": ("distflow.cli.pool.profile:app", "Say which pool you mean when you name none."),
+            "profile": ("distflow.cli.pool:profile_app", "Say which pool you mean when you name none."),
             "credential": ("distflow.cli.credential:app", "Keep secrets, and give them to tasks by name."),
-            "schema": ("distflow.cli.schema:app", "Print the JSON Schema of workflow specs."),
-            "version": ("distflow.cli.version:app", "Print distflow's version."),
+            "schema": ("distflow.cli.about:schema_app", "Print the JSON Schema of workflow specs."),
+            "version": ("distflow.cli.about:version_app", "Print distflow's version."),
         }
     )
 

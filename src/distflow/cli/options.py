@@ -1,13 +1,28 @@
-"""Options that several commands share, and the ``Typer`` of a single command."""
+"""Parts of command definitions: groups that import their commands late, single commands, and common options."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
 
 import typer
+from typer.core import TyperGroup
 
-__all__ = ["Format", "FormatOption", "HostfileOption", "NodesOption", "PoolOption", "command_app"]
+__all__ = [
+    "Format",
+    "FormatOption",
+    "HostfileOption",
+    "LazyCommand",
+    "LazyGroup",
+    "NodesOption",
+    "PoolOption",
+    "command_app",
+    "commands",
+]
 
 
 class Format(str, Enum):
@@ -38,3 +53,42 @@ NodesOption = Annotated[
 def command_app(**settings: Any) -> typer.Typer:
     """Return the ``Typer`` of a single command, with plain help and without completion options."""
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    """The location of a command and its one-line help."""
+
+    place: str
+    """``module:attribute`` of a ``typer.Typer``."""
+    help: str
+
+
+def commands(table: Mapping[str, tuple[str, str]]) -> Mapping[str, LazyCommand]:
+    """Return a table of commands from a mapping of name to (place, help)."""
+    return MappingProxyType({name: LazyCommand(*row) for name, row in table.items()})
+
+
+class LazyGroup(TyperGroup):
+    """A command group that finds its commands in ``table``."""
+
+    table: ClassVar[Mapping[str, LazyCommand]]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, in the order of the table."""
+        return list(self.table)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and return a command, or return ``None`` if it does not exist."""
+        entry = self.table.get(cmd_name)
+        if entry is None:
+            return None
+        module, _, attribute = entry.place.partition(":")
+        command = typer.main.get_command(getattr(importlib.import_module(module), attribute))
+        command.name = cmd_name
+        return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands to the help page without importing their modules."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in self.table.items()])

@@ -142,7 +142,7 @@ def label_selectors(texts: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
 
 def label_key(key: str, flag: str) -> str:
     """Return the key of a label. Raises ``InputError`` if it is not valid."""
-    from distflow.client.submitting.labels import is_label_key
+    from distflow.spec.names import is_label_key
 
     if not is_label_key(key):
         raise InputError(f"{flag} {key!r} is no key of a label", hint="[prefix/]name of letters, digits, `-`, `_` and `.`")

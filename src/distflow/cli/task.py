@@ -28,7 +28,7 @@ from distflow.cli.search_options import (
     priorities,
 )
 from distflow.client.client import now
-from distflow.client.tasks import ListedTask, list_tasks
+from distflow.client.workflows import ListedTask, list_tasks
 from distflow.documents.quantities import iso, local_minute
 from distflow.errors import InputError
 from distflow.lifecycle.states import Reason, State, status_of

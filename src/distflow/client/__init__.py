@@ -19,33 +19,42 @@ errors.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
-from types import MappingProxyType
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distflow.client.adoption import adopt
     from distflow.client.client import Client
     from distflow.client.credentials import delete_credential, list_credentials, set_credential
-    from distflow.client.data import check_data_access, delete_data, download_data, list_data, upload_data
-    from distflow.client.datasets import create_version, delete_versions, download_dataset, list_datasets, read_versions
+    from distflow.client.data import (
+        check_data_access,
+        create_version,
+        delete_data,
+        delete_versions,
+        download_data,
+        download_dataset,
+        list_data,
+        list_datasets,
+        read_versions,
+        upload_data,
+    )
     from distflow.client.failures import diagnose_groups, explain_failures
     from distflow.client.logs import stream_logs
     from distflow.client.metrics import find_metrics
     from distflow.client.nodes import choose_nodes, clean_nodes, reap_nodes, uninstall_nodes
     from distflow.client.pools import check_pool, list_nodes, list_pools, prefer_pool
-    from distflow.client.port_forwarding import forward_ports
-    from distflow.client.rsync.copies import rsync_with_task, start_sync, stop_syncs
-    from distflow.client.running_tasks import find_running_task, read_stacks, run_on_tasks
-    from distflow.client.submitting.restarting import plan_restart, restart
-    from distflow.client.submitting.specs import Overrides, check_spec, validate
-    from distflow.client.submitting.submission import SubmitRequest, plan, submit
-    from distflow.client.tasks import list_tasks
+    from distflow.client.rsync import rsync_with_task, start_sync, stop_syncs
+    from distflow.client.running_tasks import find_running_task, forward_ports, read_stacks, run_on_tasks
+    from distflow.client.specs import Overrides, check_spec, validate
+    from distflow.client.submission import SubmitRequest, plan, plan_restart, restart, submit
     from distflow.client.workflows import (
         cancel,
         change_tags,
         choose_tasks,
         find_workflow,
+        list_tasks,
         list_workflows,
         read_events,
         read_spec,
@@ -108,45 +117,23 @@ __all__ = [
     "wait",
 ]
 
-_MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "adoption": ("adopt",),
-        "client": ("Client",),
-        "credentials": ("delete_credential", "list_credentials", "set_credential"),
-        "data": ("check_data_access", "delete_data", "download_data", "list_data", "upload_data"),
-        "datasets": ("create_version", "delete_versions", "download_dataset", "list_datasets", "read_versions"),
-        "failures": ("diagnose_groups", "explain_failures"),
-        "logs": ("stream_logs",),
-        "metrics": ("find_metrics",),
-        "nodes": ("choose_nodes", "clean_nodes", "reap_nodes", "uninstall_nodes"),
-        "pools": ("check_pool", "list_nodes", "list_pools", "prefer_pool"),
-        "port_forwarding": ("forward_ports",),
-        "submitting.restarting": ("plan_restart", "restart"),
-        "rsync.copies": ("rsync_with_task", "start_sync", "stop_syncs"),
-        "running_tasks": ("find_running_task", "read_stacks", "run_on_tasks"),
-        "submitting.specs": ("Overrides", "check_spec", "validate"),
-        "submitting.submission": ("SubmitRequest", "plan", "submit"),
-        "tasks": ("list_tasks",),
-        "workflows": (
-            "cancel",
-            "change_tags",
-            "choose_tasks",
-            "find_workflow",
-            "list_workflows",
-            "read_events",
-            "read_spec",
-            "read_status",
-            "wait",
-        ),
-    }
-)  # fmt: skip
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+@cache
+def _modules() -> Mapping[str, str]:
+    """Return the module of each public name, as the imports at the top of this file say for type checkers."""
+    import ast
+    import inspect
+
+    imports = [
+        node for node in ast.walk(ast.parse(inspect.getsource(sys.modules[__name__]))) if isinstance(node, ast.ImportFrom)
+    ]
+    return {alias.name: node.module or "" for node in imports for alias in node.names if alias.name in __all__}
 
 
 def __getattr__(name: str) -> object:
     """Import a name's module when the name is first used (PEP 562)."""
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    found = getattr(importlib.import_module(_modules()[name]), name)
     globals()[name] = found
     return found

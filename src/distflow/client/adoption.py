@@ -10,7 +10,7 @@ from pathlib import Path
 from distflow.backends.machines.cleanup import Recalled, recall_node
 from distflow.client.client import Client
 from distflow.client.nodes import ask_nodes, choose_nodes
-from distflow.client.submitting.submission import pool_key
+from distflow.client.submission import pool_key
 from distflow.errors import StateError
 from distflow.pools.hostfile import Host
 from distflow.pools.model import Pool

@@ -1,19 +1,30 @@
-"""Set, list and delete this user's credentials on this machine. Tasks refer to credentials by name."""
+"""This user's credentials on this machine: set, list and delete them, and collect those that a workflow needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from distflow.client.client import Client
+from distflow.documents.problems import Problem, Severity
+from distflow.plan.credentials import login_name, registry_of, stored_name
+from distflow.plan.model import Plan
+from distflow.pools.model import Pool
 from distflow.shell import Secret
+from distflow.spec.credentials import KnownCredential, check_credentials
+from distflow.spec.model import WorkflowSpec
 from distflow.state.credentials import LONGEST_VALUE, Credential, Credentials, CredentialType
+from distflow.state.directory import StateDirectory, find_state_directory
 
 __all__ = [
     "LONGEST_VALUE",
     "Credential",
     "CredentialType",
     "Secret",
+    "credential_problems",
     "delete_credential",
+    "gather_secrets",
     "list_credentials",
     "set_credential",
 ]
@@ -57,3 +68,58 @@ def delete_credential(client: Client, name: str) -> None:
 
     """
     Credentials(client.directory.credentials).delete(name)
+
+
+_UNFIT: Mapping[CredentialType, str] = {
+    CredentialType.GENERIC: "",
+    CredentialType.REGISTRY: "its type is REGISTRY, and it is used for images by itself; remove it here",
+    CredentialType.DATA: "its type is DATA, and it is used for storage URLs by itself; remove it here",
+}
+
+
+def credential_problems(client: Client, spec: WorkflowSpec, *, is_tolerant: bool = False) -> Sequence[Problem]:
+    """Return a problem for each credential in a spec that this machine does not have or that does not fit.
+
+    Args:
+        client: The client whose credentials the spec may use.
+        spec: The spec.
+        is_tolerant: Whether problems are only warnings if this machine has no credentials, such as a CI machine.
+
+    Raises:
+        StateError: if the credentials cannot be read.
+
+    """
+    if not any(task.credentials for group in spec.groups for task in group.tasks):
+        return ()
+    known = {one.name: _known(one) for one in Credentials(find_state_directory(client.environ).credentials).all()}
+    severity = Severity.WARNING if is_tolerant and not known else Severity.ERROR
+    return check_credentials(spec, known, severity=severity)
+
+
+def gather_secrets(plan: Plan, pool: Pool, directory: StateDirectory, given: Mapping[str, Secret]) -> dict[str, Secret]:
+    """Return all secrets of a workflow: those ``given`` by --set-env, credentials of tasks, and logins for container images."""
+    names = {one.name for group in plan.groups for launch in group.launches for one in launch.credentials}
+    found = [Credentials(directory.credentials).find(name) for name in sorted(names)]
+    values = {stored_name(one.name, key): value for one in found if one is not None for key, value in one.payload.items()}
+    return {**given, **values, **(_logins(plan, directory) if any(node.container != "none" for node in pool.nodes) else {})}
+
+
+def _logins(plan: Plan, directory: StateDirectory) -> dict[str, Secret]:
+    """Return the logins for the registries of a plan's images, from credentials of type REGISTRY."""
+    registries = {registry_of(launch.image or "") for group in plan.groups for launch in group.launches} - {""}
+    found = {registry: Credentials(directory.credentials).for_registry(registry) for registry in sorted(registries)}
+    return {login_name(registry): _login(payload) for registry, payload in found.items() if payload is not None}
+
+
+def _login(payload: Mapping[str, Secret]) -> Secret:
+    """Return ``user:password`` in Base64. A token without a user gets ``$oauthtoken``, the user name that NGC expects."""
+    auth, user = payload["auth"].reveal(), payload["username"].reveal() if "username" in payload else ""
+    if not user:
+        with suppress(ValueError):
+            if ":" in base64.b64decode(auth, validate=True).decode():
+                return Secret(auth)  # it already contains user and password
+    return Secret(base64.b64encode(f"{user or '$oauthtoken'}:{auth}".encode()).decode())
+
+
+def _known(one: Credential) -> KnownCredential:
+    return KnownCredential(keys=tuple(one.payload), unfit=_UNFIT[one.type])

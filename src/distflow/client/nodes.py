@@ -17,7 +17,6 @@ from distflow.client.client import Client
 from distflow.errors import NotFound
 from distflow.pools.hostfile import Host, choose_pool
 from distflow.pools.model import Node, Pool
-from distflow.runtime.leases.holder_names import folded
 
 __all__ = [
     "Cleaned",
@@ -31,7 +30,6 @@ __all__ = [
     "ask_resource_holders",
     "choose_nodes",
     "clean_nodes",
-    "folded",
     "reap_nodes",
     "replace_uuids",
     "uninstall_nodes",

@@ -1,4 +1,4 @@
-"""Submitted workflows: find, list, cancel and tag them, wait for them, and read their status, events and spec."""
+"""Submitted workflows: find, list, cancel and tag them, wait for them, list their tasks, and read their events and spec."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING
 
 from distflow.client.client import Client, user_name
 from distflow.documents.quantities import local_second
-from distflow.errors import DistflowError, InputError, NotFound, WaitTimeout
+from distflow.errors import DistflowError, InputError, NotFound, RecordUnreadable, WaitTimeout
 from distflow.state.directory import has_room
 from distflow.state.record import CancelRequest, Event, GroupRecord, TaskRecord, WorkflowRecord
 
 if TYPE_CHECKING:
     from distflow.plan.model import Plan
     from distflow.pools.model import Pool
+    from distflow.spec.model import ResourceSpec
     from distflow.state.metrics import Latest
     from distflow.state.search import Search
 
 __all__ = [
     "Cancellation",
+    "ListedTask",
     "WorkflowStatus",
     "cancel",
     "change_tags",
@@ -31,6 +33,7 @@ __all__ = [
     "group_of",
     "held_ranks",
     "list_tags",
+    "list_tasks",
     "list_workflows",
     "newest_ids",
     "pause",
@@ -42,6 +45,7 @@ __all__ = [
     "wait",
     "workflow_ids",
 ]
+
 
 _POLL_S = 0.1
 _EVENT_POLL_S = 0.3
@@ -429,3 +433,67 @@ def group_of(record: WorkflowRecord, name: str) -> GroupRecord:
 
         raise NotFound(f"{record.id} has no group {name!r}", hint=did_you_mean(name, known, what="groups"))
     return record.group(name)
+
+
+_PAGE = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTask:
+    """A task with its workflow and its requested resources."""
+
+    workflow: WorkflowRecord
+    task: TaskRecord
+    asks: ResourceSpec
+
+    @property
+    def amounts(self) -> tuple[float, int, float, int]:
+        """The requested storage (GiB), CPUs, memory (GiB) and GPUs."""
+        asks = self.asks
+        return (asks.storage or 0) / 2**30, asks.cpu or 0, (asks.memory or 0) / 2**30, asks.gpu or 0
+
+
+def list_tasks(
+    client: Client, search: Search, *, is_wanted: Callable[[TaskRecord], bool], count: int | None = None, offset: int = 0
+) -> list[ListedTask]:
+    """Return the latest attempts of tasks, newest first.
+
+    A workflow whose record cannot be read is left out, with a warning through ``client.notify``.
+
+    Args:
+        client: The client whose store has the workflows.
+        search: The conditions that a workflow must meet.
+        is_wanted: A filter that returns whether to include a task.
+        count: The maximum number of tasks to return. Default: all.
+        offset: The number of newest matching tasks to skip.
+
+    Raises:
+        StateError: if the store cannot be read.
+
+    """
+    rows: list[ListedTask] = []
+    for row in _newest_first(client, search):
+        if count is not None and len(rows) >= offset + count:
+            break
+        if is_wanted(row.task):
+            rows.append(row)
+    client.wake()
+    return rows[offset:]
+
+
+def _newest_first(client: Client, search: Search) -> Iterator[ListedTask]:
+    from distflow.spec.model import ResourceSpec  # only this function creates one
+
+    offset = 0
+    while records := client.store.list(search, count=_PAGE, offset=offset):
+        for found in records:
+            try:
+                record, plan = client.store.find(found.uuid), client.store.plan(found.uuid)
+            except RecordUnreadable as error:
+                client.notify(f"warning: {found.id} is left out: {error.message}")
+                continue
+            asks = {(group.name, launch.task): launch.resource for group in plan.groups for launch in group.launches}
+            for group in reversed(record.groups):
+                for task in reversed(group.tasks):
+                    yield ListedTask(workflow=record, task=task, asks=asks.get((group.name, task.name), ResourceSpec()))
+        offset += len(records)

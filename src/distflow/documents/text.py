@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["ESCAPES", "did_you_mean", "few", "listed", "plain", "plain_lines"]
+__all__ = ["ESCAPES", "did_you_mean", "few", "listed", "plain", "plain_lines", "ranges"]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, what: str = "known") -> str:
@@ -35,6 +35,21 @@ def few(words: Sequence[str], between: str = ", ", *, most: int = 4, spare: int 
     """
     more = [f"and {len(words) - most} more"] if len(words) > most + spare else []
     return between.join([*(words[:most] if more else words), *more])
+
+
+def ranges(numbers: Iterable[int], between: str = ", ") -> str:
+    """Fold numbers into ranges.
+
+    >>> ranges([3, 0, 1, 2, 7])
+    '0-3, 7'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return between.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _plain(name: str) -> str:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from distflow.cli.app import run, wants_json
+from distflow.client.client import user_name
 from distflow.errors import StateError
+from unit.cli.screen import Screen
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +138,14 @@ def test_errors_and_warnings_that_quote_a_spec_leave_the_terminal_alone(
     said = capsys.readouterr().err
     assert "must be a name" in said
     assert all(character.isprintable() for line in said.splitlines() for character in line)
+
+
+def test_a_user_without_a_name_is_called_by_the_number(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2_000_000_123)
+    assert user_name() == "2000000123"
+    assert run(["profile", "list"]) == 0
+    assert capsys.readouterr().out.startswith("User:  2000000123\n")

@@ -12,7 +12,7 @@ import pytest
 import distflow.client
 
 CLIENT = Path(distflow.client.__file__).parent
-PROGRAMS = {"daemon.py", "shell.py"}
+PROGRAMS = {"rsync_daemon.py", "rsync_shell.py"}
 """Modules that rsync and the client start as processes of their own."""
 STREAMS = {"stdin", "stdout", "stderr", "argv", "exit"}
 

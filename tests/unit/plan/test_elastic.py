@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distflow.client.submitting.specs import propose_placement
+from distflow.client.specs import propose_placement
 from distflow.documents.problems import Severity
 from distflow.layout.checks.group_checks import check_layout
 from distflow.layout.drawing import draw_world

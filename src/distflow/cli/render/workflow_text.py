@@ -9,7 +9,7 @@ from types import MappingProxyType
 from distflow.cli.render.metrics import NO_METRICS, GroupMetrics, metric_lines
 from distflow.cli.render.tables import Paint, cut, table
 from distflow.documents.quantities import bytes_text, duration, iso, local_minute, local_second
-from distflow.documents.text import few, plain
+from distflow.documents.text import few, plain, ranges
 from distflow.layout.ranks import rank_words
 from distflow.lifecycle.states import REASON_TEXT, Reason, State, waits_for
 from distflow.state.record import Cause, Event, GroupRecord, Priority, TaskRecord, WorkflowRecord
@@ -265,7 +265,7 @@ def _task_row(
         *more,
         task.node or "",
         task.ranks,
-        _numbers(task.gpu_ids),
+        ranges(task.gpu_ids, ","),
         paint.status(task.status),
         exit_shown,
         duration(elapsed_s(task.started_at, task.ended_at, now)),
@@ -293,17 +293,6 @@ def _attempt_name(task: TaskRecord) -> str:
 def task_words(task: TaskRecord) -> str:
     """Return the reason of a task's status, or an empty text."""
     return plain(task.message) if task.message else REASON_TEXT[task.reason] if task.reason else ""
-
-
-def _numbers(values: Sequence[int]) -> str:
-    """Fold numbers into ranges: ``0-3,6`` for 0, 1, 2, 3, 6."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and runs[-1][1] == value - 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

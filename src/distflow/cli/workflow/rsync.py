@@ -14,7 +14,7 @@ from distflow.cli.context import WorkflowArgument, complete_workflow, open_clien
 from distflow.cli.options import Format, FormatOption
 from distflow.cli.render.tables import table
 from distflow.client.client import Client
-from distflow.client.rsync.copies import (
+from distflow.client.rsync import (
     DEBOUNCE_S,
     LOG_BYTES,
     POLL_S,

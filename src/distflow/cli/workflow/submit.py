@@ -1,4 +1,4 @@
-"""``distflow workflow submit`` and ``validate``."""
+"""``distflow workflow submit``, ``validate`` and ``restart``."""
 
 from __future__ import annotations
 
@@ -6,34 +6,54 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from types import TracebackType
+from typing import Annotated, TextIO
 
 import typer
 
-from distflow.cli.context import open_client
+from distflow.cli.context import WorkflowArgument, open_client
 from distflow.cli.options import Format, FormatOption, HostfileOption, command_app
-from distflow.cli.render.submission import FetchLine, print_submitted, wait_for_end, warn
 from distflow.cli.render.tables import Paint
+from distflow.cli.render.terminal import BottomLine
 from distflow.cli.search_options import priorities
-from distflow.client.submitting.labels import check_label, join_labels
-from distflow.client.submitting.specs import CheckedSpec, Overrides, validate
-from distflow.client.submitting.submission import PlannedWorkflow, SubmitRequest, plan, submit, write_scripts
+from distflow.client.client import Client
+from distflow.client.previous_outputs import FetchProgress
+from distflow.client.specs import CheckedSpec, Overrides, validate
+from distflow.client.submission import (
+    PlannedWorkflow,
+    SubmitRequest,
+    join_labels,
+    plan,
+    plan_restart,
+    restart,
+    submit,
+    write_scripts,
+)
 from distflow.documents.problems import Problem, ProblemsFound
+from distflow.documents.quantities import bytes_text
 from distflow.documents.text import plain_lines
-from distflow.errors import InputError, NodeError
-from distflow.lifecycle.states import waits_for
+from distflow.errors import DistflowError, InputError, NodeError, WorkflowEnded
+from distflow.lifecycle.states import WorkflowState, waits_for
 from distflow.plan.render import plan_json, plan_text
 from distflow.pools.model import Pool
 from distflow.shell import Secret
+from distflow.spec.names import check_label
+from distflow.state.record import WorkflowRecord
 
 __all__ = [
+    "FetchLine",
     "check_nodes",
     "parse_overrides",
+    "print_submitted",
+    "restart_app",
     "submit_app",
     "validate_app",
+    "wait_for_end",
+    "warn",
 ]
+
 
 submit_app = command_app()
 validate_app = command_app()
@@ -223,7 +243,7 @@ def _stdin(file: str) -> str | None:
 def _rsync_paths(pair: str) -> tuple[str, str]:
     """Return the local and the remote path of ``--rsync``. Raises ``InputError``, also if rsync is not installed."""
     from distflow.cli.workflow.rsync import split_local
-    from distflow.client.rsync.copies import check_rsync_here
+    from distflow.client.rsync import check_rsync_here
 
     check_rsync_here()
     return split_local(pair)
@@ -258,8 +278,8 @@ def check_nodes(pool: Pool, names: Collection[str]) -> None:
 
     Raises ``typer.Exit`` with the exit code of ``NodeError`` if a gang cannot run on these nodes.
     """
-    from distflow.cli.render.pool_check import findings_text
-    from distflow.cli.render.terminal_line import BottomLine
+    from distflow.cli.render.nodes import findings_text
+    from distflow.cli.render.terminal import BottomLine
     from distflow.client.pools import check_pool_nodes
 
     bottom = BottomLine(sys.stderr)
@@ -275,3 +295,129 @@ def check_nodes(pool: Pool, names: Collection[str]) -> None:
             f"{paint.bad(found.text)}\nnothing was started; all of it: distflow pool check --pool {pool.name}", file=sys.stderr
         )
         raise typer.Exit(NodeError.exit_code)
+
+
+restart_app = command_app()
+
+
+@restart_app.command("restart", epilog="Example: distflow workflow restart pipeline-3 --wait")
+def restart_workflow(
+    workflow: WorkflowArgument,
+    set_env: Annotated[
+        list[str] | None,
+        typer.Option("--set-env", metavar="NAME[=VALUE]", help="Give a secret value again; those of the run are not kept."),
+    ] = None,
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="Run in this pool; else in the one it ran in.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Follow the logs and end as the workflow ends.")] = False,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Run the groups of a workflow that did not complete once more, as a new workflow.
+
+    Groups that completed are kept: they do not run, and what their tasks wrote is fetched from their nodes for those that take
+    it. Spec, labels and priority are those of the run; files that the spec sends are read anew.
+    """
+    overrides = parse_overrides([], [], set_env or [])
+    with open_client() as client:
+        wanted = plan_restart(client, workflow, overrides, pool=pool)
+        warn(wanted.planned.checked.warnings)
+        is_quiet = wait and format_type is Format.JSON
+        with FetchLine(sys.stderr) as line:
+            record = restart(
+                client,
+                wanted,
+                on_stored=None if is_quiet else lambda stored: print_submitted(stored, format_type),
+                on_fetch=line.show,
+            )
+        if wait:
+            wait_for_end(client, record, format_type)
+
+
+class FetchLine:
+    """The progress of fetched outputs at the bottom of a terminal, as a context manager."""
+
+    def __init__(self, out: TextIO) -> None:
+        """Create the line without showing it."""
+        self._bottom = BottomLine(out)
+
+    def __enter__(self) -> FetchLine:
+        """Return the line. The first call of ``show`` shows it."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Erase the line."""
+        self._bottom.clear()
+
+    def show(self, progress: FetchProgress) -> None:
+        """Show the progress of one output."""
+        doing = "fetching" if progress.is_packed else "packing"
+        share = f"{bytes_text(progress.done)} of {bytes_text(progress.total)}, {bytes_text(progress.bytes_per_s)}/s"
+        self._bottom.show(f"{doing} what {progress.source} wrote: {share}")
+
+
+def print_submitted(record: WorkflowRecord, format_type: Format) -> None:
+    """Print the id of a new workflow. On a terminal, also print commands to follow it."""
+    if format_type is Format.JSON:
+        print(json.dumps(_submitted_json(record), indent=2), flush=True)
+        return
+    print(record.id, flush=True)
+    if sys.stderr.isatty():
+        print(f"follow it:  distflow workflow logs -f {record.id}", file=sys.stderr)
+        print(f"where it is:  distflow workflow query {record.id}", file=sys.stderr)
+
+
+def _submitted_json(record: WorkflowRecord) -> dict[str, object]:
+    return {
+        "name": record.id,
+        "uuid": record.uuid,
+        "pool": record.pool,
+        "warnings": list(record.warnings),
+        "parent_name": record.parent,
+    }
+
+
+def wait_for_end(client: Client, record: WorkflowRecord, format_type: Format) -> None:
+    """Print the logs of a workflow until it has ended.
+
+    Raises:
+        WorkflowEnded: if the workflow did not complete.
+        DistflowError: with exit code 4 if the reader of the output closes the pipe. The workflow continues.
+
+    """
+    from distflow.cli.render.live import follow_workflow
+
+    quiet = format_type is Format.JSON
+    try:
+        final = follow_workflow(client, record, out=sys.stderr if quiet else sys.stdout, err=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"\n{record.id} continues to run; to cancel it: distflow workflow cancel {record.id}", file=sys.stderr)
+        raise
+    except BrokenPipeError:
+        raise _OutputClosed(f"{record.id} goes on, and nobody reads its logs here any more") from None
+    if quiet:
+        from distflow.cli.render.workflow_json import workflow_json
+        from distflow.client.workflows import plan_of
+
+        print(json.dumps(workflow_json(final, plan_of(client, final)), indent=2))
+    if final.state is not WorkflowState.COMPLETED:
+        if sys.stderr.isatty():
+            _print_causes(final)
+        raise WorkflowEnded("")
+
+
+class _OutputClosed(DistflowError):
+    exit_code = 4
+    """The same exit code as that of ``query --exit-status`` for a workflow that has not ended."""
+
+
+def _print_causes(record: WorkflowRecord) -> None:
+    """Print the reason of each group's failure, after the status line has reported the failure."""
+    for group in record.groups:
+        if group.message:
+            print(f"{group.name}: {group.status}: {plain_lines(group.message)}", file=sys.stderr)
+    print(f"more: distflow workflow query {record.id}", file=sys.stderr)
+
+
+def warn(warnings: Iterable[Problem]) -> None:
+    """Print warnings to standard error."""
+    for problem in warnings:
+        print(plain_lines(problem.as_text()), file=sys.stderr)

@@ -1,7 +1,8 @@
-"""``distflow workflow why``."""
+"""Explain workflows that failed or hang: ``distflow workflow why``, ``diagnose`` and ``stacks``."""
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
@@ -9,18 +10,22 @@ import typer
 
 from distflow.cli.context import WorkflowArgument, open_workflow
 from distflow.cli.options import Format, FormatOption, command_app
-from distflow.cli.render.failures import no_verdict, remedy_of, verdict_json, verdict_text
+from distflow.cli.render.failures import diagnoses_json, diagnoses_text, no_verdict, remedy_of, verdict_json, verdict_text
+from distflow.cli.render.stacks import stacks_json, stacks_text
 from distflow.cli.render.tables import Paint, terminal_width
 from distflow.client.client import Client
-from distflow.client.failures import diagnose_groups, explain_failures
+from distflow.client.failures import check_attempt, diagnose_groups, explain_failures
+from distflow.client.workflows import choose_tasks
+from distflow.errors import NodeError
 from distflow.state.record import WorkflowRecord
 
-__all__ = ["app"]
-
-app = command_app()
+__all__ = ["diagnose_app", "stacks_app", "why_app"]
 
 
-@app.command(epilog="Examples: distflow workflow why pytorch-dist-3  ·  distflow workflow why pytorch-dist-3 -r 0 -t json")
+why_app = command_app()
+
+
+@why_app.command(epilog="Examples: distflow workflow why pytorch-dist-3  ·  distflow workflow why pytorch-dist-3 -r 0 -t json")
 def why(
     workflow: WorkflowArgument,
     group: Annotated[list[str] | None, typer.Option("--group", "-g", help="Only of this group; may be repeated.")] = None,
@@ -52,3 +57,68 @@ def _print_diagnosis(client: Client, record: WorkflowRecord, attempt: int | None
         print(f"\nDiagnosis  {diagnosis.cause}\nRemedy     {remedy_of(record, diagnosis)}")
     if known:
         print(f"Details: distflow workflow diagnose {record.id}{retry}")
+
+
+diagnose_app = command_app()
+
+
+@diagnose_app.command(
+    epilog="Examples: distflow workflow diagnose pytorch-dist-3  ·  distflow workflow diagnose digits-3 --task worker -t json"
+)
+def diagnose(
+    workflow: WorkflowArgument,
+    task: Annotated[list[str] | None, typer.Option("--task", help="Only from what this task printed; may be repeated.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option("--retry-id", "-r", min=0, help="Of this attempt, counted from 0; default: the last.")
+    ] = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Tell what a failed or silent gang suffers from, and what to do: from its logs and its end, without asking the nodes."""
+    with open_workflow(workflow) as (client, record):
+        names = {one.name for _, one in choose_tasks(record, task)} if task else set()
+        check_attempt(record, attempt)
+        examined = diagnose_groups(client, record, tasks=names, attempt=attempt)
+        words = "" if examined else no_verdict(record)
+        if format_type is Format.JSON:
+            import json
+
+            print(json.dumps(diagnoses_json(record, examined, words), indent=2))
+        elif words:
+            print(words)
+        else:
+            print(diagnoses_text(record, examined, Paint.of(sys.stdout)), end="")
+
+
+stacks_app = command_app()
+
+
+@stacks_app.command(
+    epilog="Examples: distflow workflow stacks pytorch-dist-3  ·  distflow workflow stacks pytorch-dist-3 -t worker"
+)
+def stacks(
+    workflow: WorkflowArgument,
+    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="Only of this task; may be repeated.")] = None,
+    format_type: Annotated[Format, typer.Option("--format-type", help="text or json.")] = Format.TEXT,
+) -> None:
+    """Show where the processes of a running workflow are just now: the Python calls of each rank, equal ones together.
+
+    Nothing is stopped or slowed down. Python stacks need py-spy on the nodes, but for ranks of distflow.train, which write
+    theirs themselves; without either the kernel's word is shown. Ranks of distflow.train also tell which collective they are
+    at: who has not come to the one that others wait in is named.
+    """
+    with open_workflow(workflow) as (client, record):
+        # Most callers do not need these modules.
+        from distflow.cli.render.terminal import BottomLine
+        from distflow.client.running_tasks import read_stacks
+
+        bottom = BottomLine(sys.stderr)
+        try:
+            seen = read_stacks(client, record, task or (), on_start=lambda count: bottom.show(f"asking {count} nodes …"))
+        finally:
+            bottom.clear()
+        if format_type is Format.JSON:
+            print(json.dumps(stacks_json(record.id, seen), indent=2))
+        else:
+            print(stacks_text(record.id, seen, Paint.of(sys.stdout)), end="")
+    if all(one.error for one in seen):
+        raise typer.Exit(NodeError.exit_code)

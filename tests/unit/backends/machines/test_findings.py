@@ -416,7 +416,7 @@ def test_a_python_that_says_nothing_is_an_error_in_words(code: int | None, stdou
 
 def test_everything_that_is_measured_is_json() -> None:
     from distflow.backends.machines.checks.checking import Checked
-    from distflow.cli.render.pool_check import check_json, check_text
+    from distflow.cli.render.nodes import check_json, check_text
     from distflow.cli.render.tables import Paint
     from distflow.pools.model import Pool
 

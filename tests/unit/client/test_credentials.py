@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.client.submitting.workflow_secrets import gather_secrets
+from distflow.client.credentials import gather_secrets
 from distflow.plan.model import GroupPlan, Launch, Plan
 from distflow.pools.model import Node, Pool
 from distflow.shell import Secret

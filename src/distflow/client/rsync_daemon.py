@@ -1,4 +1,4 @@
-"""The background process that copies files to a task: ``python -m distflow.client.rsync.daemon STATE HANDLE``.
+"""The background process that copies files to a task: ``python -m distflow.client.rsync_daemon STATE HANDLE``.
 
 It reads a ``Sync`` from standard input. It writes ``ready`` to the pipe HANDLE, or ``other`` if another process already copies
 to the task. It waits until the task is running, copies to each of its attempts, and exits when the task's group has ended.
@@ -12,14 +12,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from distflow.client.client import now
-from distflow.client.rsync.copies import exit_text, rsync_command
-from distflow.client.rsync.file_changes import CopySchedule, take_snapshot
+from distflow.client.rsync import exit_text, rsync_command
 from distflow.documents.quantities import local_second
 from distflow.errors import DistflowError
 from distflow.lifecycle.states import State
@@ -29,12 +28,78 @@ from distflow.state.record import GroupRecord, TaskRecord
 from distflow.state.store import Store
 from distflow.state.syncs import Sync, Syncs
 
-__all__ = ["Daemon", "main"]
+__all__ = ["CopySchedule", "Daemon", "Snapshot", "main", "take_snapshot"]
+
 
 _LOOK_S = 2.0
 """The maximum interval between two reads of the task's record, in seconds."""
 _VANISHED = 24
 """rsync's exit code if files were deleted during the copy. The next scan detects the deletion."""
+
+
+Snapshot = Mapping[str, tuple[int, int, int]]
+"""The modification time (ns), size (bytes) and mode of each path."""
+
+
+def take_snapshot(path: str) -> Snapshot:
+    """Return a snapshot of a file, or of a directory and everything below it.
+
+    Links are not followed. Files that disappear during the scan are left out.
+    """
+    found: dict[str, tuple[int, int, int]] = {}
+    _add_status(path, found)
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            _add_status(os.path.join(folder, name), found)
+    return found
+
+
+def _add_status(path: str, found: dict[str, tuple[int, int, int]]) -> None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return
+    # The modification time of a directory changes when an entry is added or removed.
+    found[path] = (status.st_mtime_ns, status.st_size, status.st_mode)
+
+
+class CopySchedule:
+    """Decides when to copy: at first, after changes have settled, and at regular intervals. Times are in seconds."""
+
+    def __init__(self, debounce_s: float, reconcile_s: float) -> None:
+        """Start without a snapshot and without a copy.
+
+        Args:
+            debounce_s: The time without further changes before a change is copied.
+            reconcile_s: The interval after which files are copied even without a detected change.
+
+        """
+        self._debounce_s = debounce_s
+        self._reconcile_s = reconcile_s
+        self._seen: Snapshot | None = None
+        self._changed_at: float | None = None
+        self._copied_at: float | None = None
+
+    def saw(self, snapshot: Snapshot, now: float) -> None:
+        """Compare a new snapshot with the previous one."""
+        if self._seen is not None and snapshot != self._seen:
+            self._changed_at = now
+        self._seen = snapshot
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to copy now."""
+        if self._copied_at is None or now - self._copied_at >= self._reconcile_s:
+            return True
+        return self._changed_at is not None and now - self._changed_at >= self._debounce_s
+
+    def copied(self, now: float) -> None:
+        """Record the start of a copy. A failed copy is repeated at the next interval or change."""
+        self._copied_at = now
+        self._changed_at = None
+
+    def forget_copies(self) -> None:
+        """Make a copy due at once, because a new attempt has an empty directory."""
+        self._copied_at = None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,18 +1,31 @@
-"""``distflow version``."""
+"""``distflow schema`` and ``version``."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 from distflow import __version__
 from distflow.cli.options import Format, FormatOption, command_app
 
-__all__ = ["app"]
-
-app = command_app()
+__all__ = ["schema_app", "version_app"]
 
 
-@app.command()
+schema_app = command_app()
+
+
+@schema_app.command(epilog="Example: distflow schema > workflow.schema.json")
+def schema() -> None:
+    """Print the JSON Schema of workflow specs, for editors and other tools."""
+    from distflow.client.specs import schema_text  # `version` does not need it
+
+    sys.stdout.write(schema_text())
+
+
+version_app = command_app()
+
+
+@version_app.command()
 def version(
     format_type: FormatOption = Format.TEXT,
 ) -> None:

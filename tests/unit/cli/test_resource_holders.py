@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distflow.backends.machines.inspection import Holder, Holders
-from distflow.cli.render.resource_holders import holders_json, holders_text
+from distflow.cli.render.nodes import holders_json, holders_text
 from distflow.client.pools import NodeUsage
 from distflow.pools.model import Node, Pool
 

@@ -1,19 +1,22 @@
-"""One line at the bottom of a terminal, below the scrolling output, for a status or the progress of a transfer."""
+"""Use a terminal: keep a line at its bottom for a status or progress, and set it to raw mode for a remote command."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import termios
 import threading
 import time
-from types import TracebackType
+import tty
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
 from typing import TextIO
 
 from distflow.cli.render.tables import cut, terminal_width, visible_width
 from distflow.documents.quantities import bytes_text
 
-__all__ = [
-    "BottomLine",
-    "ProgressLine",
-]
+__all__ = ["BottomLine", "ProgressLine", "raw_terminal", "read_size"]
 
 
 class BottomLine:
@@ -93,3 +96,45 @@ class ProgressLine:
                 self._shown_at = at
                 rate = done / max(at - self._begun, 0.001)
                 self._bottom.show(f"{self._verb} {bytes_text(done)} of {bytes_text(total)}, {bytes_text(rate)}/s")
+
+
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def read_size(fd: int) -> tuple[int, int]:
+    """Return the rows and columns of a terminal, or 24 and 80 if they are unknown."""
+    with contextlib.suppress(OSError):
+        size = os.get_terminal_size(fd)
+        if size.lines and size.columns:
+            return size.lines, size.columns
+    return 24, 80
+
+
+@contextlib.contextmanager
+def raw_terminal(fd: int, on_resize: Callable[[int, int], None]) -> Iterator[None]:
+    """Set a terminal to raw mode, and restore it at the end, also before a signal ends the process.
+
+    Args:
+        fd: The file descriptor of the terminal.
+        on_resize: Called with rows and columns, at the start and when the size of the window changes.
+
+    """
+    before = termios.tcgetattr(fd)
+
+    def end(signum: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    handlers = {number: signal.signal(number, end) for number in _ENDINGS}
+    handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: on_resize(*read_size(fd)))
+    try:
+        # TCSADRAIN keeps the input that the user typed during the connection setup.
+        tty.setraw(fd, termios.TCSADRAIN)
+        # The size may have changed since the session was opened.
+        on_resize(*read_size(fd))
+        yield
+    finally:
+        # Ignore a terminal that no longer exists.
+        with contextlib.suppress(termios.error, OSError):
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

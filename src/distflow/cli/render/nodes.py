@@ -1,19 +1,37 @@
-"""The output of ``distflow pool check``: a table of nodes, findings and a verdict, or a JSON document."""
+"""Format nodes of pools: their resources, who holds them, and the findings of ``distflow pool check``."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from distflow.backends.machines.checks.checking import Checked
-from distflow.backends.machines.checks.findings import Finding, Grade
-from distflow.backends.machines.checks.measured import Measured, Pair
-from distflow.backends.machines.checks.network import AllReduce, Verdict
 from distflow.cli.render.tables import Paint, table
 from distflow.documents.quantities import bytes_text
-from distflow.documents.text import plain
-from distflow.pools.model import Pool
+from distflow.documents.text import plain, ranges
 
-__all__ = ["check_json", "check_text", "findings_text"]
+if TYPE_CHECKING:
+    from distflow.backends.machines.checks.checking import Checked
+    from distflow.backends.machines.checks.findings import Finding
+    from distflow.backends.machines.checks.measured import Measured, Pair
+    from distflow.backends.machines.checks.network import AllReduce, Verdict
+    from distflow.client.nodes import Holder, Holders
+    from distflow.client.pools import NodeUsage
+    from distflow.pools.model import Pool
+
+__all__ = [
+    "WHAT_USED_MEANS",
+    "Mode",
+    "amount_cells",
+    "check_json",
+    "check_text",
+    "findings_text",
+    "holders_json",
+    "holders_text",
+    "total_of",
+]
+
 
 _HEADER = ("Node", "State", "Address", "Python", "Torch", "Free", "Clock", "GPUs")
 
@@ -30,7 +48,7 @@ def check_text(checked: Checked, verdict: Verdict, paint: Paint) -> str:
 
 def findings_text(verdict: Verdict, paint: Paint) -> list[str]:
     """Return the errors and warnings of a check, without its notes."""
-    return [_finding_text(finding, paint) for finding in verdict.findings if finding.grade is not Grade.NOTE]
+    return [_finding_text(finding, paint) for finding in verdict.findings if finding.grade.value != "note"]
 
 
 def check_json(pool: Pool, checked: Checked, verdict: Verdict) -> dict[str, Any]:
@@ -79,14 +97,14 @@ def _all_reduce_json(found: AllReduce) -> dict[str, Any]:
 
 def _state(measured: Measured, verdict: Verdict) -> str:
     """Return the worst grade of the findings about a node, or ``ok`` if there are only notes."""
-    grades = {finding.grade for finding in verdict.findings if measured.node.name in finding.nodes}
-    return next((grade.value for grade in (Grade.ERROR, Grade.WARNING) if grade in grades), "ok")
+    grades = {finding.grade.value for finding in verdict.findings if measured.node.name in finding.nodes}
+    return next((grade for grade in ("error", "warning") if grade in grades), "ok")
 
 
 def _finding_text(finding: Finding, paint: Paint) -> str:
     text = "\n".join(plain(line) for line in finding.as_text().splitlines())
     head, colon, rest = text.partition(":")
-    return (paint.bad(head) if finding.grade is Grade.ERROR else head) + colon + rest
+    return (paint.bad(head) if finding.grade.value == "error" else head) + colon + rest
 
 
 def _row(measured: Measured, state: str, paint: Paint) -> tuple[str, ...]:
@@ -190,3 +208,73 @@ def _pair_json(pair: Pair) -> dict[str, Any]:
         "message": pair.message,
         "ms": pair.ms,
     }
+
+
+WHAT_USED_MEANS = "used is what this user's unfinished workflows hold, as distflow's own record has it; no node was asked"
+
+
+class Mode(str, Enum):
+    """The amounts to show: used and total, or free."""
+
+    USED = "used"
+    FREE = "free"
+
+
+def total_of(values: Sequence[int | None]) -> int | None:
+    """Return the sum, or ``None`` if a value is unknown (``None``)."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def amount_cells(amounts: Sequence[tuple[int, int | None]], mode: Mode) -> tuple[str, ...]:
+    """Return one cell for CPUs, memory (GiB) and GPUs each. Used amounts are rounded up, and totals are rounded down."""
+    found = []
+    for (used, total), unit in zip(amounts, (1, 2**30, 1), strict=True):
+        if mode is Mode.FREE:
+            found.append("-" if total is None else str(max(0, total - used) // unit))
+        else:
+            found.append(f"{math.ceil(used / unit)}/{'-' if total is None else total // unit}")
+    return tuple(found)
+
+
+def holders_text(found: Sequence[tuple[NodeUsage, Holders]], ids: Mapping[str, str]) -> str:
+    """Return a table of holders, then the errors of nodes. ``ids`` has the id of each workflow in the store, by uuid."""
+    rows = [
+        (usage.node.name, _held_words(one), plain(one.user), plain(_holder_name(one, ids)))
+        for usage, report in found
+        for one in report.holders
+    ]
+    rows += [(usage.node.name, f"GPU {gpu}", "", plain(words)) for usage, report in found for gpu, words in report.foreign]
+    lines = [table(("Node", "Held", "User", "By"), rows)] if rows else ["Nothing is in use on these nodes\n"]
+    lines += [f"{usage.node.name}: not asked: {plain(report.error)}\n" for usage, report in found if report.error]
+    return "".join(lines)
+
+
+def holders_json(report: Holders, ids: Mapping[str, str]) -> dict[str, object]:
+    """Return the report of one node for its entry in the JSON document."""
+    return {
+        "holders": [
+            {
+                "user": one.user, "workflow_id": ids.get(one.attempt.split("/")[0]), "attempt": one.attempt,
+                "label": one.label or None, "pid": one.pid,
+                "gpus": list(one.gpus), "ports": list(one.ports), "cpu": one.cpus, "memory": one.memory,
+            }
+            for one in report.holders
+        ],
+        "foreign": [{"gpu": gpu, "process": words} for gpu, words in report.foreign],
+        "error": report.error or None,
+    }  # fmt: skip
+
+
+def _held_words(one: Holder) -> str:
+    found = [f"GPU{'s' * (len(one.gpus) > 1)} {ranges(one.gpus)}"] if one.gpus else []
+    found += [f"{one.cpus} CPUs"] if one.cpus else []
+    found += [bytes_text(one.memory)] if one.memory else []
+    found += [f"port{'s' * (len(one.ports) > 1)} {ranges(one.ports)}"] if one.ports else []
+    return ", ".join(found)
+
+
+def _holder_name(one: Holder, ids: Mapping[str, str]) -> str:
+    """Return the id and task name of a holder if its workflow is in the store, or else the label of its lease."""
+    uuid, *rest = one.attempt.split("/")
+    return f"{ids[uuid]}/{rest[1]}" if uuid in ids and len(rest) == 3 else one.label or "unknown task"

@@ -4,20 +4,14 @@ import io
 
 import pytest
 
-from distflow.cli.render import terminal_line
-from distflow.cli.render.terminal_line import ProgressLine
-
-
-class Screen(io.StringIO):
-    """A terminal."""
-
-    def isatty(self) -> bool:
-        return True
+from distflow.cli.render import terminal
+from distflow.cli.render.terminal import ProgressLine
+from unit.cli.screen import Terminal
 
 
 def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal_line, "_EVERY_S", 0.0)
-    screen = Screen()
+    monkeypatch.setattr(terminal, "_EVERY_S", 0.0)
+    screen = Terminal()
     with ProgressLine(screen, "sent") as line:
         line.update(1 << 20, 4 << 20)
         assert "sent 1.0 MiB of 4.0 MiB, " in screen.getvalue()
@@ -28,7 +22,7 @@ def test_a_terminal_shows_how_far_it_is_and_is_left_clean(monkeypatch: pytest.Mo
 
 
 def test_a_pipe_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal_line, "_EVERY_S", 0.0)
+    monkeypatch.setattr(terminal, "_EVERY_S", 0.0)
     pipe = io.StringIO()
     with ProgressLine(pipe, "sent") as line:
         line.update(1, 2)

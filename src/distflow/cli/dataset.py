@@ -12,15 +12,15 @@ import typer
 from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption
 from distflow.cli.render.tables import table
-from distflow.cli.render.terminal_line import ProgressLine
-from distflow.client.datasets import create_version, delete_versions, download_dataset, list_datasets, read_versions
+from distflow.cli.render.terminal import ProgressLine
+from distflow.client.data import create_version, delete_versions, download_dataset, list_datasets, read_versions
 from distflow.documents.quantities import bytes_text, iso, local_minute
 from distflow.documents.text import plain
 from distflow.documents.urls import parse_dataset
 from distflow.errors import InputError
 
 if TYPE_CHECKING:
-    from distflow.client.datasets import Manifest
+    from distflow.client.data import Manifest
 
 __all__ = ["app"]
 

@@ -14,7 +14,7 @@ import typer
 
 from distflow.cli.context import open_client
 from distflow.cli.options import Format, FormatOption
-from distflow.cli.render.terminal_line import ProgressLine
+from distflow.cli.render.terminal import ProgressLine
 from distflow.client.data import check_data_access, delete_data, download_data, list_data, parse_data_url, upload_data
 from distflow.documents.quantities import bytes_text, iso
 from distflow.documents.text import plain, plain_lines

@@ -1,1 +1,0 @@
-"""The commands of ``distflow data`` and ``distflow dataset``."""

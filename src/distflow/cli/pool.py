@@ -1,0 +1,340 @@
+"""Pools and their nodes: ``distflow pool``, ``resource`` and ``profile``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from distflow.cli.context import open_client
+from distflow.cli.options import Format, FormatOption, HostfileOption
+from distflow.cli.render.nodes import WHAT_USED_MEANS, Mode, amount_cells, total_of
+from distflow.cli.render.tables import Paint, table
+from distflow.client.client import user_name
+from distflow.client.pools import (
+    NodeUsage,
+    UsageByNode,
+    check_pool,
+    find_node,
+    list_nodes,
+    list_pools,
+    prefer_pool,
+    usage_by_node,
+)
+from distflow.client.workflows import workflow_ids
+from distflow.errors import InputError, NodeError
+from distflow.pools.model import Configuration, Node, Pool
+
+__all__ = ["pool_app", "profile_app", "resource_app"]
+
+
+pool_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+
+@pool_app.callback()
+def _pool() -> None:
+    """Show the pools that workflows can run in, and check their nodes."""
+
+
+@pool_app.command(
+    "list", epilog="Examples: distflow pool list  ·  distflow pool list -p lab  ·  distflow pool list --hostfile hosts.txt"
+)
+def list_command(
+    pool: Annotated[list[str] | None, typer.Option("--pool", "-p", help="Only this pool; may be repeated.")] = None,
+    mode: Annotated[Mode, typer.Option("--mode", "-m", help="used/total, or what is free.")] = Mode.USED,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """List the pools of the configuration and their nodes, with what they have and what this user's workflows use of it.
+
+    No node is asked; `distflow resource list --live` does, and says who holds what.
+    """
+    with open_client() as client:
+        configuration = list_pools(client, pool or (), hosts=client.hosts(hostfile))
+        held = usage_by_node(client)
+    if format_type is Format.JSON:
+        print(json.dumps(_pools_json(configuration, held), indent=2))
+        return
+    rows = []
+    for one in configuration.pools.values():
+        for node in one.nodes:
+            cpus, memory, gpus = amount_cells(_usage(one, node, held).amounts, mode)
+            default = " (default)" if one.name == configuration.default_pool else ""
+            rows.append((f"{one.name}{default}", one.backend, node.name, gpus, cpus, memory, node.platform or "-"))
+    print(table(("Pool", "Backend", "Node", "GPUs", "CPUs", "Memory [Gi]", "Platform"), rows), end="")
+
+
+@pool_app.command(
+    epilog="Examples: distflow pool check  ·  distflow pool check --hostfile hosts.txt  ·  distflow pool check --all-reduce"
+    "  ·  distflow pool check --path /data/train"
+)
+def check(
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="This pool; else the default one.")] = None,
+    node: Annotated[list[str] | None, typer.Option("--node", "-n", help="Only this node; may be repeated.")] = None,
+    all_reduce: Annotated[
+        bool, typer.Option("--all-reduce", help="Sum over all nodes with torch, and show the bandwidth (some 10 s more).")
+    ] = False,
+    path: Annotated[
+        list[str] | None,
+        typer.Option("--path", help="Look whether this path of the nodes is there and holds the same; may be repeated."),
+    ] = None,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Find out whether a gang can run on the nodes of a pool, and what to do where it cannot.
+
+    Logs in to each node, looks at its Python, disks, clock and GPUs, and lets every node connect to every other one. Starts no
+    task and holds no GPU. Exit code 3 when a gang cannot run on all of them.
+    """
+    # These modules are imported here, because other commands do not need them.
+    from distflow.cli.render.nodes import check_json, check_text
+    from distflow.cli.render.terminal import BottomLine
+
+    bottom = BottomLine(sys.stderr)
+    with open_client() as client:
+        try:
+            found = check_pool(
+                client, pool, node or (), hosts=client.hosts(hostfile), all_reduce=all_reduce, paths=path or (),
+                on_progress=lambda text: bottom.show(f"checking: {text} …"),
+            )  # fmt: skip
+        finally:
+            bottom.clear()
+    if format_type is Format.JSON:
+        print(json.dumps(check_json(found.pool, found.checked, found.verdict), indent=2))
+    else:
+        print(check_text(found.checked, found.verdict, Paint.of(sys.stdout)), end="")
+    if not found.verdict.can_run:
+        raise typer.Exit(NodeError.exit_code)
+
+
+def _usage(pool: Pool, node: Node, held: UsageByNode) -> NodeUsage:
+    return NodeUsage(pool=pool, node=node, held=held.get((pool.name, node.name), ()))
+
+
+def _pools_json(configuration: Configuration, held: UsageByNode) -> dict[str, object]:
+    return {
+        "file": configuration.file,
+        "default_pool": configuration.default_pool,
+        "pools": [
+            {"name": pool.name, "backend": pool.backend, "nodes": [_node_json(_usage(pool, node, held)) for node in pool.nodes]}
+            for pool in configuration.pools.values()
+        ],
+    }
+
+
+def _node_json(usage: NodeUsage) -> dict[str, object]:
+    node, (cpu, memory, gpu) = usage.node, (used for used, _ in usage.amounts)
+    return {
+        "name": node.name,
+        "host": node.host,
+        "port": node.port,
+        "user": node.user,
+        "address": node.address,
+        "root": node.root,
+        "python": node.python,
+        "gpus": node.gpus,
+        "cpus": node.cpus,
+        "memory": node.memory,
+        "platform": node.platform,
+        "labels": dict(node.labels),
+        "usage_fields": {"cpu": cpu, "memory": memory, "gpu": gpu},
+    }
+
+
+resource_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+
+@resource_app.callback()
+def _resource() -> None:
+    """Look at the nodes of the pools, and at what is in use of them."""
+
+
+@resource_app.command(
+    "list",
+    epilog="Examples: distflow resource list  ·  distflow resource list --all --mode free  ·  distflow resource list --live",
+)
+def list_resources(
+    pool: Annotated[
+        list[str] | None, typer.Option("--pool", "-p", help="This pool, may be repeated; else the default one.")
+    ] = None,
+    platform: Annotated[
+        list[str] | None, typer.Option("--platform", help="Only nodes of this platform; may be repeated.")
+    ] = None,
+    all_pools: Annotated[bool, typer.Option("--all", "-a", help="All pools of the configuration.")] = False,
+    mode: Annotated[Mode, typer.Option("--mode", "-m", help="used/total, or what is free.")] = Mode.USED,
+    live: Annotated[bool, typer.Option("--live", help="Ask the nodes who holds what of them, whoever that is.")] = False,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """List nodes with what they have, and what distflow's own unfinished workflows use of it.
+
+    Nothing is reached: capacities are those of the configuration (`distflow pool check` asks the nodes), use is that of this
+    user's workflows in the state directory. With `--live` the nodes are asked, too: which attempts of all users of distflow
+    hold GPUs, CPUs, memory and ports there, and who else computes on a GPU.
+    """
+    if pool and all_pools:
+        raise InputError("--pool and --all exclude each other")
+    with open_client() as client:
+        rows = list_nodes(client, pool or (), all_pools=all_pools, platforms=platform or (), hosts=client.hosts(hostfile))
+        ids = workflow_ids(client) if live else {}
+    held = []
+    if live:
+        # Without --live, this module is not needed.
+        from distflow.client.nodes import ask_resource_holders
+
+        held = ask_resource_holders([(row.pool, row.node) for row in rows])
+    if format_type is Format.JSON:
+        shown = [_resource_json(row) for row in rows]
+        if live:
+            from distflow.cli.render.nodes import holders_json
+
+            shown = [one | holders_json(some, ids) for one, some in zip(shown, held, strict=True)]
+        print(json.dumps({"resources": shown}, indent=2))
+    else:
+        print(_resources_text(rows, mode), end="")
+        if live:
+            from distflow.cli.render.nodes import holders_text
+
+            print("\n" + holders_text(list(zip(rows, held, strict=True)), ids), end="")
+        else:
+            print(WHAT_USED_MEANS, file=sys.stderr)
+    if any(one.error for one in held):
+        raise typer.Exit(NodeError.exit_code)
+
+
+@resource_app.command("info", epilog="Examples: distflow resource info gpu1  ·  distflow resource info gpu1 --pool lab -t json")
+def resource_info(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name in its pool.")],
+    pool: Annotated[str | None, typer.Option("--pool", "-p", help="As a node of this pool only.")] = None,
+    platform: Annotated[str | None, typer.Option("--platform", "-pl", help="As a node of this platform only.")] = None,
+    hostfile: HostfileOption = None,
+    format_type: FormatOption = Format.TEXT,
+) -> None:
+    """Show all that is configured of a node, in every pool that has it, and what this user's workflows hold there.
+
+    Nothing is reached: `distflow pool check` asks the node itself.
+    """
+    with open_client() as client:
+        rows = find_node(client, node, pool=pool, platform=platform, hosts=client.hosts(hostfile))
+    if format_type is Format.JSON:
+        print(json.dumps({"resources": [_resource_json(row) | {"config_fields": _settings(row)} for row in rows]}, indent=2))
+        return
+    print("\n".join(_resource_text(row) for row in rows), end="")
+    print(WHAT_USED_MEANS, file=sys.stderr)
+
+
+def _settings(row: NodeUsage) -> dict[str, object]:
+    node = row.node
+    return {
+        "host": node.host, "port": node.port, "user": node.user, "address": node.address, "root": node.root,
+        "python": node.python, "setup": node.setup, "environment": sorted(node.environment),
+    }  # fmt: skip
+
+
+def _resource_text(row: NodeUsage) -> str:
+    """Return the settings and usage of a node, one per line, without the values of environment variables (possibly secret)."""
+    cpu, memory, gpu = amount_cells(row.amounts, Mode.USED)
+    shown: dict[str, object] = {
+        "Node": row.node.name, "Pool": row.pool.name, "Platform": row.node.platform, "Backend": row.pool.backend,
+        "CPU [#]": cpu, "Memory [Gi]": memory, "GPU [#]": gpu,
+        "Labels": " ".join(f"{key}={value}" for key, value in row.node.labels.items()),
+    }  # fmt: skip
+    shown |= {name.capitalize(): value for name, value in _settings(row).items()}
+    shown["Environment"] = " ".join(sorted(row.node.environment))
+    shown["Tasks"] = " ".join(name for name, _ in row.held)
+    return "".join(f"{name + ':':13}{value or '-'}\n" for name, value in shown.items())
+
+
+def _resources_text(rows: Sequence[NodeUsage], mode: Mode) -> str:
+    cells = [
+        (row.node.name, row.pool.name, row.node.platform or "", *amount_cells(row.amounts, mode), str(len(row.held)))
+        for row in rows
+    ]
+    total = [
+        (sum(row.amounts[column][0] for row in rows), total_of([row.amounts[column][1] for row in rows])) for column in range(3)
+    ]
+    cells.append(("Sum", "", "", *amount_cells(total, mode), str(sum(len(row.held) for row in rows))))
+    return table(("Node", "Pool", "Platform", "CPU [#]", "Memory [Gi]", "GPU [#]", "Tasks"), cells)
+
+
+def _resource_json(row: NodeUsage) -> dict[str, object]:
+    (cpu, cpus), (memory, memories), (gpu, gpus) = row.amounts
+    return {
+        "hostname": row.node.name,
+        "backend": row.pool.backend,
+        "resource_type": "SHARED",
+        "pool_platform_labels": {row.pool.name: [row.node.platform] if row.node.platform else []},
+        "allocatable_fields": {"cpu": cpus, "memory": memories, "gpu": gpus},
+        "usage_fields": {"cpu": cpu, "memory": memory, "gpu": gpu},
+        "label_fields": dict(row.node.labels),
+        "tasks": [name for name, _ in row.held],
+    }
+
+
+profile_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+_NO_NOTIFICATIONS = "distflow sends no notifications: `distflow workflow submit --wait` returns when a workflow has ended"
+_KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="What: pool.")]
+
+
+@profile_app.callback()
+def _profile() -> None:
+    """Say which pool you mean when you name none."""
+
+
+@profile_app.command("set", epilog="Example: distflow profile set pool lab")
+def set_preference(
+    key: _KeyArgument,
+    values: Annotated[list[str] | None, typer.Argument(metavar="VALUE", help="The name of a pool.")] = None,
+) -> None:
+    """Prefer a pool, on this machine and for this user.
+
+    It is taken where neither --pool nor the spec names one, and stands before the configuration's default_pool. Where the
+    configuration has no such pool, its default_pool is taken.
+    """
+    _check_key(key)
+    if values is None or len(values) != 1:
+        raise InputError("`distflow profile set pool` takes the name of one pool", hint="distflow pool list shows the pools")
+    with open_client() as client:
+        prefer_pool(client, values[0])
+    print(f"Set pool to {values[0]}.")
+
+
+@profile_app.command("unset", epilog="Example: distflow profile unset pool")
+def unset_preference(key: _KeyArgument) -> None:
+    """Prefer no pool any more: the configuration's default_pool is meant again."""
+    _check_key(key)
+    with open_client() as client:
+        prefer_pool(client, None)
+    print("No pool is preferred.")
+
+
+@profile_app.command("list", epilog="Example: distflow profile list -t json")
+def list_preferences(format_type: FormatOption = Format.TEXT) -> None:
+    """Show which pool is meant when none is named, and which there are."""
+    with open_client() as client:
+        preferred, configuration = client.preferred_pool(), client.configuration()
+    pools = list(configuration.pools)
+    if format_type is Format.JSON:
+        profile = {
+            "username": user_name(),
+            "email_notification": False,
+            "slack_notification": False,
+            "pool": configuration.default_pool,
+        }
+        print(json.dumps({"profile": profile, "pools": pools, "roles": []}, indent=2))
+        return
+    source = "your profile" if preferred == configuration.default_pool else configuration.file or "built in"
+    print(f"User:  {user_name()}\nPool:  {configuration.default_pool} ({source})\nPools: {', '.join(pools)}")
+
+
+def _check_key(key: str) -> None:
+    if key == "notifications":
+        raise InputError(_NO_NOTIFICATIONS)
+    if key != "pool":
+        raise InputError(
+            f"there is nothing to set that is called {key!r}", hint="pool: the pool that is meant when none is named"
+        )

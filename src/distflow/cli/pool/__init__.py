@@ -1,1 +1,0 @@
-"""The commands of ``distflow pool``, ``distflow resource`` and ``distflow profile``."""

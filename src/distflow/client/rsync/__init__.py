@@ -1,1 +1,0 @@
-"""Copy files between this machine and running tasks with rsync."""

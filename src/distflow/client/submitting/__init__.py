@@ -1,1 +1,0 @@
-"""Check, plan and submit specs, and resubmit or restart workflows."""
