@@ -19,8 +19,8 @@ from contract.conftest import launch_of, processes_with
 from distflow.backends.machines.connection.bootstrap import open_service
 from distflow.backends.machines.connection.transfers import Fetched, fetch_output
 from distflow.errors import AgentError, NodeUnreachable
-from distflow.runtime.files import durable
-from distflow.runtime.files.frames import LARGEST_FRAME
+from distflow.runtime.files import safe_files
+from distflow.runtime.services.frames import LARGEST_FRAME
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -238,8 +238,8 @@ def test_an_output_never_fills_the_disk_of_the_supervisor(
     attempt = node.attempt()
     (output_of(node, attempt) / "weights").write_bytes(b"x" * 100_000)
     with monkeypatch.context() as small:
-        small.setattr(durable, "_RESERVE", 1 << 62, raising=False)
-        small.setattr(durable, "_SHARE", 1, raising=False)
+        small.setattr(safe_files, "_RESERVE", 1 << 62, raising=False)
+        small.setattr(safe_files, "_SHARE", 1, raising=False)
         with pytest.raises(OSError, match=r"no room for .* next to the .* that stay free there"):
             fetch(node, attempt, tmp_path / "blobs")
     assert fetch(node, attempt, tmp_path / "blobs").files == 1

@@ -20,7 +20,7 @@ import pytest
 
 from contract.conftest import launch_of, processes_with
 from distflow.errors import AgentError
-from distflow.runtime.guard.kill_tree import TreeKiller
+from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.processes import list_processes, read_process
 from distflow.testing.waiting import wait_until
 

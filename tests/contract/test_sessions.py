@@ -17,8 +17,8 @@ import pytest
 from contract.conftest import NodeUnderTest
 from distflow.backends.machines.connection.bootstrap import open_service
 from distflow.backends.machines.connection.stream import ServiceStream
-from distflow.runtime.files.frames import FRAME
 from distflow.runtime.processes import list_processes
+from distflow.runtime.services.frames import FRAME
 from distflow.runtime.services.session import ERRORS, EXIT, INPUT, OUTPUT, REQUEST, STARTED
 from distflow.testing.waiting import wait_until
 from distflow.transports.local import LocalTransport

@@ -14,7 +14,7 @@ from contract.conftest import NodeUnderTest, processes_with
 from distflow.backends.machines.connection import stream
 from distflow.backends.machines.connection.bootstrap import RUNTIME, STORAGE, Bundle, open_service, service_argv
 from distflow.backends.machines.connection.transfers import Blob, fetch_output, send_blobs
-from distflow.runtime.files.frames import FRAME
+from distflow.runtime.services.frames import FRAME
 from distflow.runtime.services.session import REQUEST
 from distflow.testing.waiting import wait_until
 from distflow.transports.base import Channel

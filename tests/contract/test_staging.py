@@ -17,7 +17,7 @@ from contract.conftest import cleaned, launch_of
 from distflow.backends.machines.connection.bootstrap import open_service
 from distflow.backends.machines.connection.transfers import Blob, send_blobs
 from distflow.errors import AgentError, NodeUnreachable
-from distflow.runtime.files.frames import FRAME, LARGEST_FRAME, RAW, ZLIB
+from distflow.runtime.services.frames import FRAME, LARGEST_FRAME, RAW, ZLIB
 from distflow.testing.waiting import wait_until
 
 if TYPE_CHECKING:

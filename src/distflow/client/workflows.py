@@ -404,7 +404,7 @@ def _report_room(client: Client, record: WorkflowRecord) -> None:
     if all(task.log_complete or task.started_at is None for group in record.groups for task in group.attempts):
         return
     from distflow.documents.quantities import bytes_text
-    from distflow.runtime.files.durable import reserve_bytes
+    from distflow.runtime.files.safe_files import reserve_bytes
 
     missing, reserve = reserve_bytes(str(client.directory.logs))
     if missing:

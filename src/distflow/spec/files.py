@@ -32,7 +32,7 @@ from distflow.documents.document import Text, View
 from distflow.documents.problems import Problem, ProblemsFound
 from distflow.documents.source import read_bytes
 from distflow.errors import StateError
-from distflow.runtime.files.durable import publish
+from distflow.runtime.files.safe_files import publish
 from distflow.spec.model import FileSpec, GroupSpec, TaskSpec, WorkflowSpec
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from distflow.errors import StateError
 from distflow.pools.ownership import owned_by_stranger, user_name
-from distflow.runtime.files.durable import publish
+from distflow.runtime.files.safe_files import publish
 
 __all__ = [
     "StateDirectory",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from distflow.protocol.attempts import attempt_name
 from distflow.runtime.files import log_files
-from distflow.runtime.files.durable import reserve_bytes
+from distflow.runtime.files.safe_files import reserve_bytes
 from distflow.state.ends import RankText
 from distflow.state.logs import LogSource, end_lines
 

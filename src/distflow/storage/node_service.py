@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from distflow.runtime import processes
 from distflow.runtime.files import attempts
 from distflow.runtime.files.packing import check_output
-from distflow.runtime.files.safe_paths import inside
-from distflow.runtime.services.peer import Peer
+from distflow.runtime.files.safe_files import inside
+from distflow.runtime.services.frames import Peer
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
 

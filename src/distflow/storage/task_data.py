@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from distflow.documents.urls import parse_dataset, parse_url
 from distflow.errors import StorageError
-from distflow.runtime.files.durable import publish
+from distflow.runtime.files.safe_files import publish
 from distflow.runtime.files.unpacking import unpack
 from distflow.runtime.wire import OpError
 from distflow.storage.base import Progress, Store, ignore_progress

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from distflow.documents.urls import StorageUrl
 from distflow.errors import StorageError, StorageUnreachable
-from distflow.runtime.files.safe_paths import inside
+from distflow.runtime.files.safe_files import inside
 from distflow.runtime.files.unpacking import file_time
 from distflow.runtime.wire import OpError
 from distflow.storage.base import (

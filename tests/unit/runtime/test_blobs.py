@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from distflow.runtime.files import blobs
-from distflow.runtime.files.frames import frames, receive
+from distflow.runtime.services.frames import frames, receive
 
 if TYPE_CHECKING:
     from pathlib import Path

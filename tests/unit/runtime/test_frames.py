@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from distflow.runtime.files.frames import ERROR, FRAME, LARGEST_FRAME, RAW, ZLIB, error_frame, frames, receive
+from distflow.runtime.services.frames import ERROR, FRAME, LARGEST_FRAME, RAW, ZLIB, error_frame, frames, receive
 from distflow.runtime.wire import Json, OpError
 
 DATA = os.urandom(300) + b"x" * 2000

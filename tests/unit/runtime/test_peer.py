@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distflow.runtime.services import peer
-from distflow.runtime.services.peer import Gone, Peer
+from distflow.runtime.services import frames
+from distflow.runtime.services.frames import Gone, Peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def ends() -> Iterator[tuple[Peer, int, int]]:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "SILENCE_S", 0.2)
+    monkeypatch.setattr(frames, "SILENCE_S", 0.2)
 
 
 def test_lines_and_bytes_come_in_order_and_empty_lines_say_nothing(ends: tuple[Peer, int, int]) -> None:

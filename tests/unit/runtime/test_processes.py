@@ -75,3 +75,13 @@ def test_a_program_that_does_not_even_die_is_not_waited_for(tmp_path: Path) -> N
     finally:
         os.waitpid(thread, _WALL)
     assert asker.communicate()[0] == b"None\n"
+
+
+def test_its_memory_is_no_longer_for_others() -> None:
+    script = (
+        "import ctypes; from distflow.runtime.processes import hide_memory\n"
+        "asked = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE\n"
+        "before = asked(); hide_memory(); print(before, asked())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 0\n"

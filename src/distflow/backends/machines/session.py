@@ -15,7 +15,7 @@ from distflow.backends.machines.connection.bootstrap import Opened, open_service
 from distflow.backends.machines.connection.stream import ServiceStream
 from distflow.errors import AgentError, NodeUnreachable
 from distflow.pools.model import Node, Pool
-from distflow.runtime.files.frames import FRAME, LARGEST_FRAME
+from distflow.runtime.services.frames import FRAME, LARGEST_FRAME
 from distflow.runtime.services.session import (
     END_OF_INPUT,
     ERRORS,

@@ -83,19 +83,15 @@ class Maintenance:
         self._loop.job(lambda: reaping.reap(self._root, request), done)
 
     def _recall(self, request: Json, done: _Done) -> None:
-        from distflow.runtime.cleanup import recalling
-
-        self._loop.job(lambda: recalling.recall(self._root, request), done)
+        self._loop.job(lambda: cleaning.recall(self._root, request), done)
 
     def _uninstall(self, request: Json, done: _Done) -> None:
-        from distflow.runtime.cleanup import uninstalling
-
-        self._loop.job(lambda: uninstalling.uninstall(self._root, request), done)
+        self._loop.job(lambda: cleaning.uninstall(self._root, request), done)
 
     def _holders(self, request: Json, done: _Done) -> None:
-        from distflow.runtime.leases import holders
+        from distflow.runtime.leases import node_leases
 
-        self._loop.job(lambda: holders.look(str(request["lease_dir"])), done)
+        self._loop.job(lambda: node_leases.list_holders(str(request["lease_dir"])), done)
 
     def _listen(self, request: Json, done: _Done) -> None:
         done(self._listeners.listen(request))

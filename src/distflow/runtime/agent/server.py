@@ -21,7 +21,7 @@ from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempt_files, attempts, blobs, log_files, records
 from distflow.runtime.guard import command
-from distflow.runtime.leases.machine_ids import machine_of
+from distflow.runtime.leases.lease_files import machine_of
 from distflow.runtime.probes import facts
 from distflow.runtime.wire import Json, LineReader, OpError, OutQueue, encode
 
@@ -212,7 +212,7 @@ class _Agent:
                 self._dispatch(dict(request, **known))
 
             with_users = not request.get("share_gpus")
-            self._loop.job(lambda: gpu_users.look(with_users), on_users, is_quick=facts.is_quick())
+            self._loop.job(lambda: gpu_users.read_gpus(with_users), on_users, is_quick=facts.is_quick())
             return
         attempt = request["attempt"]
         # The lease was released and requested again at once, so its pair is still exiting.

@@ -9,9 +9,9 @@ from typing import AbstractSet, List, Optional
 
 from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
-from distflow.runtime.files import attempt_files, attempts, log_files, records, secret_files
-from distflow.runtime.guard import cgroups
-from distflow.runtime.guard.kill_tree import TreeKiller
+from distflow.runtime.files import attempt_files, attempts, log_files, records
+from distflow.runtime.guard import process_tree
+from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.wire import Json
 
 __all__ = ["end_adopted", "is_pair_alive", "is_watched", "may_live", "settle"]
@@ -68,9 +68,9 @@ def settle(root: str, attempt: str, stopped: Optional[Json] = None) -> Json:
             if stop is not None:
                 reason, message = stop, "the two processes that watch the task were killed while it was being stopped"
             message = _kill_remaining(attempt, state) or message
-        cgroups.remove(state.get("command") or {})
+        process_tree.remove_cgroup(state.get("command") or {})
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        secret_files.remove(directory)
+        attempt_files.remove_secrets(directory)
         if attempt_files.has_secrets(directory):
             # The processes that knew the secrets are gone, so the error file can no longer be masked.
             with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ def _kill_remaining(attempt: str, state: Json) -> str:
     """Kill all processes in the attempt's cgroup, with its mark or in its command's session, and their descendants."""
     command = state.get("command") or {}
     session, start = int(command.get("pid") or 0), int(command.get("start") or 0)
-    group = cgroups.name_of(command)
+    group = process_tree.cgroup_name(command)
     spare = {os.getpid(), os.getppid()}
 
     def owns(process: processes.Process) -> bool:
@@ -99,7 +99,7 @@ def _kill_remaining(attempt: str, state: Json) -> str:
             leader = processes.read_process(session)
             if leader is None or leader.start == start:
                 return True
-        return (bool(group) and cgroups.of(process.pid) == group) or processes.carries(
+        return (bool(group) and process_tree.cgroup_of(process.pid) == group) or processes.carries(
             process.pid, "DISTFLOW_ATTEMPT=" + attempt
         )
 
@@ -110,7 +110,7 @@ def _kill_remaining(attempt: str, state: Json) -> str:
                 found[below.pid] = below
         return list(found.values())
 
-    cgroups.end(command)
+    process_tree.kill_cgroup(command)
     killer = TreeKiller(find, owns)
     while killer.step() and not killer.is_over:
         select.select([], [], [], killer.pause_s)

@@ -15,8 +15,8 @@ from distflow.runtime import processes
 from distflow.runtime.cleanup import orphans
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempts, records, root_directory
-from distflow.runtime.guard import cgroups, containers
-from distflow.runtime.guard.kill_tree import TreeKiller
+from distflow.runtime.guard import containers, process_tree
+from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.leases import gpu_users
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.processes import Process
@@ -68,7 +68,7 @@ def reap(root: str, request: Json) -> Json:
         if name not in busy:
             orphans.settle(root, name)
             answer["settled"].append(name)
-    cgroups.sweep()
+    process_tree.sweep_cgroups()
     return answer
 
 
@@ -111,7 +111,7 @@ class _Scene:
         session = int((state.get("command") or {}).get("pid") or 0)
         if session > 1 and state.get("boot_id") == self._boot:
             self._sessions.setdefault(session, []).append((name, state))
-        group = cgroups.name_of(state.get("command") or {})
+        group = process_tree.cgroup_name(state.get("command") or {})
         if group and state.get("boot_id") == self._boot:
             self._cgroups[group] = name
         known = state.get("container")
@@ -203,7 +203,7 @@ class _Scene:
         return None
 
     def _by_cgroup(self, process: Process) -> Optional[_Claim]:
-        name = self._cgroups.get(cgroups.of(process.pid)) if self._cgroups else None
+        name = self._cgroups.get(process_tree.cgroup_of(process.pid)) if self._cgroups else None
         if name is None:
             return None
         directory = attempts.directory_of(self._root, name)

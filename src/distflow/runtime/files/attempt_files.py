@@ -1,29 +1,53 @@
-"""Placing an attempt's files (text, blobs and archives), never outside its directory."""
+"""Placing an attempt's files (text, blobs, archives and credentials), never outside its directory.
+
+Credentials have one directory each, in memory if possible: ``/dev/shm/distflow-<uid>/<digest of the attempt's directory>/``, or
+else the attempt's ``credentials/``. Links lead there from the paths that the task uses. The location depends only on the
+attempt's directory, so that every process that ends the attempt can remove them: the keeper, the runner, or an agent that finds
+both gone.
+"""
 
 from __future__ import annotations
 
 import binascii
 import errno
+import hashlib
 import io
 import json
 import os
-from typing import BinaryIO
+import stat
+from typing import BinaryIO, Dict, List, Optional
 
-from distflow.runtime.files import log_files, masking, secret_files
+from distflow.runtime.files import log_files, masking
 from distflow.runtime.files.blobs import is_whole, path_of, take
-from distflow.runtime.files.safe_paths import check_mounts, inside
-from distflow.runtime.guard import rank_pipes
+from distflow.runtime.files.safe_files import check_mounts, inside
+from distflow.runtime.guard import output
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
 
-__all__ = ["LAUNCH", "MEMO", "checked", "has_secrets", "is_quick", "place", "write_launch", "write_memo"]
+__all__ = [
+    "LAUNCH",
+    "MEMO",
+    "SECRETS_ON_DISK",
+    "checked",
+    "has_secrets",
+    "is_quick",
+    "memory_folder",
+    "place",
+    "place_secrets",
+    "remove_secrets",
+    "write_launch",
+    "write_memo",
+]
+
 
 LAUNCH = "launch.json"
 MEMO = "workflow.json"
 """A note of the submitter about the attempt. The node does not interpret it."""
+SECRETS_ON_DISK = "credentials"
+"""Directory for files of credentials where the node has no file system in memory."""
 _RECORDS = {"launch.json", "workflow.json", "runner.json", "exit.json", ".exit.json", "error.json"}
-_RESERVED = _RECORDS | {"control", "pair.log", "packed.json", "container.id", secret_files.ON_DISK}
-_RESERVED |= {rank_pipes.FOLDER, rank_pipes.PYTHON}
+_RESERVED = _RECORDS | {"control", "pair.log", "packed.json", "container.id", SECRETS_ON_DISK}
+_RESERVED |= {output.RANKS, output.RANK_PYTHON}
 _CHUNK = 1 << 30
 _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}
 """Errors of file systems and kernels that cannot copy ranges themselves."""
@@ -64,7 +88,7 @@ def place(root: str, directory: str, launch: Json) -> None:
     check_mounts(launch.get("mounts") or [])
     for file in launch.get("files") or []:
         _place(root, directory, file)
-    secret_files.place(directory, launch.get("secret_files") or [])
+    place_secrets(directory, launch.get("secret_files") or [])
     for folder in (launch.get("cwd") or "work", *(launch.get("folders") or [])):
         os.makedirs(inside(directory, folder), exist_ok=True)
     write_launch(directory, launch)
@@ -183,3 +207,133 @@ def _copy(source: BinaryIO, target: BinaryIO) -> None:
             raise
         while data := source.read(1 << 20):
             target.write(data)
+
+
+_MEMORY = "/dev/shm"
+_MEMORY_TRIES = 5
+_OWNER = "attempt"
+"""Name of the link to the attempt's directory, in each folder in memory."""
+
+
+def place_secrets(directory: str, entries: List[Json]) -> None:
+    """Write the files of every entry (``path``, ``files``: name → content), and the links that lead to them.
+
+    Earlier files are removed.
+    """
+    remove_secrets(directory)
+    if not entries:
+        return
+    contents = [entry["files"] for entry in entries]
+    try:
+        home = _fill_memory(directory, contents) or _fill_folder(os.path.join(directory, SECRETS_ON_DISK), contents)
+        for position, entry in enumerate(entries):
+            link = inside(directory, str(entry["path"]))
+            os.makedirs(os.path.dirname(link), mode=0o700, exist_ok=True)
+            if os.path.islink(link):
+                os.unlink(link)
+            os.symlink(os.path.join(home, str(position)), link)
+    except OSError as error:
+        raise OpError.from_os(error, "the files of the task's credentials cannot be placed") from error
+
+
+def remove_secrets(directory: str) -> None:
+    """Remove the placed files; does nothing if there are none."""
+    parent = _memory_parent()
+    homes = [os.path.join(directory, SECRETS_ON_DISK)]
+    if _is_private(parent):
+        homes.append(_in_memory(directory))
+    for home in homes:
+        if os.path.isdir(home) and not os.path.islink(home):
+            import shutil
+
+            shutil.rmtree(home, ignore_errors=True)
+    try:
+        os.rmdir(parent)
+    except OSError:
+        pass  # it does not exist, or files of other attempts are in it
+
+
+def memory_folder() -> Optional[str]:
+    """Return a folder in memory that only this user can access; None if there is none. An empty one may vanish at any time."""
+    if not _has_memory():
+        return None
+    try:
+        os.makedirs(_memory_parent(), mode=0o700, exist_ok=True)
+    except OSError:
+        return None
+    return _memory_parent() if _is_private(_memory_parent()) else None
+
+
+def _memory_parent() -> str:
+    return os.path.join(_MEMORY, "distflow-{}".format(os.getuid()))
+
+
+def _in_memory(directory: str) -> str:
+    return os.path.join(_memory_parent(), hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:32])
+
+
+def _is_private(path: str) -> bool:
+    """Whether this user created the directory and no other user can change it."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
+
+
+def _has_memory() -> bool:
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return False
+    kinds = [fields[2] for fields in mounts if len(fields) > 2 and fields[1] == _MEMORY]
+    return bool(kinds) and kinds[-1] in ("tmpfs", "ramfs")
+
+
+def _fill_memory(directory: str, contents: List[Dict[str, str]]) -> Optional[str]:
+    """Write the files to memory. Returns their directory, or None if that is not possible."""
+    if not _has_memory():
+        return None
+    home = _in_memory(directory)
+    for _ in range(_MEMORY_TRIES):
+        try:
+            os.makedirs(_memory_parent(), mode=0o700, exist_ok=True)
+            if not _is_private(_memory_parent()):
+                return None
+            _remove_old_secrets()
+            _fill_folder(home, contents)
+            os.symlink(os.path.realpath(directory), os.path.join(home, _OWNER))
+            return home
+        except FileNotFoundError:
+            continue  # another process has just removed the empty parent
+        except OSError:
+            remove_secrets(directory)
+            return None
+    return None
+
+
+def _remove_old_secrets() -> None:
+    """Remove files of attempts that have ended or are gone: their pairs were killed, and no agent removed the files."""
+    import shutil
+
+    for name in os.listdir(_memory_parent()):
+        home = os.path.join(_memory_parent(), name)
+        try:
+            owner = os.readlink(os.path.join(home, _OWNER))
+        except OSError:
+            continue  # another process is filling it, or it is a different directory
+        if not os.path.isdir(owner) or os.path.exists(os.path.join(owner, "exit.json")):
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _fill_folder(home: str, contents: List[Dict[str, str]]) -> str:
+    os.mkdir(home, 0o700)
+    for position, files in enumerate(contents):
+        folder = os.path.join(home, str(position))
+        os.mkdir(folder, 0o700)
+        for name, content in files.items():
+            fd = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(content.encode("utf-8", "surrogateescape"))
+    return home

@@ -9,11 +9,11 @@ from typing import Callable, Iterator, List, Tuple
 
 from distflow.protocol.attempts import is_attempt_name, is_uuid
 from distflow.runtime.clock import now
-from distflow.runtime.files import log_files, records, root_directory, secret_files
-from distflow.runtime.files.durable import is_named
+from distflow.runtime.files import attempt_files, log_files, records, root_directory
+from distflow.runtime.files.safe_files import is_named
 from distflow.runtime.guard import control, runner
-from distflow.runtime.guard.attempt_handles import AttemptHandles
-from distflow.runtime.leases import gpu_buses, node_leases
+from distflow.runtime.guard.control import AttemptHandles
+from distflow.runtime.leases import gpu_users, node_leases
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.wire import Json, OpError
 
@@ -170,7 +170,7 @@ def remove(directory: str) -> None:
     """Remove the attempt's directory, and its parents if they become empty."""
     import shutil
 
-    secret_files.remove(directory)
+    attempt_files.remove_secrets(directory)
     shutil.rmtree(directory, ignore_errors=True)
     if os.path.isdir(directory):
         shutil.rmtree(directory)  # try again, and raise the error this time
@@ -296,7 +296,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
             port_sockets=held.port_sockets,
             umask=umask,
             gpu_ids=held.gpu_ids,
-            other_gpus=gpu_buses.others(request.get("gpu_addresses") or {}, held.gpu_ids),
+            other_gpus=gpu_users.addresses_of_others(request.get("gpu_addresses") or {}, held.gpu_ids),
             port=held.port,
             link=link,
             link_port=link_port,
@@ -316,7 +316,7 @@ def _create(directory: str, attempt: str, request: Json, umask: int) -> int:
 
 
 def _link(address: str) -> Tuple[int, int]:
-    from distflow.runtime.probes.listening import listen_on
+    from distflow.runtime.probes.reachability import listen_on
 
     listener, _ = listen_on(address)
     port = int(listener.getsockname()[1])

@@ -19,8 +19,8 @@ from typing import List, Optional
 
 from distflow.runtime.clock import now
 from distflow.runtime.files import root_directory
-from distflow.runtime.files.durable import is_named
-from distflow.runtime.guard.memory_limit import size_text
+from distflow.runtime.files.safe_files import is_named
+from distflow.runtime.guard.process_tree import size_text
 from distflow.runtime.probes.facts import free_bytes
 from distflow.runtime.wire import Json, OpError
 

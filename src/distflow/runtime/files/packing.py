@@ -19,7 +19,7 @@ from typing import Callable, Iterator, List, Optional, Set, Tuple
 from distflow.runtime.clock import file_system_now
 from distflow.runtime.files import attempts
 from distflow.runtime.files.blobs import BLOBS, Part, is_whole, path_of
-from distflow.runtime.files.safe_paths import inside
+from distflow.runtime.files.safe_files import inside
 from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 

@@ -19,7 +19,7 @@ from distflow.runtime.untrusted import MAX_BYTES, decode_json, decode_object
 from distflow.runtime.wire import Json
 
 if TYPE_CHECKING:
-    from distflow.runtime.guard.attempt_handles import AttemptHandles
+    from distflow.runtime.guard.control import AttemptHandles
 
 __all__ = [
     "END",
@@ -28,6 +28,8 @@ __all__ = [
     "STATE",
     "STATE_BYTES",
     "allocate",
+    "as_exit",
+    "describe_exit",
     "first_state",
     "make_end",
     "read_end",
@@ -212,6 +214,18 @@ def _without_surrogates(value: Any, depth: int) -> Any:
     if isinstance(value, dict):
         return {_without_surrogates(key, depth): _without_surrogates(one, depth - 1) for key, one in value.items()}
     return value
+
+
+def as_exit(status: int) -> Json:
+    """Return a wait status as ``exit_code`` and ``signal``."""
+    if os.WIFSIGNALED(status):
+        return {"exit_code": None, "signal": os.WTERMSIG(status)}
+    return {"exit_code": os.WEXITSTATUS(status), "signal": None}
+
+
+def describe_exit(end: Json) -> str:
+    """Describe the end of a command."""
+    return "signal {}".format(end["signal"]) if end.get("signal") else "exit code {}".format(end.get("exit_code"))
 
 
 def make_end(state: Json, reason: EndReason, **known: Any) -> Json:

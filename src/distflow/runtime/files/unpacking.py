@@ -8,7 +8,7 @@ import shutil
 import tarfile
 from typing import BinaryIO, Optional, Pattern, Set
 
-from distflow.runtime.files.safe_paths import inside
+from distflow.runtime.files.safe_files import inside
 from distflow.runtime.wire import OpError
 
 __all__ = ["EARLIEST_S", "file_time", "unpack"]

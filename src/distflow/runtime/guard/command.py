@@ -13,7 +13,8 @@ import signal
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from distflow.runtime import processes
-from distflow.runtime.guard import cgroups, netcat, rank_pipes
+from distflow.runtime.guard import netcat, process_tree
+from distflow.runtime.guard.output import rank_variables
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json
 
@@ -102,7 +103,7 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
     env = environment(launch, attempt, directory)
     argv = list(launch["argv"])
     if not launch.get("container"):
-        env.update(rank_pipes.environment(directory, output, env))
+        env.update(rank_variables(directory, output, env))
     else:
         from distflow.runtime.guard import containers
 
@@ -129,7 +130,7 @@ def spawn(launch: Json, attempt: str, directory: str, output: int, umask: int) -
     os.read(failure_read, 1)  # the child writes a byte when it is ready; end of file means that it was killed before
     os.set_blocking(failure_read, False)
     process = processes.read_process(pid)
-    return Spawned(pid, process.start if process else 0, go_write, failure_read, cgroups.enclose(pid, directory))
+    return Spawned(pid, process.start if process else 0, go_write, failure_read, process_tree.enclose(pid, directory))
 
 
 def _become(

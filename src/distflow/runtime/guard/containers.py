@@ -2,25 +2,31 @@
 
 A task's container shares the node's network, shared memory (``/dev/shm``) and process ids. So addresses, ports, signals, exit
 codes and the search for remaining processes work as for a task without a container. The attempt's directory has the same path
-inside and outside. Everything here about creating and removing containers applies to docker and podman; ``apptainer`` has none.
-This module is imported only for a launch with a ``container``.
+inside and outside. Everything here about creating and removing containers applies to docker and podman. Apptainer has no
+daemon: a task's processes are children of the keeper, and no container has to be removed. This module is imported only for a
+launch with a ``container``.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import os
 import subprocess
-from typing import Dict, List, Optional, Tuple
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
-from distflow.runtime.files.safe_paths import check_mounts
-from distflow.runtime.guard import apptainer
-from distflow.runtime.guard.memory_limit import size_text
+from distflow.runtime.files import attempt_files
+from distflow.runtime.files.safe_files import check_mounts
+from distflow.runtime.guard.process_tree import size_text
+from distflow.runtime.untrusted import MAX_BYTES, decode_object
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["CREATED", "engines", "enter", "identify", "labeled", "pull", "remove", "why_ended", "wrap"]
+__all__ = ["CREATED", "engines", "enter", "identify", "labeled", "login_folder", "pull", "remove", "why_ended", "wrap"]
+
 
 CREATED = "container.id"
 """File that the container program writes after it has created the container."""
@@ -46,17 +52,15 @@ def pull(container: Json, env: Dict[str, str], root: str, login: Optional[Json] 
     """
     program, image = _program(container, env), str(container["image"])
     check_mounts([mount.partition(":")[0] for mount in container.get("mounts") or []])
-    if apptainer.is_apptainer(program):
-        return apptainer.pull(program, image, root, env, login)
+    if _is_apptainer(program):
+        return _pull_with_apptainer(program, image, root, env, login)
     inspected = _run([program, "image", "inspect", image], env, _INSPECT_S)
     if inspected.returncode == 0:
         return {"program": program, "was_there": True}
     if login is None:
         pulled = _run([program, "pull", "--quiet", image], env, _PULL_S)
     else:
-        from distflow.runtime.guard import registry_logins
-
-        with registry_logins.written(login, env) as folder:
+        with login_folder(login, env) as folder:
             config = os.path.join(folder, "config.json")
             words = ["--config", folder, "pull"] if _is_docker(program) else ["pull", "--authfile", config]
             pulled = _run([program, *words, "--quiet", image], env, _PULL_S)
@@ -72,7 +76,7 @@ def identify(launch: Json, attempt: str, env: Dict[str, str]) -> Optional[Json]:
     """
     secret = launch.get("secret_env") or {}
     program = _program(launch["container"], env)
-    if apptainer.is_apptainer(program):
+    if _is_apptainer(program):
         return None
     return {
         "program": program,
@@ -94,9 +98,9 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
     """
     container = launch["container"]
     program = _program(container, env)
-    if apptainer.is_apptainer(program):
+    if _is_apptainer(program):
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(directory))))
-        return apptainer.wrap(program, dict(launch, argv=_argv(launch)), _names(launch, env), root, directory, env)
+        return _run_with_apptainer(program, dict(launch, argv=_argv(launch)), _names(launch, env), root, directory, env)
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     words = [program, "run", "--name", _name(attempt), "--label", "distflow.attempt=" + attempt, *_limits(container)]
     words += ["--cidfile", os.path.join(directory, CREATED), "--network", "host", "--ipc", "host", "--pid", "host"]
@@ -105,7 +109,7 @@ def wrap(launch: Json, attempt: str, directory: str, env: Dict[str, str]) -> Lis
         words += ["--volume", mount]
     if container.get("privileged"):
         words.append("--privileged")
-    words += _user(program, launch, cwd)
+    words += _user_options(program, launch, cwd)
     if (launch.get("env") or {}).get("CUDA_VISIBLE_DEVICES"):
         words += ["--gpus", "all"] if _is_docker(program) else ["--device", "nvidia.com/gpu=all"]
     words += _variables(launch, env)
@@ -117,7 +121,7 @@ def enter(launch: Json, attempt: str, directory: str, env: Dict[str, str], termi
     """Return the command line that runs ``launch["argv"]`` in the container of the attempt's running command."""
     cwd = os.path.join(directory, launch.get("cwd") or "work")
     program = _program(launch["container"], env)
-    if apptainer.is_apptainer(program):
+    if _is_apptainer(program):
         return wrap(launch, attempt, directory, env)
     words = [program, "exec", "--interactive", "--workdir", cwd]
     if terminal:
@@ -249,7 +253,7 @@ def _is_docker(program: str) -> bool:
     return os.path.basename(program) == "docker"
 
 
-def _user(program: str, launch: Json, cwd: str) -> List[str]:
+def _user_options(program: str, launch: Json, cwd: str) -> List[str]:
     """Return the options that make the node's user own the task's files. podman needs none: its root inside is that user."""
     if not _is_docker(program) or os.getuid() == 0:
         return []
@@ -287,3 +291,138 @@ def _run(argv: List[str], env: Dict[str, str], timeout_s: float) -> subprocess.C
 def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " / ".join(lines[-2:])[:1000] or "it did not say why"
+
+
+_APPTAINER_PREFIX = "APPTAINERENV_"
+
+
+def _is_apptainer(program: str) -> bool:
+    """Whether a program is Apptainer."""
+    return os.path.basename(program) == "apptainer"
+
+
+def _pull_with_apptainer(program: str, image: str, root: str, env: Dict[str, str], login: Optional[Json]) -> Json:
+    """Pull the image to a file below ``root``, or check that the file it names exists. Raises ``image_pull``."""
+    path = _image_path(image, root)
+    if os.path.exists(path):
+        return {"program": program, "was_there": True}
+    if _is_image_file(image):
+        raise OpError("image_pull", "the image {} is not on this node".format(image))
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    part = "{}.{}.part".format(path, os.getpid())
+    source = image if "://" in image else "docker://" + image
+    try:
+        pulled = subprocess.run(
+            [program, "pull", "--force", part, source], env={**env, **_login_variables(login)}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=_PULL_S, check=False, encoding="utf-8", errors="replace",
+        )  # fmt: skip
+        if pulled.returncode != 0:
+            lines = [line.strip() for line in pulled.stderr.splitlines() if line.strip()]
+            why = " / ".join(lines[-2:])[:1000] or "it did not say why"
+            raise OpError("image_pull", "the image {} cannot be pulled: {}".format(image, why))
+        os.replace(part, path)
+    except subprocess.TimeoutExpired:
+        raise OpError("timeout", "the image {} did not come within {:g} s".format(image, _PULL_S)) from None
+    except OSError as error:
+        raise OpError.from_os(error, "the image {} cannot be kept at {}".format(image, path)) from error
+    finally:
+        try:
+            os.unlink(part)
+        except OSError:
+            pass
+    return {"program": program, "was_there": False}
+
+
+def _run_with_apptainer(
+    program: str, launch: Json, names: List[str], root: str, directory: str, env: Dict[str, str]
+) -> List[str]:
+    """Return the command line that runs the launch in its image.
+
+    ``names`` are the variables that the task sees. Their values are never in the command line: they are added to ``env`` under
+    the names from which Apptainer passes them on.
+    """
+    container = launch["container"]
+    if container.get("privileged"):
+        raise OpError("no_container", "`privileged` needs docker or podman; this node has apptainer")
+    cwd = os.path.join(directory, launch.get("cwd") or "work")
+    words = [program, "exec", "--cleanenv", "--no-eval", "--writable-tmpfs", "--bind", directory, "--pwd", cwd]
+    for mount in container.get("mounts") or []:
+        words += ["--bind", mount]
+    if (launch.get("env") or {}).get("CUDA_VISIBLE_DEVICES"):
+        words.append("--nv")
+    for name in names:
+        if name in env:
+            env[_APPTAINER_PREFIX + name] = env[name]
+    if "PATH" in launch["env"]:
+        env[_APPTAINER_PREFIX + "PATH"] = launch["env"]["PATH"]
+    return [*words, _image_path(str(container["image"]), root), *launch["argv"]]
+
+
+def _is_image_file(image: str) -> bool:
+    return image.startswith("/") or image.endswith(".sif")
+
+
+def _image_path(image: str, root: str) -> str:
+    """Return the path of the image: the file that it names, or the pulled file, which is named by the image's digest."""
+    if _is_image_file(image):
+        return os.path.expanduser(image)
+    return os.path.join(root, "images", hashlib.sha256(image.encode()).hexdigest()[:32] + ".sif")
+
+
+def _login_variables(login: Optional[Json]) -> Dict[str, str]:
+    """Return the variables from which Apptainer reads the login to a registry."""
+    if login is None:
+        return {}
+    user, _, password = base64.b64decode(str(login["auth"])).decode().partition(":")
+    return {"APPTAINER_DOCKER_USERNAME": user, "APPTAINER_DOCKER_PASSWORD": password}
+
+
+_LOGIN_PREFIX = "login-"
+_LOGIN_KEYS = ("auths", "credsStore", "credHelpers")
+
+
+@contextmanager
+def login_folder(login: Json, env: Dict[str, str]) -> Iterator[str]:
+    """Provide a folder with ``config.json``: the user's own settings, but only this login. It is removed at the end."""
+    import shutil  # these two are needed for a login only
+    import tempfile
+
+    home = attempt_files.memory_folder()
+    if home is not None:
+        _remove_old_logins(home)
+    try:
+        # The name contains this process's id, by which leftovers of a killed process are recognized.
+        folder = tempfile.mkdtemp(prefix="{}{}-".format(_LOGIN_PREFIX, os.getpid()), dir=home)
+    except FileNotFoundError:
+        folder = tempfile.mkdtemp()  # another process has just removed the empty directory
+    try:
+        own = env.get("DOCKER_CONFIG") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".docker")
+        settings = {key: value for key, value in _docker_settings(own).items() if key not in _LOGIN_KEYS}
+        settings["auths"] = {str(login["registry"]): {"auth": str(login["auth"])}}
+        fd = os.open(os.path.join(folder, "config.json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(settings, file)
+        for name in os.listdir(own) if os.path.isdir(own) else []:
+            if name != "config.json":  # contexts and certificates, by which docker finds its daemon
+                os.symlink(os.path.join(os.path.abspath(own), name), os.path.join(folder, name))
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _docker_settings(folder: str) -> Dict[str, Any]:
+    try:
+        with open(os.path.join(folder, "config.json"), "rb") as file:
+            return dict(decode_object(file.read(MAX_BYTES + 1)))
+    except (OSError, ValueError):
+        return {}
+
+
+def _remove_old_logins(home: str) -> None:
+    """Remove leftovers of killed pulls."""
+    import shutil
+
+    for name in os.listdir(home):
+        pid = name[len(_LOGIN_PREFIX) :].partition("-")[0]
+        if name.startswith(_LOGIN_PREFIX) and pid.isdigit() and processes.read_process(int(pid)) is None:
+            shutil.rmtree(os.path.join(home, name), ignore_errors=True)

@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING, Callable, NoReturn, Optional, Set
 from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.clock import now
-from distflow.runtime.files import masking, records, secret_files
-from distflow.runtime.guard import cgroups, command, memory_limit
-from distflow.runtime.guard.attempt_handles import AttemptHandles
-from distflow.runtime.guard.control import AgentConnections
-from distflow.runtime.guard.exit_words import as_exit, describe_end
-from distflow.runtime.guard.kill_tree import TreeKiller
+from distflow.runtime.files import attempt_files, masking, records
+from distflow.runtime.guard import command, process_tree
+from distflow.runtime.guard.control import AgentConnections, AttemptHandles
 from distflow.runtime.guard.output import Output, Source
+from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.wire import Json, OpError
 
 if TYPE_CHECKING:
     from distflow.runtime.guard import gang_link
 
 __all__ = ["run"]
+
 
 _REMAINING_GRACE_S = 2.0
 _NOTIFY_INTERVAL_S = 0.01
@@ -80,7 +79,7 @@ class _Keeper:
         self._killing = False
         self._killed: Set[int] = set()
         self._container: Optional[Json] = None
-        self._memory: Optional[memory_limit.MemoryLimit] = None
+        self._memory: Optional[process_tree.MemoryLimit] = None
         self._gang: Optional[gang_link.GangLink] = None
         self._notify_at = _NEVER
         self._notified_at = 0.0
@@ -175,7 +174,7 @@ class _Keeper:
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
                 self._killed.add(pid)
             if pid == spawned.pid:
-                self._exit = dict(as_exit(status), ended_at=now())
+                self._exit = dict(records.as_exit(status), ended_at=now())
                 self._take_failure()
                 self._change(exit=self._exit)  # the next steps may be slow, and only this process knows how the command ended
                 self._take_container_end(self._exit)
@@ -214,7 +213,7 @@ class _Keeper:
             from distflow.runtime.guard import gang_link
 
             if gang_link.stops_gang(self._launch["gang"] if self._launch else {}, self._reason or EndReason.EXITED, end):
-                self._gang.fail(self._message or describe_end(end))
+                self._gang.fail(self._message or records.describe_exit(end))
 
     def _gang_failed(self, task: str, why: str) -> None:
         """Stop, because the keeper of another task of the gang reported its failure."""
@@ -251,9 +250,9 @@ class _Keeper:
         self._output.drain()
         self._state["lost_output_bytes"] = self._output.lost
         known = dict(self._exit or {})
-        secret_files.remove(self._handles.directory)
+        attempt_files.remove_secrets(self._handles.directory)
         known.update(output_bytes=self._output.size, error=records.read_error(self._handles.directory, self._mask))
-        cgroups.remove(self._state["command"] or {})
+        process_tree.remove_cgroup(self._state["command"] or {})
         known["kernel"] = self._ask_kernel(known)
         known["message"] = self._killer.message or (self._mask.text(self._message or "") if self._mask else self._message)
         self._await_empty_gpus(known)
@@ -349,7 +348,7 @@ class _Keeper:
         self._command = spawned
         self._deadline = _NEVER
         if self._launch.get("memory") and self._container is None:
-            self._memory = memory_limit.MemoryLimit(int(self._launch["memory"]), os.getpid())
+            self._memory = process_tree.MemoryLimit(int(self._launch["memory"]), os.getpid())
         os.close(self._output_write)
         # Drop the rest of the launch: only the command needs its secrets now.
         self._launch = {name: self._launch.get(name) for name in ("stop_grace_s", "gang", "self_stop_after_s")}

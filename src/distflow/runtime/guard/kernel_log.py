@@ -15,8 +15,8 @@ from typing import Any, Callable, Collection, Iterator, List, NamedTuple, Option
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import log_files
-from distflow.runtime.guard import cgroups
-from distflow.runtime.leases import gpu_buses
+from distflow.runtime.guard import process_tree
+from distflow.runtime.leases import gpu_users
 from distflow.runtime.wire import Json
 
 __all__ = ["Kill", "Line", "ask", "judge", "kills", "named_pids", "parse", "xids"]
@@ -142,7 +142,9 @@ def judge(
     """
     everything = list(kills(lines))
     own = [kill for kill in everything if kill.pid in pids] or [kill for kill in everything if is_likely(kill)]
-    xids = [line.text for line in lines if _XID.search(line.text) and not gpu_buses.is_of_another(line.text, other_gpus, pids)]
+    xids = [
+        line.text for line in lines if _XID.search(line.text) and not gpu_users.is_xid_of_another(line.text, other_gpus, pids)
+    ]
     relevant = (own[0].lines if own else []) + xids
     if not relevant:
         return None
@@ -181,7 +183,9 @@ def _memory_cgroup() -> str:
 
 def _is_at(cgroup: Optional[str], place: str) -> bool:
     """Whether a killed process was in this process's cgroup, or in an attempt's cgroup below it."""
-    return cgroup == place or (cgroup is not None and cgroups.is_attempt_cgroup(cgroup) and os.path.dirname(cgroup) == place)
+    return cgroup == place or (
+        cgroup is not None and process_tree.is_attempt_cgroup(cgroup) and os.path.dirname(cgroup) == place
+    )
 
 
 def _syslog() -> str:

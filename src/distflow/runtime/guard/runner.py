@@ -11,12 +11,11 @@ from typing import NoReturn
 from distflow.protocol.ends import EndReason
 from distflow.runtime import processes
 from distflow.runtime.clock import now
-from distflow.runtime.files import masking, records, secret_files
-from distflow.runtime.guard import cgroups, keeper, rank_pipes
-from distflow.runtime.guard.attempt_handles import AttemptHandles
-from distflow.runtime.guard.exit_words import as_exit, describe_status
-from distflow.runtime.guard.kill_tree import TreeKiller
-from distflow.runtime.guard.output import Output
+from distflow.runtime.files import attempt_files, masking, records
+from distflow.runtime.guard import keeper, process_tree
+from distflow.runtime.guard.control import AttemptHandles
+from distflow.runtime.guard.output import Output, open_rank_pipes
+from distflow.runtime.guard.process_tree import TreeKiller
 from distflow.runtime.wire import Json
 
 __all__ = ["fork_pair"]
@@ -92,7 +91,7 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     output.limit(state.get("max_log"))
     output.add(output_read)
     # before the ranks end: a pipe loses its content when its last process ends
-    output.add_ranks(rank_pipes.reopen(handles.directory))
+    output.add_ranks(open_rank_pipes(handles.directory))
     container_error = None
     if state.get("container"):
         from distflow.runtime.guard import containers
@@ -104,16 +103,16 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
         ended, are_left = processes.reap()
         for pid, status in ended:
             if pid == command:
-                known = dict(as_exit(status), ended_at=now())
+                known = dict(records.as_exit(status), ended_at=now())
         if not are_left or killer.is_over:
             break
         killer.step()
         signal.sigtimedwait({signal.SIGCHLD}, killer.pause_s)
-    cgroups.remove(spawned)
+    process_tree.remove_cgroup(spawned)
     mask = masking.read_shared(shared)
     output.mask(mask)
     output.drain()
-    secret_files.remove(handles.directory)
+    attempt_files.remove_secrets(handles.directory)
     handles.unlock()
     known.update(output_bytes=output.size, lost_output_bytes=output.lost, error=records.read_error(handles.directory, mask))
     from distflow.runtime.guard import kernel_log
@@ -121,7 +120,14 @@ def _take_over(handles: AttemptHandles, keeper_pid: int, keeper_status: int, out
     ended_at, pids = known.get("ended_at") or now(), {command, keeper_pid}
     known["kernel"] = kernel_log.ask(state.get("started_at"), ended_at, pids, is_killed=False, other_gpus=handles.other_gpus)
     known["message"] = (
-        killer.message or container_error or "the process that keeps the task {}".format(describe_status(keeper_status))
+        killer.message or container_error or "the process that keeps the task {}".format(_describe_status(keeper_status))
     )
     end = records.make_end(state, records.stop_reason(state) or EndReason.KEEPER_DIED, **known)
     os.fsync(records.write_end(handles.dir_fd, handles.record, end))
+
+
+def _describe_status(status: int) -> str:
+    """Describe a wait status."""
+    if os.WIFSIGNALED(status):
+        return "was killed by signal {} (out of memory, or by hand?)".format(os.WTERMSIG(status))
+    return "ended with code {}; see pair.log".format(os.WEXITSTATUS(status))

@@ -1,17 +1,21 @@
-"""PCI addresses of the node's GPUs and the processes on them, by ``nvidia-smi``. A GPU with another process is not leased."""
+"""The node's GPUs: their PCI addresses and the processes on them, by ``nvidia-smi``, and the GPU errors in the kernel's log.
+
+A GPU that another process uses is not leased.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from typing import Collection, Dict, List, Tuple
+from typing import Collection, Dict, FrozenSet, List, Optional, Tuple
 
-from distflow.runtime.leases import gpu_buses
 from distflow.runtime.probes.facts import nvidia_smi, user_name
 from distflow.runtime.processes import mark_of, output_of
 from distflow.runtime.wire import Json
 
-__all__ = ["GpuUser", "await_empty", "find", "look"]
+__all__ = ["GpuUser", "address_of", "addresses_of_others", "await_empty", "find", "is_xid_of_another", "read_gpus"]
+
 
 _TOOL_S = 10.0
 _EMPTY_S = 5.0
@@ -29,14 +33,14 @@ def find() -> List[GpuUser]:
     return _users(smi, _gpus(smi)) if smi is not None else []
 
 
-def look(with_users: bool) -> Json:
+def read_gpus(with_users: bool) -> Json:
     """Return the data for a lease: ``users``, as ``find`` returns them, and ``gpu_addresses`` by index.
 
     The addresses are read now, because a GPU that later falls off the bus is no longer listed.
     """
     smi = nvidia_smi()
     gpus = _gpus(smi) if smi is not None else []
-    placed = {index: gpu_buses.address_of(bus) for index, _, bus in gpus}
+    placed = {index: address_of(bus) for index, _, bus in gpus}
     return {
         "users": _users(smi, gpus) if smi is not None and with_users else [],
         "gpu_addresses": {index: address for index, address in placed.items() if address is not None},
@@ -58,7 +62,9 @@ def _users(smi: str, gpus: List[Tuple[str, str, str]]) -> List[GpuUser]:
         if len(row) < 4 or not row[1].isdigit() or row[0] not in index:
             continue
         # A process may have commas in its name.
-        users.append({"gpu": int(index[row[0]]), "pid": int(row[1]), "words": _words(row[1], ", ".join(row[2:-1]), row[-1])})
+        users.append(
+            {"gpu": int(index[row[0]]), "pid": int(row[1]), "words": _description(row[1], ", ".join(row[2:-1]), row[-1])}
+        )
     return users
 
 
@@ -90,7 +96,7 @@ def _sees_all_processes() -> bool:
         return False
 
 
-def _words(pid: str, name: str, memory: str) -> str:
+def _description(pid: str, name: str, memory: str) -> str:
     try:
         who = [user_name(os.stat("/proc/" + pid).st_uid)]
     except OSError:
@@ -104,3 +110,28 @@ def _ask(smi: str, query: str) -> List[List[str]]:
     # If the driver hangs, the result is empty, but leases still keep distflow's own workflows apart.
     lines = (output_of([smi, query, "--format=csv,noheader,nounits"], _TOOL_S) or "").split("\n")
     return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
+
+
+_ADDRESS = re.compile(r"(?i)\b([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\b")
+_XID = re.compile(r"(?i)NVRM: Xid \((?:PCI:)?([^ )]+)")
+"""A MIG slice may follow the address. Old drivers did not write ``PCI:``."""
+_XID_PID = re.compile(r"\bpid='?(\d+)")
+
+
+def address_of(text: str) -> Optional[str]:
+    """Return a normalized PCI address, from nvidia-smi's form ``00000000:3B:00.0`` or the driver's ``0000:3b:00``."""
+    found = _ADDRESS.match(text)
+    return "{:04x}:{:02x}:{:02x}".format(*(int(part, 16) for part in found.groups())) if found else None
+
+
+def addresses_of_others(addresses: Dict[str, str], gpu_ids: Collection[int]) -> FrozenSet[str]:
+    """Return the PCI addresses of the node's other GPUs. ``addresses`` maps the index of each GPU to its address, if known."""
+    return frozenset(at for gpu, at in addresses.items() if int(gpu) not in gpu_ids)
+
+
+def is_xid_of_another(line: str, elsewhere: Collection[str], pids: Collection[int]) -> bool:
+    """Whether an Xid is about one of the GPUs ``elsewhere``, and about no process in ``pids``."""
+    said, pid = _XID.search(line), _XID_PID.search(line)
+    if pid and int(pid.group(1)) in pids:
+        return False
+    return said is not None and address_of(said.group(1)) in elsewhere

@@ -1,6 +1,6 @@
-"""Lock files in a directory that all users of the machine share (mode 1777).
+"""Lock files in a directory that all users of the machine share (mode 1777), and what they say about the holders of leases.
 
-Its contents are not trusted: a name may be a link, a FIFO or another user's private file.
+Its contents are not trusted: a name may be a link, a FIFO or another user's private file, and a file may contain anything.
 """
 
 from __future__ import annotations
@@ -9,17 +9,33 @@ import errno
 import fcntl
 import json
 import os
+import re
 import stat
 import time
-from typing import Optional, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
-from distflow.runtime.files.durable import is_named
-from distflow.runtime.leases.holder_names import holder_name
+from distflow.runtime import processes
+from distflow.runtime.files.safe_files import is_named
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["foreign_owner", "lock", "open_directory", "open_lock", "read", "said_of", "sign"]
+__all__ = [
+    "amount_of",
+    "folded",
+    "foreign_owner",
+    "holder_name",
+    "in_use",
+    "label_of",
+    "lock",
+    "machine_of",
+    "open_directory",
+    "open_lock",
+    "read",
+    "said_of",
+    "sign",
+]
+
 
 _MOST_BYTES = 4096
 _LOOKS = 100
@@ -182,3 +198,101 @@ def said_of(directory: int, name: str) -> Optional[Json]:
         return None
     finally:
         os.close(fd)
+
+
+def amount_of(value: object) -> int:
+    """Return an untrusted amount, or 0 if it is not one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}/[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}")
+
+
+def holder_name(said: Optional[Json], attempt: object) -> str:
+    """Return the name of a lease's holder: ``spin-1/worker (alice)``, or ``alice``. ``attempt`` is the asking attempt."""
+    said = said or {}
+    theirs, ours = str(said.get("attempt") or "").split("/"), str(attempt or "").split("/")
+    if len(theirs) == len(ours) == 4 and theirs[:2] == ours[:2]:
+        if theirs[3] != ours[3]:
+            return "an earlier attempt of this group, which is ending"
+        return "this group's own task {}".format(theirs[2][:100])
+    user, label = str(said.get("user") or ""), label_of(said)
+    user = user if _USER.fullmatch(user) else "an unknown user"
+    return "{} ({})".format(label, user) if label else user
+
+
+def label_of(said: Json) -> str:
+    """Return the workflow and task that hold a lease, such as ``spin-1/worker``; empty if the lock file does not name them."""
+    label = str(said.get("label") or "")
+    return label if _LABEL.fullmatch(label) else ""
+
+
+def folded(numbers: Sequence[int]) -> str:
+    """Return numbers as ranges.
+
+    >>> folded([3, 0, 1, 2, 7])
+    '0-3, 7'
+    """
+    ranges: List[Tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return ", ".join(str(first) if first == last else "{}-{}".format(first, last) for first, last in ranges)
+
+
+def in_use(holders: Sequence[Tuple[int, str]]) -> str:
+    """Describe GPUs in use on one line: ``GPUs 0-1 by spin-1/w1 (root), GPU 3 by pid 7 of bob (python)``."""
+    by_name: Dict[str, List[int]] = {}
+    for gpu, name in holders:
+        by_name.setdefault(name, []).append(gpu)
+    return ", ".join("GPU{} {} by {}".format("s" * (len(gpus) > 1), folded(gpus), name) for name, gpus in by_name.items())
+
+
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "9p", "afs")
+
+
+def machine_of(lease_dir: str) -> str:
+    """Return an id of the lease directory itself, not of its name; empty if it cannot be used.
+
+    Two nodes of a pool with the same id lease the same GPUs: they are one machine, or share a directory over the network.
+    """
+    if not lease_dir:
+        return ""
+    try:
+        directory = open_directory(lease_dir)
+    except OpError:
+        return ""
+    try:
+        info = os.fstat(directory)
+    finally:
+        os.close(directory)
+    source = _network_source("{}:{}".format(os.major(info.st_dev), os.minor(info.st_dev)))
+    if source:
+        return "network {} {}".format(source, info.st_ino)
+    return "machine {} {} {} {}".format(_machine_id(), processes.boot_id(), info.st_dev, info.st_ino)
+
+
+def _machine_id() -> str:
+    try:
+        with open("/etc/machine-id", encoding="ascii", errors="replace") as file:
+            return file.read(64).strip()
+    except OSError:
+        return ""
+
+
+def _network_source(device: str) -> str:
+    """Return a network file system's source (``server:/export``) by its device number; empty for any other file system."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().split("\n")
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        words, described = before.split(" "), after.split(" ")
+        if len(words) > 2 and words[2] == device and len(described) > 1 and described[0].startswith(_NETWORK):
+            return described[1]
+    return ""

@@ -1,19 +1,36 @@
-"""Leases of a node's GPUs, ports, CPUs and memory, as file locks that vanish with the processes that hold them."""
+"""Leases of a node's GPUs, ports, CPUs and memory, as file locks that end with the processes that hold them.
+
+A share of the CPUs or of the memory is a locked file in the lease directory. Nothing is measured or enforced: shares only
+prevent workflows, also those of several users, from being promised more than the node has.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import socket
+import time
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from distflow.runtime.leases import shares, tickets
+from distflow.runtime.leases import gpu_users, tickets
 from distflow.runtime.leases.gpu_users import GpuUser
-from distflow.runtime.leases.holder_names import holder_name, in_use
-from distflow.runtime.leases.lease_files import lock, open_directory, said_of
+from distflow.runtime.leases.lease_files import (
+    amount_of,
+    holder_name,
+    in_use,
+    label_of,
+    lock,
+    open_directory,
+    open_lock,
+    said_of,
+)
+from distflow.runtime.leases.tickets import Kept
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["Held", "keep_place", "take"]
+__all__ = ["Held", "Wanted", "keep_place", "list_holders", "take"]
+
 
 _ATTEMPTS_AT_ANY_PORT = 200
 
@@ -38,7 +55,7 @@ def take(
     gpu_ids: Sequence[int],
     port: Union[str, int, None],
     holder: Json,
-    wanted: Optional[shares.Wanted] = None,
+    wanted: Optional[Wanted] = None,
     users: Sequence[GpuUser] = (),
 ) -> Held:
     """Lease ``gpus`` of ``gpu_ids``, ``port`` (a number, ``"any"`` or None) and the amounts in ``wanted``.
@@ -55,8 +72,8 @@ def take(
     asks = dict({name: want for name, (want, _) in wanted.items()}, gpus=gpus)
     waits = "attempt" in holder and any(asks.values())
     try:
-        kept = tickets.kept_for_others(directory, holder["attempt"]) if waits else tickets.Kept({}, "")
-        held.locks.extend(shares.take(directory, wanted, holder, kept))
+        kept = tickets.kept_for_others(directory, holder["attempt"]) if waits else Kept({}, "")
+        held.locks.extend(_take_shares(directory, wanted, holder, kept))
         _take_gpus(directory, gpus, gpu_ids, holder, held, users, kept)
         if port is not None:
             number, lock, sockets = _take_port(directory, port, holder)
@@ -89,7 +106,7 @@ def _take_gpus(
     holder: Json,
     held: Held,
     users: Sequence[GpuUser],
-    kept: tickets.Kept,
+    kept: Kept,
 ) -> None:
     others: List[Tuple[int, str]] = []
     for gpu in gpu_ids:
@@ -128,7 +145,7 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
                 if error.errno == errno.EADDRINUSE:
                     continue  # free for IPv4 only
                 raise OpError.from_os(error, "no port can be had") from error
-            number = _number_of(sockets[0])
+            number = _port_of(sockets[0])
             held, _ = lock(directory, "port-{}.lock".format(number), holder)
             if held >= 0:
                 return number, held, sockets
@@ -149,7 +166,7 @@ def _take_port(directory: int, port: Union[str, int], holder: Json) -> Tuple[int
         raise OpError("port_taken", "port {} is in use by another program (see `ss -tlnp`)".format(number)) from error
 
 
-def _number_of(fd: int) -> int:
+def _port_of(fd: int) -> int:
     with socket.socket(fileno=os.dup(fd)) as bound:
         return int(bound.getsockname()[1])
 
@@ -180,9 +197,160 @@ def _bind(port: int) -> List[int]:
                         os.close(bound.pop())
                         break  # IPv6 is compiled in but disabled
                     raise
-            port = port or _number_of(bound[0])
+            port = port or _port_of(bound[0])
         return bound
     except OSError:
         for fd in bound:
             os.close(fd)
         raise
+
+
+Wanted = Dict[str, Tuple[int, int]]
+"""The requested and the total amount of ``cpus`` and ``memory`` (bytes)."""
+
+_SHARE_NAME = re.compile(r"claim-[0-9]+-[0-9]+\.lock")
+_MAX_SHARES = 10_000
+_MAX_FILES = 100_000
+"""Limit of files in the lease directory, which has one for each port that was ever leased.
+
+Any user can create millions of files there, and an agent that reads them all sends no heartbeat for minutes.
+"""
+_SEARCH_S = 2.0
+"""Time limit of the search for a free file. A file that another process holds as shared costs a tenth of a second."""
+_GATE_TRIES = 50
+_GATE_PAUSE_S = 0.005
+"""The list is normally locked for a millisecond. A longer lock must not block an agent, which has one thread."""
+_UNITS = {"cpus": (1, "CPUs"), "memory": (1 << 30, "GiB of memory")}
+
+
+def _take_shares(directory: int, wanted: Wanted, holder: Json, kept: Kept) -> List[int]:
+    """Get a promise. Returns the descriptor that holds it, or none if nothing is asked for.
+
+    Raises ``busy`` with the holders of the rest. ``kept`` is left for others.
+    """
+    asked = {name: pair for name, pair in wanted.items() if pair[0]}
+    if not asked:
+        return []
+    gate = open_lock(directory, "claims.lock")
+    try:
+        _lock_list(gate)
+        others = _locked_shares(directory)
+        for name, (want, have) in sorted(asked.items()):
+            used = sum(amount_of(one.get(name)) for one in others)
+            # A request for more than the node has was accepted by placement: it runs alone.
+            if used and used + want > have:
+                holders = [one for one in others if amount_of(one.get(name))]
+                raise OpError("busy", _shortage(name, want, have, holders, holder.get("attempt")))
+            reserved = min(kept.amounts.get(name, 0), have)
+            if reserved and used + want + reserved > have:
+                unit, called = _UNITS[name]
+                said = "{:.4g} {} are kept for {}, whose gang has waited longer"
+                raise OpError("busy", said.format(reserved / unit, called, kept.words))
+        return [_lock_own_file(directory, dict(holder, **{name: want for name, (want, _) in asked.items()}))]
+    finally:
+        os.close(gate)
+
+
+def _lock_list(gate: int) -> None:
+    """Lock the list of promises. Raises ``busy`` if another process keeps it locked."""
+    for _ in range(_GATE_TRIES):
+        try:
+            return fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_GATE_PAUSE_S)  # noqa: TID251  flock knows no time limit
+    raise OpError("busy", "another process of this machine keeps claims.lock of the lease directory (lslocks names it)")
+
+
+def _locked_shares(directory: int) -> List[Json]:
+    """Return the records of the locked files, which may contain anything."""
+    names: List[str] = []
+    with os.scandir(directory) as entries:
+        for number, entry in enumerate(entries):
+            if number >= _MAX_FILES or len(names) >= _MAX_SHARES:
+                said = "the lease directory holds more than {} files; let root remove those of users that no process locks"
+                raise OpError("busy", said.format(number))
+            if _SHARE_NAME.fullmatch(entry.name):
+                names.append(entry.name)
+    return [said for said in (said_of(directory, name) for name in names) if said]
+
+
+def _lock_own_file(directory: int, holder: Json) -> int:
+    """Lock a free file of this user. Files are reused, because ending processes cannot remove them."""
+    until = time.monotonic() + _SEARCH_S
+    for number in range(_MAX_SHARES):
+        fd, _ = lock(directory, "claim-{}-{}.lock".format(os.getuid(), number), holder)
+        if fd >= 0:
+            return fd
+        if time.monotonic() > until:
+            break
+    raise OpError(
+        "busy", "other processes keep {} files claim-{}-*.lock of the lease directory".format(number + 1, os.getuid())
+    )
+
+
+def _shortage(name: str, want: int, have: int, others: List[Json], attempt: object) -> str:
+    unit, called = _UNITS[name]
+    left = max(0, have - sum(amount_of(one[name]) for one in others))
+    free = "{:.4g} of {:.4g} {} are free and this task needs {:.4g}".format(left / unit, have / unit, called, want / unit)
+    held = ["{:.4g} by {}".format(amount_of(one[name]) / unit, holder_name(one, attempt)) for one in others]
+    return "{}. In use: {}".format(free, ", ".join(held))
+
+
+_LOCK_NAME = re.compile(r"(gpu|port|claim)-([0-9]{1,10})(?:-[0-9]{1,10})?\.lock")
+_MAX_LOCKS = 10_000
+_MAX_AMOUNT = 1 << 53
+"""Limit of an amount. Any user may have written it, and the sum must fit into a message."""
+
+
+def list_holders(lease_dir: str) -> Json:
+    """Return ``holders``, one for each attempt, and ``foreign``, the other processes on GPUs. Nothing is leased or changed.
+
+    Checking a lock takes it as shared for an instant, so a concurrent lease waits that long.
+    """
+    found: Dict[Tuple[str, str], Json] = {}
+    for kind, number, said in _held_locks(lease_dir):
+        holder = found.setdefault((str(said.get("user")), str(said.get("attempt"))), _holder(said))
+        if kind == "claim":
+            for name in ("cpus", "memory"):
+                holder[name] = min(holder[name] + amount_of(said.get(name)), _MAX_AMOUNT)
+        else:
+            holder["gpus" if kind == "gpu" else "ports"].append(number)
+    for holder in found.values():
+        holder["gpus"].sort()
+        holder["ports"].sort()
+    held = {gpu for holder in found.values() for gpu in holder["gpus"]}
+    foreign = [user for user in gpu_users.find() if user["gpu"] not in held]
+    return {"holders": [found[key] for key in sorted(found)], "foreign": foreign}
+
+
+def _holder(said: Json) -> Json:
+    return {
+        "user": str(said.get("user") or "")[:100],
+        "attempt": str(said.get("attempt") or "")[:500],
+        "label": label_of(said),
+        "pid": amount_of(said.get("pid")) or None,
+        "gpus": [],
+        "ports": [],
+        "cpus": 0,
+        "memory": 0,
+    }
+
+
+def _held_locks(lease_dir: str) -> List[Tuple[str, int, Json]]:
+    """Return the locks that are held, with their untrusted contents."""
+    if not os.path.isdir(os.path.expanduser(lease_dir)):
+        return []
+    found = []
+    try:
+        directory = open_directory(lease_dir)
+    except OpError:
+        return []
+    try:
+        for name in sorted(os.listdir(directory))[:_MAX_LOCKS]:
+            match = _LOCK_NAME.fullmatch(name)
+            said = said_of(directory, name) if match else None
+            if match and said is not None:
+                found.append((match.group(1), int(match.group(2)), said))
+    finally:
+        os.close(directory)
+    return found

@@ -20,7 +20,7 @@ from typing import Any, Dict, NamedTuple, Tuple
 
 from distflow.runtime.clock import now
 from distflow.runtime.leases import lease_files
-from distflow.runtime.leases.holder_names import holder_name
+from distflow.runtime.leases.lease_files import holder_name
 from distflow.runtime.wire import Json
 
 __all__ = ["NAME", "Kept", "kept_for_others", "leave", "remove"]
@@ -108,11 +108,7 @@ def _read(directory: int, name: str, owner: int, at: float) -> Dict[str, Any]:
     since = (said or {}).get("since")
     if said is None or isinstance(since, bool) or not isinstance(since, (int, float)) or not isinstance(said.get("gang"), str):
         return {}
-    return dict(said, owner=owner, **{one: _amount(said.get(one)) for one in _AMOUNTS})
-
-
-def _amount(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    return dict(said, owner=owner, **{one: lease_files.amount_of(said.get(one)) for one in _AMOUNTS})
 
 
 def _task(attempt: str) -> str:

@@ -1,4 +1,4 @@
-"""Measurements for ``pool check``: a node's directories, its tools, and commands in the environment of tasks.
+"""Measurements for ``pool check``: directories, tools, limits, free memory, checksums of paths, and commands as tasks run them.
 
 Output of tools (``nvidia-smi``, ``busctl``) is returned unchanged, and the submitter parses it. Measuring may take long, so the
 functions return work for a child of the agent.
@@ -6,8 +6,10 @@ functions return work for a child of the agent.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -16,19 +18,18 @@ import time
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 from distflow.runtime import processes
-from distflow.runtime.guard import command
+from distflow.runtime.guard import command, kernel_log
 from distflow.runtime.leases import node_leases
 from distflow.runtime.leases.lease_files import foreign_owner
-from distflow.runtime.probes import path_checksums
-from distflow.runtime.probes.conditions import conditions
 from distflow.runtime.probes.facts import user_name
 from distflow.runtime.wire import Json, OpError
 
 __all__ = ["probe", "run"]
 
+
 _TOOL_S = 30.0  # without persistence mode, nvidia-smi wakes every GPU first
-_LONGEST_S = 600.0
-_MOST_OUTPUT = 16384
+_MAX_TIME_S = 600.0
+_MAX_OUTPUT = 16384
 _GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
 _APP_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 _LOGIND = ("KillUserProcesses", "KillExcludeUsers", "KillOnlyUsers")
@@ -48,8 +49,8 @@ def probe(root: str, request: Json) -> Callable[[], Json]:
             "gpu_apps": apps,
             "gpu_owners": _owners((apps or {}).get("stdout", "")),
             "logind": _logind(),
-            "paths": path_checksums.look(paths),
-            **conditions(),
+            "paths": _checksums(paths),
+            **_conditions(),
         }
 
     return work
@@ -59,7 +60,7 @@ def run(root: str, request: Json, umask: int) -> Callable[[], Json]:
     """Return the work that runs a command to its end in the environment of tasks."""
     argv = [str(word) for word in request["argv"]]
     launch = {"env": request.get("env") or {}, "path_prepend": request.get("path_prepend") or []}
-    prelude, timeout_s = request.get("shell_prelude"), min(float(request.get("limit_s") or 30.0), _LONGEST_S)
+    prelude, timeout_s = request.get("shell_prelude"), min(float(request.get("limit_s") or 30.0), _MAX_TIME_S)
 
     def work() -> Json:
         env = command.environment(launch, "", root)
@@ -224,7 +225,101 @@ def _run(
             stdout, stderr = b"", b""  # its children in other sessions keep the pipes open
     return {
         "exit_code": code if code is None or code >= 0 else 128 - code,
-        "stdout": stdout[-_MOST_OUTPUT:].decode("utf-8", "replace"),
-        "stderr": stderr[-_MOST_OUTPUT:].decode("utf-8", "replace"),
+        "stdout": stdout[-_MAX_OUTPUT:].decode("utf-8", "replace"),
+        "stderr": stderr[-_MAX_OUTPUT:].decode("utf-8", "replace"),
         "seconds": round(time.monotonic() - begin, 3),
     }
+
+
+_SHM = "/dev/shm"
+_RDMA = "/sys/class/infiniband"
+_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
+
+
+def _conditions() -> Json:
+    """Measure the conditions for this login. Values that this system does not report are ``None``."""
+    return {
+        "memory": _memory(),
+        "shm": _shm(),
+        "limits": {name: _soft(limit) for name, limit in _LIMITS.items()},
+        "has_rdma": _has_rdma(),
+        "xids": kernel_log.xids(),
+    }
+
+
+def _memory() -> Optional[Json]:
+    found: Dict[str, int] = {}
+    try:
+        with open("/proc/meminfo", encoding="ascii", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name in ("MemTotal", "MemAvailable"):
+                    found[name] = int(value.split()[0]) << 10
+        return {"available_bytes": found["MemAvailable"], "total_bytes": found["MemTotal"]}
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _shm() -> Optional[Json]:
+    try:
+        found = os.statvfs(_SHM)
+    except OSError:
+        return None
+    return {"free_bytes": found.f_bavail * found.f_frsize, "total_bytes": found.f_blocks * found.f_frsize}
+
+
+def _soft(limit: int) -> Optional[int]:
+    soft = resource.getrlimit(limit)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _has_rdma() -> bool:
+    names: List[str] = []
+    try:
+        names = os.listdir(_RDMA)
+    except OSError:
+        pass
+    return bool(names)
+
+
+_CHECKSUM_S = 30.0
+_MAX_FILES = 1000000
+
+
+def _checksums(paths: List[str]) -> Dict[str, Json]:
+    """Return for each path ``error`` (null if it can be read), ``files``, ``bytes``, ``digest`` and ``is_complete``.
+
+    The digest covers the names below the path and the sizes, but not the contents, which may be large. The search ends after
+    half a minute or a million files. Then the numbers cover only a part, and there is no digest.
+    """
+    return {path: _checksum(os.path.expanduser(path), time.monotonic() + _CHECKSUM_S) for path in paths}
+
+
+def _checksum(path: str, until: float) -> Json:
+    entries: List[str] = []
+    total = 0
+    is_complete = True
+    try:
+        if not os.path.isdir(path):
+            with open(path, "rb"):
+                total = os.stat(path).st_size
+            entries.append("/{}".format(total))
+        else:
+            for folder, folders, files in os.walk(path, onerror=_raise):
+                folders.sort()
+                for name in files:
+                    full = os.path.join(folder, name)
+                    size = os.stat(full).st_size
+                    total += size
+                    entries.append("{}/{}".format(os.path.relpath(full, path), size))
+                if time.monotonic() > until or len(entries) > _MAX_FILES:
+                    is_complete = False
+                    break
+    except OSError as error:
+        return {"error": "{}: {}".format(error.filename or path, error.strerror)}
+    digest = hashlib.sha256("\n".join(sorted(entries)).encode("utf-8", "surrogateescape")).hexdigest() if is_complete else None
+    return {"error": None, "files": len(entries), "bytes": total, "digest": digest, "is_complete": is_complete}
+
+
+def _raise(error: OSError) -> None:
+    raise error

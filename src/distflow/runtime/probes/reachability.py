@@ -6,19 +6,19 @@ The agent itself owns the sockets. Connecting may take long, so it is work for a
 from __future__ import annotations
 
 import errno
+import re
 import selectors
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Callable
+from typing import Callable, Optional, Tuple
 
 from distflow.runtime.agent.loop import Loop
-from distflow.runtime.probes.listening import listen_on
-from distflow.runtime.wire import Json
+from distflow.runtime.wire import Json, OpError
 
-__all__ = ["Listeners", "reach"]
+__all__ = ["Listeners", "listen_on", "reach"]
 
-_LONGEST_S = 600.0
+
+_MAX_TIME_S = 600.0
 _AT_ONCE = 64
 _KINDS = {
     errno.ECONNREFUSED: "refused",
@@ -31,9 +31,11 @@ _KINDS = {
 def reach(request: Json) -> Callable[[], Json]:
     """Return the work that connects to each target. ``results`` are in the same order."""
     targets = [(str(one["address"]), int(one["port"]), str(one["word"])) for one in request["targets"]]
-    timeout_s = min(float(request.get("limit_s") or 5.0), _LONGEST_S)
+    timeout_s = min(float(request.get("limit_s") or 5.0), _MAX_TIME_S)
 
     def work() -> Json:
+        from concurrent.futures import ThreadPoolExecutor  # only the child needs it
+
         with ThreadPoolExecutor(max_workers=_AT_ONCE) as workers:
             return {"results": list(workers.map(lambda one: _reach(one[0], one[1], one[2], timeout_s), targets))}
 
@@ -49,7 +51,7 @@ class Listeners:
     def listen(self, request: Json) -> Json:
         """Listen on a port of ``address``, or of every address if that one is not this node's."""
         word = str(request["word"]).encode() + b"\n"
-        timeout_s = min(float(request.get("limit_s") or 30.0), _LONGEST_S)
+        timeout_s = min(float(request.get("limit_s") or 30.0), _MAX_TIME_S)
         listener, is_own = listen_on(str(request["address"]))
 
         def accept(_events: int) -> None:
@@ -92,3 +94,45 @@ def _reach(address: str, port: int, word: str, timeout_s: float) -> Json:
     if heard != wanted:
         return {"kind": "stranger", "message": "somebody else answers there"}
     return {"kind": "ok", "ms": round((time.monotonic() - begin) * 1000, 3)}
+
+
+_BACKLOG = 1024
+
+
+def listen_on(address: str) -> Tuple[socket.socket, Optional[bool]]:
+    """Return a non-blocking listening socket on a free port, and whether ``address`` belongs to this node.
+
+    The socket listens on every address if ``address`` is not this node's (because of address translation). It also does so for
+    a host name; the second value is then ``None``, because resolving a name may take long. Raises ``OpError``.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if family == socket.AF_INET6 or re.fullmatch(r"[0-9.]+", address):
+        try:
+            return _listening(family, address), True
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise OpError.from_os(error, "cannot listen on {}".format(address)) from error
+        is_own: Optional[bool] = False
+    else:
+        is_own = None
+    try:
+        return _listening(socket.AF_INET6, "::"), is_own
+    except OSError:  # this node has no IPv6
+        try:
+            return _listening(socket.AF_INET, "0.0.0.0"), is_own
+        except OSError as error:
+            raise OpError.from_os(error, "cannot listen on any address") from error
+
+
+def _listening(family: int, address: str) -> socket.socket:
+    where = socket.getaddrinfo(address, 0, family, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)[0][4]
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(where)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,33 +1,42 @@
-"""The current state of an attempt's processes: the kernel's information on each, and Python stacks.
+"""The current state of an attempt's processes: the kernel's information on each, Python stacks, and collectives.
 
 Python stacks are read from outside by ``py-spy``, if the node has it. It neither stops the process nor needs its cooperation,
-so it also works for one that hangs in a driver or holds its interpreter's lock. Where py-spy cannot be used, ranks of
-``distflow.train`` write their own stacks (``tracebacks``).
+so it also works for one that hangs in a driver or holds its interpreter's lock.
+
+Where py-spy cannot be used, ranks of ``distflow.train`` write their own stacks with Python's faulthandler: on SIGUSR1, it
+writes the stacks of all threads to ``stacks-<pid>`` in the attempt's directory. The handler is written in C, so it also runs
+while the interpreter's lock is held. The signal would kill any other process. So it is sent only to processes that have that
+file open and catch the signal.
+
+Each of these ranks also listens on a socket ``collectives-<pid>`` in that directory, and sends one JSON document with its
+current collectives to each connection. These documents are untrusted: only valid ones are used, in a fixed form.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import subprocess
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from distflow.runtime import processes
 from distflow.runtime.clock import now
 from distflow.runtime.files import attempts, records
 from distflow.runtime.guard import command
-from distflow.runtime.probes import collectives, tracebacks
 from distflow.runtime.untrusted import decode_json
 from distflow.runtime.wire import Json, OpError
 
-__all__ = ["collect"]
+__all__ = ["add_tracebacks", "collect", "collect_collectives", "parse_tracebacks", "validated_collectives"]
+
 
 _PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*")
 _AT_ONCE = 16
-_MOST = 256
-_FRAMES = 64
-_MOST_BYTES = 64 * 1024 * 1024
+_MAX_PROCESSES = 256
+_MAX_FRAMES = 64
+_MAX_OUTPUT_BYTES = 64 * 1024 * 1024
 _TOOL_S = 20.0
 _RANK = {b"RANK", b"LOCAL_RANK"}
 
@@ -48,14 +57,14 @@ def collect(root: str, request: Json) -> Callable[[], Json]:
             raise OpError("not_running", "it does not run")
         env = command.environment(launch, "", root)
         tool = processes.find_program("py-spy", env.get("PATH") or os.defpath)
-        found = [_inspect(process) for process in _processes_of(attempt, state)[:_MOST]]
+        found = [_inspect(process) for process in _processes_of(attempt, state)[:_MAX_PROCESSES]]
         if tool is not None:
-            _add_python(tool, [one for one in found if one["is_python"]], env)
-        tracebacks.add_tracebacks(found, directory)
+            _add_python_threads(tool, [one for one in found if one["is_python"]], env)
+        add_tracebacks(found, directory)
         return {
             "tool": tool,
             "processes": found,
-            "collectives": collectives.ask(directory),
+            "collectives": collect_collectives(directory),
             "host_rule": _host_rule(),
             "heartbeat_age_s": _heartbeat_age(directory),
         }
@@ -117,15 +126,15 @@ def _ranks(pid: int) -> Dict[str, int]:
     return {name.decode(): int(value) for name, _, value in pairs if name in _RANK and value.isdigit()}
 
 
-def _add_python(tool: str, found: List[Json], env: Dict[str, str]) -> None:
+def _add_python_threads(tool: str, found: List[Json], env: Dict[str, str]) -> None:
     for at in range(0, len(found), _AT_ONCE):
-        asked = [(one, _ask(tool, int(one["pid"]), env)) for one in found[at : at + _AT_ONCE]]
+        asked = [(one, _start_py_spy(tool, int(one["pid"]), env)) for one in found[at : at + _AT_ONCE]]
         until = time.monotonic() + _TOOL_S
         for one, process in asked:
-            one["threads"], one["error"] = _answer(process, until)
+            one["threads"], one["error"] = _py_spy_threads(process, until)
 
 
-def _ask(tool: str, pid: int, env: Dict[str, str]) -> Optional[subprocess.Popen[bytes]]:
+def _start_py_spy(tool: str, pid: int, env: Dict[str, str]) -> Optional[subprocess.Popen[bytes]]:
     words = [tool, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:
         return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
@@ -133,7 +142,7 @@ def _ask(tool: str, pid: int, env: Dict[str, str]) -> Optional[subprocess.Popen[
         return None
 
 
-def _answer(process: Optional[subprocess.Popen[bytes]], until: float) -> Any:
+def _py_spy_threads(process: Optional[subprocess.Popen[bytes]], until: float) -> Any:
     if process is None:
         return None, "py-spy cannot be started"
     try:
@@ -146,7 +155,7 @@ def _answer(process: Optional[subprocess.Popen[bytes]], until: float) -> Any:
         said = [line.strip() for line in err.decode("utf-8", "replace").split("\n") if line.strip()]
         return None, (said[-1] if said else "py-spy failed")[:500]
     try:
-        return [_thread(one) for one in decode_json(out.decode("utf-8", "replace"), max_bytes=_MOST_BYTES)], None
+        return [_thread(one) for one in decode_json(out.decode("utf-8", "replace"), max_bytes=_MAX_OUTPUT_BYTES)], None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, "py-spy said something that is not understood"
 
@@ -155,7 +164,7 @@ def _thread(said: Json) -> Json:
     """Return the needed part of py-spy's data on a thread, without values of variables."""
     frames = [
         {"function": one["name"], "file": one.get("short_filename") or one["filename"], "line": one["line"]}
-        for one in (said.get("frames") or [])[:_FRAMES]
+        for one in (said.get("frames") or [])[:_MAX_FRAMES]
     ]
     return {"name": str(said.get("thread_name") or ""), "is_active": bool(said.get("active")), "frames": frames}
 
@@ -176,3 +185,188 @@ def _host_rule() -> Optional[int]:
             return int(file.read())
     except (OSError, ValueError):
         return None
+
+
+_DUMP_S = 3.0
+_QUIET_S = 0.1
+"""A dump has no end mark, so it counts as complete after this time without another line."""
+_POLL_S = 0.02
+_MAX_DUMP_BYTES = 256 * 1024
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(.*)\])? \(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python[0-9.]+)/")
+
+
+def add_tracebacks(found: List[Json], directory: str) -> None:
+    """Ask Python processes without a known stack for theirs, all at once. Processes that cannot be asked are not changed."""
+    asked: List[Tuple[Json, str, int]] = []
+    for one in found:
+        path = os.path.join(directory, "stacks-{}".format(one["pid"]))
+        if one["is_python"] and one["threads"] is None:
+            begin = _request_dump(int(one["pid"]), path)
+            if begin is not None:
+                asked.append((one, path, begin))
+    until = time.monotonic() + _DUMP_S
+    for one, path, begin in asked:
+        text = _dump_in(path, begin, until)
+        one["threads"] = parse_tracebacks(text, directory) or None
+        one["error"] = None if one["threads"] else "it did not answer SIGUSR1 with its stacks"
+
+
+def parse_tracebacks(text: str, directory: str) -> List[Json]:
+    """Return the threads of a faulthandler dump. The main thread is the last one in it, and is named so."""
+    threads: List[Json] = []
+    for line in text.split("\n"):
+        head, frame = _THREAD.match(line), _FRAME.fullmatch(line)
+        if head:
+            threads.append({"name": head.group(1) or "", "is_active": False, "frames": []})
+        elif frame and threads and len(threads[-1]["frames"]) < _MAX_FRAMES:
+            path, number, function = frame.groups()
+            threads[-1]["frames"].append({"function": function, "file": _shorten(path, directory), "line": int(number)})
+    if threads:
+        threads[-1]["name"] = "MainThread"
+    return threads
+
+
+def _request_dump(pid: int, path: str) -> Optional[int]:
+    """Send SIGUSR1 to a process if it then writes its stacks to ``path``. Returns the offset at which they will begin."""
+    send, close = _signal_handle(pid)
+    try:
+        if not _has_open(pid, path) or not _catches(pid):
+            return None
+        begin = os.stat(path, follow_symlinks=False).st_size
+        send()
+        return begin
+    except OSError:
+        return None
+    finally:
+        close()
+
+
+def _signal_handle(pid: int) -> Tuple[Callable[[], None], Callable[[], None]]:
+    """Return two functions: one sends SIGUSR1 to the process, the other closes the handle.
+
+    Where the kernel supports it, the signal never reaches a later process with the same id.
+    """
+    opener: Any = getattr(os, "pidfd_open", None)
+    sender: Any = getattr(signal, "pidfd_send_signal", None)
+    if opener is not None and sender is not None:
+        try:
+            fd = opener(pid)
+        except OSError:
+            pass  # an old kernel, or the process is gone, and then it has no file open either
+        else:
+            return (lambda: sender(fd, signal.SIGUSR1)), (lambda: os.close(fd))
+    return (lambda: os.kill(pid, signal.SIGUSR1)), (lambda: None)
+
+
+def _has_open(pid: int, path: str) -> bool:
+    wanted = os.stat(path, follow_symlinks=False)
+    folder = "/proc/{}/fd".format(pid)
+    for name in os.listdir(folder):
+        try:
+            held = os.stat(os.path.join(folder, name))
+        except OSError:
+            continue
+        if (held.st_dev, held.st_ino) == (wanted.st_dev, wanted.st_ino):
+            return True
+    return False
+
+
+def _catches(pid: int) -> bool:
+    with open("/proc/{}/status".format(pid), encoding="ascii", errors="replace") as file:
+        lines: Dict[str, str] = dict(line.split(":", 1) for line in file if ":" in line)
+    return bool(int(lines.get("SigCgt", "0").strip(), 16) & 1 << (signal.SIGUSR1 - 1))
+
+
+def _dump_in(path: str, begin: int, until: float) -> str:
+    size, changed = begin, time.monotonic()
+    while time.monotonic() < until:
+        time.sleep(_POLL_S)  # noqa: TID251  runs in its own child; no event reports that a file grew
+        now = os.stat(path).st_size
+        if now != size:
+            size, changed = now, time.monotonic()
+        elif size > begin and time.monotonic() - changed >= _QUIET_S:
+            break
+    with open(path, "rb") as file:
+        file.seek(begin)
+        return file.read(_MAX_DUMP_BYTES).decode("utf-8", "replace")
+
+
+def _shorten(path: str, directory: str) -> str:
+    """Shorten a path like py-spy: without the directory of packages, or the attempt's own directories."""
+    for name in ("work", "files", "lib"):
+        inside = os.path.join(directory, name, "")
+        if path.startswith(inside):
+            return path[len(inside) :]
+    return _LIBRARY.sub("", path)
+
+
+_SOCKET_PREFIX = "collectives-"
+_ANSWER_S = 3.0
+_MIN_ANSWER_S = 0.05
+"""Minimum time for a rank that is read late: if it answered, its answer has arrived by then."""
+_MAX_ANSWER_BYTES = 256 * 1024
+_MAX_GROUPS = 64
+_MAX_NAME = 100
+
+
+def collect_collectives(directory: str) -> List[Json]:
+    """Return the answers that arrive in time, sorted by rank."""
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.startswith(_SOCKET_PREFIX))
+        # Socket addresses must be short; a path through a descriptor always is.
+        at = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return []
+    try:
+        callers = [_connect_to("/proc/self/fd/{}/{}".format(at, name)) for name in names]
+    finally:
+        os.close(at)
+    until = time.monotonic() + _ANSWER_S
+    said = [validated_collectives(_read_answer(caller, until)) for caller in callers if caller is not None]
+    return sorted((one for one in said if one is not None), key=lambda one: int(one["rank"]))
+
+
+def validated_collectives(said: Any) -> Optional[Json]:
+    """Return an answer in the fixed form; None if it is invalid."""
+    try:
+        groups = [
+            {
+                "name": str(one["name"])[:_MAX_NAME],
+                "ranks": [int(rank) for rank in one["ranks"]],
+                "number": int(one["number"]),
+                "operation": str(one["operation"])[:_MAX_NAME],
+                "is_over": bool(one["is_over"]),
+                "entered": int(one["entered"]),
+            }
+            for one in said["groups"][:_MAX_GROUPS]
+        ]
+        return {"rank": int(said["rank"]), "groups": groups}
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _connect_to(address: str) -> Optional[socket.socket]:
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        caller.connect(address)
+        return caller
+    except OSError:  # its process is gone
+        caller.close()
+        return None
+
+
+def _read_answer(caller: socket.socket, until: float) -> Any:
+    said = b""
+    with caller:
+        try:
+            while len(said) <= _MAX_ANSWER_BYTES:
+                caller.settimeout(max(_MIN_ANSWER_S, until - time.monotonic()))
+                more = caller.recv(65536)
+                if not more:
+                    return decode_json(said.decode("utf-8", "replace"))
+                said += more
+        except (OSError, ValueError):  # it does not release the interpreter's lock, or it is exiting
+            pass
+    return None

@@ -12,8 +12,7 @@ import sys
 
 from distflow.runtime import processes
 from distflow.runtime.files.blobs import is_whole, path_of
-from distflow.runtime.files.frames import receive
-from distflow.runtime.services.peer import Gone, Peer
+from distflow.runtime.services.frames import Gone, Peer, receive
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError
 

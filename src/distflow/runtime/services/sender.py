@@ -16,9 +16,8 @@ from typing import BinaryIO
 
 from distflow.runtime import processes
 from distflow.runtime.files.blobs import path_of
-from distflow.runtime.files.frames import error_frame, frames
 from distflow.runtime.files.packing import pack_output, pack_place
-from distflow.runtime.services.peer import Gone, Peer
+from distflow.runtime.services.frames import Gone, Peer, error_frame, frames
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import Json, OpError
 

@@ -25,10 +25,9 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 from distflow.runtime import processes
 from distflow.runtime.files import attempt_files, attempts, records
-from distflow.runtime.files.frames import FRAME, LARGEST_FRAME
 from distflow.runtime.guard import command
-from distflow.runtime.guard.kill_tree import TreeKiller
-from distflow.runtime.services.peer import SILENCE_S
+from distflow.runtime.guard.process_tree import TreeKiller
+from distflow.runtime.services.frames import FRAME, LARGEST_FRAME, SILENCE_S
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE, Json, OpError
 

@@ -22,7 +22,7 @@ from distflow.backends.machines.connection.stream import ServiceStream
 from distflow.backends.machines.session import Session
 from distflow.errors import NodeError, NodeUnreachable
 from distflow.pools.model import Node, Pool
-from distflow.runtime.files.frames import FRAME
+from distflow.runtime.services.frames import FRAME
 from distflow.runtime.services.session import EXIT, REFUSED
 from distflow.supervisor.failures import end_from
 from distflow.testing.waiting import wait_until

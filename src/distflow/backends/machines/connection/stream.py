@@ -10,8 +10,7 @@ import msgspec
 
 from distflow.backends.machines.connection.bootstrap import Opened
 from distflow.errors import AgentError, NodeUnreachable
-from distflow.runtime.files.frames import FRAME, RAW
-from distflow.runtime.services.peer import SILENCE_S
+from distflow.runtime.services.frames import FRAME, RAW, SILENCE_S
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import MAX_LINE
 

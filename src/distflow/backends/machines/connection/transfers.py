@@ -19,8 +19,8 @@ from distflow.backends.machines.connection.bootstrap import STORAGE, open_servic
 from distflow.backends.machines.connection.stream import EMPTY_FRAME, EMPTY_LINE, ServiceStream
 from distflow.documents.quantities import bytes_text
 from distflow.errors import AgentError, NodeUnreachable, StorageError
-from distflow.runtime.files.durable import reserve_bytes
-from distflow.runtime.files.frames import frames, receive
+from distflow.runtime.files.safe_files import reserve_bytes
+from distflow.runtime.services.frames import frames, receive
 from distflow.runtime.wire import OpError, encode
 from distflow.shell import mask
 from distflow.storage.base import Progress

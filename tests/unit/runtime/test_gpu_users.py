@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.runtime.leases.gpu_buses import address_of, is_of_another, others
+from distflow.runtime.leases.gpu_users import address_of, addresses_of_others, is_xid_of_another
 
 SAID = {"0": "0000:17:00", "1": "0000:3b:00", "2": "0001:3b:00"}
-OTHERS = others(SAID, [1])
+OTHERS = addresses_of_others(SAID, [1])
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def test_both_ways_to_write_an_address_mean_the_same(text: str, address: str | N
 
 
 def test_all_but_the_leased_gpus_are_others() -> None:
-    assert others(SAID, [1]) == {"0000:17:00", "0001:3b:00"}
-    assert others({}, [1]) == frozenset()
+    assert addresses_of_others(SAID, [1]) == {"0000:17:00", "0001:3b:00"}
+    assert addresses_of_others({}, [1]) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_all_but_the_leased_gpus_are_others() -> None:
     ids=["own", "other", "other domain", "other MIG slice", "old driver", "not listed", "no domain", "no address"],
 )
 def test_only_what_is_known_to_be_anothers_is(line: str, is_other: bool) -> None:
-    assert is_of_another(line, OTHERS, {1}) is is_other
+    assert is_xid_of_another(line, OTHERS, {1}) is is_other
 
 
 @pytest.mark.parametrize("pid", ["2345", "'2345'"])
 def test_an_error_that_names_a_process_of_the_task_is_its_own_wherever_it_was(pid: str) -> None:
     line = f"NVRM: Xid (PCI:0000:17:00): 31, pid={pid}, name=python3, Ch 00000008"
-    assert not is_of_another(line, OTHERS, {2345})
-    assert is_of_another(line, OTHERS, {234, 5})
+    assert not is_xid_of_another(line, OTHERS, {2345})
+    assert is_xid_of_another(line, OTHERS, {234, 5})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime.probes import collectives
+from distflow.runtime.probes import stacks
 
 GROUP = {"name": "0 default_pg", "ranks": [0, 1], "number": 5, "operation": "all_reduce", "is_over": False, "entered": 5}
 
@@ -37,7 +37,7 @@ def answer(made: socket.socket, said: bytes) -> None:
 def test_those_that_answer_are_told_by_rank_and_nobody_is_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives, "_WAIT_S", 0.5)
+    monkeypatch.setattr(stacks, "_ANSWER_S", 0.5)
     folder = tmp_path / ("long" * 30)  # more than an address of a socket can be
     folder.mkdir()
     made = {name: listener(folder, f"collectives-{name}") for name in ("1", "2", "3", "hangs", "gone")}
@@ -46,20 +46,20 @@ def test_those_that_answer_are_told_by_rank_and_nobody_is_waited_for_long(
     answer(made["3"], b"rubbish")
     made["gone"].close()
     (folder / "collectives-file").touch()
-    assert collectives.ask(str(folder)) == [{"rank": 0, "groups": []}, {"rank": 1, "groups": [GROUP]}]
+    assert stacks.collect_collectives(str(folder)) == [{"rank": 0, "groups": []}, {"rank": 1, "groups": [GROUP]}]
     for one in made.values():
         one.close()
-    assert collectives.ask(str(tmp_path / "none")) == []
+    assert stacks.collect_collectives(str(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize("said", [None, 3, [], {}, {"rank": "x", "groups": []}, {"rank": 1, "groups": [{"name": "a"}]}])
 def test_of_anything_else_nothing_is_told(said: Any) -> None:
-    assert collectives.shaped(said) is None
+    assert stacks.validated_collectives(said) is None
 
 
 def test_only_what_is_known_is_passed_on() -> None:
     said = {"rank": 1, "groups": [dict(GROUP, more="x", name="n" * 1000)] * 100, "more": "x"}
-    shaped = collectives.shaped(said)
+    shaped = stacks.validated_collectives(said)
     assert shaped is not None
     assert (set(shaped), len(shaped["groups"]), set(shaped["groups"][0])) == ({"rank", "groups"}, 64, set(GROUP))
     assert len(shaped["groups"][0]["name"]) == 100

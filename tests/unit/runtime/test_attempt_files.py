@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime.files import secret_files
+from distflow.runtime.files import attempt_files
 
 ENTRIES: list[dict[str, Any]] = [
     {"path": "files/run/a", "files": {"key": "one"}},
@@ -31,8 +31,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of /dev/shm."""
     made = tmp_path / "shm"
     made.mkdir()
-    monkeypatch.setattr(secret_files, "_MEMORY", str(made))
-    monkeypatch.setattr(secret_files, "_has_memory", lambda: True)
+    monkeypatch.setattr(attempt_files, "_MEMORY", str(made))
+    monkeypatch.setattr(attempt_files, "_has_memory", lambda: True)
     return made
 
 
@@ -41,12 +41,12 @@ def are_there(attempt: Path) -> bool:
 
 
 def test_memory_is_used_and_left_empty(attempt: Path, memory: Path) -> None:
-    secret_files.place(str(attempt), ENTRIES)
+    attempt_files.place_secrets(str(attempt), ENTRIES)
     assert are_there(attempt)
     (folder,) = memory.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert not (attempt / secret_files.ON_DISK).exists()
-    secret_files.remove(str(attempt))
+    assert not (attempt / attempt_files.SECRETS_ON_DISK).exists()
+    attempt_files.remove_secrets(str(attempt))
     assert not list(memory.iterdir())
 
 
@@ -54,22 +54,22 @@ def test_what_nobody_removed_goes_when_others_come(attempt: Path, memory: Path, 
     others = {name: tmp_path / name for name in ("gone", "ended", "alive")}
     for other in others.values():
         (other / "work").mkdir(parents=True)
-        secret_files.place(str(other), [ENTRIES[1]])
+        attempt_files.place_secrets(str(other), [ENTRIES[1]])
     homes = {name: (other / "work" / "b").resolve().parent for name, other in others.items()}
     (others["ended"] / "exit.json").touch()
     shutil.rmtree(others["gone"])
-    secret_files.place(str(attempt), ENTRIES)
+    attempt_files.place_secrets(str(attempt), ENTRIES)
     assert {name: home.exists() for name, home in homes.items()} == {"gone": False, "ended": False, "alive": True}
     assert are_there(attempt)
 
 
 def test_without_memory_they_lie_with_the_attempt(attempt: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret_files, "_has_memory", lambda: False)
-    secret_files.place(str(attempt), ENTRIES)
+    monkeypatch.setattr(attempt_files, "_has_memory", lambda: False)
+    attempt_files.place_secrets(str(attempt), ENTRIES)
     assert are_there(attempt)
-    assert stat.S_IMODE((attempt / secret_files.ON_DISK / "1" / "user").stat().st_mode) == 0o600
-    secret_files.remove(str(attempt))
-    assert not (attempt / secret_files.ON_DISK).exists()
+    assert stat.S_IMODE((attempt / attempt_files.SECRETS_ON_DISK / "1" / "user").stat().st_mode) == 0o600
+    attempt_files.remove_secrets(str(attempt))
+    assert not (attempt / attempt_files.SECRETS_ON_DISK).exists()
     assert not list(memory.iterdir())
 
 
@@ -85,9 +85,9 @@ def test_a_folder_that_others_could_have_made_is_not_trusted(attempt: Path, memo
         theirs.symlink_to(tmp_path / "elsewhere")
     else:
         theirs.write_text("")
-    secret_files.place(str(attempt), ENTRIES)
+    attempt_files.place_secrets(str(attempt), ENTRIES)
     assert are_there(attempt)
-    assert (attempt / "files/run/a").resolve() == attempt / secret_files.ON_DISK / "0"
+    assert (attempt / "files/run/a").resolve() == attempt / attempt_files.SECRETS_ON_DISK / "0"
     assert not list((tmp_path / "elsewhere").iterdir())
-    secret_files.remove(str(attempt))
-    assert not (attempt / secret_files.ON_DISK).exists()
+    attempt_files.remove_secrets(str(attempt))
+    assert not (attempt / attempt_files.SECRETS_ON_DISK).exists()

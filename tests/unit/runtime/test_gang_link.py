@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distflow.runtime.guard.gang_link import GangLink
-from distflow.runtime.probes.listening import listen_on
+from distflow.runtime.probes.reachability import listen_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

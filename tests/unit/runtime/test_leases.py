@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distflow.backends.machines.connection.shapes import check_answer
-from distflow.runtime.guard.attempt_handles import AttemptHandles
-from distflow.runtime.leases import holders, lease_files, node_leases, shares
+from distflow.runtime.guard.control import AttemptHandles
+from distflow.runtime.leases import lease_files, node_leases
 from distflow.runtime.untrusted import decode_object
 from distflow.runtime.wire import OpError, encode
 
@@ -125,7 +125,7 @@ def survives(content: bytes) -> None:
             for gpus, port, wanted in ((1, None, {}), (0, 29500, {}), (0, None, {"cpus": (1, 2), "memory": (1, 2)})):
                 with contextlib.suppress(OpError):
                     node_leases.take(path, gpus, [0], port, {"user": "me"}, wanted).close()
-            said = holders.look(path)
+            said = node_leases.list_holders(path)
             check_answer("holders", decode_object(encode(said)))
         finally:
             for fd in [*held, directory]:
@@ -139,7 +139,7 @@ def test_a_node_reports_the_task_that_holds_its_gpus(directory: int, tmp_path: P
     holder = {"user": "me", "attempt": f"{'0' * 32}/train/w1/0", "label": label, "pid": 1}
     locks = [lease_files.lock(directory, f"gpu-{gpu}.lock", holder)[0] for gpu in range(3)]
     try:
-        (found,) = holders.look(str(tmp_path / "leases"))["holders"]
+        (found,) = node_leases.list_holders(str(tmp_path / "leases"))["holders"]
         assert (found["label"], found["gpus"]) == (shown, [0, 1, 2])
     finally:
         for lock in locks:
@@ -200,7 +200,7 @@ def test_a_directory_where_anybody_may_remove_leases_is_refused_or_mended(tmp_pa
 def test_a_flood_of_files_in_the_lease_directory_ends_in_a_refusal_and_keeps_no_agent_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares, "_MOST_FILES", 50)
+    monkeypatch.setattr(node_leases, "_MAX_FILES", 50)
     for number in range(60):
         (tmp_path / f"junk-{number}").touch()
     with pytest.raises(OpError, match="holds more than 50 files") as caught:
@@ -213,7 +213,7 @@ def test_a_flood_of_files_in_the_lease_directory_ends_in_a_refusal_and_keeps_no_
 def test_another_user_who_holds_our_files_as_shared_keeps_no_agent_busy(
     directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares, "_OWN_S", 0.05)
+    monkeypatch.setattr(node_leases, "_SEARCH_S", 0.05)
     with contextlib.ExitStack() as held:
         for number in range(5):
             name = tmp_path / "leases" / f"claim-{os.getuid()}-{number}.lock"
@@ -225,4 +225,4 @@ def test_another_user_who_holds_our_files_as_shared_keeps_no_agent_busy(
 
 
 def test_a_truth_value_is_no_amount() -> None:
-    assert [shares.number_of(one) for one in (3, True, -1, "3", None, 2.5)] == [3, 0, 0, 0, 0, 0]
+    assert [lease_files.amount_of(one) for one in (3, True, -1, "3", None, 2.5)] == [3, 0, 0, 0, 0, 0]

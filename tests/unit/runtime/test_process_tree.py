@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.runtime.guard import cgroups
+from distflow.runtime.guard import process_tree
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_one_that_is_swept_before_its_process_is_in_it_is_made_again(
     moment: str, pid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who looks for leftovers at this moment takes the empty one for one of them."""
-    without = cgroups.enclose(pid, str(tmp_path / "without"))
+    without = process_tree.enclose(pid, str(tmp_path / "without"))
     if without is None:
         pytest.skip("no cgroup (v2) can be made here")
     sweeps: list[str] = []
@@ -35,7 +35,7 @@ def test_one_that_is_swept_before_its_process_is_in_it_is_made_again(
     def sweep() -> None:
         if not sweeps:
             sweeps.append(moment)
-            cgroups.sweep()
+            process_tree.sweep_cgroups()
 
     mkdir, open_ = os.mkdir, open
 
@@ -52,15 +52,15 @@ def test_one_that_is_swept_before_its_process_is_in_it_is_made_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "mkdir", made)
-        patched.setattr(cgroups, "open", opened, raising=False)
-        path = cgroups.enclose(pid, str(tmp_path / "attempt"))
+        patched.setattr(process_tree, "open", opened, raising=False)
+        path = process_tree.enclose(pid, str(tmp_path / "attempt"))
     assert sweeps == [moment]
     assert path is not None
     try:
         assert str(pid) in Path(path, "cgroup.procs").read_text().split()
-        assert cgroups.of(pid) == Path(path).name
+        assert process_tree.cgroup_of(pid) == Path(path).name
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         for one in (path, without):
-            cgroups.remove({"cgroup": one})
+            process_tree.remove_cgroup({"cgroup": one})

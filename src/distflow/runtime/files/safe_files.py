@@ -1,0 +1,74 @@
+"""Safe files: paths that do not leave a directory, files that survive a power cut, and reserved disk space."""
+
+from __future__ import annotations
+
+import os
+from typing import IO, Any, Iterable, Optional, Set, Tuple
+
+from distflow.runtime.wire import OpError
+
+__all__ = ["check_mounts", "inside", "is_named", "publish", "reserve_bytes"]
+
+
+_RESERVE = 512 << 20
+_SHARE = 20
+"""On small disks, the reserve is one part in this number of the disk."""
+
+
+def publish(file: IO[Any], path: str) -> None:
+    """Give a complete, open file its final name, once its content is on the disk.
+
+    Without that order, a power cut can leave the name with no content or half of it. Raises ``OSError``.
+    """
+    file.flush()
+    os.fsync(file.fileno())
+    os.replace(file.name, path)
+
+
+def reserve_bytes(folder: str, coming: int = 0) -> Tuple[int, int]:
+    """Return how much of the reserve is missing on the disk of a directory, and how large the reserve is.
+
+    ``coming``: bytes that are still to be written there.
+    """
+    while not os.path.exists(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    found = os.statvfs(folder)
+    reserve = min(_RESERVE, found.f_blocks * found.f_frsize // _SHARE)
+    return max(0, reserve + coming - found.f_bavail * found.f_frsize), reserve
+
+
+def is_named(fd: int, name: str, directory: Optional[int] = None) -> bool:
+    """Whether an open file still has this name; it may have been removed meanwhile.
+
+    ``name`` is a path, or a name in the open ``directory``.
+    """
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def inside(top: str, relative: str, known: Optional[Set[str]] = None) -> str:
+    """Return the path of ``relative`` below ``top``. Raises ``bad_request`` if it leads outside, directly or through a link.
+
+    ``known`` caches directories that were found to be inside. The caller must clear it after creating a link.
+    """
+    if not relative or os.path.isabs(relative) or ".." in relative.split("/") or "\0" in relative:
+        raise OpError("bad_request", "the path {!r} does not lie below the attempt's directory".format(relative))
+    path = os.path.normpath(os.path.join(top, relative))
+    if known is not None and os.path.dirname(path) in known:
+        return path
+    real_top = os.path.realpath(top)
+    parent = os.path.realpath(os.path.dirname(path)) if path != os.path.normpath(top) else real_top
+    if parent != real_top and not parent.startswith(real_top + os.sep):
+        raise OpError("bad_request", "the path {!r} leads through a link out of the attempt's directory".format(relative))
+    if known is not None:
+        known.add(os.path.dirname(path))
+    return path
+
+
+def check_mounts(sources: Iterable[str]) -> None:
+    """Check that the directories of ``volumeMounts`` exist on this node. Raises ``no_mount``."""
+    for source in sources:
+        if not os.path.exists(source):
+            raise OpError("no_mount", "volumeMounts: {} is not on this node".format(source))

@@ -1,0 +1,261 @@
+"""The submitter at the other end of a service, and the transfer format of blobs.
+
+A blob travels in frames of at most a mebibyte, compressed if that pays. The receiving side writes them to a part, verifies it,
+and gives it its name. Both ends use this module: ``receiver`` and ``sender`` on the node, and
+``backends.machines.connection.transfers``. A frame's header is ``>IB``: the length of the content and its kind (0 plain, 1
+zlib, 2 the error that ended the transfer). See docs/agent-protocol.md.
+
+``Peer`` is the submitter at a service's standard input and output. A broken connection does not end: the kernel may notice it
+only after hours, and the service would stay on the node until then. The submitter therefore sends an empty line or an empty
+frame every few seconds if it has nothing else to send. If it is silent, the service exits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import struct
+import time
+import zlib
+from typing import BinaryIO, Callable, Iterator, Optional, Protocol, Tuple
+
+from distflow.runtime.files.blobs import Part
+from distflow.runtime.untrusted import decode_object
+from distflow.runtime.wire import Json, OpError, encode
+
+__all__ = ["FRAME", "LARGEST_FRAME", "RAW", "SILENCE_S", "ZLIB", "Gone", "Peer", "Source", "error_frame", "frames", "receive"]
+
+
+FRAME = struct.Struct(">IB")
+RAW, ZLIB, ERROR = 0, 1, 2
+LARGEST_FRAME = 1 << 20
+"""Maximum bytes of a frame, compressed or not."""
+_READ = 512 << 10
+_LEVEL = 1
+_MAX_RATIO = 0.9
+"""A frame that shrinks below this part is sent compressed."""
+_PLAIN_RUN = 31
+"""Number of frames sent plain after one that did not compress well."""
+_SAMPLE = 32 << 10
+"""Bytes of a frame that are compressed as a test."""
+_HASHED_AT_ONCE = 1 << 20
+
+
+class Source(Protocol):
+    """A source of frames."""
+
+    def read(self, size: int) -> bytes:
+        """Return ``size`` bytes; fewer only at the end."""
+
+
+def frames(source: BinaryIO) -> Iterator[Tuple[int, bytes]]:
+    """Yield the frames of the rest of ``source``, each with its number of uncompressed bytes."""
+    skip = 0
+    while True:
+        data = source.read(_READ)
+        if not data:
+            return
+        kind, content = RAW, data
+        if skip:
+            skip -= 1
+        elif len(zlib.compress(data[:_SAMPLE], _LEVEL)) < _MAX_RATIO * len(data[:_SAMPLE]):
+            kind, content = ZLIB, zlib.compress(data, _LEVEL)
+        else:
+            skip = _PLAIN_RUN
+        yield len(data), FRAME.pack(len(content), kind) + content
+
+
+def error_frame(error: OpError) -> bytes:
+    """Return the frame that reports the error that ended the transfer."""
+    content = json.dumps(error.as_json()).encode("utf-8")
+    return FRAME.pack(len(content), ERROR) + content
+
+
+def receive(
+    source: Source,
+    path: str,
+    name: str,
+    size: int,
+    send: Callable[[Json], None],
+    on_progress: Callable[[int], None] = lambda _: None,
+    is_here: Callable[[str, int], bool] = lambda path, size: os.path.isfile(path) and os.path.getsize(path) == size,
+) -> bool:
+    """Receive the blob ``name`` (its SHA-256) to ``path``. Returns False if the transfer broke off.
+
+    ``send`` gets the message with the number of bytes that are here; then the rest is read. Data of an interrupted transfer is
+    kept, and the next call resumes there. ``on_progress`` gets the number of received bytes. Raises ``damaged``, and errors
+    that the other side sends.
+    """
+    if is_here(path, size):
+        send({"at": size})
+        on_progress(size)
+        return True
+    part = Part(path)
+    try:
+        if part.size > size:
+            os.ftruncate(part.fd, 0)
+        digest = hashlib.sha256()
+        at = 0
+        while True:
+            data = os.read(part.fd, _HASHED_AT_ONCE)
+            if not data:
+                break
+            digest.update(data)
+            at += len(data)
+        send({"at": at})
+        on_progress(at)
+        while at < size:
+            frame = _frame(source)
+            if frame is None:
+                os.close(part.fd)
+                return False
+            digest.update(frame)
+            view = memoryview(frame)
+            while view:
+                view = view[os.write(part.fd, view) :]
+            at += len(frame)
+            on_progress(at)
+    except BaseException:
+        os.close(part.fd)
+        raise
+    if at != size or digest.hexdigest() != name:
+        part.drop()
+        raise OpError("damaged", "the blob arrived damaged: {} of {} bytes, hash differs".format(at, size))
+    part.finish()
+    return True
+
+
+def _error_of(data: bytes) -> OpError:
+    """Return the error that a frame carries."""
+    try:
+        content = decode_object(data)
+        return OpError(str(content["kind"]), str(content["message"]))
+    except (ValueError, KeyError) as error:
+        return OpError("bad_request", "an error that cannot be read: {}".format(error))
+
+
+def _frame(source: Source) -> Optional[bytes]:
+    """Return one frame's content; None at the end of the stream."""
+    head = source.read(FRAME.size)
+    if len(head) < FRAME.size:
+        return None
+    length, kind = FRAME.unpack(head)
+    if length > LARGEST_FRAME or kind not in (RAW, ZLIB, ERROR):
+        raise OpError("bad_request", "a frame of {} bytes, kind {}".format(length, kind))
+    data = source.read(length)
+    if len(data) < length:
+        return None
+    if kind == RAW:
+        return data
+    if kind == ERROR:
+        raise _error_of(data)
+    unpack = zlib.decompressobj()
+    try:
+        return unpack.decompress(data, LARGEST_FRAME)
+    except zlib.error as error:
+        raise OpError("damaged", "a frame cannot be unpacked: {}".format(error)) from error
+
+
+SILENCE_S = 30.0
+"""A submitter that sends nothing for this time counts as gone."""
+_PEER_READ = 65536
+
+
+class Gone(Exception):
+    """The connection ended, or the submitter has sent nothing for ``SILENCE_S``."""
+
+
+class Peer:
+    """Reads and writes of one thread. All methods except ``check`` may block, and raise ``Gone`` after a silence."""
+
+    def __init__(self, incoming: int = 0, outgoing: int = 1) -> None:
+        """Take over two descriptors. ``outgoing`` is -1 for a reader only."""
+        self._in = incoming
+        self._out = outgoing
+        self._received = bytearray()
+        self._received_at = time.monotonic()
+        if outgoing >= 0:
+            os.set_blocking(outgoing, False)  # a blocking write would wait until the pipe has space for all bytes
+
+    def line(self, limit: int) -> bytes:
+        """Return the next line that is not empty, or its first ``limit`` bytes; ``b""`` if the connection ended before it."""
+        while True:
+            end = self._received.find(b"\n")
+            if end >= 0 or len(self._received) >= limit:
+                taken = self._take(min(end + 1 if end >= 0 else limit, limit))
+                if taken.strip():
+                    return taken
+                continue
+            try:
+                self._wait(is_writing=False)
+            except Gone:
+                return b""
+
+    def read(self, size: int) -> bytes:
+        """Return ``size`` bytes, or fewer if the connection ended before them (``frames.Source``)."""
+        while len(self._received) < size:
+            try:
+                self._wait(is_writing=False)
+            except Gone:
+                break
+        return self._take(size)
+
+    def write(self, data: bytes) -> None:
+        """Write all of ``data``. The submitter may read slowly, but must send its signs meanwhile."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._out, view[:_PEER_READ]) :]
+            except BlockingIOError:
+                self._wait(is_writing=True)
+            except OSError as error:
+                raise Gone from error
+
+    def send(self, message: Json) -> None:
+        """Write one message as a line."""
+        self.write(encode(message))
+
+    def check(self) -> None:
+        """Raise ``Gone`` if the submitter is gone. For work that does not read or write for long."""
+        self._receive()
+        if time.monotonic() - self._received_at > SILENCE_S:
+            raise Gone
+
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._received[:size])
+        del self._received[:size]
+        return taken
+
+    def _wait(self, *, is_writing: bool) -> None:
+        """Wait until data was received or can be written."""
+        before = len(self._received)
+        self._receive()
+        self._received_at = time.monotonic()  # before, the service did not read, so the submitter's silence does not count
+        poll = select.poll()
+        poll.register(self._in, select.POLLIN)
+        if is_writing:
+            poll.register(self._out, select.POLLOUT)
+        while len(self._received) == before:
+            left = self._received_at + SILENCE_S - time.monotonic()
+            if left <= 0:
+                raise Gone
+            if any(fd == self._out for fd, _ in poll.poll(left * 1000)):
+                return
+            self._receive()
+
+    def _receive(self) -> None:
+        """Read available data, without waiting."""
+        poll = select.poll()
+        poll.register(self._in, select.POLLIN)
+        if not poll.poll(0):
+            return
+        try:
+            data = os.read(self._in, _PEER_READ)
+        except OSError as error:
+            raise Gone from error
+        if not data:
+            raise Gone
+        self._received_at = time.monotonic()
+        self._received += data
