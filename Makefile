@@ -1,4 +1,4 @@
-# Every task of a developer: make demo | check | test | lint | bench | soak | clean. Each target installs its tools into .venv first.
+# The developer's tasks; `make help` lists them. Each target first installs its tools into .venv.
 SHELL := /bin/sh
 PYTHON ?= python3
 VENV := .venv
@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed
 .PHONY: demo check test lint format bench soak docs clean help
 
 help:
-	@echo "make demo    train the sample through distflow, on this machine"
-	@echo "make check   lint, unit tests and contract tests on this machine: for every save (tests/README.md)"
+	@echo "make demo    install distflow and train a small model on this machine"
+	@echo "make check   the fast checks after each edit: lint, unit and contract tests (tests/README.md)"
 	@echo "make test    the whole test suite"
-	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the node runtime, plain English"
-	@echo "make bench   speed against named peers: a bare interpreter, ssh loops, torchrun, pdsh, scp, rsync (more than half an hour)"
-	@echo "make soak    random faults on 8 SSH hosts of this machine for half an hour (ARGS='--minutes 5')"
+	@echo "make lint    ruff, mypy, import contracts, Python 3.8 check of the code for nodes, prose and spelling"
+	@echo "make bench   measure speed against a bare Python, ssh loops, torchrun, pdsh, scp and rsync (over half an hour)"
+	@echo "make soak    run gangs with random faults on 8 SSH hosts of this machine for half an hour (ARGS='--minutes 5')"
+	@echo "make format  fix style and format the code"
 	@echo "make docs    regenerate the generated parts of docs/"
 	@echo "make clean   remove .venv and caches"
 
@@ -31,7 +32,7 @@ test: $(STAMP)
 	@sh scripts/install_sshd.sh
 	@sh scripts/install_engines.sh
 	@sh scripts/install_lookup.sh
-	@. scripts/apt.sh; command -v rsync >/dev/null 2>&1 || apt_install rsync || echo "no rsync here: sudo apt-get install rsync" >&2
+	@. scripts/apt.sh; command -v rsync >/dev/null 2>&1 || apt_install rsync || echo "rsync is missing: run sudo apt-get install rsync" >&2
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(STAMP)
@@ -48,7 +49,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	@sh scripts/install_sshd.sh
-	@. scripts/apt.sh; apt_install pdsh rsync || echo "no pdsh or rsync here: sudo apt-get install pdsh rsync" >&2
+	@. scripts/apt.sh; apt_install pdsh rsync || echo "pdsh or rsync is missing: run sudo apt-get install pdsh rsync" >&2
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/fanout.py

@@ -1,9 +1,10 @@
-"""From a fault to no process left, on two SSH hosts with two ranks each (gloo), beside torchrun on the same hosts.
+"""Measure the time from a fault to the end of all ranks: two SSH hosts with two ranks each (gloo), compared with torchrun.
 
-``kill``: one rank gets SIGKILL; the time until no rank is left on any host, for distflow with its supervisor and with that
-killed before. Fails when the median is 1 s or more, or not below torchrun's.
-``cut``: the link of one host is cut; the time until no rank is left on the other one. Fails when that takes longer than
-``node_lost_after`` + 2 s. torchrun is watched for five minutes. Needs root, for hosts in network namespaces.
+``kill``: one rank gets SIGKILL. Measures the time until no rank is left on any host, for distflow with a supervisor and for
+distflow whose supervisor was killed before. Fails if a median is 1 s or more, or not below torchrun's.
+
+``cut``: the link of one host is cut. Measures the time until no rank is left on the other host. Fails if distflow needs more
+than ``node_lost_after`` + 2 s. torchrun gets five minutes. Needs root, because the hosts are in network namespaces.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ RUNS = 5
 LOST_AFTER_S = 10
 WATCHED_S = 300.0
 PORT = 29511
-"""In a network that nobody else is in."""
+"""A fixed port: the hosts have a network of their own."""
 MARK = "rank-of-failure-benchmark"
 
 TRAIN = f"""
@@ -71,7 +72,7 @@ workflow:
 
 
 def ranks(script: Path, among: set[int] | None = None) -> dict[int, int]:
-    """Processes of the training, launchers included: pid → rank (-1 for a launcher); only those of ``among``."""
+    """Return the processes of the training as pid → rank, -1 for a launcher. ``among`` restricts the pids."""
     found = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -88,16 +89,16 @@ def ranks(script: Path, among: set[int] | None = None) -> dict[int, int]:
 
 
 def until_gone(script: Path, begin: float, limit_s: float, among: set[int] | None = None) -> float:
-    """Seconds from ``begin`` until none is left; ``limit_s`` when some still are then."""
+    """Return the seconds from ``begin`` until no rank is left, at most ``limit_s``."""
     while (took := time.perf_counter() - begin) < limit_s:
         if not ranks(script, among):
             return took
-        time.sleep(0.005)  # noqa: TID251  what is measured changes by itself
+        time.sleep(0.005)  # noqa: TID251  polls for what it measures
     return limit_s
 
 
 def pairs(folder: Path) -> list[int]:
-    """Runners and keepers of the hosts below a folder."""
+    """Return the runners and keepers of the hosts in a folder."""
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -108,7 +109,7 @@ def pairs(folder: Path) -> list[int]:
 
 
 def end_supervisor(lab: Lab) -> None:
-    """Kill the supervisor, where one is at work."""
+    """Kill the supervisor if one is running."""
     directory = StateDirectory(Path(lab.environment["DISTFLOW_STATE"]))
     if is_running(directory):
         os.kill(int(directory.lock.read_text()), signal.SIGKILL)
@@ -116,7 +117,7 @@ def end_supervisor(lab: Lab) -> None:
 
 @contextmanager
 def torchrun(lab: Lab, script: Path, master: str, port: int, interface: str = "lo") -> Iterator[None]:
-    """The training, as torchrun starts it on two hosts."""
+    """Run the training with torchrun on two hosts."""
     words = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --master-addr {master} --master-port {port}"
     start = f"GLOO_SOCKET_IFNAME={interface} {sys.executable} {words} {{rank}} {script}"
     commands = [f"exec {lab.ssh} {name} '{start.format(rank=f'--node-rank {rank}')}'" for rank, name in enumerate(lab.names)]
@@ -137,7 +138,7 @@ def torchrun(lab: Lab, script: Path, master: str, port: int, interface: str = "l
 
 @contextmanager
 def distflow(lab: Lab, script: Path, *, supervised: bool = True) -> Iterator[None]:
-    """The training, as distflow starts it on two hosts; without a supervisor, that is killed once it trains."""
+    """Run the training with distflow on two hosts. If not ``supervised``, kill the supervisor when the ranks train."""
     path = lab.folder / "spec.yaml"
     path.write_text(SPEC.format(python=sys.executable, script=script))
     run = [sys.executable, "-m", "distflow", "workflow"]
@@ -155,7 +156,7 @@ def distflow(lab: Lab, script: Path, *, supervised: bool = True) -> Iterator[Non
 
 
 def kill(folder: Path) -> bool:
-    """Measure SIGKILL of a rank; return whether the bound holds."""
+    """Measure SIGKILL of a rank; return whether the limit is met."""
     script = folder / "train.py"
     script.write_text(TRAIN)
     with Lab(2) as lab:
@@ -182,7 +183,7 @@ class CutLab(Lab):
     """Two hosts in network namespaces."""
 
     def __enter__(self) -> Lab:
-        """Start them, and write the configurations."""
+        """Start the hosts, and write the configurations."""
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         key = make_key(self.folder / "key")
         network = self._stack.enter_context(Network())
@@ -194,14 +195,14 @@ class CutLab(Lab):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take everything down, once the supervisor has stopped what ran on the node that was away."""
+        """Wait until the supervisor has stopped the tasks of the lost node, then remove the hosts."""
         wait_until(lambda: not pairs(self.folder), 60, "nothing runs on the hosts")
         end_supervisor(self)
         self._stack.close()
 
 
 def cut(folder: Path) -> bool:
-    """Measure a cut link; return whether the bound holds."""
+    """Measure a cut link; return whether the limit is met."""
     script = folder / "train.py"
     script.write_text(TRAIN)
     taken: dict[str, float] = {}
@@ -236,11 +237,11 @@ def _namespace_of(host: NetnsHost) -> str:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether the bounds hold."""
+    """Run both measurements. Return 0 if the limits are met, 1 otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         holds = kill(Path(folder))
         if why := missing_netns():
-            print(f"a cut link was not measured: {why}")
+            print(f"cannot measure a cut link: {why}")
         else:
             holds = cut(Path(folder)) and holds
     return int(not holds)

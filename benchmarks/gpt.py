@@ -1,7 +1,7 @@
-"""Tokens per second of the small GPT in bf16 through ``distflow.train``, beside the same model in a loop written by hand.
+"""Measure tokens per second of a small GPT in bf16 with ``distflow.train``, compared with a hand-written loop.
 
-Prints what part of the GPU's peak that is (model FLOP utilisation), and fails when the median of the ratios is below ``LIMIT``.
-Needs one CUDA device; without it nothing is measured, and that is said.
+Prints the model FLOP utilization, which is the used part of the GPU's peak. Fails if the median of the ratios is below
+``LIMIT``. Without a CUDA device it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from distflow.train.samples.gpt import Gpt, loss_of
 LIMIT, RUNS, WARM_STEPS, STEPS = 0.98, 5, 5, 30
 LAYERS, HIDDEN, HEADS, CONTEXT, BATCH = 12, 768, 12, 1024, 16
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bf16 operations in a second, by the maker's data sheets (H100 and H200: SXM)."""
+"""Dense bf16 operations per second, from NVIDIA's data sheets (H100 and H200: SXM)."""
 
 Step = Callable[[], None]
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether the bound holds."""
+    """Run the measurement. Return 0 if the limit is met or there is no GPU, 1 otherwise."""
     if not torch.cuda.is_available():
-        print("the GPT in bf16: skipped, there is no CUDA device here")
+        print("the GPT in bf16: skipped, because this machine has no CUDA device")
         return 0
     device = train.init().device
     tokens = torch.randint(0, 256, (BATCH, CONTEXT + 1), device=device)
@@ -43,14 +43,14 @@ def main() -> int:
     ratio = 1.0
     for contestant, measured in speeds.items():
         median = statistics.median(measured)
-        share = f"{median * operations() / peak:.1%} of the peak" if peak else "its peak is not known"
+        share = f"{median * operations() / peak:.1%} of the peak" if peak else "unknown peak"
         ratio = statistics.median(one / peer for one, peer in zip(measured, speeds["by hand"], strict=True))
         print(f"  {contestant:<16} {median:>10.0f} tokens/s  {share}  × by hand {ratio:.2f}")
     return int(ratio < LIMIT)
 
 
 def by_hand(tokens: torch.Tensor) -> Step:
-    """Return a step of the plainest loop."""
+    """Return a training step of a plain torch loop."""
     torch.manual_seed(0)
     model = _model().to(tokens.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -66,7 +66,7 @@ def by_hand(tokens: torch.Tensor) -> Step:
 
 
 def by_train(tokens: torch.Tensor) -> Step:
-    """Return the same step with what ``distflow.train`` puts around it. A world must have been joined."""
+    """Return the same step with ``distflow.train``. Call ``train.init()`` first."""
     torch.manual_seed(0)
     model = train.parallelize(_model(), "ddp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -86,14 +86,14 @@ def by_train(tokens: torch.Tensor) -> Step:
 
 
 def parameters() -> int:
-    """Return how many the model has."""
+    """Return the number of parameters of the model."""
     return sum(parameter.numel() for parameter in _model().parameters())
 
 
 def operations() -> float:
-    """Return the operations for a token: 6 for each parameter, and 12 × layers × hidden × context in attention.
+    """Return the operations for a token: 6 for each parameter, plus 12 × layers × hidden × context in attention.
 
-    As in the PaLM paper; that half of the scores is masked is not taken off.
+    The formula is that of the PaLM paper. It counts masked attention scores too.
     """
     return 6.0 * parameters() + 12.0 * LAYERS * HIDDEN * CONTEXT
 
@@ -103,7 +103,7 @@ def _model() -> Gpt:
 
 
 def _seconds(step: Step) -> float:
-    """Return the seconds of a step, by the device's clock."""
+    """Return the seconds of a step, measured by the GPU."""
     for _ in range(WARM_STEPS):
         step()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""Hosts for benchmarks: private OpenSSH servers on loopback addresses, a distflow that knows them, and medians in turns."""
+"""Hosts for benchmarks: OpenSSH servers on loopback addresses, a distflow configuration, and alternating runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from distflow.testing.sshd import Sshd, make_key
 from distflow.testing.waiting import wait_until
 
-__all__ = ["Lab", "in_turns", "show"]
+__all__ = ["Lab", "alternate", "show"]
 
 
 class Lab:
-    """``count`` hosts, each a real sshd with a root directory of its own; a context manager."""
+    """A context manager for ``count`` hosts. Each is a real sshd with its own root directory."""
 
     def __init__(self, count: int) -> None:
-        """Start nothing yet."""
+        """Choose the names of the hosts; ``__enter__`` starts them."""
         self.names = [f"host{number}" for number in range(1, count + 1)]
         self._stack = ExitStack()
 
@@ -39,7 +39,7 @@ class Lab:
         return self
 
     def write(self, **settings: str) -> None:
-        """Write the configurations of ssh and of distflow, with these settings of the pool."""
+        """Write the configurations of ssh and distflow. ``settings`` are keys of the pool."""
         self.ssh_config = self.folder / "ssh_config"
         self.ssh_config.write_text("".join(server.client_stanza(LogLevel="ERROR") for server in self.servers.values()))
         nodes = [
@@ -55,23 +55,23 @@ class Lab:
         }
 
     def __exit__(self, *_: object) -> None:
-        """Take everything down."""
+        """Wait until all connections are closed, then stop the servers."""
         wait_until(lambda: not any(server.connections() for server in self.servers.values()), 60)
         self._stack.close()
 
     @property
     def ssh(self) -> str:
-        """The command that leads to a host."""
+        """The ssh command with the configuration of the hosts."""
         return f"ssh -F {self.ssh_config}"
 
     def submit(self, spec: str) -> None:
-        """Run a workflow to its end through distflow, as a user would; the supervisor starts and ends with it."""
+        """Run ``distflow workflow submit --wait``, including the start and the end of the supervisor."""
         path = self.folder / "spec.yaml"
         path.write_text(spec)
         self._run([sys.executable, "-m", "distflow", "workflow", "submit", str(path), "--wait"])
 
     def shell(self, script: str) -> None:
-        """Run a script of the peer to its end."""
+        """Run a shell script of the compared program to its end."""
         self._run(["bash", "-euc", script])
 
     def _run(self, command: list[str]) -> None:
@@ -82,16 +82,17 @@ class Lab:
             raise RuntimeError(f"{command[:4]}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
-def in_turns(
+def alternate(
     contestants: Mapping[str, Callable[[], None]],
     *,
     runs: int,
     warm_up: bool = True,
     settle: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds that each took in each of ``runs`` turns, by default after one turn that does not count.
+    """Run all contestants alternately, and return the seconds of each in each of ``runs`` turns.
 
-    They go in turns, so that a drifting machine touches all alike; ``settle`` is called between them and is not counted.
+    Because they alternate, changes of the machine's speed affect all of them. ``settle`` runs before each one and is not
+    counted, nor is the first turn with ``warm_up``.
     """
     taken: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(0 if warm_up else 1, runs + 1):

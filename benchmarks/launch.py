@@ -1,8 +1,8 @@
-"""From submit to the end of a job of one all-reduce on 2 and on 8 SSH hosts, against plain loops of ``ssh`` in the same run.
+"""Measure from submit to the end of one all-reduce on 2 and on 8 SSH hosts, compared with loops of ``ssh`` in the same run.
 
 The peers are the loop ``ssh host 'RANK=… python one.py' &`` with everything set by hand, and the same loop with torchrun.
-distflow sends the script, picks the port, checks the layout, mirrors the output and supervises besides. Fails when it takes
-more than 1.25 × the plain loop, or longer than torchrun.
+distflow also sends the script, chooses the port, checks the layout, mirrors the output and supervises the tasks. Fails if
+distflow takes more than 1.25 × the plain loop, or longer than torchrun.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from lab import Lab, in_turns, show
+from lab import Lab, alternate, show
 
 from distflow.testing.sshd import free_port
 
@@ -46,7 +46,7 @@ workflow:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether the bounds hold."""
+    """Run the measurements. Return 0 if the limits are met, 1 otherwise."""
     missed = False
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "one.py"
@@ -56,7 +56,7 @@ def main() -> int:
                 spec = SPEC.format(python=sys.executable, script=script, workers=hosts - 1)
                 ratios = show(
                     f"one all-reduce on {hosts} hosts, {RUNS} runs",
-                    in_turns(
+                    alternate(
                         {
                             "plain loop": partial(_plain, lab, hosts, script),
                             "torchrun loop": partial(_torchrun, lab, hosts, script),

@@ -1,9 +1,9 @@
-"""A file of 1 GiB and 20 000 small files to 4 SSH hosts, against loops of ``scp -r`` and ``rsync -a`` in the same run.
+"""Send a file of 1 GiB and 20 000 small files to 4 SSH hosts, compared with loops of ``scp -r`` and ``rsync -a``.
 
-distflow is timed as a whole, from ``submit`` to the end of a gang whose command is ``true``: it reads, hashes, sends, checks
-and places the files. The large file is random, so nothing can be packed; the small ones are Python sources in 200 directories.
-The loops take one host after the other, as they are typed; ``&`` marks one that takes all hosts at once. Then once more,
-unchanged: nothing may be sent. Fails when distflow is slower than the faster loop.
+The time of distflow is from ``submit`` to the end of a gang of ``true``: it reads, hashes, sends, checks and places the files.
+The large file is random, so compression does not help. The small files are Python sources in 200 directories. The loops copy
+to one host after the other; the loop marked ``&`` copies to all hosts at once. A second measurement sends the unchanged files
+again. Fails if distflow is slower than the faster sequential loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from lab import Lab, in_turns, show
+from lab import Lab, alternate, show
 
 HOSTS = 4
 RUNS = 2
@@ -41,9 +41,9 @@ workflow:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether distflow is as fast as the loops."""
+    """Run the measurements. Return 0 if the limit is met, 1 if not, 2 if rsync is missing."""
     if shutil.which("rsync") is None:
-        print("rsync not found: apt-get install rsync", file=sys.stderr)
+        print("rsync is not installed: run `sudo apt-get install rsync`", file=sys.stderr)
         return 2
     missed = False
     with tempfile.TemporaryDirectory() as folder, Lab(HOSTS) as lab:
@@ -65,10 +65,10 @@ def _compare(lab: Lab, title: str, path: Path) -> dict[str, float]:
     contestants = {name: partial(_loop, lab, command, " || exit 1\n") for name, command in loops.items()}
     contestants["rsync -a &"] = partial(_loop, lab, loops["rsync -a"], " &\n")
     contestants["distflow"] = partial(lab.submit, spec)
-    taken = in_turns(contestants, runs=RUNS, warm_up=False, settle=partial(_forget, lab))
+    taken = alternate(contestants, runs=RUNS, warm_up=False, settle=partial(_forget, lab))
     best = min(loops, key=lambda name: min(taken[name]))
     ratios = show(title, taken, best)
-    again = in_turns({"rsync -a": contestants["rsync -a"], "distflow": contestants["distflow"]}, runs=RUNS)
+    again = alternate({"rsync -a": contestants["rsync -a"], "distflow": contestants["distflow"]}, runs=RUNS)
     show(f"{title}, unchanged", again, "rsync -a")
     return ratios
 
@@ -78,9 +78,9 @@ def _loop(lab: Lab, command: str, end: str) -> None:
 
 
 def _forget(lab: Lab) -> None:
-    """Put away what was sent: every turn begins with hosts that have nothing, and with nothing left to write.
+    """Move the sent files away and flush the disks, so that each run starts with empty hosts.
 
-    It is not removed but emptied: ext4 is slow to make files for some seconds after many were deleted.
+    The files are truncated, not deleted, because ext4 creates files slowly for some seconds after deleting many.
     """
     for host in lab.names:
         trash = Path(tempfile.mkdtemp(dir=lab.folder))

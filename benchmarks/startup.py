@@ -1,8 +1,8 @@
-"""How long the quick commands take, as a multiple of a bare interpreter's start in the same run.
+"""Measure the frequent commands, as multiples of the start of a bare Python interpreter in the same run.
 
-``distflow --help``, ``workflow query`` and ``workflow list`` over a store of 10 000 workflows: each at most 10 ×
-``python -c pass`` (median of 20 runs, taken in turns so that a drifting machine touches all alike). Prints a table,
-and fails when the bound is missed.
+``distflow --help``, ``workflow query`` and ``workflow list`` run with a store of 10 000 workflows. Each may take at most 10 ×
+``python -c pass``. All are medians of 20 alternating runs, so changes of the machine's speed affect all of them. Prints a
+table, and fails if a command exceeds the limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT = 10.0
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether the bound holds."""
+    """Run the measurement. Return 0 if the limit is met, 1 otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         directory = StateDirectory(Path(folder)).ensure()
         last = _fill(directory)

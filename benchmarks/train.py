@@ -1,10 +1,10 @@
-"""How fast the sample trains under distflow, under plain torchrun and as a single process, in one run.
+"""Compare the training speed of ``scripts/train_dist.py`` under distflow, under torchrun and as a single process.
 
-``scripts/train_dist.py`` with the same global batch everywhere: two tasks of one rank each on this machine, ``torchrun`` with
-two ranks, one process. Timed inside the training, from the end of the first epoch to that of the last, so that no start and no
-end counts; in every order once. Fails when the median of distflow's speed over torchrun's in the same turn is below ``LIMIT``.
+All three have the same global batch: two distflow tasks of one rank each on this machine, ``torchrun`` with two ranks, and one
+process. The time counts from the end of the first epoch to the end of the last, so starts and ends do not count. The three run
+in every order once. Fails if the median ratio of distflow's speed to torchrun's in the same turn is below ``LIMIT``.
 
-Then runs ``gpt.py``, which needs a GPU and says so where there is none.
+It then runs ``gpt.py``, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 EPOCHS, RANKS, BATCH = 60, 2, 32
 LIMIT = 0.98
-"""1.0, less what two runs of one contestant differ by."""
+"""1.0, minus the difference between two runs of one contestant."""
 TIMED = f"""
 import sys, time
 sys.path.insert(0, {str(SCRIPTS)!r})
@@ -35,7 +35,7 @@ said = train_dist.emit
 train_dist.emit = lambda **record: said(**record, clock=time.monotonic())
 sys.exit(train_dist.main())
 """
-"""The sample, with a clock in each of its lines."""
+"""The training script, with a time stamp in each of its lines."""
 SPEC = """
 workflow:
   name: sample
@@ -55,7 +55,7 @@ workflow:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether the bounds hold."""
+    """Run both measurements. Return 0 if the limits are met, 1 otherwise."""
     slow = _sample()
     gpt = subprocess.run([sys.executable, Path(__file__).with_name("gpt.py")], check=False).returncode
     return int(slow or gpt != 0)
@@ -74,16 +74,16 @@ def _sample() -> bool:
         }
         speeds: dict[str, list[float]] = {contestant: [] for contestant in contestants}
         for run in contestants.values():
-            run()  # warms caches up
-        # In every order once: who comes after a run on one core finds the others rested.
+            run()  # fill the caches
+        # Every order once: a run after the single process finds a core that was idle.
         for order in permutations(contestants):
             for contestant in order:
                 speeds[contestant].append(contestants[contestant]())
     torchruns, distflows, _ = speeds.values()
     print(
-        f"{platform.machine()}, {os.cpu_count()} CPUs: the sample, {EPOCHS} epochs, {len(torchruns)} runs, samples in a second"
+        f"{platform.machine()}, {os.cpu_count()} CPUs: the sample, {EPOCHS} epochs, {len(torchruns)} runs, samples per second"
     )
-    print(f"  {'':<24} {'median':>9} {'least':>9} {'most':>9} {'× torchrun':>11}")
+    print(f"  {'':<24} {'median':>9} {'minimum':>9} {'maximum':>9} {'× torchrun':>11}")
     for contestant, measured in speeds.items():
         print(
             f"  {contestant:<24} {statistics.median(measured):>9.0f} {min(measured):>9.0f} {max(measured):>9.0f} "
@@ -93,7 +93,7 @@ def _sample() -> bool:
 
 
 def _ratio(measured: Sequence[float], peers: Sequence[float]) -> float:
-    """Return the median of the ratios turn by turn: a machine that drifts touches both of a turn."""
+    """Return the median of the ratios within each turn, so that changes of the machine's speed cancel out."""
     return statistics.median(one / peer for one, peer in zip(measured, peers, strict=True))
 
 
@@ -121,10 +121,10 @@ def _run(command: Sequence[str], folder: Path) -> str:
 
 
 def _speed(lines: Sequence[str]) -> float:
-    """Return samples per second of all ranks together, from the lines that end epochs."""
+    """Return the samples per second of all ranks together, from the lines at the ends of epochs."""
     records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith("{")]
     first, *_, last = [record for record in records if "loss" in record]
-    # 1437 samples: every rank's last batch of an epoch is smaller, for all alike.
+    # There are 1437 samples, so the last batch of an epoch is smaller. That is the same for all contestants.
     samples = (last["step"] - first["step"]) * BATCH * RANKS
     return float(samples / (last["clock"] - first["clock"]))
 

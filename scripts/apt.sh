@@ -1,4 +1,4 @@
-# Sourced by the other scripts: apt_install PACKAGE..., as root or through passwordless sudo; fails quietly where neither is allowed.
+# Other scripts source this file. `apt_install PACKAGE...` works as root or with passwordless sudo, and fails silently without them.
 
 as_root() {
     if [ "$(id -u)" = 0 ]; then "$@"

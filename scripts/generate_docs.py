@@ -1,8 +1,8 @@
-"""Write the generated parts of docs/ anew (``make docs``).
+"""Regenerate the generated parts of docs/ (``make docs``).
 
-A page holds prose that people write, and between two comments that name a part what is made here from the code: from the JSON
-Schemas, the error tree, the tables of states, and the golden messages of the rank layout. ``tests/unit/test_generated_docs.py``
-fails when a page differs from what this would write.
+A generated part lies between two comments with its name. Its sources are the JSON Schemas, the error tree, the tables of
+states, the rules of the diagnosis, and the golden messages of the rank layout. The rest of a page is written by hand.
+``tests/unit/test_generated_docs.py`` fails when a page differs from this script's output.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Section:
 
 
 class Reference:
-    """A JSON Schema as chapters, one for each kind of mapping, in the order in which they are met."""
+    """A JSON Schema as chapters, one for each kind of mapping, in the order of their first use."""
 
     def __init__(self, schema: Schema, level: int = 2) -> None:
         """Read ``schema``; headings have ``level`` hashes."""
@@ -74,7 +74,7 @@ class Reference:
                 self._visit(inner)
 
     def _mappings_in(self, rule: Schema) -> Iterator[Schema]:
-        """Yield the mappings that a value holds: itself, its items, its values."""
+        """Yield the mappings in a value: the value itself, its items, its values."""
         if "properties" in rule:
             yield rule
         for key in ("items", "additionalProperties"):
@@ -82,7 +82,7 @@ class Reference:
                 yield from self._mappings_in(self._resolved(rule[key]))
 
     def _resolved(self, rule: Schema) -> dict[str, Any]:
-        """Return a rule with what it refers to below what it says itself."""
+        """Return a rule merged with the rule that it refers to; its own keys win."""
         reference = str(rule.get("$ref", ""))
         if not reference:
             return dict(rule)
@@ -92,7 +92,7 @@ class Reference:
         lines = [f"{self._hashes} {heading(section.title)}", ""]
         if section.schema.get("description"):
             lines += [prose(str(section.schema["description"])), ""]
-        lines += ["| key | type | default | what it says | example |", "|---|---|---|---|---|"]
+        lines += ["| key | type | default | description | example |", "|---|---|---|---|---|"]
         required = section.schema.get("required", ())
         for key, rule in section.schema.get("properties", {}).items():
             lines.append(self._row(key, self._resolved(rule), key in required))
@@ -136,13 +136,13 @@ def heading(title: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Return text in which ``<name>`` is no HTML; what stands in code marks is left alone."""
+    """Escape ``<name>`` outside of backticks, so that Markdown does not read it as HTML."""
     pieces = text.split("`")
     return "`".join(piece if position % 2 else piece.replace("<", "\\<") for position, piece in enumerate(pieces))
 
 
 def plain_heading(title: str) -> str:
-    """Return a schema's title as the words of a link."""
+    """Return a schema's title as the text of a link."""
     return title.replace("`", "")
 
 
@@ -157,9 +157,9 @@ def slug(text: str) -> str:
 
 
 def code(value: object) -> str:
-    """Return a value as YAML on one line, in code marks."""
+    """Return a value as YAML on one line, between backticks."""
     if isinstance(value, str):
-        # Quoted where YAML would read it as something else than this text.
+        # Quote a text that YAML would read as another type.
         return f"`{value}`" if yaml.safe_load(value) == value else f"`{json.dumps(value)}`"
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).removesuffix("...\n").strip()
     return f"`{text}`"
@@ -179,12 +179,12 @@ def configuration_reference() -> str:
 
 MEANINGS: Mapping[int, str] = MappingProxyType(
     {
-        0: "what was asked was done; with `--wait`, and for `query --exit-status`, the workflow completed",
+        0: "the command succeeded; with `--wait`, and for `query --exit-status`, the workflow completed",
         1: "the workflow ended and did not complete",
         2: "the spec, the configuration or the command line is wrong; nothing was started",
-        3: "a node or a store of data could not be reached or refused, or `pool check` found that no gang can run; or the "
-        "supervisor did not start; or `cancel --wait` ran out of time",
-        4: "the workflow has not ended yet: `query --exit-status`, or `submit --wait` when nobody reads its output any more",
+        3: "a node or a data store could not be reached or refused the access; `pool check` found that a gang cannot run; the "
+        "supervisor did not start; or `cancel --wait` reached its time limit",
+        4: "the workflow has not ended yet: `query --exit-status`, or `submit --wait` after the reader of its output has gone",
         5: "this machine's state directory cannot be used, or a disk is full",
         70: "a bug in distflow; the message names the file that holds the traceback",
         130: "interrupted (Ctrl-C)",
@@ -193,18 +193,18 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
 
 
 FAMILY: Sequence[type[errors.DistflowError]] = (*(getattr(errors, name) for name in errors.__all__), ProblemsFound)
-"""Every error that other modules may raise. Not ``__subclasses__``: what that holds depends on what was imported before."""
+"""Every error that other modules may raise. ``__subclasses__`` would depend on the modules that are already imported."""
 
 
 def exit_codes() -> str:
-    """Return the table of exit codes and who raises them."""
+    """Return the table of exit codes with their errors."""
     raised: dict[int, list[str]] = {}
     for error in FAMILY:
         raised.setdefault(error.exit_code, []).append(f"`{error.__name__}`")
     unknown = raised.keys() - MEANINGS.keys()
     if unknown:
         raise SystemExit(f"scripts/generate_docs.py: no meaning for the exit codes {sorted(unknown)}")
-    # The root's own code is that of a bug: nothing raises the root itself.
+    # The root has the exit code of a bug, because no module raises the root itself.
     raised[70] = []
     lines = ["| code | meaning | errors |", "|--:|---|---|"]
     return "\n".join(
@@ -213,7 +213,7 @@ def exit_codes() -> str:
 
 
 def error_tree() -> str:
-    """Return the tree as ``errors`` draws it."""
+    """Return the tree from the docstring of ``errors``."""
     lines = inspect.cleandoc(errors.__doc__ or "").splitlines()
     begin = lines.index("::") + 2
     drawn = []
@@ -228,14 +228,14 @@ def error_tree() -> str:
 
 STATE_TEXT: Mapping[str, str] = MappingProxyType(
     {
-        "PENDING": "No task of it has started.",
-        "RUNNING": "Its command runs; for a workflow: at least one group has started, and not all have ended.",
-        "COMPLETED": "It ended well: a task with exit code 0, a group as its lead or its world, a workflow with every group.",
-        "FAILED": "It ended otherwise; the reason says why.",
-        "CANCELED": "A person asked for its end.",
+        "PENDING": "None of its tasks has started.",
+        "RUNNING": "The command of the task runs. Of a workflow, at least one group has started, and not all have ended.",
+        "COMPLETED": "It succeeded: a task with exit code 0, a group with its lead or its world, a workflow with all groups.",
+        "FAILED": "It did not succeed; the reason says why.",
+        "CANCELED": "A person canceled it.",
     }
 )
-"""For the members that ``states`` leaves without words, because their names say it."""
+"""Descriptions of the members that have no docstring in ``states``."""
 
 
 def member_docs(name: str) -> dict[str, str]:
@@ -250,12 +250,12 @@ def member_docs(name: str) -> dict[str, str]:
 
 
 def state_table() -> str:
-    """Return where a task or a group can be, and what may follow."""
+    """Return the states of tasks and groups, with the states that may follow."""
     return _moves_table(State, MOVES, member_docs("State"))
 
 
 def workflow_state_table() -> str:
-    """Return where a workflow can be, and what may follow."""
+    """Return the states of workflows, with the states that may follow."""
     return _moves_table(WorkflowState, WORKFLOW_MOVES, member_docs("WorkflowState"))
 
 
@@ -270,7 +270,7 @@ def _moves_table(members: Any, moves: Mapping[Any, Sequence[Any]], docs: Mapping
 
 
 def reason_table() -> str:
-    """Return every reason with its words, the status that shows it, and whether this version can set it."""
+    """Return every reason with its description, its status, and whether this version uses it."""
     used = _reasons_in_use()
     lines = ["| reason | it ended because … | task and group show | in this version |", "|---|---|---|---|"]
     for reason in Reason:
@@ -281,8 +281,8 @@ def reason_table() -> str:
 
 
 def task_exit_codes() -> str:
-    """Return the exit codes of ends that the command did not choose."""
-    texts: dict[int, list[str]] = {2010: ["its data could not be brought to it"]}
+    """Return the exit codes of ends that do not come from the command itself."""
+    texts: dict[int, list[str]] = {2010: ["an input could not be fetched"]}
     for reason, number in CODES.items():
         if number is not None:
             texts.setdefault(number, []).append(REASON_TEXT[reason])
@@ -296,7 +296,7 @@ def _reasons_in_use() -> set[Reason]:
 
 
 def status_table() -> str:
-    """Return every status that people see, with what it is made of."""
+    """Return every status in the output of commands, with its states and reasons."""
     tasks = _by_status(State, states.status_of)
     workflows = _by_status(WorkflowState, states.workflow_status_of)
     lines = ["| status | state or reason of a task or group | state or reason of a workflow |", "|---|---|---|"]
@@ -308,7 +308,7 @@ def status_table() -> str:
 
 
 def _by_status(members: Any, status_of: Callable[[Any, Reason | None], str]) -> dict[str, str]:
-    """Return what each status is made of. CANCELED as the reason of FAILED never occurs: that is the state CANCELED."""
+    """Return the states and reasons of each status. The reason CANCELED only occurs with the state CANCELED."""
     found: dict[str, list[str]] = {}
     for state in members:
         if state.name != "FAILED":
@@ -326,173 +326,176 @@ def _by_status(members: Any, status_of: Callable[[Any, Reason | None], str]) -> 
 
 RULES: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     (
-        "Every rank is claimed exactly once",
+        "Every rank belongs to exactly one task",
         (
-            ("gap", "No rank is left out."),
-            ("overlap", "No rank is claimed twice."),
-            ("claimed_twice", "No two tasks have the same offset."),
-            ("beyond_world_size", "No rank lies beyond the world size."),
-            ("size_too_small", "The sizes fill the world."),
-            ("size_too_large", "The sizes do not exceed the world."),
-            ("task_absent", "Every part of the world has its task."),
-            ("task_absent_in_the_middle", "Also in the middle."),
-            ("sum_is_not_world_size", "The sizes add up to the world size."),
-            ("several_mistakes", "When several things are wrong, a whole layout is proposed."),
-            ("alone", "Tasks that share a world stand in one group."),
-            ("ranks_overlap", "The `ranks` field is held to the same rules."),
+            ("gap", "No rank may be left out."),
+            ("overlap", "Two tasks may not claim the same rank."),
+            ("claimed_twice", "Two tasks may not have the same offset."),
+            ("beyond_world_size", "No task may have a rank beyond the world size."),
+            ("size_too_small", "The sizes must fill the world."),
+            ("size_too_large", "The sizes must not exceed the world."),
+            ("task_absent", "A task may not be missing at the end of the world."),
+            ("task_absent_in_the_middle", "A task may not be missing in the middle."),
+            ("sum_is_not_world_size", "The sizes must add up to the world size."),
+            ("several_mistakes", "If several values are wrong, distflow proposes a whole layout."),
+            ("alone", "Tasks of one world must be in one group."),
+            ("ranks_overlap", "The same rules apply to the `ranks` field."),
         ),
     ),
     (
-        "One world size, the same everywhere",
+        "All tasks agree on the world size",
         (
-            ("world_size_differs", "A single other number is the one to change."),
-            ("world_size_not_raised", "After a worker was added, all tasks name the new size."),
-            ("world_size_too_small_everywhere", "Also when all agree on the old one."),
-            ("tutorial_in_small", "The same with one process a task."),
-            ("world_size_left_out_everywhere", "It is written out, as offset and size are."),
+            ("world_size_differs", "If one task has another world size, distflow names that task."),
+            ("world_size_not_raised", "A new worker raises the world size in every task."),
+            ("world_size_too_small_everywhere", "The world size must be right even if all tasks agree on it."),
+            ("tutorial_in_small", "This also holds for tasks with one rank."),
+            ("world_size_left_out_everywhere", "A task with `--offset` and `--size` also needs `--world_size`."),
         ),
     ),
     (
-        "Offset, size and world size are numbers, and all three are there",
+        "Offset, size and world size are numbers, and none is missing",
         (
-            ("flags_left_out", "No task of the world is without its flags."),
-            ("flag_left_out", "None has only some of them."),
-            ("not_a_number", "They are whole numbers."),
+            ("flags_left_out", "Every task of the world needs its flags."),
+            ("flag_left_out", "A task needs all three flags."),
+            ("not_a_number", "The values are whole numbers."),
             ("offset_negative", "An offset is 0 or more."),
             ("size_zero", "A size is 1 or more."),
-            ("unknown_variable", "A variable that only the shell knows cannot be checked."),
-            ("two_commands", "A task says one thing."),
+            ("unknown_variable", "distflow cannot check a variable that only the shell knows (a warning)."),
+            ("two_commands", "A task may not start two commands with different ranks."),
         ),
     ),
     (
-        "A GPU for every rank",
+        "Every rank has a GPU",
         (
-            ("size_more_than_gpus", "A task that asks for GPUs has at most as many ranks."),
-            ("torchrun_nproc_more_than_gpus", "The same for torchrun."),
+            ("size_more_than_gpus", "A task that asks for GPUs may not have more ranks than GPUs."),
+            ("torchrun_nproc_more_than_gpus", "The same applies to torchrun's `--nproc_per_node`."),
         ),
     ),
     (
         "The lead holds rank 0",
         (
-            ("lead_is_not_rank_0", "Master and lead are one task."),
-            ("lead_holds_no_ranks", "A helper cannot lead a world."),
+            ("lead_is_not_rank_0", "The task with rank 0 must be the lead."),
+            ("lead_holds_no_ranks", "A task without ranks cannot lead a world."),
         ),
     ),
     (
-        "All tasks name the master's address",
+        "All tasks use the master's address",
         (
-            ("master_addr_localhost", "`localhost` is another node for each task."),
-            ("master_addr_names_another_task", "`{{host:…}}` names the master."),
-            ("master_addr_task_name", "The name of a task is no address."),
-            ("master_addr_fixed", "A fixed address holds only as long as the placement does."),
-            ("torchrun_master_addr", "The same for torchrun's `--master_addr`."),
-            ("torchrun_rdzv_endpoint", "And for its `--rdzv-endpoint`."),
+            ("master_addr_localhost", "`localhost` is a different node for each task."),
+            ("master_addr_names_another_task", "`{{host:…}}` must name the master."),
+            ("master_addr_task_name", "The name of a task is not an address."),
+            ("master_addr_fixed", "A fixed address is wrong if distflow places the master on another node (a warning)."),
+            ("torchrun_master_addr", "The same applies to torchrun's `--master_addr`."),
+            ("torchrun_rdzv_endpoint", "The same applies to torchrun's `--rdzv-endpoint`."),
         ),
     ),
     (
         "All tasks use one port",
         (
-            ("port_differs", "The same in every task."),
-            ("port_out_of_range", "It is a port."),
-            ("port_set_twice", "A task names one."),
-            ("torchrun_master_port", "The same for torchrun's `--master_port`."),
+            ("port_differs", "The port must be the same in every task."),
+            ("port_out_of_range", "The port must be a valid port number."),
+            ("port_set_twice", "A task may not set two ports."),
+            ("torchrun_master_port", "The same applies to torchrun's `--master_port`."),
         ),
     ),
     (
-        "torchrun: node ranks are 0 … nnodes − 1, each once",
+        "torchrun: each node rank from 0 to nnodes − 1 occurs once",
         (
             ("torchrun_nnodes_not_raised", "`--nnodes` is the number of tasks."),
-            ("torchrun_task_absent", "Every node rank has its task."),
-            ("torchrun_node_rank_twice", "No node rank is given twice."),
-            ("torchrun_node_rank_too_high", "They are dense."),
-            ("torchrun_alone", "The tasks of one world stand in one group."),
-            ("torchrun_nproc_unknown", "`--nproc_per_node auto` cannot be checked."),
-            ("torchrun_c10d", "The c10d rendezvous numbers the nodes itself."),
-            ("torchrun_worlds_of_their_own", "Several bare torchruns are several worlds."),
+            ("torchrun_task_absent", "Every node rank needs a task."),
+            ("torchrun_node_rank_twice", "Two tasks may not have the same node rank."),
+            ("torchrun_node_rank_too_high", "Node ranks may not have gaps."),
+            ("torchrun_alone", "Tasks of one world must be in one group."),
+            ("torchrun_nproc_unknown", "distflow cannot check `--nproc_per_node auto` (a warning)."),
+            ("torchrun_c10d", "torchrun's c10d rendezvous numbers the nodes itself (a warning)."),
+            ("torchrun_worlds_of_their_own", "Without `ranks`, each plain `torchrun` is a separate world (a warning)."),
         ),
     ),
     (
-        "Programs that are told their rank and the world size: ranks are 0 … world size − 1, each once",
+        "Programs that get their rank and the world size: each rank from 0 to world size − 1 occurs once",
         (
-            ("rank_variables_twice", "No two tasks set the same `RANK`."),
-            ("rank_flags_of_a_program", "No `--rank` is too high."),
-            ("rank_flags_world_size", "`--world-size` is the number of tasks; `--dist-url` names the master."),
+            ("rank_variables_twice", "Two tasks may not set the same `RANK`."),
+            ("rank_flags_of_a_program", "A `--rank` may not be too high."),
+            ("rank_flags_world_size", "`--world-size` is the number of tasks, and `--dist-url` must name the master."),
         ),
     ),
     (
-        "Field, flags and launcher agree",
+        "The `ranks` field, flags and launcher agree",
         (
-            ("ranks_against_flags", "Flags beside a `ranks` field say the same."),
-            ("ranks_against_torchrun", "So do torchrun's."),
-            ("ranks_against_variables", "So do `RANK` and `WORLD_SIZE`."),
-            ("mixed_styles", "One group starts its ranks in one way."),
+            ("ranks_against_flags", "Flags must agree with the `ranks` field."),
+            ("ranks_against_torchrun", "torchrun's flags must agree with it too."),
+            ("ranks_against_variables", "`RANK` and `WORLD_SIZE` must agree with it too."),
+            ("mixed_styles", "All tasks of a group must start their ranks in the same way."),
         ),
     ),
     (
-        "Rank tokens have something to stand for",
+        "Rank tokens have a value",
         (
-            ("token_without_ranks", "The group shares a world."),
-            ("token_of_a_helper", "The task holds ranks."),
-            ("token_without_size", "Something says how many."),
+            ("token_without_ranks", "A rank token needs a group with ranks."),
+            ("token_of_a_helper", "A rank token needs a task with ranks."),
+            ("token_without_size", "A rank token needs a size that the spec states."),
         ),
     ),
     (
-        "Replicas differ in their ranks",
+        "Replicas have different ranks",
         (
-            ("replicas_with_one_offset", "A literal offset would be the same in all of them."),
-            ("replicas_with_one_node_rank", "So would a literal node rank."),
+            ("replicas_with_one_offset", "A fixed offset would be the same in all replicas."),
+            ("replicas_with_one_node_rank", "A fixed node rank would be the same in all replicas."),
         ),
     ),
     (
-        "A launcher or a framework starts Python, and starts it once",
+        "A launcher or a framework starts a Python script, and starts it once",
         (
-            ("launcher_of_a_torchrun", "The command does not start the ranks, too."),
-            ("launcher_twice", "Nor does it with a framework."),
-            ("launcher_beside_a_framework", "A framework has a launcher of its own."),
-            ("launcher_of_a_shell", "The command is a script or a module."),
-            ("launcher_of_a_text", "It stands in a file."),
-            ("launcher_of_an_option", "Options of the interpreter do not reach the ranks."),
-            ("launcher_restarts_of_spawn", "One task's launcher cannot restart the ranks of another."),
-            ("launcher_restarts_of_torchrun", "torchrun's restarts cost the order of the ranks (a warning)."),
-            ("launcher_uneven", "Accelerate gives every task equally many ranks."),
-            ("jax_launch", "JAX has no launcher."),
+            ("launcher_of_a_torchrun", "With a `launcher`, the command may not start the ranks itself."),
+            ("launcher_twice", "The same applies with a `framework`."),
+            ("launcher_beside_a_framework", "A framework has its own launcher."),
+            ("launcher_of_a_shell", "The command must be a Python script or a module."),
+            ("launcher_of_a_text", "The script must be a file."),
+            ("launcher_of_an_option", "Options of the interpreter would not reach the ranks."),
+            ("launcher_restarts_of_spawn", "`spawn` cannot restart the ranks of several tasks."),
+            (
+                "launcher_restarts_of_torchrun",
+                "torchrun does not keep the order of the ranks when it restarts them (a warning).",
+            ),
+            ("launcher_uneven", "Accelerate needs the same number of ranks in every task."),
+            ("jax_launch", "JAX does not have a launcher."),
         ),
     ),
     (
         "A strategy fits the ranks",
         (
-            ("strategy_mesh_too_big", "A mesh has as many places as the group has ranks."),
-            ("strategy_across_nodes", "Ranks that share a tensor are on one node."),
-            ("strategy_unknown_kind", "Its words are known."),
-            ("strategy_without_ranks", "There are ranks."),
-            ("strategy_of_ray", "What it asks for is done, or refused."),
-            ("strategy_of_a_guide", "A block from another guide is converted (a warning)."),
-            ("strategy_beside_a_framework", "Somebody reads it (a warning)."),
+            ("strategy_mesh_too_big", "A mesh must have as many places as the group has ranks."),
+            ("strategy_across_nodes", "Ranks that share a tensor must be on one node."),
+            ("strategy_unknown_kind", "The kind must exist."),
+            ("strategy_without_ranks", "A strategy needs ranks."),
+            ("strategy_of_ray", "A block that asks for Ray needs `framework: ray`."),
+            ("strategy_of_a_guide", "distflow converts a block from another guide (a warning)."),
+            ("strategy_beside_a_framework", "Some frameworks do not read `strategy` (a warning)."),
         ),
     ),
     (
-        "An elastic group is right in each of its sizes",
+        "An elastic group is valid in each of its sizes",
         (
-            ("elastic_min", "There is a smaller one."),
-            ("elastic_without_ranks", "It shares a world."),
-            ("elastic_literal_world_size", "Numbers that follow from the size are not written out."),
-            ("elastic_mesh", "The strategy fits each of them."),
-            ("elastic_names_a_worker", "Nobody needs the address of a task that may be left out."),
-            ("elastic_output", "Nor its output."),
+            ("elastic_min", "`min` must be less than the number of tasks."),
+            ("elastic_without_ranks", "An elastic group needs ranks."),
+            ("elastic_literal_world_size", "Values that depend on the size may not be fixed numbers."),
+            ("elastic_mesh", "The strategy must fit every size."),
+            ("elastic_names_a_worker", "No task may need the address of a task that may be left out."),
+            ("elastic_output", "No task may need the output of a task that may be left out."),
         ),
     ),
     (
-        "After a restart all tasks of a world find the same files",
+        "After a restart, all tasks of a world find the same files",
         (
-            ("checkpoint_of_one_task", "A checkpoint of one task reaches only that task (a warning)."),
-            ("shared_without_restart", "A shared directory is for groups that are tried again (a warning)."),
+            ("checkpoint_of_one_task", "A checkpoint of one task restores files for that task only (a warning)."),
+            ("shared_without_restart", "`shared` needs a group that may be retried (a warning)."),
         ),
     ),
 )
 
 
 def layout_rules() -> str:
-    """Return every rule of the rank layout with the message about a spec that breaks it."""
+    """Return every rule of the rank layout, with the message for a spec that breaks it."""
     named = [name for _, cases in RULES for name, _ in cases]
     there = {path.stem.removeprefix("layout_") for path in GOLDENS.glob("layout_*.yaml")}
     if set(named) != there or len(named) != len(set(named)):
@@ -508,7 +511,7 @@ def layout_rules() -> str:
 
 
 def _message(name: str) -> str:
-    """Return a golden's messages, without the world that a spec with mere warnings still has."""
+    """Return the messages of a golden file, without the drawing of the world that follows warnings."""
     text = (GOLDENS / f"layout_{name}.txt").read_text(encoding="utf-8")
     return re.split(r"^\S+: world of ", text, maxsplit=1, flags=re.MULTILINE)[0].rstrip()
 
@@ -517,8 +520,8 @@ def _message(name: str) -> str:
 
 
 def diagnosis_table() -> str:
-    """Return every rule of ``distflow workflow diagnose``: how a cause shows, what it is, what to do."""
-    lines = ["| `key` | how it shows | cause | remedy |", "|---|---|---|---|"]
+    """Return every rule of ``distflow workflow diagnose``: symptom, cause and remedy."""
+    lines = ["| `key` | symptom | cause | remedy |", "|---|---|---|---|"]
     for rule in (*RULES_OF_DIAGNOSIS, EXCEPTION, *END_RULES):
         cells = (f"`{rule.key}`", rule.shows, rule.cause, rule.remedy)
         lines.append("| " + " | ".join(prose(cell) for cell in cells) + " |")
@@ -545,7 +548,7 @@ PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
 
 
 def renewed(page: str) -> str:
-    """Return a page with its generated parts as they should be now."""
+    """Return a page with its generated parts regenerated."""
     return MARK.sub(lambda match: f"{match.group(1)}\n{PARTS[match.group(2)]()}\n\n{match.group(4)}", page)
 
 
@@ -555,7 +558,7 @@ def parts_of(page: str) -> list[str]:
 
 
 def main() -> int:
-    """Write every page that is not as it should be."""
+    """Write every page whose generated parts have changed."""
     for path in sorted(DOCS.glob("*.md")):
         before = path.read_text(encoding="utf-8")
         after = renewed(before)

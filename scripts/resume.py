@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # mypy: allow-untyped-calls
-"""Train a small network so that it can be killed at any moment: the next attempt continues and ends with the same weights.
+"""Train a small network that may be killed at any moment: the next attempt continues and ends with the same weights.
 
-Started by ``distflow.train.launch`` (``launcher: spawn`` in a spec), under the strategy that the spec names. The
-checkpoint holds the weights, the optimizer, the random state and the position in the epoch. Standard output has JSON lines;
-the last one has a digest of the weights.
+``distflow.train.launch`` starts it (``launcher: spawn`` in a spec), with the strategy of the spec. The checkpoint holds the
+weights, the optimizer, the random state and the position in the epoch. Standard output has JSON lines; the last one has a
+digest of the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLES, FEATURES, EVERY = 96, 16, 3
 
 
 class Block(nn.Module):
-    """A layer that every strategy knows how to share out."""
+    """A layer that every strategy can shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Block(nn.Module):
         self.down_proj = nn.Linear(32, FEATURES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input with something added."""
+        """Return the input plus the output of the two layers."""
         return x + torch.as_tensor(self.down_proj(torch.relu(self.up_proj(x))))
 
 
 class Network(nn.Module):
-    """A few of them, and one number in the end."""
+    """Two blocks and a linear layer with one output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Network(nn.Module):
 
 
 def main() -> None:
-    """Train, from the beginning or from the newest whole checkpoint."""
+    """Train from the beginning or from the newest complete checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait after each step")
@@ -64,7 +64,7 @@ def main() -> None:
     loader = train.Loader(torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, seed=1)
     model = train.parallelize(Network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    checkpoints = train.Checkpoints()  # where distflow saves and restores: `checkpoint:` in the spec
+    checkpoints = train.Checkpoints()  # in the directory that `checkpoint:` of the spec saves and restores
     step = checkpoints.load_latest(model, optimizer, loader=loader) or 0
     train.report(step=step, begins=True, pid=os.getpid())
 

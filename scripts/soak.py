@@ -1,8 +1,8 @@
-"""Lets gangs of 1 to 4 tasks run on 8 SSH hosts for as long as you like, with random faults; reports what was left or wrong.
+"""Run gangs of 1 to 4 tasks with random faults on 8 SSH hosts, and report what leaked, hung or was recorded wrongly.
 
-``make soak`` runs it for half an hour. As root the hosts have networks of their own, and links are cut, too. In its first two
-thirds the supervisor is left alone, so that its memory can be seen; in the last it is killed, too. Exit code 1 when anything
-leaked, hung or was told wrongly.
+``make soak`` runs it for half an hour. As root, each host has its own network, and the script also cuts links. It kills the
+supervisor only in the last third of the time, so that the report can show the supervisor's memory before that. The exit code
+is 1 if anything leaked, hung or was recorded wrongly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scenarios.lab import Lab
 
 HOSTS = 8
 AT_ONCE = 3
-# A host that is given up would be given up for all gangs on it, and no longer be a fault of one.
+# A lost host would fail all gangs on it, but each fault here belongs to one gang.
 GANG_ENDS = tuple(end for end in ENDS if end != "lost")
 SAMPLE_S = 2.0
 ANCHOR = """
@@ -44,40 +44,41 @@ workflow:
 
 
 PURPOSE = """\
-Gangs of 1 to 4 tasks run one after another, with faults drawn at random: processes killed with SIGKILL, hosts frozen, their
-links cut, their sshd restarted, the supervisor killed (in the last third only, so that its memory can be seen before that).
-After each the record is compared with what the nodes know: no exit code may be missing, no task may have run twice at once,
-the verdict must name what was done, and no process may be left. `make soak` runs it; this is the report of one run."""
+`make soak` runs gangs of 1 to 4 tasks one after another, and injects random faults. It kills processes with SIGKILL, freezes
+hosts, cuts their links and restarts their sshd. In the last third of the time it also kills the supervisor; before that, the
+report shows the supervisor's memory. After each gang it compares the record with the nodes: no exit code may be missing, no
+task may have run twice at once, the first cause must be the injected fault, and no process may be left. This is the report of
+one run."""
 
 
 class Soak:
-    """A run of so many minutes, and what was seen in it."""
+    """A run of a given duration, with its results."""
 
     def __init__(self, lab: Lab, links: Mapping[str, NetnsHost], minutes: float, seed: int) -> None:
-        """Take the hosts, and the ``links`` that can be cut; nothing runs yet."""
+        """Prepare a run on the hosts of ``lab``. ``links`` are the hosts whose links can be cut."""
         self.lab = lab
         self.links = links
         self.seconds = minutes * 60
         self.deeds: list[tuple[Deed, float]] = []
         self.wrong: list[str] = []
         self.memory: list[tuple[float, int, int, int]] = []
-        """Of the supervisor while it is left alone: seconds, resident KiB, open files, workflows so far."""
+        """Samples of the supervisor before the first kill: seconds, resident KiB, open files, workflows so far."""
         self._faults = (*HARMLESS, *(["cut"] if links else []))
         self._seeds = itertools.count(seed)
         self._begun = time.monotonic()
 
     @property
     def age_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the run began."""
         return time.monotonic() - self._begun
 
     @property
     def is_sparing(self) -> bool:
-        """Whether the supervisor is left alone as yet."""
+        """Whether the supervisor is not killed yet."""
         return self.age_s < self.seconds * 2 / 3
 
     def run(self) -> None:
-        """Run gangs until the time is over, then look for what is left."""
+        """Run gangs until the time is over, then search for remaining processes and leases."""
         go = self.lab.cli.folder / "anchor-go"
         self.lab.submit(go, ANCHOR)
         done = threading.Event()
@@ -136,17 +137,17 @@ class Soak:
             f"* {when}.",
             f"* {len(self.deeds)} workflows with {tasks} tasks, {AT_ONCE} at a time, on {HOSTS} hosts behind OpenSSH.",
             f"* From `submit` to the end: {statistics.median(times):.1f} s in the median, {max(times):.1f} s at most.",
-            f"* Leaked, hung, or told wrongly: {len(self.wrong)}.",
+            f"* Leaked, hung, or recorded wrongly: {len(self.wrong)}.",
             "",
-            "| ended by | workflows |",
+            "| gang ended by | workflows |",
             "|---|--:|",
             *(f"| {end} | {count} |" for end, count in sorted(ends.items())),
             "",
-            "| on the way | times |",
+            "| fault that ends no gang | times |",
             "|---|--:|",
             *(f"| {fault} | {count} |" for fault, count in sorted(faults.items())),
             "",
-            "The supervisor, while it was left alone; medians of each quarter of that time:",
+            "The supervisor before it was first killed. Each row is the median of a quarter of that time:",
             "",
             "| after | workflows so far | resident memory | open files |",
             "|--:|--:|--:|--:|",
@@ -161,12 +162,12 @@ class Soak:
 
 
 def main() -> int:
-    """Run it and write the report."""
+    """Run the soak and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=1, help="of the first workflow; the others count on")
-    parser.add_argument("--report", type=Path, help="where the report goes; standard output when not given")
-    parser.add_argument("--machine", default="", help="what it runs on, in words for the report")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first workflow; the next ones are consecutive")
+    parser.add_argument("--report", type=Path, help="file of the report (default: standard output)")
+    parser.add_argument("--machine", default="", help="description of the machine for the report")
     given = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
@@ -176,7 +177,7 @@ def main() -> int:
         names = [f"gpu{number}" for number in range(1, HOSTS + 1)]
         links: dict[str, NetnsHost] = {}
         if why := missing_netns():
-            print(f"no link is cut: {why}", file=sys.stderr)
+            print(f"links are not cut: {why}", file=sys.stderr)
             servers = {
                 name: stack.enter_context(Sshd(folder / name, f"127.0.1.{number}", alias=name, user_key=key))
                 for number, name in enumerate(names, 1)

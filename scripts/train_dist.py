@@ -2,17 +2,17 @@
 # mypy: allow-untyped-calls
 """Train a small network on handwritten digits with DistributedDataParallel, on one machine or on many.
 
-Each machine starts its share of the world, one process for each of the ranks ``offset`` to ``offset + size - 1``; all
-meet at MASTER_ADDR:MASTER_PORT (default 127.0.0.1:29500), where rank 0 listens::
+Each machine starts one process for each of its ranks, ``offset`` to ``offset + size - 1``. All ranks connect to
+MASTER_ADDR:MASTER_PORT (default 127.0.0.1:29500), where rank 0 listens::
 
     machine 0    MASTER_ADDR=10.0.0.1 python3 train_dist.py --offset 0 --size 8 --world_size 16
     machine 1    MASTER_ADDR=10.0.0.1 python3 train_dist.py --offset 8 --size 8 --world_size 16
 
-or ``torchrun --nproc_per_node 8 train_dist.py``, which starts the processes itself. With CUDA, every rank takes the GPU
-of its local index and talks NCCL; else all run on the CPU and talk gloo. Standard output holds JSON lines only.
+Or let torchrun start the processes: ``torchrun --nproc_per_node 8 train_dist.py``. With CUDA, each rank uses the GPU of its
+local rank, and NCCL. Without CUDA, all ranks run on the CPU with gloo. Standard output has only JSON lines.
 
-Exit codes: 0 trained; 1 a rank failed, its traceback is on standard error; 2 wrong arguments; 143 stopped on request:
-SIGTERM or Ctrl-C on any rank stops the whole world after the same step, with a checkpoint written.
+Exit codes: 0 the training is complete; 1 a rank failed, and its traceback is on standard error; 2 wrong arguments; 143 stopped
+on request. SIGTERM or Ctrl-C on any rank stops all ranks after the same step, and writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a process group, which it would keep: see run_rank
+import torch.distributed.nn  # imported before the process group exists, because it would keep a reference: see run_rank
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,11 +47,11 @@ from torch.utils.data.distributed import DistributedSampler
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a process that was asked to stop."""
 STOP_GRACE_S = 5.0
-"""A rank that was asked to stop, and hangs waiting for a peer, is ended after this time."""
+"""Time limit for a rank that was asked to stop and waits for a peer; it is killed afterwards."""
 
 
 def main() -> int:
-    """Run this machine's share of the world; return the exit code."""
+    """Run the ranks of this machine; return the exit code."""
     args = parse_arguments()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line; distflow's environment supplies the defaults of the three rank flags."""
+    """Read the command line. The defaults of the three rank flags come from distflow's environment variables."""
 
     def environment(name: str, default: int) -> int:
         return int(os.environ.get(f"DISTFLOW_{name}", default))
@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def spawn_ranks(args: argparse.Namespace) -> int:
-    """Start one process per rank and wait for all; when one fails, stop the others and say which it was."""
+    """Start one process per rank and wait for all. If one fails, stop the others and report its rank."""
     asked_to_stop = threading.Event()
 
     def stop_all(*_: object) -> None:
@@ -106,7 +106,7 @@ def spawn_ranks(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, stop_all)
     ranks = spawn(run_rank, args=(args,), nprocs=args.size, join=False)
     if asked_to_stop.is_set():
-        stop_all()  # those that were not there yet when it came
+        stop_all()  # ranks that started after the signal
     try:
         while not ranks.join():
             pass
@@ -116,7 +116,7 @@ def spawn_ranks(args: argparse.Namespace) -> int:
         rank, name = args.offset + error.error_index, error.signal_name
         how = f"was killed by {name}" if name else f"exited with code {error.exit_code}"
         sys.stderr.write(f"rank {rank} {how} (pid {error.error_pid})\n")
-        # A peer may have reported the broken connection already; the process that died is the cause, and replaces that.
+        # A peer may have reported its broken connection already. The killed process is the cause: replace that report.
         write_error_file(rank, f"rank {rank} {how}", pid=error.error_pid, signal_name=name, replace=True)
         return 1
     except ProcessRaisedException as error:
@@ -126,11 +126,11 @@ def spawn_ranks(args: argparse.Namespace) -> int:
 
 
 def run_rank(local_rank: int, args: argparse.Namespace) -> None:
-    """Be one rank of the world, from joining it to leaving it."""
+    """Run one rank: join the world, train, leave."""
     rank = args.offset + local_rank
     stop = listen_for_stop()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # else each process takes a thread per core, and ranks that share a machine fight
+        torch.set_num_threads(1)  # by default each process uses all cores, and ranks on one machine would slow each other down
     where = {"host": socket.gethostname(), "pid": os.getpid()}
     emit(event="started", rank=rank, local_rank=local_rank, world_size=args.world_size, **where)
     try:
@@ -143,13 +143,13 @@ def run_rank(local_rank: int, args: argparse.Namespace) -> None:
         dist.init_process_group(backend, rank=rank, world_size=args.world_size, device_id=gpu)
         finished = train(args, device, stop)
         dist.barrier()  # no rank leaves before the model is saved
-        # Gloo's threads must end here: one that frees a tensor while Python exits aborts the process. They end with the last
-        # reference to the group. The model has one, and is part of a reference cycle. The functions of `torch.distributed.nn`
-        # have the group at the time of its import as a default argument, and DistributedDataParallel imports it.
+        # Gloo's threads must end here: a thread that frees a tensor while Python exits aborts the process. They end with the
+        # last reference to the process group. The model holds one, and is part of a reference cycle. The functions of
+        # `torch.distributed.nn` hold the group that exists when DistributedDataParallel first imports them.
         gc.collect()
         dist.destroy_process_group()
     except Exception as error:
-        if stop.is_set():  # a peer that left first looks like a broken connection
+        if stop.is_set():  # a peer that has already stopped looks like a broken connection
             raise SystemExit(STOPPED) from None
         write_error_file(rank, f"{type(error).__name__}: {error}", traceback.format_exc())
         raise
@@ -160,8 +160,8 @@ def run_rank(local_rank: int, args: argparse.Namespace) -> None:
 def listen_for_stop() -> threading.Event:
     """Return an event that SIGTERM, Ctrl-C or the end of the parent sets, and that the training loop checks.
 
-    Python runs signal handlers in the main thread only, and that may be in C++, waiting for a peer that never comes.
-    The wake-up pipe is written at once: a thread of its own reads it, and ends the process if the loop does not.
+    Python runs signal handlers only in the main thread, which may wait in C++ for a peer that never answers. The signal also
+    writes to a wake-up pipe at once. A separate thread reads the pipe, and ends the process if the training loop does not.
     """
     stop = threading.Event()
     reader, writer = os.pipe()
@@ -185,10 +185,10 @@ def listen_for_stop() -> threading.Event:
 
 
 def train(args: argparse.Namespace, device: torch.device, stop: threading.Event) -> bool:
-    """Train and save the model; return False when a stop was asked for before the end."""
+    """Train and save the model. Return False if a rank was asked to stop before the end."""
     rank, begin = dist.get_rank(), time.monotonic()
     if rank == 0:
-        args.output.mkdir(parents=True, exist_ok=True)  # fails now rather than after the last epoch
+        args.output.mkdir(parents=True, exist_ok=True)  # an error must appear now, not after the last epoch
     train_set, test_set = read_mnist(args.data_dir) if args.data_dir else read_digits()
     sampler: DistributedSampler[Any] = DistributedSampler(train_set, seed=args.seed)
     loader = DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
@@ -206,8 +206,8 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
 
     accuracy = evaluate(model, test_set, device)
     while epoch < args.epochs:
-        sampler.set_epoch(epoch)  # else every epoch sees the samples in the same order
-        # Random numbers (dropout, say) follow from the epoch: own ones on every rank, and the same ones after a resume.
+        sampler.set_epoch(epoch)  # without it, every epoch has the samples in the same order
+        # Random numbers, such as those of dropout, depend on epoch and rank, so they are the same after a resume.
         torch.manual_seed((args.seed + epoch) * args.world_size + rank)
         loss_sum = count = 0.0
         for images, labels in loader:
@@ -216,12 +216,12 @@ def train(args: argparse.Namespace, device: torch.device, stop: threading.Event)
             loss.backward()  # averages the gradients over all ranks
             optimizer.step()
             step += 1
-            # One small all-reduce carries the loss of all ranks, and whether any of them was asked to stop: so all of
-            # them leave after the same step, and none is left waiting for another.
+            # One small all-reduce carries the losses and the stop requests of all ranks. All ranks therefore stop after the
+            # same step, and no rank waits for another one.
             totals = torch.tensor([loss.item() * len(labels), len(labels), stop.is_set()], device=device)
             dist.all_reduce(totals)
             if totals[2] > 0:
-                checkpoint()  # of the epochs done: the one begun will be repeated
+                checkpoint()  # of the completed epochs; the current one will be repeated
                 return False
             loss_sum, count = loss_sum + totals[0].item(), count + totals[1].item()
         epoch += 1
@@ -253,7 +253,7 @@ def build_model(side: int) -> nn.Module:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test_set: TensorDataset, device: torch.device) -> float:
-    """Return the accuracy on the held-out samples, of which every rank evaluates its share."""
+    """Return the accuracy on the held-out samples. Each rank evaluates its share."""
     share = Subset(test_set, range(dist.get_rank(), len(test_set), dist.get_world_size()))
     hits = torch.zeros(2, device=device)
     for images, labels in DataLoader(share, batch_size=512):
@@ -267,7 +267,7 @@ def evaluate(model: nn.Module, test_set: TensorDataset, device: torch.device) ->
 
 
 def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
-    """Load the checkpoint if rank 0 has one; return the number of epochs and steps done.
+    """Load the checkpoint if rank 0 has one; return the numbers of completed epochs and steps.
 
     Rank 0 reads the file and sends it to the others, so the path need not be on a shared disk.
     """
@@ -283,7 +283,7 @@ def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def save(value: object, path: Path) -> None:
-    """Write a file that is either the old one or the new one, whatever happens meanwhile."""
+    """Write a file atomically: after a crash, either the old or the new version exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -294,11 +294,13 @@ def save(value: object, path: Path) -> None:
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return scikit-learn's 1797 digits of 8 x 8 pixels; a fifth, always the same, is held out for the test."""
+    """Return scikit-learn's 1797 digits of 8 x 8 pixels. A fixed fifth of them is the test set."""
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError("scikit-learn, which has the digits, is not installed; or say --data-dir", name="sklearn")
-    # Its file is read without its code, which takes as long to import as torch.
+        raise ModuleNotFoundError(
+            "scikit-learn, which has the digits, is not installed: install it, or use --data-dir", name="sklearn"
+        )
+    # Read only its data file: importing scikit-learn takes as long as importing torch.
     table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     table = np.random.default_rng(0).permutation(table)
     images, labels = table[:, :-1].reshape(-1, 8, 8) / 16, table[:, -1]
@@ -330,11 +332,11 @@ def to_dataset(images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> Te
     return TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-# ---- what others read ------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def emit(**record: object) -> None:
-    """Print one JSON line, in one write, so that lines of several processes never mix."""
+    """Print one JSON line with a single write, so that lines of several processes never mix."""
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 
@@ -348,7 +350,7 @@ def write_error_file(
     signal_name: str | None = None,
     replace: bool = False,
 ) -> None:
-    """Leave the reason for a failure where the launcher looks for it, in torch's format; the first to fail wins."""
+    """Write the reason of a failure to torch's error file for the launcher. Without ``replace``, keep an existing file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
