@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from distflow.lifecycle.states import State, WorkflowState
@@ -24,6 +23,7 @@ from distflow.state.directory import StateDirectory
 from distflow.state.event_details import WorkflowSubmitted
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
+from distflow.structs import replace
 
 RUNS = 20
 WORKFLOWS = 10_000

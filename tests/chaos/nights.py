@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 from chaos.schedules import Fault, Schedule, behaviour
@@ -15,6 +14,7 @@ from distflow.plan.model import GroupPlan
 from distflow.pools.model import Pool
 from distflow.state.record import Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
+from distflow.structs import replace
 from distflow.supervisor.decide import decide
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Workflow

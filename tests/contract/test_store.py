@@ -10,7 +10,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,14 @@ from distflow.state.opening import set_aside
 from distflow.state.record import CancelRequest, End, Event, Priority, Stray, WorkflowRecord
 from distflow.state.search import Search
 from distflow.state.store import Store
+from distflow.structs import replace
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, task, workflow
 
 WRITERS, EACH = 4, 12
 
 WRITER = """
 import sys, uuid
-from dataclasses import replace
+from distflow.structs import replace
 from pathlib import Path
 from distflow.state.store import Store
 from unit.state.stored import completed_group, submit, workflow

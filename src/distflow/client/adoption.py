@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.backends.machines.cleanup import Recalled, recall_node
@@ -19,6 +19,7 @@ from distflow.state.directory import StateDirectory, find_state_directory
 from distflow.state.event_details import Message, WorkflowAdopted
 from distflow.state.record import Event, WorkflowRecord
 from distflow.state.store import Store
+from distflow.structs import replace
 from distflow.supervisor.process import Lock, is_running
 from distflow.supervisor.workflow_copies import Memo, Place, Rebuilt, is_starting, latest, read_memo, rebuild, writes_here
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from distflow.client.logs import Tasks, log_sources
 from distflow.errors import InputError, NotFound
 from distflow.state.logs import read_lines
 from distflow.state.metrics import Latest, Metric, latest, number, read_metrics
+from distflow.structs import replace
 
 if TYPE_CHECKING:
     from distflow.state.record import WorkflowRecord

@@ -6,8 +6,9 @@ import contextlib
 import select
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from distflow.client.client import Client, user_name
 from distflow.documents.quantities import local_second
@@ -140,8 +141,7 @@ def read_spec(client: Client, record: WorkflowRecord, *, template: bool = False)
     return client.store.document(record.uuid, "template" if template else "spec")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowStatus:
+class WorkflowStatus(Struct, frozen=True, kw_only=True):
     """The latest output and metrics of a workflow, from the last lines of its logs."""
 
     last_lines: Mapping[tuple[str, str, int], str]
@@ -264,8 +264,7 @@ def _follow_events(client: Client, record: WorkflowRecord) -> Iterator[Event]:
         pause(_EVENT_POLL_S)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancellation:
+class Cancellation(Struct, frozen=True, kw_only=True):
     """The result of a request to cancel one workflow."""
 
     key: str
@@ -438,8 +437,7 @@ def group_of(record: WorkflowRecord, name: str) -> GroupRecord:
 _PAGE = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedTask:
+class ListedTask(Struct, frozen=True, kw_only=True):
     """A task with its workflow and its requested resources."""
 
     workflow: WorkflowRecord

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distflow.diagnosis.ends import HIDDEN, by_kernel, by_other_ends
 from distflow.diagnosis.model import Case, Diagnosis, First, Hit, Level, Witness, hits_in
@@ -12,6 +12,7 @@ from distflow.diagnosis.rules import EXCEPTION, PEER_DIED, RULES, Rule
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.event_text import hang_text
 from distflow.state.record import Cause, Event, GroupRecord, TaskRecord
+from distflow.structs import replace
 from distflow.supervisor.error_reports import failure_report, hidden_failure_report, without_launcher
 from distflow.supervisor.failures import MissingRanks, missing_ranks
 from distflow.supervisor.timeline import attempt_of, cause_of

@@ -7,13 +7,12 @@ task with rank 0 is the master. The terms are torch's (``RANK``, ``WORLD_SIZE``)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 __all__ = ["TaskRanks", "World", "rank_words"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRanks:
+class TaskRanks(Struct, frozen=True, kw_only=True):
     """The ranks of one task."""
 
     task: str
@@ -40,8 +39,7 @@ def rank_words(text: str) -> str:
     return f"rank{'s' if '-' in text else ''} {text}" if text else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class World(Struct, frozen=True, kw_only=True):
     """A correct layout: every rank of 0 … world_size−1 is held exactly once."""
 
     world_size: int

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from distflow.lifecycle.states import Reason
 from distflow.protocol import ends
@@ -58,8 +59,7 @@ class Action(str, Enum):
     """The group is tried again, as often as its ``retry`` allows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitActions:
+class ExitActions(Struct, frozen=True, kw_only=True):
     """A task's ``exitActions``. No code is in two of them."""
 
     complete: Codes = ()

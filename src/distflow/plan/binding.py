@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 __all__ = ["Binding", "TaskBinding"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskBinding:
+class TaskBinding(Struct, frozen=True, kw_only=True):
     """What was leased for one task."""
 
     node: str
@@ -19,8 +19,7 @@ class TaskBinding:
     gpu_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
+class Binding(Struct, frozen=True, kw_only=True):
     """What was leased for one attempt of a group."""
 
     tasks: Mapping[str, TaskBinding]

@@ -11,8 +11,9 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow.errors import StateError
 from distflow.pools.ownership import owned_by_stranger, user_name
@@ -36,8 +37,7 @@ _ROOM = 1 << 20
 """Bytes; saving a decision takes less."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateDirectory:
+class StateDirectory(Struct, frozen=True):
     """Paths of everything in the state directory."""
 
     path: Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.states import Reason
@@ -26,8 +26,7 @@ class RankText(str):
         return made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class End(Struct, frozen=True, kw_only=True):
     """The end of an attempt, as its node recorded it (``docs/agent-protocol.md``). Times are by the supervisor's clock."""
 
     ended_at: float
@@ -56,8 +55,7 @@ class End:
         return self.reason is EndReason.EXITED and self.exit_code == 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Cause(Struct, frozen=True, kw_only=True):
     """The first cause of a group's failure."""
 
     task: str

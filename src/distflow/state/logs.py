@@ -17,11 +17,13 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
 
 from distflow.runtime.files import log_files
 from distflow.runtime.files.log_files import Segment
+from distflow.structs import replace
 
 __all__ = ["POLL_S", "Keep", "LogLine", "LogSource", "end_lines", "follow_lines", "mirrored_bytes", "read_lines", "tells_ranks"]
 
@@ -42,8 +44,7 @@ _LONGEST_TEXT = 4096
 """Characters of a line that are searched for causes."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogSource:
+class LogSource(Struct, frozen=True):
     """The mirrored log of one attempt of one task."""
 
     task: str
@@ -52,8 +53,7 @@ class LogSource:
     """The directory of ``output.log`` and ``output.idx``, which may not exist yet; see ``Mirror.folder``."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
+class LogLine(Struct, frozen=True):
     """One line of a task's output, without its line break."""
 
     task: str
@@ -133,8 +133,7 @@ def follow_lines(
         wait(POLL_S)
 
 
-@dataclass(slots=True)
-class _Pending:
+class _Pending(Struct):
     """The beginning of a line whose end has not been read."""
 
     data: bytes

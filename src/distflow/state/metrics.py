@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from distflow.state.logs import LogLine
 
@@ -27,8 +28,7 @@ _MOST_WHOLE = 1 << 53
 _PREFIX = re.compile(r"\[[\w ./-]{1,64}\]:?\s*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
+class Metric(Struct, frozen=True, kw_only=True):
     """One line of metrics."""
 
     task: str
@@ -42,8 +42,7 @@ class Metric:
     """Seconds since the epoch by the node's clock; ``None`` if the node could not record it."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Latest:
+class Latest(Struct, kw_only=True):
     """The latest metrics of one rank of a task."""
 
     task: str

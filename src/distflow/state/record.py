@@ -6,15 +6,18 @@ Times are seconds since the epoch (UTC). Records are replaced, never changed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from distflow.lifecycle.exits import exit_code_of
 from distflow.lifecycle.states import Reason, State, WorkflowState, status_of, workflow_status_of
 from distflow.plan.binding import Binding
 from distflow.state.ends import Cause, End
+from distflow.structs import replace
 
 if TYPE_CHECKING:
     from distflow.plan.model import GroupPlan
@@ -68,8 +71,7 @@ class Stray(str, Enum):
     """The node is back and was asked to stop it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(Struct, frozen=True, kw_only=True):
     """The progress of files that are sent to a node, or of a task's output."""
 
     sent: int
@@ -86,8 +88,7 @@ class Transfer:
     """The container image that is being pulled; its size is not known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Saved(Struct, frozen=True, kw_only=True):
     """The outcome of collecting a task's output for other groups."""
 
     at: float
@@ -109,8 +110,7 @@ class DataKind(str, Enum):
     """A checkpoint is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class DataRef:
+class DataRef(Struct, frozen=True):
     """Identifies data at a URL within its group."""
 
     kind: DataKind = DataKind.FETCH
@@ -122,8 +122,7 @@ class DataRef:
         return f"{self.kind.value}/{self.number}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class Carried(Struct, frozen=True, kw_only=True):
     """The outcome of a transfer of data at a URL: an input that was fetched, or an output that was written."""
 
     data: DataRef = DataRef()
@@ -162,13 +161,12 @@ class Carried:
         if not self.op:
             return
         *relay, kind, number = self.op.split("/")
-        object.__setattr__(self, "data", DataRef(DataKind(kind), int(number)))
-        object.__setattr__(self, "is_relayed", bool(relay))
-        object.__setattr__(self, "op", "")
+        force_setattr(self, "data", DataRef(DataKind(kind), int(number)))
+        force_setattr(self, "is_relayed", bool(relay))
+        force_setattr(self, "op", "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfReach:
+class OutOfReach(Struct, frozen=True, kw_only=True):
     """A node that does not answer at present; its tasks may still run."""
 
     since: float
@@ -176,8 +174,7 @@ class OutOfReach:
     """The last known reason, and what to do about it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(Struct, frozen=True, kw_only=True):
     """A node refused a lease."""
 
     node: str
@@ -187,8 +184,7 @@ class Refusal:
     times: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HiddenFailure:
+class HiddenFailure(Struct, frozen=True, kw_only=True):
     """Ranks that failed although their task's command ended with code 0."""
 
     detail: str
@@ -197,8 +193,7 @@ class HiddenFailure:
     """Whether they may have met the other ranks before, which then need not be waiting for them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRecord:
+class TaskRecord(Struct, frozen=True, kw_only=True):
     """One attempt of one task."""
 
     name: str
@@ -259,8 +254,7 @@ class TaskRecord:
         return status_of(self.state, self.reason)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True, kw_only=True):
     """The last checkpoint of one directory of a task."""
 
     task: str
@@ -280,16 +274,14 @@ class Checkpoint:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Kept(Struct, frozen=True, kw_only=True):
     """The earlier workflow in which a group ran that its restart did not run again."""
 
     uuid: str
     id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRecord:
+class GroupRecord(Struct, frozen=True, kw_only=True):
     """One group of a workflow: the latest attempt of its tasks, and the earlier ones."""
 
     name: str
@@ -385,8 +377,7 @@ class GroupRecord:
         return next((task for task in self.attempts if (task.name, task.attempt) == (name, attempt)), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CancelRequest:
+class CancelRequest(Struct, frozen=True, kw_only=True):
     """A user's request to cancel a workflow."""
 
     at: float
@@ -400,8 +391,7 @@ class CancelRequest:
         return replace(self, at=first.at, force=first.force or self.force)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowRecord:
+class WorkflowRecord(Struct, frozen=True, kw_only=True):
     """One submission of a spec."""
 
     uuid: str
@@ -445,8 +435,7 @@ class WorkflowRecord:
         return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(Struct, frozen=True, kw_only=True):
     """Something that happened, as the store records it."""
 
     at: float

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from distflow.lifecycle.states import Reason, WorkflowState
 from distflow.state.record import Priority
@@ -17,8 +18,7 @@ _SELECTOR = r"(?:[-A-Za-z0-9_.*]|\([-A-Za-z0-9_.*]+(?:\|[-A-Za-z0-9_.*]+)+\))+"
 _PARTS = r"\(([^)]*)\)|([^(]+)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class Search(Struct, frozen=True, kw_only=True):
     """The conditions for a workflow to be found; empty ones hold for all workflows."""
 
     ends: Sequence[tuple[WorkflowState, Reason | None]] | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +22,7 @@ from distflow.state import opening
 from distflow.state.codec import DecodeError, decode, encode, writable
 from distflow.state.record import CancelRequest, Event, GroupRecord, WorkflowRecord
 from distflow.state.search import Search, where
+from distflow.structs import replace
 
 if TYPE_CHECKING:
     from distflow.plan.model import Plan

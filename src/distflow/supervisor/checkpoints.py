@@ -11,7 +11,7 @@ is not written to a URL. Every task of the next attempt gets the archives of all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from distflow.backends.base import AttemptKey, CheckpointRef, Collected, CollectFailed
@@ -21,6 +21,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import BoundLaunch, GroupPlan, Plan, PlannedCheckpoint, PlannedFile
 from distflow.state.event_details import CheckpointFailed, CheckpointFilesLeftOut, CheckpointWritten, EventDetails
 from distflow.state.record import Checkpoint, DataKind, DataRef, Event, GroupRecord, TaskRecord, WorkflowRecord
+from distflow.structs import replace
 from distflow.supervisor.commands import PackCheckpoint, TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.snapshot import NodeView
 from distflow.supervisor.transfers import Errand, apply_data, fetch_errand, write_errand

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from distflow.lifecycle.states import Reason, State, WorkflowState, roll_up_workflow
 from distflow.state.event_details import (
@@ -18,6 +17,7 @@ from distflow.state.event_details import (
     WorkflowStatus,
 )
 from distflow.state.record import Event, WorkflowRecord
+from distflow.structs import replace
 from distflow.supervisor.group_step import GroupStep
 from distflow.supervisor.observations import announce_wait, end_unstarted
 from distflow.supervisor.scheduling import Leases, next_leases, share_of

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from distflow.protocol.ends import EndReason
 from distflow.protocol.error_file import ErrorReport, is_symptom, parse_error_file
@@ -39,8 +40,7 @@ _PYTHONS = (1, -6, -11)
 """Exit codes of Python after an exception; threads of gloo and NCCL may abort the process while it exits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureReport:
+class FailureReport(Struct, frozen=True, kw_only=True):
     """What is known about a failure in addition to the end of the task's command."""
 
     detail: str = ""
@@ -205,8 +205,7 @@ _RANK = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedRank:
+class ReportedRank(Struct, frozen=True, kw_only=True):
     """A failed rank in torchrun's report."""
 
     rank: int
@@ -216,8 +215,7 @@ class ReportedRank:
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrintedException:
+class PrintedException(Struct, frozen=True, kw_only=True):
     """An exception that was printed to the output."""
 
     message: str
@@ -240,8 +238,7 @@ class PrintedException:
         return self.message.partition(":")[0].endswith(_LAUNCHER_RAISES)
 
 
-@dataclass(slots=True)
-class _Stream:
+class _Stream(Struct):
     """The lines with the same label: number, text, and whether torch labeled it as part of a traceback."""
 
     rank: int | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distflow.documents.quantities import bytes_text
@@ -23,6 +23,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.plan.model import GroupPlan
 from distflow.protocol.ends import EndReason
 from distflow.state.record import Cause, End, GroupRecord, HiddenFailure, TaskRecord
+from distflow.structs import replace
 from distflow.supervisor.error_reports import (
     FailureReport,
     failure_report,
@@ -72,7 +73,7 @@ def end_from(raw: dict[str, Any], at: float, clock: Clock | None = None) -> End:
 
     Unknown fields are ignored, and missing ones have their defaults. The end is never later than its observation.
     """
-    known = {name: raw[name] for name in End.__dataclass_fields__ if name in raw and raw[name] is not None}
+    known = {name: raw[name] for name in End.__struct_fields__ if name in raw and raw[name] is not None}
     if clock is not None:
         known |= {name: clock.ours(known[name]) for name in _TIMES if name in known}
     if known.get("reason") is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from distflow.backends.base import AttemptKey
@@ -33,6 +32,7 @@ from distflow.state.event_details import (
 )
 from distflow.state.event_text import event_text
 from distflow.state.record import CancelRequest, Cause, Event, GroupRecord, Stray, TaskRecord, WorkflowRecord, fresh_tasks
+from distflow.structs import replace
 from distflow.supervisor.checkpoints import CANCELED_S, differences, due
 from distflow.supervisor.commands import CollectOutput, Command, CommandId, Lease, PackCheckpoint, Prepare, Release, Start, Stop
 from distflow.supervisor.failures import by_exit_actions, check_outputs, first_cause, hidden_cause, missing_ranks

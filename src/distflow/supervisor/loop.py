@@ -11,7 +11,7 @@ import json
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.backends.base import (
@@ -40,6 +40,7 @@ from distflow.state.mirror import LAST_LINES, Mirror
 from distflow.state.record import Event, TaskRecord, WorkflowRecord
 from distflow.state.secrets import gang_token, read_secrets, remove_secrets
 from distflow.state.store import Store
+from distflow.structs import replace
 from distflow.supervisor.checkpoints import apply_transfer, errand_of, place_checkpoints, place_of
 from distflow.supervisor.clock import Clock
 from distflow.supervisor.commands import (

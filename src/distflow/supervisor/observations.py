@@ -9,8 +9,6 @@ written, they are in the future. Every wait that is counted from them would then
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from distflow.backends.base import (
     Absent,
     AttemptObservation,
@@ -72,6 +70,7 @@ from distflow.state.record import (
     Transfer,
     WorkflowRecord,
 )
+from distflow.structs import replace
 from distflow.supervisor.checkpoints import apply_checkpoint
 from distflow.supervisor.failures import by_exit_actions, conclude, end_from
 from distflow.supervisor.snapshot import NodeView

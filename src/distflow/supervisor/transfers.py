@@ -12,7 +12,7 @@ This module returns commands, which are repeated until the record has their outc
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distflow.backends.base import AttemptKey, AttemptObservation, Collected, LeaseObservation, NotBrought
 from distflow.documents.urls import parse_url
@@ -31,6 +31,7 @@ from distflow.state.event_details import (
 )
 from distflow.state.record import Carried, Cause, DataKind, DataRef, Event, GroupRecord, TaskRecord, Transfer, WorkflowRecord
 from distflow.storage.credentials import package_of
+from distflow.structs import replace
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.snapshot import NodeView, key_of
 

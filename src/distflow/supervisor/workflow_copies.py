@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +24,7 @@ from distflow.state.directory import state_errors
 from distflow.state.record import GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.secrets import is_own_record, record_mac
 from distflow.state.store import Store
+from distflow.structs import replace
 from distflow.supervisor.commands import Prepare
 from distflow.supervisor.observations import end_unstarted
 from distflow.supervisor.snapshot import Workflow

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from distflow.backends.base import (
@@ -42,6 +41,7 @@ from distflow.plan.credentials import GivenSecrets
 from distflow.plan.model import Binding, BoundLaunch, TaskBinding
 from distflow.pools.model import Node, Pool
 from distflow.storage.task_data import Delivered, RelayRequired
+from distflow.structs import replace
 from distflow.supervisor.clock import Clock as OurClock
 from distflow.testing.attempts import Attempt, Attempts, Behaviour
 

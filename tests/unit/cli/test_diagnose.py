@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.record import Event, Kept, WorkflowRecord
+from distflow.structs import replace
 from distflow.testing.backend import Behaviour
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task_log, workflow

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from distflow.cli.app import run
 from distflow.lifecycle.states import Reason, WorkflowState
 from distflow.state.record import Priority, WorkflowRecord
+from distflow.structs import replace
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, running_group, submit, supervised, workflow
 

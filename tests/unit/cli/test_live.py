@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -12,6 +11,7 @@ from distflow.cli.render.live import follow_workflow
 from distflow.client.logs import WorkflowWatch
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import End, GroupRecord, WorkflowRecord
+from distflow.structs import replace
 from unit.cli.screen import Screen, Terminal
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
 

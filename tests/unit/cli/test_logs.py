@@ -7,12 +7,12 @@ import os
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import End, TaskRecord, WorkflowRecord
+from distflow.structs import replace
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, submit, task, task_log, workflow, write_log
 

@@ -7,7 +7,6 @@ import io
 import json
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from distflow.cli.render.metrics import plot
 from distflow.lifecycle.states import WorkflowState
 from distflow.state.record import WorkflowRecord
+from distflow.structs import replace
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, running_group, submit, supervised, task_log, workflow, write_log
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -15,6 +14,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.protocol.ends import EndReason
 from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, Transfer
+from distflow.structs import replace
 from unit.cli.screen import Screen, Terminal, hold_against
 from unit.state.stored import (
     T0,

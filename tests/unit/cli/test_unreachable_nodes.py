@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from distflow.cli.render.workflow_text import cancel_json, cancel_words, changes, left_behind
 from distflow.documents.quantities import local_second
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import GroupRecord, OutOfReach, Stray, WorkflowRecord
+from distflow.structs import replace
 from unit.cli.screen import Screen
 from unit.state.stored import T0, running_group, submit, supervised, task, workflow
 

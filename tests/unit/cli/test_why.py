@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state import logs
 from distflow.state.event_details import CancelRequested, NodeReachable, NodeUnreachable
 from distflow.state.record import CancelRequest, End, Event, GroupRecord, WorkflowRecord
+from distflow.structs import replace
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task, task_log, workflow
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from distflow.cli.render.workflow_json import workflow_json
@@ -10,6 +9,7 @@ from distflow.lifecycle.states import State
 from distflow.plan.model import Plan
 from distflow.spec.model import DataSpec, Timeouts
 from distflow.state.record import Carried, DataKind, DataRef, WorkflowRecord
+from distflow.structs import replace
 from unit.state.stored import T0, plan_of, running_group, workflow
 
 STEPS = (

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.directory import StateDirectory
 from distflow.state.store import Store
 from distflow.state.syncs import Sync, Syncs
+from distflow.structs import replace
 from unit.state.stored import completed_group, running_group, submit, task, workflow
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from distflow.lifecycle.states import Reason, State, WorkflowState
@@ -18,6 +17,7 @@ from distflow.state.event_details import Message
 from distflow.state.mirror import Mirror
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord, WorkflowRecord
 from distflow.state.store import Store
+from distflow.structs import replace
 from distflow.supervisor.process import Lock
 
 T0 = 1_744_407_067.0

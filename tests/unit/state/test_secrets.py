@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from distflow.state.event_details import Message
 from distflow.state.record import Event
 from distflow.state.secrets import gang_token, read_secrets, sweep_secrets, write_secrets
 from distflow.state.store import Store
+from distflow.structs import replace
 from unit.state.stored import T0, workflow
 
 HOUR = 3600.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.plan.model import BoundLaunch, GroupPlan, PlannedCheckpoint, PlannedFile
 from distflow.spec.model import Retry
 from distflow.state.record import Carried, DataKind, DataRef
+from distflow.structs import replace
 from distflow.supervisor.checkpoints import apply_checkpoint, errand_of, place_checkpoints
 from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData, TransferEnded
 from distflow.testing.backend import Behaviour

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from distflow.diagnosis.diagnose import case_of, diagnose
@@ -12,6 +10,7 @@ from distflow.lifecycle.states import Reason, State
 from distflow.protocol.ends import EndReason
 from distflow.state.codec import decode
 from distflow.state.record import End, GroupRecord, TaskRecord
+from distflow.structs import replace
 from distflow.supervisor.failures import conclude, end_from, first_cause
 from distflow.supervisor.group_step import MISSING_RANKS_S
 from distflow.testing.backend import Behaviour

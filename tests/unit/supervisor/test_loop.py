@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from distflow.backends.base import AttemptKey, CheckpointRef, Collected
@@ -13,6 +11,7 @@ from distflow.spec.model import DataSpec, InputSpec, Retry
 from distflow.state.event_details import CancelRequested
 from distflow.state.record import CancelRequest, Carried, DataKind, DataRef, Event, Stray
 from distflow.storage.credentials import Identity
+from distflow.structs import replace
 from distflow.supervisor.checkpoints import CANCELED_S
 from distflow.supervisor.commands import TransferEnded
 from distflow.supervisor.transfers import archives

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from distflow.backends.base import AttemptKey, Ended, Leased, NodeDown, NodeUp, Prepared, Staging, Started
 from distflow.lifecycle.states import State
 from distflow.state.record import Transfer
+from distflow.structs import replace
 from distflow.supervisor.observations import apply_node_observation, apply_observation, update_node_view
 from distflow.testing.backend import Behaviour
 from unit.supervisor.gangs import Driver, workflow

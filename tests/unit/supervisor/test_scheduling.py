@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from distflow.backends.base import NodeUp
@@ -11,6 +9,7 @@ from distflow.lifecycle.states import State
 from distflow.plan.binding import Binding, TaskBinding
 from distflow.state.event_details import GroupWaiting
 from distflow.state.record import Priority
+from distflow.structs import replace
 from distflow.supervisor.observations import announce_wait, update_node_view
 from distflow.supervisor.scheduling import Leases, capacity, free, next_leases, share_of
 from distflow.supervisor.snapshot import Hold, NodeView, Share, World

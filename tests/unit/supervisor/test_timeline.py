@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from distflow.lifecycle.states import Reason, State
 from distflow.protocol.ends import EndReason
 from distflow.state.event_details import Message, NodeReachable, NodeUnreachable
 from distflow.state.record import Cause, End, Event, GroupRecord, TaskRecord
+from distflow.structs import replace
 from distflow.supervisor.timeline import Moment, attempt_of, cause_of, moments, show_end
 
 CAUSE = Cause(task="a", reason=Reason.EXIT_CODE, message="exit code 1", at=10.0, rivals=("r",))

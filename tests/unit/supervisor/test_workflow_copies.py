@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from distflow.spec.model import DataSpec
 from distflow.state.codec import encode
 from distflow.state.record import Carried, Checkpoint, DataKind, DataRef, Saved, WorkflowRecord
 from distflow.state.store import Store
+from distflow.structs import replace
 from distflow.supervisor.commands import Prepare
 from distflow.supervisor.snapshot import Workflow
 from distflow.supervisor.workflow_copies import Memo, Place, memo_for, read_memo, rebuild, writes_here

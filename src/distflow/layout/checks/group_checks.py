@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -28,6 +27,7 @@ from distflow.layout.claims.task_claims import RANK_KEYS, Claim, Invocation, Kno
 from distflow.layout.ranks import World
 from distflow.layout.strategy.model import group_strategy, unread_strategy
 from distflow.spec.model import GroupSpec, WorkflowSpec
+from distflow.structs import replace
 
 __all__ = [
     "check_layout",
