@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
-from chaos.schedules import Fault, Schedule, behaviour
+from chaos.schedules import Fault, Schedule, behavior
 from distflow.backends.base import AttemptKey, Backend, Sink
 from distflow.lifecycle.clocks import Clock
 from distflow.lifecycle.exits import Action, exit_code_of
@@ -18,7 +18,7 @@ from distflow.structs import replace
 from distflow.supervisor.decide import decide
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.snapshot import Decision, LastDecision, NodeView, Workflow
-from distflow.testing.attempts import Behaviour
+from distflow.testing.attempts import Behavior
 from unit.supervisor.gangs import Driver, node, pool
 
 __all__ = ["doubles", "leaks", "lies", "play", "unfinished"]
@@ -102,9 +102,9 @@ class _MortalBackend:
 class _MortalDriver(Driver):
     """A driver whose supervisor can be killed in the middle of a step."""
 
-    def __init__(self, on: Pool, behaviour: Callable[[AttemptKey], Behaviour], clocks: Mapping[str, Clock]) -> None:
+    def __init__(self, on: Pool, behavior: Callable[[AttemptKey], Behavior], clocks: Mapping[str, Clock]) -> None:
         self._life = _Life()
-        super().__init__(on=on, behaviour=behaviour, clocks=clocks)
+        super().__init__(on=on, behavior=behavior, clocks=clocks)
 
     def open_store(self) -> Store:
         store = _MortalStore(self.directory.store)
@@ -141,7 +141,7 @@ class _Night:
         nodes = [node(f"n{number}", gpus=gpus) for number, gpus in enumerate(schedule.nodes)]
         self.driver = _MortalDriver(
             on=pool(*nodes),
-            behaviour=lambda key: behaviour(schedule.seed, key.name),
+            behavior=lambda key: behavior(schedule.seed, key.name),
             clocks={
                 one.name: Clock(offset_s=offset_s, uncertainty_s=_UNCERTAIN_S)
                 for one, offset_s in zip(nodes, schedule.offsets_s, strict=True)

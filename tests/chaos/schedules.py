@@ -11,10 +11,10 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import Retry
 from distflow.supervisor.snapshot import Workflow
-from distflow.testing.attempts import Behaviour
+from distflow.testing.attempts import Behavior
 from unit.supervisor.gangs import group_plan, workflow
 
-__all__ = ["FAULTS", "HANG_S", "Fault", "Schedule", "behaviour", "draw", "seeds", "shrink"]
+__all__ = ["FAULTS", "HANG_S", "Fault", "Schedule", "behavior", "draw", "seeds", "shrink"]
 
 FAULTS = {
     "cut": 6,
@@ -111,10 +111,10 @@ def draw(seed: int) -> Schedule:
     )  # fmt: skip
 
 
-def behaviour(seed: int, name: str) -> Behaviour:
+def behavior(seed: int, name: str) -> Behavior:
     """Return how an attempt runs: the same, whatever else is left of its schedule."""
     dice = random.Random(f"{seed}/{name}")
-    return Behaviour(
+    return Behavior(
         seconds=dice.choice([0.0, 1.0, 30.0, 300.0, HANG_S]),
         exit_code=dice.choice([0, 0, 0, 0, 1, 2]),
         obeys_term=dice.random() < 0.8,

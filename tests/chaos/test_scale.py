@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from chaos.nights import doubles, lies, unfinished
-from chaos.schedules import behaviour
+from chaos.schedules import behavior
 from distflow.plan.model import Plan
 from distflow.supervisor.snapshot import Workflow
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(max(600, EVENTS // 100))
 def test_three_thousand_nodes_lose_racks_processes_and_supervisors() -> None:
     dice = random.Random(1)
     nodes = [node(f"n{number}") for number in range(NODES)]
-    driver = Driver(on=pool(*nodes), behaviour=lambda key: replace(behaviour(0, key.name), seconds=dice.uniform(500.0, 1500.0)))
+    driver = Driver(on=pool(*nodes), behavior=lambda key: replace(behavior(0, key.name), seconds=dice.uniform(500.0, 1500.0)))
     submitted = ended = 0
     open_ones: dict[str, Plan] = {}
     cut: list[str] = []

@@ -116,7 +116,7 @@ def test_what_a_relay_could_not_do_either_fails(what: str, deliver: Deliver, out
         (output / "up").symlink_to("/etc")
     elif what == "an output that is gone":
         output.rmdir()
-        words = "output is not there any more"
+        words = "output no longer exists"
     else:
         (output / "a").touch()
         url, words = "s3://none/x", "s3://none/x: there is no such bucket"

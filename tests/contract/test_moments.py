@@ -170,6 +170,8 @@ def test_a_lease_that_is_not_wanted_any_more_while_its_node_says_hello_is_given_
     lease: dict[str, Any] = {"gpus": 1, "gpu_ids": [0], "lease_dir": lease_dir, "port": None, "start_timeout_s": 60}
     with closing(connect(LocalTransport("here"), node.root, node.python)) as link:
         link.request("lease", attempt=key.name, **lease)
+    directory = tmp_path / "root" / PRIVATE / key.name
+    assert directory.exists()
     connection = Connection(pool, node, LocalTransport("here"), lambda _: None, Logs())
     request = AgentLink.request
 
@@ -186,11 +188,11 @@ def test_a_lease_that_is_not_wanted_any_more_while_its_node_says_hello_is_given_
     monkeypatch.setattr(AgentLink, "request", asked)
     connection.begin()
     try:
-        wait_until(lambda: not (tmp_path / "root" / key.name).exists(), 20, "the lease to be given back")
+        wait_until(lambda: not directory.exists(), 20, "the lease to be given back")
     finally:
+        connection.close()
         with closing(connect(LocalTransport("here"), node.root, node.python)) as link:
             link.request("release", attempt=key.name)
-        connection.close()
 
 
 def test_sigterm_to_a_runner_whose_keeper_has_just_died_costs_no_record(
@@ -372,6 +374,8 @@ def test_a_gang_of_two_nodes_comes_before_short_gangs_that_would_fill_one_of_the
             connection.begin()
         wait_until(lambda: sum(isinstance(one, NodeUp) for one in seen) == 3, 20)
         assert isinstance(ask(gang), LeaseRefused)
+        # Its node has another agent: a gang that asks that agent earlier has waited longer.
+        wait_until(lambda: list(Path(hold["a"]).glob("ticket-*.json")), 20, "the place of the gang in the queue")
 
         def refusal() -> str:
             answer = ask(short)

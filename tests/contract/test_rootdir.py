@@ -95,12 +95,12 @@ def test_a_directory_of_a_uuids_name_without_our_marker_is_left_alone(node: Node
 def test_a_directory_in_our_place_that_is_not_ours_is_refused(fresh_node: NodeUnderTest) -> None:
     (fresh_node.root / MARKER).unlink()
     (fresh_node.root / "thesis.tex").write_text("mine")
-    with pytest.raises(BootstrapFailed, match="holds files that distflow did not put there") as caught:
+    with pytest.raises(BootstrapFailed, match="contains files of other programs") as caught:
         fresh_node.connect()
     assert "`root:`" in caught.value.hint
     assert [path.name for path in fresh_node.root.iterdir()] == ["thesis.tex"]
     (fresh_node.root / MARKER).write_text("something else\n")
-    with pytest.raises(BootstrapFailed, match="holds files that distflow did not put there"):
+    with pytest.raises(BootstrapFailed, match="contains files of other programs"):
         fresh_node.connect()
     (fresh_node.root / "thesis.tex").unlink()
     fresh_node.connect().request("ping")
@@ -110,7 +110,7 @@ def test_a_link_in_our_place_is_not_followed(node: NodeUnderTest, tmp_path: Path
     shutil.rmtree(node.root)
     (tmp_path / "precious").mkdir()
     node.root.symlink_to(tmp_path / "precious")
-    with pytest.raises(BootstrapFailed, match="is in the way: distflow needs a directory there"):
+    with pytest.raises(BootstrapFailed, match="is not a directory, but distflow needs one there"):
         node.connect()
     assert list((tmp_path / "precious").iterdir()) == []
 
@@ -146,7 +146,7 @@ def test_nothing_is_imported_from_a_directory_of_another_user(fresh_node: NodeUn
 def test_a_directory_that_others_may_write_to_is_refused(node: NodeUnderTest, place: str) -> None:
     chosen = {"above": node.top.parent, "root": node.top, "private": node.root}[place]
     chosen.chmod(0o777)
-    with pytest.raises(BootstrapFailed, match="may be written to by other users") as caught:
+    with pytest.raises(BootstrapFailed, match="is writable by other users") as caught:
         node.connect()
     assert f"chmod go-w {chosen}" in caught.value.hint
     node.top.parent.chmod(0o1777)  # as /tmp and /scratch are

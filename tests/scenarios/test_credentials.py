@@ -80,11 +80,11 @@ def test_what_is_wrong_is_refused_and_names_no_value(cli: Cli) -> None:
         (*name, "--payload", VALUE): "--payload number 1 is not of the form KEY=VALUE",
         (*name, "--payload", f"a={VALUE}", f"a={VALUE}"): "the key a is given twice",
         (*name, "--payload-file", f"a={VALUE}"): "--payload-file a: the file cannot be read: No such file or directory",
-        (*name, "--payload-file", "a=/dev/null"): "a payload has no empty keys and values: a",
+        (*name, "--payload-file", "a=/dev/null"): "the payload has an empty key or value: a",
         (*name, "--payload-file", "a=-", "b=-"): "standard input can be the value of one key only",
         (*name, "--payload-file", f"a={sys.executable}"): "--payload-file a: it is no text",
         (*name, "--type", "REGISTRY", "--payload", f"password={VALUE}"): "a REGISTRY credential has no key 'password'",
-        ("credential", "delete", "one"): "there is no credential 'one'\nthere are none yet",
+        ("credential", "delete", "one"): "there is no credential 'one'\nno credentials exist",
     }
     for arguments, words in cases.items():
         done = cli.run(*arguments)

@@ -134,7 +134,7 @@ def test_a_node_without_a_driver_is_relayed_and_told_how_it_would_not_be(
         assert events.count(words) == is_bare, events
         assert (f"[{name}] its output is here" in events) == is_bare
         assert f"[{name}] its output is at s3://b/runs/direct-1: 1 file" in events
-    assert f"has no s3fs (to make it direct: {python} -m pip install s3fs)" in events
+    assert f"has no s3fs (for direct transfers: {python} -m pip install s3fs)" in events
 
 
 def test_what_is_here_stays_here_and_credentials_of_files_are_not_sent(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_an_input_of_a_node_without_a_driver_comes_through_here(lab: Lab, s3: S3
     assert done.code == 0, done.err
     assert {f"[one] {LARGE}", "[one] hello", "[two] log", "[two] m"} == set(cli.logs("takes-1").splitlines())
     events = _events(cli, "takes-1")
-    assert f"through this machine: gpu2: {python} has no s3fs (to make it direct: {python} -m pip install s3fs)" in events
+    assert f"through this machine: gpu2: {python} has no s3fs (for direct transfers: {python} -m pip install s3fs)" in events
 
 
 def test_a_node_whose_disk_has_no_room_for_an_input_says_so(cli: Cli, s3: S3Server) -> None:

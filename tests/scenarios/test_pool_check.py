@@ -208,7 +208,7 @@ def test_settings_that_tasks_would_see_are_used_and_checked(hosts: Hosts) -> Non
     answer = hosts.check(code=0)
     said = {finding["nodes"][0]: finding for finding in answer["findings"] if finding["grade"] == "warning"}
     assert "torch cannot be imported: OSError('libcudart.so.12" in said["gpu1"]["message"]
-    assert "does not start as tasks would start it: exit code 7" in said["gpu2"]["message"]
+    assert "does not start in the environment of tasks: exit code 7" in said["gpu2"]["message"]
 
 
 def test_cleaning_says_in_one_document_which_node_could_not_be_reached(hosts: Hosts) -> None:
@@ -311,7 +311,7 @@ def test_torch_sums_over_the_nodes_and_says_how_fast(hosts: Hosts) -> None:
     assert [one["bytes"] for one in found["sizes"]] == [1 << 10, 1 << 20, 1 << 24]
     assert all(one["bus_bandwidth"] == pytest.approx(one["bytes"] / one["seconds"]) for one in found["sizes"])
     alone = hosts.check("--all-reduce", "--node", "gpu1", code=0)
-    assert alone["all_reduce"]["skipped"] == "it takes two nodes that answer"
+    assert alone["all_reduce"]["skipped"] == "at least two nodes must answer"
 
 
 @pytest.mark.timeout(240)

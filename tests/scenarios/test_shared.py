@@ -77,7 +77,7 @@ def test_what_is_gone_from_there_is_missed_in_words(cli: Cli) -> None:
     (cli.folder / "gate").touch()
     cli.await_status(ident, "FAILED_START_ERROR")
     message = cli.query(ident)["groups"][-1]["message"]
-    assert f"it has no blob {archive.name} any more, and it never was on the submitter" in message
+    assert f"blob {archive.name} is no longer there, and the submitter never had it" in message
 
 
 def test_what_goes_to_a_url_from_here_comes_here(cli: Cli, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def open_backend(pool: Pool, *, blobs: Path, sink: Sink, logs: LogSink) -> Backe
     Raises ``InputError`` for a backend that this version does not have.
     """
     if pool.backend not in BACKENDS:
-        raise InputError(f"this version of distflow has no backend {pool.backend!r}", hint=f"it has: {', '.join(BACKENDS)}")
+        raise InputError(f"this version of distflow has no backend {pool.backend!r}", hint=f"available: {', '.join(BACKENDS)}")
     module = importlib.import_module(BACKENDS[pool.backend])
     backend: Backend = module.open_backend(pool, blobs=blobs, sink=sink, logs=logs)
     return backend

@@ -102,24 +102,24 @@ def check_payload(kind: CredentialType, payload: Mapping[str, Secret]) -> dict[s
         return kept
     endpoint = payload["endpoint"].reveal().rstrip("/")
     if not _PROFILE.fullmatch(endpoint):
-        raise InputError("`endpoint` is no profile of a storage URL", hint=f"write {_PROFILES}, without a path")
+        raise InputError("`endpoint` is not the profile of a storage URL", hint=f"write {_PROFILES}, without a path")
     kept["endpoint"] = Secret(endpoint)
     if "override_url" in payload and not re.match(r"https?://[^/\s]+", payload["override_url"].reveal()):
         raise InputError(
-            "`override_url` is no URL", hint="write the address of the service, beginning with http:// or https://"
+            "`override_url` is not a URL", hint="write the address of the service, beginning with http:// or https://"
         )
     if "addressing_style" in payload and payload["addressing_style"].reveal() not in _ADDRESSING:
-        raise InputError("`addressing_style` is none that there is", hint=f"it is one of {', '.join(_ADDRESSING)}")
+        raise InputError("`addressing_style` is not valid", hint=f"use one of {', '.join(_ADDRESSING)}")
     return kept
 
 
 def _check_entry(key: str, value: str) -> None:
     if not key or not value:
-        raise InputError(f"a payload has no empty keys and values{f': {key}' if key else ''}")
+        raise InputError(f"the payload has an empty key or value{f': {key}' if key else ''}")
     # A key may become the name of a file.
     if "/" in key or key in (".", "..") or not key.isprintable() or len(os.fsencode(key)) > 200:
         raise InputError(
-            f"{key!r} cannot be a payload key", hint="it may become a file's name: take letters, digits, `_` and `-`"
+            f"{key!r} is not a valid payload key", hint="it may become a file name: use letters, digits, `_` and `-`"
         )
     if "\0" in value:
         raise InputError(f"the value of {key} holds a NUL byte", hint="store it as base64, and decode it in the task")
@@ -169,14 +169,14 @@ class Credentials:
         """
         if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
             hint = f"begin with a letter, end with a letter or digit, use letters, digits, `_` and `-`; at most {_LONGEST_NAME}"
-            raise InputError(f"{name!r} cannot be the name of a credential", hint=hint)
+            raise InputError(f"{name!r} is not a valid name of a credential", hint=hint)
         made = Credential(name=name, type=kind, payload=MappingProxyType(check_payload(kind, payload)))
         with _errors(self._folder), self._locked():
             there = self.all()
             before = next((one for one in there if one.profile is not None and _is_same(one, made)), None)
             if any(one.name == name and one != before for one in there):
                 raise InputError(
-                    f"there is a credential {name} already", hint=f"remove it first: distflow credential delete {name}"
+                    f"the credential {name} already exists", hint=f"remove it first: distflow credential delete {name}"
                 )
             self._write(made)
             if before is not None and before.name != name:
@@ -187,7 +187,9 @@ class Credentials:
         """Remove a credential. Raises ``NotFound``."""
         if self.find(name) is None:
             known = ", ".join(one.name for one in self.all())
-            raise NotFound(f"there is no credential {name!r}", hint=f"there is: {known}" if known else "there are none yet")
+            raise NotFound(
+                f"there is no credential {name!r}", hint=f"existing credentials: {known}" if known else "no credentials exist"
+            )
         with _errors(self._folder), self._locked():
             (self._folder / f"{name}.json").unlink(missing_ok=True)
 

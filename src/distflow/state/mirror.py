@@ -80,7 +80,7 @@ class Mirror:
         try:
             size = os.fstat(handle).st_size
             if offset > size:
-                raise ValueError(f"the output {attempt}/{file} has {size} bytes here, and goes on at {offset}")
+                raise ValueError(f"the output {attempt}/{file} has {size} bytes here, but the next data starts at {offset}")
             written = 0
             while written < len(data):
                 written += os.pwrite(handle, data[written:], offset + written)

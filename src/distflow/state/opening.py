@@ -47,7 +47,7 @@ def copy_to_read(path: Path) -> TemporaryDirectory[str]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="distflow-")
     except FileNotFoundError:
-        raise OSError(30, "it cannot be written, and neither can any directory for temporary files", str(path)) from None
+        raise OSError(30, "it is not writable, and neither is any directory for temporary files", str(path)) from None
     try:
         for ending in _BESIDE:
             with contextlib.suppress(FileNotFoundError) if ending else contextlib.nullcontext():
@@ -63,13 +63,13 @@ def state_error(path: Path, error: Exception) -> StateError:
     if is_damage(error):
         return StoreBroken(
             f"{path} is damaged and cannot be read: {error}",
-            hint="`distflow workflow adopt` keeps it aside and makes a new one from what lies on the nodes;"
-            " what runs there is not disturbed. Or point DISTFLOW_STATE at another directory",
+            hint="`distflow workflow adopt` sets it aside and creates a new one from the records on the nodes;"
+            " running tasks are not affected. Or point DISTFLOW_STATE at another directory",
         )
     if isinstance(error, DecodeError):
         return RecordUnreadable(
             f"a record in {path} cannot be read: {error}",
-            hint="another version of distflow wrote it, and can read it; the other workflows are not disturbed",
+            hint="another version of distflow wrote it and can read it; other workflows are not affected",
         )
     return StateError(
         f"cannot use {path}: {error}",

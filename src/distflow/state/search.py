@@ -53,12 +53,12 @@ def label_globs(selector: str) -> tuple[str, ...]:
     if len(selector.encode()) > _MOST_BYTES:
         raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
     if not re.fullmatch(_SELECTOR, selector):
-        raise ValueError("it is made of letters, digits, `-`, `_`, `.`, `*` and flat alternatives such as `(a|b)`")
+        raise ValueError("use letters, digits, `-`, `_`, `.`, `*` and alternatives such as `(a|b)`, which cannot be nested")
     globs = [""]
     for several, text in re.findall(_PARTS, selector):
         globs = [before + one for before in globs for one in (several.split("|") if several else [text])]
         if len(globs) > _MOST_GLOBS:
-            raise ValueError(f"it stands for more than {_MOST_GLOBS} patterns")
+            raise ValueError(f"it expands to more than {_MOST_GLOBS} patterns")
     return tuple(globs)
 
 

@@ -78,7 +78,7 @@ def _key(folder: Path) -> bytes:
     if len(key) != _KEY_BYTES:
         raise StateError(
             f"{path} is damaged: it has {len(key)} bytes instead of {_KEY_BYTES}",
-            hint="remove the file when no workflow runs: the next one gets a new key",
+            hint="remove the file while no workflow runs; the next workflow creates a new key",
         )
     return key
 

@@ -148,7 +148,7 @@ def check_names(url: StorageUrl, objects: Sequence[SelectedObject]) -> None:
         why = why_not_a_file(one.name, names)
         if why:
             raise StorageError(
-                f"{url.shown(one.entry.key)!r} cannot be kept as a file: {why}",
+                f"{url.shown(one.entry.key)!r} cannot be stored as a file: {why}",
                 hint="rename it in the store, or leave it out with a regex",
             )
 

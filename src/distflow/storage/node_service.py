@@ -59,7 +59,7 @@ def serve(root: str, _umask: int) -> None:
 def _outcome(root: str, request: dict[str, Any], reporter: _Reporter) -> dict[str, Any]:
     if sys.version_info < _OLDEST_PYTHON:
         version = sys.version.split(maxsplit=1)[0]
-        return {"relay": f"{sys.executable} is Python {version} (to make it direct, let its `python` be 3.10 or newer)"}
+        return {"relay": f"{sys.executable} is Python {version} (for direct transfers, set its `python` to 3.10 or newer)"}
     from distflow.errors import DistflowError, StorageRefused, StorageUnreachable  # noqa: PLC0415  an old Python cannot import it
     from distflow.shell import mask  # noqa: PLC0415
     from distflow.storage.credentials import Identity  # noqa: PLC0415
@@ -93,7 +93,7 @@ def _move(root: str, request: dict[str, Any], identity: Identity, reporter: _Rep
     url = parse_url((request["input"] if is_input else request["delivery"])["url"], writes=not is_input)
     missing = _missing_package("fsspec", package_of(url))
     if missing:
-        return {"relay": f"{sys.executable} has no {missing} (to make it direct: {sys.executable} -m pip install {missing})"}
+        return {"relay": f"{sys.executable} has no {missing} (for direct transfers: {sys.executable} -m pip install {missing})"}
     os.environ.update(request["environment"])  # proxies, such as HTTPS_PROXY
     _use_identity(identity)
     store, retries = open_objects(url, identity.credentials), Retries(pauses_s=request["pauses_s"])

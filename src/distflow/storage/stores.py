@@ -43,7 +43,7 @@ def open_store(url: StorageUrl, credentials_for: CredentialsFor = ambient_creden
 def check_credentials(url: StorageUrl, credentials_for: CredentialsFor = ambient_credentials) -> None:
     """Raise ``StorageRefused`` when no credentials exist for a URL of S3.
 
-    This looks at distflow's credentials and at the environment, files and roles that the driver reads; it sends no request to
+    This checks distflow's credentials and the environment, files and roles that the driver reads; it sends no request to
     the store. The other drivers cannot check their credentials without a request.
     """
     if url.scheme != "s3" or credentials_for(url.profile) is not None:

@@ -155,7 +155,7 @@ def _local_paths(target: Path, objects: Sequence[SelectedObject]) -> dict[str, P
             paths[one.name] = Path(inside(os.fspath(target), one.name, known))
         except OpError as error:
             raise StorageError(
-                f"{one.name!r} cannot be kept below {target}: a link there leads out of it", hint="remove the link"
+                f"{one.name!r} cannot be stored below {target}: a link there leads out of it", hint="remove the link"
             ) from error
         paths[one.name].parent.mkdir(parents=True, exist_ok=True)
     return paths

@@ -1,4 +1,4 @@
-"""Fakes that ship: small, real implementations of distflow's protocols, held to the same contract suites as the real ones.
+"""Fakes and test servers. The fakes implement distflow's protocols and pass the same contract suites as the real ones.
 
-Nothing in distflow imports them.
+No other part of distflow imports them.
 """

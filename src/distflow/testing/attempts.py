@@ -1,4 +1,4 @@
-"""What runs on the nodes of the fake backend: attempts that lease, run and end on a clock that is turned by hand."""
+"""The attempts on the nodes of the fake backend: they lease, run and end on a clock that tests set."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any
 from distflow.backends.base import AttemptKey
 from distflow.lifecycle.clocks import Clock
 
-__all__ = ["Attempt", "Attempts", "Behaviour"]
+__all__ = ["Attempt", "Attempts", "Behavior"]
 
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Behaviour:
-    """How a task of the fake runs."""
+class Behavior:
+    """How a task of the fake backend runs."""
 
     seconds: float = 1.0
-    """Until it ends by itself; infinite for one that hangs."""
+    """The run time until it ends by itself; infinite for a task that hangs."""
     exit_code: int = 0
     signal: int | None = None
     output: bytes = b""
     obeys_term: bool = True
-    """Ends at once when stopped; otherwise after the grace."""
+    """Whether it ends at once when it is stopped; otherwise it ends after the grace period."""
     refuses: str = ""
-    """Cannot be prepared, for this reason."""
+    """Why it cannot be prepared; empty if it can."""
     spoils: str = ""
-    """Its output cannot be collected, for this reason."""
+    """Why its output cannot be collected; empty if it can."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt on its node, from its lease on."""
+    """One attempt on its node, since its lease."""
 
     key: AttemptKey
     gpus: tuple[int, ...]
     expires_at: float = _NEVER
-    """When it is given up unless it was started."""
+    """When the lease expires if the attempt has not started."""
     phase: str = "leased"
-    behaviour: Behaviour = field(default_factory=Behaviour)
+    behavior: Behavior = field(default_factory=Behavior)
     started_at: float = 0.0
     ends_at: float = _NEVER
     stopped_at: float | None = None
@@ -54,17 +54,17 @@ class Attempt:
 
     @property
     def due_at(self) -> float:
-        """The time of its next change by itself."""
+        """When it ends or expires by itself."""
         return self.ends_at if self.started_at > 0 else min(self.ends_at, self.expires_at)
 
     def finish(self, at: float, why: str = "") -> None:
-        """Write down its end."""
+        """Record the end."""
         why = why or ("stopped" if self.stopped_at else "exited")
-        own, behaviour = why == "exited", self.behaviour
+        own, behavior = why == "exited", self.behavior
         self.phase = "ended"
         self.end = {
-            "exit_code": None if behaviour.signal or not own else behaviour.exit_code,
-            "signal": behaviour.signal if own else 15 if why in ("stopped", "peer_failed") else None,
+            "exit_code": None if behavior.signal or not own else behavior.exit_code,
+            "signal": behavior.signal if own else 15 if why in ("stopped", "peer_failed") else None,
             "reason": why,
             "stopped_at": self.stopped_at,
             "started_at": self.started_at if self.started_at > 0 else None,
@@ -79,7 +79,7 @@ class Attempt:
         }
 
     def step(self, seconds: float) -> None:
-        """Tell its times by a clock that was set forward or back."""
+        """Adjust all times after the clock was set forward or back by ``seconds``."""
         self.started_at += seconds if self.started_at > 0 else 0.0
         self.ends_at += seconds
         self.expires_at += seconds
@@ -89,52 +89,52 @@ class Attempt:
 
 
 class Attempts:
-    """The nodes' view of attempts, and their watchers, by node, because there may be thousands of nodes."""
+    """All attempts and the watched ones, indexed by node, because there may be thousands of nodes."""
 
     def __init__(self) -> None:
-        """Know nothing."""
+        """Start without attempts."""
         self.known: dict[AttemptKey, Attempt] = {}
         self.alive: dict[AttemptKey, Attempt] = {}
-        """Those that run or hold a lease."""
+        """The attempts that run or hold a lease."""
         self._alive_on: dict[str, dict[AttemptKey, Attempt]] = defaultdict(dict)
         self._watched_on: dict[str, dict[AttemptKey, None]] = defaultdict(dict)
 
     def on(self, node: str) -> list[Attempt]:
-        """Those of a node that run or hold a lease."""
+        """Return the attempts of a node that run or hold a lease."""
         return list(self._alive_on[node].values())
 
     def watched(self, node: str) -> list[AttemptKey]:
-        """Those of a node that somebody wants to hear of."""
+        """Return the watched attempts of a node."""
         return list(self._watched_on[node])
 
     def watch(self, key: AttemptKey) -> None:
-        """Somebody wants to hear of it from now on."""
+        """Watch an attempt from now on."""
         self._watched_on[key.node][key] = None
 
     def is_watched(self, key: AttemptKey) -> bool:
-        """Whether somebody wants to hear of it."""
+        """Whether an attempt is watched."""
         return key in self._watched_on[key.node]
 
     def unwatch(self) -> None:
-        """Nobody wants to hear of any."""
+        """Stop watching all attempts."""
         self._watched_on.clear()
 
     def add(self, attempt: Attempt) -> None:
-        """Take a new one."""
+        """Add a new attempt."""
         self.known[attempt.key] = self.alive[attempt.key] = self._alive_on[attempt.key.node][attempt.key] = attempt
 
     def end(self, key: AttemptKey) -> None:
-        """It no longer runs and holds nothing."""
+        """Record that an attempt no longer runs or holds a lease."""
         self.alive.pop(key, None)
         self._alive_on[key.node].pop(key, None)
 
     def drop(self, key: AttemptKey) -> None:
-        """Nothing is left of it."""
+        """Remove an attempt."""
         self.end(key)
         self.known.pop(key, None)
 
     def forget(self, which: Callable[[AttemptKey], bool], *, unwatch: bool = False) -> None:
-        """Forget some of them; with ``unwatch``, without a notification."""
+        """Remove the attempts that ``which`` selects; with ``unwatch``, also stop watching them."""
         for key in [key for key in self.known if which(key)]:
             self.drop(key)
             if unwatch:

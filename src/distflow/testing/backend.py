@@ -1,6 +1,6 @@
 """A backend in memory, with a clock that tests set. It keeps the contract of ``backends.base.Backend``.
 
-It can fail like real nodes on request: be unreachable, lose answers, restart, or kill an attempt. ``Behaviour`` describes what
+It can fail like real nodes on request: be unreachable, lose answers, restart, or kill an attempt. ``Behavior`` describes what
 runs there.
 """
 
@@ -43,9 +43,9 @@ from distflow.pools.model import Node, Pool
 from distflow.storage.task_data import Delivered, RelayRequired
 from distflow.structs import replace
 from distflow.supervisor.clock import Clock as OurClock
-from distflow.testing.attempts import Attempt, Attempts, Behaviour
+from distflow.testing.attempts import Attempt, Attempts, Behavior
 
-__all__ = ["Behaviour", "FakeBackend"]
+__all__ = ["Behavior", "FakeBackend"]
 
 
 _RIGHT = Clock(offset_s=0.0, uncertainty_s=0.0)
@@ -61,16 +61,16 @@ class FakeBackend:
         clock: OurClock,
         sink: Sink,
         logs: LogSink | None = None,
-        behaviour: Callable[[AttemptKey], Behaviour] = lambda _: Behaviour(),
+        behavior: Callable[[AttemptKey], Behavior] = lambda _: Behavior(),
         clocks: Mapping[str, Clock] | None = None,
     ) -> None:
-        """Make the pool's nodes; all can be reached once ``connect`` was called. ``clocks``: those that are not right."""
+        """Create the pool's nodes, which are reachable after ``connect``. ``clocks``: the clocks that are wrong, by node."""
         self._pool = pool
         self._clock = clock
         self._sink = sink
         self._is_closed = False
         self._logs = logs
-        self._behaviour = behaviour
+        self._behavior = behavior
         self._clocks = dict(clocks or {})
         self._nodes = {node.name: node for node in pool.nodes}
         self._up: dict[str, bool] = {}
@@ -78,19 +78,19 @@ class FakeBackend:
         self._attempts = Attempts()
         self._next_port = 20000
         self.starts: list[str] = []
-        """Names of the attempts that were started, each time that they were."""
+        """Names of started attempts; one entry for each start."""
         self.collected: list[str] = []
-        """The same for those whose output was collected."""
+        """Names of attempts whose output was collected; one entry for each collection."""
         self.launches: dict[str, BoundLaunch] = {}
-        """What each attempt was prepared with last, by its name."""
+        """The latest launch that each attempt was prepared with, by its name."""
         self.bare_nodes: set[str] = set()
-        """Nodes that can fetch no data by themselves."""
+        """Nodes that cannot fetch data themselves."""
         self.holds_outputs = False
-        """Outputs are long on their way: ``collect`` is not answered."""
+        """Whether transfers of outputs do not end: ``collect`` is not answered."""
         self.shares_files = False
-        """All nodes see the same files."""
+        """Whether all nodes see the same files."""
         self.leases_expire = False
-        """Nodes give up what was not started within the time that its lease names."""
+        """Whether leases of attempts that do not start in time expire."""
 
     # The protocol.
 
@@ -110,7 +110,7 @@ class FakeBackend:
                 self._report(key)
 
     def lease(self, request: LeaseRequest) -> None:
-        """Grant when every node can be reached and has the GPUs."""
+        """Grant the lease if every node is reachable and has the GPUs."""
         chosen: dict[str, tuple[int, ...]] = {}
         for task, name in request.nodes.items():
             key = request.key(task)
@@ -158,7 +158,7 @@ class FakeBackend:
         stop_grace_s: float,  # noqa: ARG002
         memo: str = "",  # noqa: ARG002
     ) -> None:
-        """Make an attempt ready."""
+        """Prepare an attempt."""
         if not self._reaches(key):
             return
         attempt = self._attempts.known.get(key)
@@ -166,9 +166,9 @@ class FakeBackend:
             self._tell(Absent, key)
             return
         self.launches[key.name] = launch
-        attempt.behaviour = self._behaviour(key)
-        if attempt.behaviour.refuses:
-            self._say(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behaviour.refuses), key)
+        attempt.behavior = self._behavior(key)
+        if attempt.behavior.refuses:
+            self._say(PrepareFailed(at=self._clock.now(), key=key, message=attempt.behavior.refuses), key)
         elif relayed := [
             one.number for one in launch.brings if key.node in self.bare_nodes or one.number not in secrets.stores
         ]:
@@ -180,18 +180,18 @@ class FakeBackend:
             self._report(key)
 
     def start(self, key: AttemptKey) -> None:
-        """Start an attempt, once."""
+        """Start an attempt if it has not started yet."""
         if not self._reaches(key):
             return
         attempt = self._attempts.known.get(key)
         if attempt is not None and attempt.phase == "prepared":
             self.starts.append(key.name)
             attempt.phase, attempt.started_at = "running", self._clock.now()
-            attempt.ends_at = attempt.started_at + attempt.behaviour.seconds
+            attempt.ends_at = attempt.started_at + attempt.behavior.seconds
         self._report(key)
 
     def stop(self, key: AttemptKey, *, grace_s: float, why: str) -> None:  # noqa: ARG002
-        """Stop an attempt, at once or after the grace."""
+        """Stop an attempt, at once or after the grace period."""
         if not self._reaches(key):
             return
         attempt = self._attempts.known.get(key)
@@ -200,7 +200,7 @@ class FakeBackend:
             return
         if attempt.end is None:
             attempt.stopped_at = self._clock.now()
-            attempt.ends_at = attempt.stopped_at + (0.0 if attempt.behaviour.obeys_term else grace_s)
+            attempt.ends_at = attempt.stopped_at + (0.0 if attempt.behavior.obeys_term else grace_s)
             attempt.phase = "stopping"
             self._say(StopAccepted(at=self._clock.now(), key=key, grace_s=grace_s), key)
             if attempt.ends_at <= self._clock.now():
@@ -227,9 +227,9 @@ class FakeBackend:
         *,
         for_nodes: bool = False,
     ) -> None:
-        """Say that the output is here, unless it is spoilt or ``holds_outputs`` keeps it for now.
+        """Report the output as collected, unless its behavior or ``holds_outputs`` prevents that.
 
-        Of a directory (``place``) each look finds something new.
+        Every collection of a directory (``place``) finds new contents.
         """
         attempt = self._attempts.known.get(key)
         self._attempts.watch(key)
@@ -238,7 +238,7 @@ class FakeBackend:
         if not self._up.get(key.node):
             self._emit(CollectUnanswered(at=self._clock.now(), key=key, checkpoint=checkpoint))
             return
-        now, spoils = self._clock.now(), attempt.behaviour.spoils if attempt else "it is not there any more"
+        now, spoils = self._clock.now(), attempt.behavior.spoils if attempt else "the output no longer exists"
         if spoils:
             self._say(CollectFailed(at=now, key=key, checkpoint=checkpoint, message=spoils), key)
         else:
@@ -249,18 +249,18 @@ class FakeBackend:
             self._say(seen, key)
 
     def deliver(self, key: AttemptKey, *_: object) -> Delivered:
-        """Be a node that has no driver."""
+        """Refuse, like a node without a driver."""
         raise RelayRequired(f"{key.node}: it has no driver")
 
     def close(self) -> None:
-        """Let go: attempts go on, nothing is said until ``connect``, and of attempts until they are watched again."""
+        """Close the connections. Attempts continue; they are reported after ``connect`` and a new ``watch``."""
         self._is_closed = True
         self._attempts.unwatch()
 
-    # What a test does to it.
+    # Events that tests cause.
 
     def tick(self) -> None:
-        """Let everything end whose time has come."""
+        """End all attempts that are due."""
         now = self._clock.now()
         for attempt in [one for one in self._attempts.alive.values() if one.due_at <= now]:
             if attempt.started_at > 0 or attempt.ends_at <= now:
@@ -271,12 +271,12 @@ class FakeBackend:
     def kill(self, name: str, number: int = 9) -> None:
         """End a running attempt by a signal."""
         for attempt in self._named(name, "running", "stopping"):
-            attempt.behaviour = Behaviour(seconds=0, signal=number)
+            attempt.behavior = Behavior(seconds=0, signal=number)
             attempt.stopped_at = None
             self._finish(attempt, self._clock.now())
 
     def leave(self, name: str) -> None:
-        """End a running attempt because its gang told its node that another one failed."""
+        """End a running attempt as its node does after the failure of another task of the gang."""
         for attempt in self._named(name, "running"):
             self._finish(attempt, self._clock.now(), "peer_failed")
 
@@ -286,19 +286,19 @@ class FakeBackend:
             self._expire(attempt)
 
     def cut(self, node: str) -> None:
-        """Make a node unreachable; what runs there goes on."""
+        """Make a node unreachable. Its attempts continue."""
         self._silent.discard(node)
         if self._up.get(node):
             self._up[node] = False
             self._emit(NodeDown(at=self._clock.now(), pool=self._pool.name, node=node, error="cut"))
 
     def silence(self, node: str) -> None:
-        """Let a node execute commands and never answer, until ``cut`` or ``heal``. No answer comes later."""
+        """Let a node execute commands without answering, until ``cut`` or ``heal``. The answers are lost."""
         if self._up.get(node):
             self._silent.add(node)
 
     def heal(self, node: str) -> None:
-        """Bring a node back; it says how its attempts stand."""
+        """Make a node reachable again. It reports its watched attempts."""
         if node in self._silent:
             self.cut(node)
         if not self._up.get(node):
@@ -308,21 +308,21 @@ class FakeBackend:
                 self._report(key)
 
     def reboot(self, node: str) -> None:
-        """End everything on a node; it is unreachable then, and knows afterwards what it was."""
+        """Make a node unreachable and end all of its attempts. It can report their ends after ``heal``."""
         self.cut(node)
         for attempt in self._attempts.on(node):
             self._finish(attempt, self._clock.now(), "rebooted")
 
     def forget(self, node: str) -> None:
-        """Let nothing be left on a node, no process and no file."""
+        """Remove all processes and files from a node."""
         self._attempts.forget(lambda key: key.node == node)
 
     def clean(self, workflows: Container[str]) -> None:
-        """Let nothing be left of workflows that have ended, as nodes do some time later."""
+        """Remove the files of workflows that have ended, as nodes do some time later."""
         self._attempts.forget(lambda key: key.workflow in workflows, unwatch=True)
 
     def step(self, seconds: float) -> None:
-        """Our clock was just set forward or back; those of the nodes were not, and that is known."""
+        """Adjust all times after this machine's clock was set, but not the nodes' clocks. Their offsets are measured again."""
         for attempt in self._attempts.known.values():
             attempt.step(seconds)
         for node in self._pool.nodes:
@@ -330,7 +330,7 @@ class FakeBackend:
             self._clocks[node.name] = replace(known, offset_s=known.offset_s - seconds)
 
     def reaches(self, node: str) -> bool:
-        """Whether a node can be reached and answers."""
+        """Whether a node is reachable and answers."""
         return bool(self._up.get(node)) and node not in self._silent
 
     @property
@@ -384,8 +384,8 @@ class FakeBackend:
                 started = attempt.started_at + clock.offset_s
                 self._say(Started(at=self._clock.now(), key=key, pid=1, started_at=started, clock=clock), key)
             if attempt.end is not None:
-                if self._logs is not None and attempt.behaviour.output:
-                    self._logs.write(key, "output.log", 0, attempt.behaviour.output)
+                if self._logs is not None and attempt.behavior.output:
+                    self._logs.write(key, "output.log", 0, attempt.behavior.output)
                 self._say(Ended(at=self._clock.now(), key=key, end=attempt.end_by(clock), clock=clock), key)
                 self._tell(LogComplete, key)
 

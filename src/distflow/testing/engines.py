@@ -1,7 +1,6 @@
-"""Real container engines for tests: podman and dockerd with stores of their own, and an image made on the spot.
+"""Real container engines for tests: podman and dockerd, each with its own store and a generated image.
 
-Both need root. No registry is asked for anything: the image is a skeleton of empty directories into which a test mounts the
-machine's own ``/usr``.
+Both need root. No registry is used: the image consists of empty directories, into which a test mounts the machine's ``/usr``.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def missing_dockerd() -> str:
 
 def _missing(*programs: str) -> str:
     if os.geteuid() != 0:
-        return f"{programs[0]} with a store of its own needs root"
+        return f"{programs[0]} with its own store needs root"
     lacking = [name for name in programs if shutil.which(name) is None]
-    return f"{lacking[0]} is not here" if lacking else ""
+    return f"{lacking[0]} is not installed" if lacking else ""
 
 
 class Engine:
@@ -49,7 +48,7 @@ class Engine:
         """Keep everything below ``folder``."""
         self.folder = folder
         self.environment: dict[str, str] = {}
-        """Variables by which its command line finds it."""
+        """Variables that its command line needs to find it."""
 
     def run(self, *arguments: str, stdin: bytes = b"") -> str:
         """Run its command line and return what it printed. Raises ``CalledProcessError``."""
@@ -64,16 +63,16 @@ class Engine:
         return done.stdout.decode()
 
     def containers(self) -> list[str]:
-        """Return the names of all containers that it knows, running or not."""
+        """Return the names of all containers, running or not."""
         return self.run("ps", "--all", "--format", "{{.Names}}").split()
 
     def import_image(self) -> None:
-        """Make ``IMAGE``."""
+        """Create ``IMAGE``."""
         self.run("import", "-", IMAGE, stdin=skeleton())
 
 
 class Podman(Engine):
-    """podman with a store of its own."""
+    """podman with its own store."""
 
     program = "podman"
 
@@ -81,7 +80,7 @@ class Podman(Engine):
         """Write its configuration."""
         super().__init__(folder)
         engine = folder / "containers.conf"
-        # As measured inside other containers: crun fails on hybrid cgroups, and the usual limits are above the hard ones.
+        # Inside other containers, crun fails on hybrid cgroups, and the default limits exceed the hard ones.
         engine.write_text(
             '[containers]\ndefault_ulimits=["nofile=20000:20000","nproc=32768:32768"]\n'
             '[engine]\nruntime="runc"\ncgroup_manager="cgroupfs"\nevents_logger="file"\n'
@@ -91,7 +90,7 @@ class Podman(Engine):
         self.environment = {"CONTAINERS_CONF": str(engine), "CONTAINERS_STORAGE_CONF": str(storage)}
 
     def __enter__(self) -> Podman:
-        """Make the image."""
+        """Create the image."""
         self.import_image()
         return self
 
@@ -103,19 +102,19 @@ class Podman(Engine):
 
 
 class Dockerd(Engine):
-    """A dockerd with a socket, a store and a containerd of its own."""
+    """dockerd with its own socket, store and containerd."""
 
     program = "docker"
 
     def __init__(self, folder: Path) -> None:
-        """Choose its places."""
+        """Choose its paths."""
         super().__init__(folder)
         self._socket = folder / "docker.sock"
         self.environment = {"DOCKER_HOST": f"unix://{self._socket}", "DOCKER_CONFIG": str(folder / "client")}
         self._daemon: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Dockerd:
-        """Start the daemon and make the image."""
+        """Start the daemon and create the image."""
         with (self.folder / "dockerd.log").open("wb") as log:
             self._daemon = subprocess.Popen(
                 [
@@ -132,7 +131,7 @@ class Dockerd(Engine):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the daemon and everything that it runs."""
+        """End the daemon and its containers."""
         for name in self.containers():
             self.run("rm", "--force", name)
         if self._daemon is not None:
@@ -148,7 +147,7 @@ class Dockerd(Engine):
 
 
 def skeleton() -> bytes:
-    """Return an image as a tar: empty directories, and what programs want of /etc."""
+    """Return an image as a tar: empty directories, and the files of /etc that programs need."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in _EMPTY:
@@ -166,7 +165,7 @@ def skeleton() -> bytes:
 
 
 def _unmount(folder: Path) -> None:
-    """Take away the mounts that an engine leaves below its folder: the folder could not be removed."""
+    """Remove the mounts that an engine leaves below its folder, because they prevent its removal."""
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     for mount in sorted((one for one in mounts if one.startswith(f"{folder}/")), reverse=True):
         subprocess.run(["umount", "--lazy", mount], check=True, timeout=30)

@@ -27,12 +27,12 @@ __all__ = ["MemoryLimit", "NetnsHost", "Network", "missing_cgroups", "missing_ne
 _PREFIX = "dfn"
 _NAMES = re.compile(rf"^{_PREFIX}[bvh]([0-9a-f]+)(?:-\d+)?$")
 _NETWORKS = itertools.count(1)
-"""Networks of this process: several may stand at a time."""
+"""Numbers of the networks of this process, which may have several."""
 _LOCK = "/tmp/distflow-netns.lock"  # noqa: S108  shared by all test runs of the machine
 
 
 def missing_netns() -> str:
-    """Return the reason why such hosts are impossible here; empty if they are possible."""
+    """Return why network namespaces are not available here; empty if they are."""
     if os.getuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -44,10 +44,10 @@ def missing_netns() -> str:
 
 
 class Network:
-    """A bridge of our own and the hosts at it; a context manager that takes all down, also what a killed run has left."""
+    """A bridge and its hosts; a context manager, which also removes the remains of killed test runs."""
 
     def __init__(self) -> None:
-        """Make nothing yet."""
+        """Create nothing yet."""
         number = next(_NETWORKS)
         self._me = f"{os.getpid():x}-{number}"
         self.bridge = f"{_PREFIX}b{self._me}"
@@ -56,10 +56,10 @@ class Network:
         self._hosts: list[NetnsHost] = []
 
     def __enter__(self) -> Network:
-        """Make the bridge."""
+        """Create the bridge."""
         _take_down_leftovers()
         with open(_LOCK, "w") as lock:
-            # Two runs must not choose one subnet.
+            # Two test runs must not choose the same subnet.
             fcntl.flock(lock, fcntl.LOCK_EX)
             used = _ip("-j", "addr")
             self._subnet = next(f"10.76.{number}" for number in range(256) if f'"10.76.{number}.' not in used)
@@ -69,16 +69,16 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take everything down."""
+        """Remove the hosts and the bridge."""
         for host in self._hosts:
             host.close()
         _ip("link", "del", self.bridge, check=False)
 
     def host(self, directory: Path, *, hostname: str = "", behind: NetnsHost | None = None, **options: object) -> NetnsHost:
-        """Add a host with a running sshd; ``options`` are those of ``Sshd``.
+        """Add a host with a running sshd; ``options`` are options of ``Sshd``.
 
-        With ``hostname`` it has a name of its own, which there means 127.0.1.1, as Debian installs it. One that is ``behind``
-        another is in a network with that one alone.
+        With ``hostname``, the host has its own name, which resolves to 127.0.1.1 there, as in a Debian installation. A host
+        that is ``behind`` another one shares a network only with that one.
         """
         number = next(self._numbers)
         host = NetnsHost(self, f"{self._me}{number:02}", f"{self._subnet}.{number}", directory, options, hostname)
@@ -92,12 +92,12 @@ class Network:
 
 
 class NetnsHost:
-    """A host with its own network stack. File system, and host name unless it is given, are those of the machine."""
+    """A host with its own network stack. It shares the file system of the machine, and by default also the hostname."""
 
     def __init__(
         self, network: Network, name: str, address: str, directory: Path, options: dict[str, object], hostname: str = ""
     ) -> None:
-        """Make nothing yet."""
+        """Create nothing yet."""
         self.address = address
         self.hostname = hostname
         self.namespace = f"{_PREFIX}h{name}"
@@ -116,7 +116,7 @@ class NetnsHost:
         return self._sshd
 
     def open(self, bridge: str, inside: str = "") -> None:
-        """Make the namespace, connect it to ``bridge``, which may lie ``inside`` another one, and start its sshd."""
+        """Create the namespace, connect it to ``bridge``, which may be ``inside`` another one, and start its sshd."""
         namespace, link, there = self.namespace, self._link, ("-n", inside) if inside else ()
         _ip("netns", "add", namespace)
         _ip(*there, "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
@@ -124,7 +124,7 @@ class NetnsHost:
         _ip("-n", namespace, "addr", "add", f"{self.address}/24", "dev", "eth0")
         _ip("-n", namespace, "link", "set", "lo", "up")
         _ip("-n", namespace, "link", "set", "eth0", "up")
-        # A known neighbor: packets to a host that is cut off vanish, instead of being answered with "no route" after 3 s.
+        # With a permanent neighbor entry, packets to a host that is cut off are lost; otherwise "no route" follows after 3 s.
         mac = json.loads(_ip("-n", namespace, "-j", "link", "show", "eth0"))[0]["address"]
         _ip(*there, "neigh", "replace", self.address, "lladdr", mac, "dev", bridge, "nud", "permanent")
         options = {"port": 22, "alias": namespace, "is_near": not inside, **self._options}
@@ -132,7 +132,7 @@ class NetnsHost:
         self._sshd.start()
 
     def inner_bridge(self, address: str) -> str:
-        """Return the bridge of the network behind this host, where it has ``address``; made when it is first asked for."""
+        """Return the bridge of the network behind this host, in which it has ``address``. The first call creates it."""
         if not self._has_inner:
             self._has_inner = True
             _ip("-n", self.namespace, "link", "add", "inner", "type", "bridge")
@@ -146,17 +146,17 @@ class NetnsHost:
         self._directory.mkdir(parents=True, exist_ok=True)
         hosts = self._directory / "hosts"
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.hostname}\n")
-        # Both namespaces end with the server and what it started.
+        # Both namespaces end with the server and its commands.
         script = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
         return (*self.prefix, "unshare", "--uts", "--mount", "sh", "-c", script, "sh", self.hostname, str(hosts))
 
     @property
     def prefix(self) -> Sequence[str]:
-        """Leads a command that is to run on this host."""
+        """The words before a command that make it run on this host."""
         return ("ip", "netns", "exec", self.namespace)
 
     def add_interface(self, name: str, address: str) -> None:
-        """Give it one more interface that leads nowhere, as container engines do."""
+        """Add an unconnected interface, as container engines do."""
         _ip("-n", self.namespace, "link", "add", name, "type", "bridge")
         _ip("-n", self.namespace, "addr", "add", f"{address}/24", "dev", name)
         _ip("-n", self.namespace, "link", "set", name, "up")
@@ -170,7 +170,7 @@ class NetnsHost:
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def lose(self, percent: float) -> None:
-        """Lose that share of all packets, at random, both ways. Raises ``OSError`` where iptables or the kernel cannot."""
+        """Drop this share of all packets at random, in both directions. Raises ``OSError`` if iptables or the kernel cannot."""
         for chain in ("INPUT", "OUTPUT"):
             rule = ["-A", chain, "-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:g}", "-j", "DROP"]
             done = subprocess.run(
@@ -180,7 +180,7 @@ class NetnsHost:
                 raise OSError(done.stderr.strip())
 
     def close(self) -> None:
-        """Take it down. May be called twice."""
+        """Remove the host. May be called twice."""
         if self._sshd is not None:
             self._sshd.stop()
         _ip("link", "del", self._link, check=False)
@@ -195,7 +195,7 @@ def _ip(*words: str, check: bool = True) -> str:
 
 
 def _take_down_leftovers() -> None:
-    """Remove what carries the id of a test process that is gone; its servers died with it."""
+    """Remove namespaces and links of test processes that have ended. Their servers have ended with them."""
     spaces = [line.split()[0] for line in _ip("netns", "list", check=False).splitlines() if line.strip()]
     links = [str(link.get("ifname", "")) for link in json.loads(_ip("-j", "link", check=False) or "[]")]
     for name in (*spaces, *links):
@@ -219,10 +219,10 @@ _ROOTS = (
 
 
 class MemoryLimit:
-    """A memory cgroup of a test's own; a process enters it by writing its id into ``procs``."""
+    """A memory cgroup for one test. A process enters it by writing its id into ``procs``."""
 
     def __init__(self, limit: int) -> None:
-        """Make one of ``limit`` bytes."""
+        """Create a cgroup with a limit of ``limit`` bytes."""
         root, setting = next((root, setting) for root, setting in _ROOTS if _can_be_used(root))
         self.path = root / f"distflow-test-{uuid.uuid4().hex[:8]}"
         self.path.mkdir()
@@ -230,17 +230,17 @@ class MemoryLimit:
         self.procs = self.path / "cgroup.procs"
 
     def close(self) -> None:
-        """Remove it, once everything in it has ended."""
+        """Wait until its processes have ended, and remove it."""
         wait_until(lambda: not self.procs.read_text().strip(), 30)
         self.path.rmdir()
 
 
 def missing_cgroups() -> str:
-    """Return why no limit can be made here, or why the kernel's word of it could not be read; empty when all is well."""
+    """Return why a limit cannot be created here, or why the kernel's log cannot be read; empty if neither is the case."""
     if os.getuid() != 0:
-        return "only root makes cgroups"
+        return "cgroups need root"
     if not any(_can_be_used(root) for root, _ in _ROOTS):
-        return "there is no memory cgroup that can be written"
+        return "no memory cgroup is writable"
     try:
         os.close(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK))
     except OSError:

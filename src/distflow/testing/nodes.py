@@ -38,14 +38,14 @@ def install_runtime(root: Path) -> None:
 
 @cache
 def _files() -> dict[str, bytes]:
-    """Every file of the runtime, and next to each what this Python compiles it to."""
+    """Return every file of the runtime, each with its compiled file."""
     files = {}
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(io.BytesIO(RUNTIME.archive)) as archive:
         archive.extractall(folder)
         for name in archive.namelist():
             source = Path(folder, name)
             compiled = Path(importlib.util.cache_from_source(str(source)))
-            mode = py_compile.PycInvalidationMode.UNCHECKED_HASH  # no time of a file has to be kept
+            mode = py_compile.PycInvalidationMode.UNCHECKED_HASH  # independent of file times
             py_compile.compile(str(source), cfile=str(compiled), doraise=True, invalidation_mode=mode)
             files[name] = source.read_bytes()
             files[str(compiled.relative_to(folder))] = compiled.read_bytes()
@@ -66,7 +66,7 @@ exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
 
 
 def write_skewed_python(path: Path, offset_s: float) -> str:
-    """Write a program that is this Python, but for a clock that is ``offset_s`` before the right one; return its path."""
+    """Write a program that runs this Python with a clock that is ``offset_s`` ahead of the real one; return its path."""
     path.write_text(_WRAPPER.format(python=sys.executable, offset_s=offset_s))
     path.chmod(0o755)
     return str(path)

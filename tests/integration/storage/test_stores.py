@@ -558,7 +558,7 @@ def test_a_hostile_key_writes_nothing_anywhere(key: str, answering: Callable[...
     server = answering(lambda path, _: (200, {}, LISTING.format(key=key).encode()) if "list-type" in path else (404, {}, b""))
     keys = Credentials(access_key_id="id", access_key=Secret("k"), override_url=server.url, addressing_style="path")
     url = parse_url("s3://b/top")
-    with pytest.raises(StorageError, match="cannot be kept as a file"):
+    with pytest.raises(StorageError, match="cannot be stored as a file"):
         download(open_store(url, lambda _: keys), url, tmp_path / "deep" / "got")
     assert tree(tmp_path) == {}
 

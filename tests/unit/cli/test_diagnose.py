@@ -9,7 +9,7 @@ from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.event_details import HangOver, HangSuspected
 from distflow.state.record import Event, Kept, WorkflowRecord
 from distflow.structs import replace
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.cli.screen import Screen, hold_against
 from unit.state.stored import T0, completed_group, failed_group, running_group, submit, supervised, task_log, workflow
 from unit.supervisor.gangs import Driver, group_plan
@@ -103,7 +103,7 @@ def test_attempts_of_a_group_that_was_kept_are_told_where_it_ran(screen: Screen)
 
 def test_a_gang_that_is_silent_now_is_diagnosed_until_it_makes_progress(screen: Screen) -> None:
     """The events are those of the supervisor itself: no text of theirs may decide."""
-    driver = Driver(planned(group_plan(hang_s=30)), behaviour=lambda _: Behaviour(seconds=float("inf")))
+    driver = Driver(planned(group_plan(hang_s=30)), behavior=lambda _: Behavior(seconds=float("inf")))
     driver.settle()
     driver.advance(30)
     (silent,) = [event for event in driver.events if isinstance(event.details, HangSuspected)]

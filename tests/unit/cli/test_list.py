@@ -146,7 +146,7 @@ def test_what_workflows_are_marked_with_finds_them(marked: Screen, arguments: li
     ("arguments", "words"),
     [
         (["--label", "team"], "is not of the form KEY=SELECTOR"),
-        (["--label", "team=[a]"], "made of letters"),
+        (["--label", "team=[a]"], "use letters"),
         (["--label", "-=a"], "is no key of a label"),
         (["--label", "team=(a)"], "alternatives such as `(a|b)`"),
         (["--label", "team=" + "(a|b)" * 6], "more than 32 patterns"),

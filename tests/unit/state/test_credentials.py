@@ -93,20 +93,20 @@ def test_registries_are_found_by_their_name(tmp_path: Path) -> None:
     ("kind", "values", "words"),
     [
         (CredentialType.GENERIC, {}, "no payload"),
-        (CredentialType.GENERIC, {"": "hidden-value"}, "no empty keys and values"),
-        (CredentialType.GENERIC, {"key": ""}, "no empty keys and values: key"),
-        (CredentialType.GENERIC, {"a/b": "hidden-value"}, "'a/b' cannot be a payload key"),
-        (CredentialType.GENERIC, {"..": "hidden-value"}, "cannot be a payload key"),
-        (CredentialType.GENERIC, {"a\nb": "hidden-value"}, "cannot be a payload key"),
+        (CredentialType.GENERIC, {"": "hidden-value"}, "an empty key or value"),
+        (CredentialType.GENERIC, {"key": ""}, "an empty key or value: key"),
+        (CredentialType.GENERIC, {"a/b": "hidden-value"}, "'a/b' is not a valid payload key"),
+        (CredentialType.GENERIC, {"..": "hidden-value"}, "is not a valid payload key"),
+        (CredentialType.GENERIC, {"a\nb": "hidden-value"}, "is not a valid payload key"),
         (CredentialType.GENERIC, {"key": "hidden-value\0"}, "NUL"),
         (CredentialType.GENERIC, {"key": "hidden-value" * 6000}, "longer than 64 KiB"),
         (CredentialType.REGISTRY, {"username": "hidden-value"}, "needs auth"),
         (CredentialType.REGISTRY, {"auth": "hidden-value", "password": "x"}, "has no key 'password'"),
         (CredentialType.DATA, {"endpoint": "s3://b"}, "needs access_key_id and access_key"),
-        (CredentialType.DATA, DATA | {"endpoint": "s3://b/path"}, "no profile"),
-        (CredentialType.DATA, DATA | {"endpoint": "file:///hidden-value"}, "no profile"),
-        (CredentialType.DATA, DATA | {"endpoint": "swift://only"}, "no profile"),
-        (CredentialType.DATA, DATA | {"override_url": "hidden-value"}, "no URL"),
+        (CredentialType.DATA, DATA | {"endpoint": "s3://b/path"}, "is not the profile"),
+        (CredentialType.DATA, DATA | {"endpoint": "file:///hidden-value"}, "is not the profile"),
+        (CredentialType.DATA, DATA | {"endpoint": "swift://only"}, "is not the profile"),
+        (CredentialType.DATA, DATA | {"override_url": "hidden-value"}, "is not a URL"),
         (CredentialType.DATA, DATA | {"addressing_style": "hidden-value"}, "addressing_style"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_wrong_payload_is_refused_without_naming_a_value(
 
 @pytest.mark.parametrize("name", ["", "1a", "a-", "../a", "a b", "ä", "a" * 65])
 def test_a_wrong_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="cannot be the name"):
+    with pytest.raises(InputError, match="is not a valid name"):
         Credentials(tmp_path).set(name, CredentialType.GENERIC, payload(key="value"))
 
 

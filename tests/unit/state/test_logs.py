@@ -370,7 +370,7 @@ def test_output_behind_a_gap_is_refused(tmp_path: Path) -> None:
     # A sparse file of terabytes costs a node one message, and whoever reads the log days.
     mirror, attempt = Mirror(tmp_path), "0" * 32 + "/g/t/0"
     mirror.write(attempt, "output.log", 0, b"one\n")
-    with pytest.raises(ValueError, match="has 4 bytes here, and goes on at 1000000000000"):
+    with pytest.raises(ValueError, match="has 4 bytes here, but the next data starts at 1000000000000"):
         mirror.write(attempt, "output.log", 10**12, b"x")
     mirror.write(attempt, "output.log", 2, b"e\ntwo\n")
     assert (tmp_path / attempt / "output.log").read_bytes() == b"one\ntwo\n"

@@ -30,7 +30,7 @@ from distflow.state.store import Store
 from distflow.supervisor.commands import TransferEnded, TransferMoved
 from distflow.supervisor.loop import Supervisor
 from distflow.supervisor.snapshot import Workflow
-from distflow.testing.backend import Behaviour, FakeBackend
+from distflow.testing.backend import Behavior, FakeBackend
 from distflow.testing.mover import FakeMover
 from distflow.testing.waiting import FakeClock
 
@@ -131,7 +131,7 @@ class Driver:
         self,
         *workflows: Workflow,
         on: Pool | None = None,
-        behaviour: Callable[[AttemptKey], Behaviour] = lambda _: Behaviour(),
+        behavior: Callable[[AttemptKey], Behavior] = lambda _: Behavior(),
         clocks: Mapping[str, Clock] | None = None,
     ) -> None:
         self.pool = on or pool()
@@ -147,7 +147,7 @@ class Driver:
         for made in (self.directory.blobs, self.directory.secrets, self.directory.logs):
             made.mkdir()
         self.mirror = Mirror(self.directory.logs, self.clock.now)
-        self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behaviour=behaviour, clocks=clocks)
+        self.backend = FakeBackend(self.pool, clock=self.clock, sink=self.seen.append, behavior=behavior, clocks=clocks)
         self.mover = FakeMover()
         self.reader = Store(self.directory.store)
         weakref.finalize(self, self.reader.close)

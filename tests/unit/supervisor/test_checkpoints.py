@@ -15,7 +15,7 @@ from distflow.state.record import Carried, DataKind, DataRef
 from distflow.structs import replace
 from distflow.supervisor.checkpoints import apply_checkpoint, errand_of, place_checkpoints
 from distflow.supervisor.commands import CommandId, PackCheckpoint, TransferData, TransferEnded
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
 EVERY = PlannedCheckpoint(place="files/tmp/models", shown="/tmp/models", url="file:///kept/{{workflow_id}}", every_s=60.0)
@@ -32,10 +32,10 @@ def plan(**more: object) -> GroupPlan:
 
 
 def running(seconds: float = 1000.0, exit_code: int = 0, **more: object) -> Driver:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=seconds, exit_code=exit_code if key.attempt == 0 else 0)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=seconds, exit_code=exit_code if key.attempt == 0 else 0)
 
-    driver = Driver(workflow(plan(**more)), behaviour=behave, on=pool(node("n1"), node("n2"), node_lost_after_s=30.0))
+    driver = Driver(workflow(plan(**more)), behavior=behave, on=pool(node("n1"), node("n2"), node_lost_after_s=30.0))
     driver.settle()
     return driver
 
@@ -205,10 +205,10 @@ def sharing(seconds: float = 100.0, exit_code: int = 75, **more: object) -> Driv
     made = plan(**more)
     made = replace(made, launches=tuple(replace(one, checkpoints=(SHARED,)) for one in made.launches))
 
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=seconds, exit_code=exit_code if key.task == "t0" else 0)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=seconds, exit_code=exit_code if key.task == "t0" else 0)
 
-    driver = Driver(workflow(made), behaviour=behave, on=pool(node("n1"), node("n2"), node_lost_after_s=30.0))
+    driver = Driver(workflow(made), behavior=behave, on=pool(node("n1"), node("n2"), node_lost_after_s=30.0))
     driver.settle()
     return driver
 
@@ -323,9 +323,7 @@ def test_a_cancel_waits_for_the_last_one_but_not_for_ever() -> None:
 
 
 def test_a_cancel_takes_what_was_saved_in_the_grace_of_the_stop_however_long_that_is() -> None:
-    driver = Driver(
-        workflow(plan()), behaviour=lambda _: Behaviour(seconds=1000.0, obeys_term=False), on=pool(stop_grace_s=90.0)
-    )
+    driver = Driver(workflow(plan()), behavior=lambda _: Behavior(seconds=1000.0, obeys_term=False), on=pool(stop_grace_s=90.0))
     driver.settle()
     driver.cancel()
     driver.settle()

@@ -12,10 +12,10 @@ from distflow.lifecycle.exits import ExitActions
 from distflow.lifecycle.states import Reason, State, WorkflowState
 from distflow.state.record import Stray
 from distflow.supervisor.commands import Lease, Stop
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
-HANG = Behaviour(seconds=float("inf"))
+HANG = Behavior(seconds=float("inf"))
 
 
 def test_a_gang_completes_when_all_its_tasks_do() -> None:
@@ -27,10 +27,10 @@ def test_a_gang_completes_when_all_its_tasks_do() -> None:
 
 
 def test_nothing_starts_before_everything_is_prepared() -> None:
-    def refuse_second(key: AttemptKey) -> Behaviour:
-        return Behaviour(refuses="no space left on device") if key.task == "t1" else HANG
+    def refuse_second(key: AttemptKey) -> Behavior:
+        return Behavior(refuses="no space left on device") if key.task == "t1" else HANG
 
-    driver = Driver(workflow(), behaviour=refuse_second)
+    driver = Driver(workflow(), behavior=refuse_second)
     driver.run()
     assert driver.backend.starts == []
     assert driver.group().reason is Reason.START_ERROR
@@ -40,10 +40,10 @@ def test_nothing_starts_before_everything_is_prepared() -> None:
 
 @pytest.mark.parametrize("culprit", ["t0", "t1"])
 def test_one_failure_stops_the_world_and_is_named(culprit: str) -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=2, exit_code=3) if key.task == culprit else HANG
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=2, exit_code=3) if key.task == culprit else HANG
 
-    driver = Driver(workflow(), behaviour=behave)
+    driver = Driver(workflow(), behavior=behave)
     driver.run()
     group = driver.group()
     assert (group.state, group.reason) == (State.FAILED, Reason.EXIT_CODE)
@@ -56,11 +56,11 @@ def test_one_failure_stops_the_world_and_is_named(culprit: str) -> None:
 def test_the_first_to_fail_is_named_though_its_nodes_clock_is_before_the_others() -> None:
     """Its end bears a later time than that of the task which failed after it, and so it would look innocent."""
 
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=2, exit_code=3) if key.task == "t1" else Behaviour(seconds=2.5, exit_code=4)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=2, exit_code=3) if key.task == "t1" else Behavior(seconds=2.5, exit_code=4)
 
     clocks = {"n1": Clock(offset_s=-40.0, uncertainty_s=0.01), "n2": Clock(offset_s=60.0, uncertainty_s=0.01)}
-    driver = Driver(workflow(), behaviour=behave, clocks=clocks)
+    driver = Driver(workflow(), behavior=behave, clocks=clocks)
     driver.settle()
     began = driver.clock.now()
     # Both have failed before the supervisor hears of either.
@@ -75,10 +75,10 @@ def test_the_first_to_fail_is_named_though_its_nodes_clock_is_before_the_others(
 
 
 def test_a_task_that_ignores_term_is_waited_for() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=1, exit_code=1) if key.task == "t0" else Behaviour(seconds=float("inf"), obeys_term=False)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=1, exit_code=1) if key.task == "t0" else Behavior(seconds=float("inf"), obeys_term=False)
 
-    driver = Driver(workflow(), on=pool(peer_failed_grace_s=5.0), behaviour=behave)
+    driver = Driver(workflow(), on=pool(peer_failed_grace_s=5.0), behavior=behave)
     driver.settle()
     driver.advance(1.0)
     assert driver.group().state is State.STOPPING
@@ -89,20 +89,20 @@ def test_a_task_that_ignores_term_is_waited_for() -> None:
 
 
 def test_a_failed_helper_is_ignored_where_the_spec_says_so() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=1, exit_code=1) if key.task == "t1" else Behaviour(seconds=5)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=1, exit_code=1) if key.task == "t1" else Behavior(seconds=5)
 
-    driver = Driver(workflow(group_plan(world=False)), behaviour=behave)
+    driver = Driver(workflow(group_plan(world=False)), behavior=behave)
     driver.run()
     assert driver.group().state is State.COMPLETED
     assert driver.group().task("t1").state is State.FAILED
 
 
 def test_a_helper_that_fails_before_the_lead_has_started_is_ignored_too() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=0, exit_code=9) if key.task == "t1" else Behaviour(seconds=5)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=0, exit_code=9) if key.task == "t1" else Behavior(seconds=5)
 
-    driver = Driver(workflow(group_plan(world=False, barrier=False)), behaviour=behave)
+    driver = Driver(workflow(group_plan(world=False, barrier=False)), behavior=behave)
     _prepared_without_n1(driver)
     driver.advance(1.0)
     assert (driver.group().state, driver.group().task("t1").state) == (State.INITIALIZING, State.FAILED)
@@ -113,21 +113,21 @@ def test_a_helper_that_fails_before_the_lead_has_started_is_ignored_too() -> Non
 
 
 def test_a_helper_that_cannot_be_started_at_all_fails_its_group() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(refuses="no such image") if key.task == "t1" else Behaviour(seconds=5)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(refuses="no such image") if key.task == "t1" else Behavior(seconds=5)
 
-    driver = Driver(workflow(group_plan(world=False)), behaviour=behave)
+    driver = Driver(workflow(group_plan(world=False)), behavior=behave)
     driver.run()
     assert driver.group().state is State.FAILED
     assert driver.cause().task == "t1"
 
 
 def test_a_gang_that_was_refused_has_failed_though_its_node_knows_nothing_of_it_when_it_is_stopped() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
+    def behave(key: AttemptKey) -> Behavior:
         driver.backend.forget(key.node)
-        return Behaviour(refuses="no space left on device")
+        return Behavior(refuses="no space left on device")
 
-    driver = Driver(workflow(group_plan(tasks=1)), behaviour=behave)
+    driver = Driver(workflow(group_plan(tasks=1)), behavior=behave)
     driver.run()
     assert (driver.record().state, driver.record().reason) == (WorkflowState.FAILED, Reason.START_ERROR)
     assert (driver.cause().task, driver.cause().message) == ("t0", "no space left on device")
@@ -135,7 +135,7 @@ def test_a_gang_that_was_refused_has_failed_though_its_node_knows_nothing_of_it_
 
 
 def test_a_lead_that_completes_ends_helpers_that_would_run_for_ever() -> None:
-    driver = Driver(workflow(group_plan(world=False)), behaviour=lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG)
+    driver = Driver(workflow(group_plan(world=False)), behavior=lambda key: Behavior(seconds=1) if key.task == "t0" else HANG)
     driver.run()
     assert driver.group().state is State.COMPLETED
     helper = driver.group().task("t1")
@@ -146,19 +146,19 @@ def test_a_lead_that_completes_ends_helpers_that_would_run_for_ever() -> None:
 
 def test_a_lead_that_others_serve_ends_them_when_it_completes_and_their_failure_counts() -> None:
     plan = replace(group_plan(), ends_with_lead=True)
-    driver = Driver(workflow(plan), behaviour=lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG)
+    driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1) if key.task == "t0" else HANG)
     driver.run()
     assert driver.group().state is State.COMPLETED
     assert driver.backend.alive == []
 
-    driver = Driver(workflow(plan), behaviour=lambda key: HANG if key.task == "t0" else Behaviour(seconds=1, exit_code=3))
+    driver = Driver(workflow(plan), behavior=lambda key: HANG if key.task == "t0" else Behavior(seconds=1, exit_code=3))
     driver.run()
     assert driver.group().state is State.FAILED
     assert (driver.cause().task, driver.cause().exit_code) == ("t1", 3)
 
 
 def test_a_world_waits_for_its_workers_after_the_lead_completed() -> None:
-    driver = Driver(workflow(), behaviour=lambda key: Behaviour(seconds=1 if key.task == "t0" else 9))
+    driver = Driver(workflow(), behavior=lambda key: Behavior(seconds=1 if key.task == "t0" else 9))
     driver.settle()
     driver.advance(2.0)
     assert driver.group().state is State.RUNNING
@@ -167,7 +167,7 @@ def test_a_world_waits_for_its_workers_after_the_lead_completed() -> None:
 
 
 def test_cancel_stops_everything_and_is_no_failure() -> None:
-    driver = Driver(workflow(), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), behavior=lambda _: HANG)
     driver.settle()
     driver.cancel(message="wrong data")
     driver.run()
@@ -178,7 +178,7 @@ def test_cancel_stops_everything_and_is_no_failure() -> None:
 
 
 def test_cancel_of_a_waiting_workflow_takes_no_node() -> None:
-    driver = Driver(workflow(), workflow(uuid="u2", at=1.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), workflow(uuid="u2", at=1.0), behavior=lambda _: HANG)
     driver.settle()
     driver.cancel("u2")
     driver.settle()
@@ -187,7 +187,7 @@ def test_cancel_of_a_waiting_workflow_takes_no_node() -> None:
 
 
 def test_exec_timeout_ends_a_gang_that_runs_too_long() -> None:
-    driver = Driver(workflow(group_plan(exec_s=60)), behaviour=lambda _: HANG)
+    driver = Driver(workflow(group_plan(exec_s=60)), behavior=lambda _: HANG)
     driver.run()
     assert (driver.group().state, driver.group().reason) == (State.FAILED, Reason.EXEC_TIMEOUT)
     assert driver.record().status == "FAILED_EXEC_TIMEOUT"
@@ -195,7 +195,7 @@ def test_exec_timeout_ends_a_gang_that_runs_too_long() -> None:
 
 
 def test_queue_timeout_ends_a_gang_that_waits_too_long() -> None:
-    driver = Driver(workflow(), workflow(group_plan(queue_s=30), uuid="u2", at=1.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), workflow(group_plan(queue_s=30), uuid="u2", at=1.0), behavior=lambda _: HANG)
     driver.settle()
     driver.advance(29)
     assert driver.group("u2").state is State.SCHEDULING
@@ -217,7 +217,7 @@ def test_gangs_go_in_order_and_the_small_do_not_overtake() -> None:
     small = group_plan("small", 1, gpus=1)
     driver = Driver(
         workflow(group_plan("first", 1)), workflow(uuid="u2", at=1.0), workflow(small, uuid="u3", at=2.0),
-        behaviour=lambda _: Behaviour(seconds=10),
+        behavior=lambda _: Behavior(seconds=10),
     )  # fmt: skip
     driver.settle()
     assert driver.backend.starts == ["u1/first/t0/0"]
@@ -230,7 +230,7 @@ def test_gangs_go_in_order_and_the_small_do_not_overtake() -> None:
 def test_a_fixed_port_is_not_shared_on_one_node() -> None:
     on = pool(node("n1", 16))
     one, two = group_plan(tasks=1, gpus=1, port=29500), group_plan(tasks=1, gpus=1, port=29500)
-    driver = Driver(workflow(one), workflow(two, uuid="u2", at=1.0), on=on, behaviour=lambda _: Behaviour(seconds=5))
+    driver = Driver(workflow(one), workflow(two, uuid="u2", at=1.0), on=on, behavior=lambda _: Behavior(seconds=5))
     driver.settle()
     assert len(driver.backend.starts) == 1
     driver.run()
@@ -238,7 +238,7 @@ def test_a_fixed_port_is_not_shared_on_one_node() -> None:
 
 
 def test_the_start_barrier_names_the_straggler() -> None:
-    driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behavior=lambda _: HANG)
     driver.backend.cut("n2")
     driver.settle()
     assert driver.group().state is State.SCHEDULING
@@ -259,7 +259,7 @@ def test_the_start_barrier_names_the_straggler() -> None:
 
 
 def test_the_start_barrier_waits_while_files_move() -> None:
-    driver = Driver(workflow(), on=pool(start_barrier_s=20.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), on=pool(start_barrier_s=20.0), behavior=lambda _: HANG)
     driver.backend.prepare = lambda *_: None  # type: ignore[method-assign]
     driver.settle()
     slow = AttemptKey(workflow="u1", group="train", task="t1", attempt=0, node="n2")
@@ -275,7 +275,7 @@ def test_the_start_barrier_waits_while_files_move() -> None:
 
 
 def test_unreachable_is_not_failed_until_the_pool_says_so() -> None:
-    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
     driver.advance(119)
@@ -288,7 +288,7 @@ def test_unreachable_is_not_failed_until_the_pool_says_so() -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_was_given_up_is_stopped_when_its_node_is_back(killed: bool) -> None:
-    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
     driver.advance(121)
@@ -308,7 +308,7 @@ def test_what_was_given_up_is_stopped_when_its_node_is_back(killed: bool) -> Non
 
 
 def test_a_node_that_never_comes_back_is_forgotten_in_the_end() -> None:
-    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0, retention_s=86400.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), on=pool(node_lost_after_s=120.0, retention_s=86400.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
     driver.advance(121)
@@ -318,7 +318,7 @@ def test_a_node_that_never_comes_back_is_forgotten_in_the_end() -> None:
 
 
 def test_output_that_a_node_took_with_it_is_not_waited_for_without_end() -> None:
-    driver = Driver(workflow(), on=pool(retention_s=86400.0), behaviour=lambda _: Behaviour(seconds=5.0))
+    driver = Driver(workflow(), on=pool(retention_s=86400.0), behavior=lambda _: Behavior(seconds=5.0))
     driver.settle()
     driver.clock.advance(5.0)
     driver.backend.tick()
@@ -337,7 +337,7 @@ def test_output_that_a_node_took_with_it_is_not_waited_for_without_end() -> None
 
 
 def test_a_blink_of_the_network_changes_nothing() -> None:
-    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=100))
+    driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=100))
     driver.settle()
     driver.backend.cut("n2")
     driver.advance(60)
@@ -348,7 +348,7 @@ def test_a_blink_of_the_network_changes_nothing() -> None:
 
 
 def test_what_ended_while_nobody_watched_is_read_from_the_node() -> None:
-    driver = Driver(workflow(), behaviour=lambda key: Behaviour(seconds=5, exit_code=0 if key.task == "t0" else 7))
+    driver = Driver(workflow(), behavior=lambda key: Behavior(seconds=5, exit_code=0 if key.task == "t0" else 7))
     driver.settle()
     driver.clock.advance(60)
     driver.backend.tick()
@@ -358,7 +358,7 @@ def test_what_ended_while_nobody_watched_is_read_from_the_node() -> None:
 
 
 def test_a_lease_that_ran_out_before_the_start_is_asked_for_again() -> None:
-    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=1))
+    driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=1))
     originals = driver.backend.prepare
     lost: list[AttemptKey] = []
 
@@ -379,13 +379,13 @@ def test_a_lease_that_ran_out_before_the_start_is_asked_for_again() -> None:
 def test_the_time_for_which_a_gang_had_its_nodes_is_no_waiting_for_nodes() -> None:
     cuts = ["n2"]
 
-    def cut_once(key: AttemptKey) -> Behaviour:
+    def cut_once(key: AttemptKey) -> Behavior:
         if key.node in cuts:
             cuts.remove(key.node)
             driver.backend.cut(key.node)
         return HANG
 
-    driver = Driver(workflow(group_plan(queue_s=60.0)), behaviour=cut_once)
+    driver = Driver(workflow(group_plan(queue_s=60.0)), behavior=cut_once)
     driver.settle()
     driver.advance(100.0)
     assert driver.group().state is State.INITIALIZING
@@ -398,7 +398,7 @@ def test_the_time_for_which_a_gang_had_its_nodes_is_no_waiting_for_nodes() -> No
 
 
 def test_what_is_left_of_a_lost_lease_is_given_back_before_it_is_asked_for_again() -> None:
-    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=1))
+    driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=1))
     original = driver.backend.prepare
     lost: list[str] = []
 
@@ -420,7 +420,7 @@ def test_what_is_left_of_a_lost_lease_is_given_back_before_it_is_asked_for_again
 
 
 def test_force_skips_the_grace() -> None:
-    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=float("inf"), obeys_term=False))
+    driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=float("inf"), obeys_term=False))
     driver.settle()
     driver.cancel(force=True)
     driver.settle()
@@ -430,7 +430,7 @@ def test_force_skips_the_grace() -> None:
 
 def test_force_takes_the_grace_from_what_is_being_stopped_already() -> None:
     driver = Driver(
-        workflow(), behaviour=lambda _: Behaviour(seconds=float("inf"), obeys_term=False), on=pool(stop_grace_s=600.0)
+        workflow(), behavior=lambda _: Behavior(seconds=float("inf"), obeys_term=False), on=pool(stop_grace_s=600.0)
     )
     driver.settle()
     driver.cancel()
@@ -446,7 +446,7 @@ def test_cpus_are_counted_where_no_lock_keeps_gangs_apart() -> None:
     plans = [group_plan(tasks=1, gpus=0, cpus=5, world=False) for _ in range(2)]
     driver = Driver(
         workflow(plans[0]), workflow(plans[1], uuid="u2", at=1.0), on=pool(node("n1", cpus=8)),
-        behaviour=lambda _: Behaviour(seconds=10),
+        behavior=lambda _: Behavior(seconds=10),
     )  # fmt: skip
     driver.settle()
     assert len(driver.backend.starts) == 1
@@ -478,7 +478,7 @@ def _prepared_without_n1(driver: Driver) -> None:
 
 
 def test_a_node_that_is_lost_before_the_start_keeps_the_others_from_starting() -> None:
-    driver = Driver(workflow(), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), behavior=lambda _: HANG)
     _prepared_without_n1(driver)
     assert driver.backend.starts == []
     driver.backend.heal("n1")
@@ -488,7 +488,7 @@ def test_a_node_that_is_lost_before_the_start_keeps_the_others_from_starting() -
 
 
 def test_the_start_barrier_names_what_is_out_of_reach() -> None:
-    driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), on=pool(start_barrier_s=20.0, node_lost_after_s=600.0), behavior=lambda _: HANG)
     _prepared_without_n1(driver)
     driver.advance(21)
     assert driver.group().message == "not ready within 20 s: t0 on n1, which is unreachable"
@@ -503,7 +503,7 @@ def test_nodes_hold_a_lease_for_longer_than_the_barrier() -> None:
 
 
 def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
-    driver = Driver(workflow(group_plan(hang_s=30)), behaviour=lambda _: HANG)
+    driver = Driver(workflow(group_plan(hang_s=30)), behavior=lambda _: HANG)
     began = driver.clock.now()
     assert driver.settle() == began + 30
     driver.beat("t1", began + 20)
@@ -532,7 +532,7 @@ def test_a_gang_that_is_silent_is_reported_and_goes_on() -> None:
 
 def test_only_what_changed_is_looked_at_again() -> None:
     gangs = [workflow(group_plan(tasks=1, gpus=1), uuid=f"u{number}") for number in range(3)]
-    driver = Driver(*gangs, behaviour=lambda _: HANG)
+    driver = Driver(*gangs, behavior=lambda _: HANG)
     driver.settle()
     before = driver.supervisor.world().rest.views
     driver.backend.kill(driver.backend.running[1].name)
@@ -546,7 +546,7 @@ def test_only_what_changed_is_looked_at_again() -> None:
 
 
 def test_a_clock_that_is_set_back_lets_everything_be_looked_at_again() -> None:
-    driver = Driver(workflow(), behaviour=lambda _: HANG)
+    driver = Driver(workflow(), behavior=lambda _: HANG)
     driver.settle()
     before = driver.supervisor.world().rest.views["u1"]
     driver.clock.advance(-3600.0)
@@ -568,7 +568,7 @@ def _held_by_others(driver: Driver, *nodes: str) -> None:
 
 
 def test_a_node_that_refuses_is_passed_by_for_another() -> None:
-    driver = Driver(workflow(group_plan(tasks=1)), behaviour=lambda _: HANG)
+    driver = Driver(workflow(group_plan(tasks=1)), behavior=lambda _: HANG)
     _held_by_others(driver, "n1")
     driver.settle()
     assert (driver.group().state, driver.group().tasks[0].node) == (State.RUNNING, "n2")
@@ -576,7 +576,7 @@ def test_a_node_that_refuses_is_passed_by_for_another() -> None:
 
 
 def test_nodes_that_refused_are_asked_again_after_a_while_and_whichever_is_free_is_taken() -> None:
-    driver = Driver(workflow(group_plan(tasks=1)), behaviour=lambda _: HANG)
+    driver = Driver(workflow(group_plan(tasks=1)), behavior=lambda _: HANG)
     _held_by_others(driver, "n1", "n2")
     wake_at = driver.settle()
     assert wake_at == driver.clock.now() + 1.0
@@ -592,7 +592,7 @@ def test_nodes_that_refused_are_asked_again_after_a_while_and_whichever_is_free_
 
 
 def test_a_gang_that_needs_the_node_that_refused_waits_for_it_and_holds_no_other() -> None:
-    driver = Driver(workflow(group_plan(tasks=2)), workflow(group_plan(tasks=1), uuid="u2"), behaviour=lambda _: HANG)
+    driver = Driver(workflow(group_plan(tasks=2)), workflow(group_plan(tasks=1), uuid="u2"), behavior=lambda _: HANG)
     _held_by_others(driver, "n2")
     driver.settle()
     assert driver.group().state is State.SCHEDULING
@@ -603,7 +603,7 @@ def test_a_gang_that_needs_the_node_that_refused_waits_for_it_and_holds_no_other
 
 def test_nothing_new_begins_on_a_node_before_what_was_given_up_there_is_stopped() -> None:
     plan = group_plan(tasks=1, gpus=0, world=False, exit_actions=ExitActions(reschedule=((3001, 3001),)))
-    driver = Driver(workflow(plan), on=pool(node("n1"), node_lost_after_s=30.0), behaviour=lambda _: HANG)
+    driver = Driver(workflow(plan), on=pool(node("n1"), node_lost_after_s=30.0), behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n1")
     driver.advance(31.0)
@@ -621,7 +621,7 @@ def test_nothing_new_begins_on_a_node_before_what_was_given_up_there_is_stopped(
 
 
 def test_a_port_that_another_gang_has_is_named() -> None:
-    driver = Driver(workflow(group_plan(tasks=1, gpus=1, port=29500)), on=pool(node("n1")), behaviour=lambda _: HANG)
+    driver = Driver(workflow(group_plan(tasks=1, gpus=1, port=29500)), on=pool(node("n1")), behavior=lambda _: HANG)
     driver.add(workflow(group_plan(tasks=1, gpus=1, port=29500), uuid="u2"))
     driver.settle()
     assert driver.group("u2").message == "Waiting for nodes: no room for t0: n1: port 29500 is taken"

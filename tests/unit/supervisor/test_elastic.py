@@ -10,10 +10,10 @@ from distflow.lifecycle.states import State
 from distflow.plan.model import GroupPlan
 from distflow.spec.model import Retry
 from distflow.supervisor.snapshot import Workflow
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
-HANG = Behaviour(seconds=float("inf"))
+HANG = Behavior(seconds=float("inf"))
 LOST = ExitActions(reschedule=((3001, 3001),))
 
 
@@ -31,14 +31,14 @@ def _three() -> tuple[str, ...]:
 
 
 def test_with_room_for_all_it_begins_at_once_with_all() -> None:
-    driver = Driver(_elastic(3, 1), on=pool(*(node(f"n{i}") for i in range(3))), behaviour=lambda _: HANG)
+    driver = Driver(_elastic(3, 1), on=pool(*(node(f"n{i}") for i in range(3))), behavior=lambda _: HANG)
     driver.settle()
     assert tuple(task.name for task in driver.group().tasks) == _three()
     assert (driver.group().state, driver.group().left_out) == (State.RUNNING, ())
 
 
 def test_without_it_waits_its_time_and_then_runs_with_as_many_as_there_is_room_for() -> None:
-    driver = Driver(_elastic(4, 1), on=pool(node("n0"), node("n1"), node("n2")), behaviour=lambda _: HANG)
+    driver = Driver(_elastic(4, 1), on=pool(node("n0"), node("n1"), node("n2")), behavior=lambda _: HANG)
     began = driver.clock.now()
     assert driver.settle() == began + 60.0
     assert driver.group().state is State.SCHEDULING
@@ -53,7 +53,7 @@ def test_without_it_waits_its_time_and_then_runs_with_as_many_as_there_is_room_f
 
 
 def test_a_pool_with_fewer_nodes_than_the_least_can_never_run_it() -> None:
-    driver = Driver(_elastic(4, 3), on=pool(node("n0"), node("n1")), behaviour=lambda _: HANG)
+    driver = Driver(_elastic(4, 3), on=pool(node("n0"), node("n1")), behavior=lambda _: HANG)
     driver.settle()
     assert driver.group().state is State.FAILED
     assert "no room for t2" in driver.group().message
@@ -61,7 +61,7 @@ def test_a_pool_with_fewer_nodes_than_the_least_can_never_run_it() -> None:
 
 def test_after_a_lost_node_the_next_attempt_is_smaller_and_the_one_after_that_whole_again() -> None:
     nodes = pool(*(node(f"n{i}") for i in range(3)), node_lost_after_s=30.0)
-    driver = Driver(_elastic(3, 2, wait_s=10.0), on=nodes, behaviour=lambda _: HANG)
+    driver = Driver(_elastic(3, 2, wait_s=10.0), on=nodes, behavior=lambda _: HANG)
     driver.settle()
     driver.backend.cut("n2")
     driver.advance(31.0)
@@ -88,13 +88,13 @@ def test_after_a_lost_node_the_next_attempt_is_smaller_and_the_one_after_that_wh
 def test_a_lease_that_is_lost_before_the_start_is_asked_for_again_as_if_for_all() -> None:
     cuts = ["n1"]
 
-    def cut_once(key: AttemptKey) -> Behaviour:
+    def cut_once(key: AttemptKey) -> Behavior:
         if key.node in cuts:
             cuts.remove(key.node)
             driver.backend.cut(key.node)
         return HANG
 
-    driver = Driver(_elastic(3, 1, wait_s=0.0), on=pool(node("n0"), node("n1")), behaviour=cut_once)
+    driver = Driver(_elastic(3, 1, wait_s=0.0), on=pool(node("n0"), node("n1")), behavior=cut_once)
     driver.settle()
     assert (driver.group().state, driver.group().left_out) == (State.INITIALIZING, ("t2",))
     driver.backend.expire("u1/train/t1/0")
@@ -113,7 +113,7 @@ def test_nodes_that_were_failed_on_too_often_are_left_out_though_the_gang_is_sma
     plan = replace(plan, retry=replace(plan.retry, avoid_after=1))
     driver = Driver(
         replace(one, plan=replace(one.plan, groups=(plan,))), on=pool(node("n0"), node("n1")),
-        behaviour=lambda key: Behaviour(refuses="no space") if key.node == "n1" else HANG,
+        behavior=lambda key: Behavior(refuses="no space") if key.node == "n1" else HANG,
     )  # fmt: skip
     driver.settle()
     driver.advance(1.0)

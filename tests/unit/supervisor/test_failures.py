@@ -13,7 +13,7 @@ from distflow.state.record import End, GroupRecord, TaskRecord
 from distflow.structs import replace
 from distflow.supervisor.failures import conclude, end_from, first_cause
 from distflow.supervisor.group_step import MISSING_RANKS_S
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, workflow
 
 STOPPED = EndReason.STOPPED
@@ -202,7 +202,7 @@ def gang(lines: tuple[str, ...] = STACK, *, after_s: float = 5.0, **plan: bool) 
     """A gang whose second task has ended with code 0, and whose first goes on."""
     driver = Driver(
         workflow(group_plan(**plan)),  # type: ignore[arg-type]
-        behaviour=lambda key: Behaviour(seconds=after_s if key.task == "t1" else float("inf")),
+        behavior=lambda key: Behavior(seconds=after_s if key.task == "t1" else float("inf")),
     )
     driver.output("t1", lines)
     driver.settle()
@@ -298,7 +298,7 @@ def test_tasks_whose_failures_do_not_count_and_groups_without_a_world_are_left_a
 
 
 def test_a_group_that_completes_all_the_same_has_completed() -> None:
-    driver = Driver(workflow(group_plan()), behaviour=lambda key: Behaviour(seconds=5 if key.task == "t1" else 20))
+    driver = Driver(workflow(group_plan()), behavior=lambda key: Behavior(seconds=5 if key.task == "t1" else 20))
     driver.output("t1", STACK)
     driver.run()
     assert (driver.group().state, driver.group().cause, driver.group().message) == (State.COMPLETED, None, "")
@@ -307,7 +307,7 @@ def test_a_group_that_completes_all_the_same_has_completed() -> None:
 def test_it_is_the_cause_also_when_the_others_give_up_first() -> None:
     driver = Driver(
         workflow(group_plan()),
-        behaviour=lambda key: Behaviour(seconds=5) if key.task == "t1" else Behaviour(seconds=20, exit_code=1),
+        behavior=lambda key: Behavior(seconds=5) if key.task == "t1" else Behavior(seconds=20, exit_code=1),
     )
     driver.output("t1", STACK)
     driver.output("t0", ("torch.distributed.DistStoreError: Timed out after 16 seconds waiting for clients.",))

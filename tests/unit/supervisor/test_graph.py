@@ -14,10 +14,10 @@ from distflow.state.record import GroupRecord
 from distflow.supervisor.commands import CollectOutput, CommandId
 from distflow.supervisor.snapshot import Workflow
 from distflow.supervisor.transfers import archives
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
-HANG = Behaviour(seconds=float("inf"))
+HANG = Behavior(seconds=float("inf"))
 WAITING, COMPLETED, FAILED = State.WAITING, State.COMPLETED, State.FAILED
 
 
@@ -40,17 +40,17 @@ def states(driver: Driver) -> dict[str, State]:
 
 
 def failing(name: str) -> object:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=2, exit_code=3) if key.group == name else Behaviour(seconds=5)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=2, exit_code=3) if key.group == name else Behavior(seconds=5)
 
     return behave
 
 
 def test_a_group_starts_when_all_that_it_waits_for_have_completed() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=9 if key.group == "right" else 1)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=9 if key.group == "right" else 1)
 
-    driver = Driver(diamond(), behaviour=behave)
+    driver = Driver(diamond(), behavior=behave)
     driver.settle()
     assert states(driver) == {"top": State.RUNNING, "left": WAITING, "right": WAITING, "bottom": WAITING}
     assert group(driver, "left").tasks[0].state is WAITING
@@ -65,7 +65,7 @@ def test_a_group_starts_when_all_that_it_waits_for_have_completed() -> None:
 
 
 def test_what_a_group_waits_for_is_said_once_and_as_it_changes() -> None:
-    driver = Driver(diamond(), behaviour=lambda key: Behaviour(seconds=9 if key.group == "right" else 1))
+    driver = Driver(diamond(), behavior=lambda key: Behavior(seconds=9 if key.group == "right" else 1))
     driver.settle()
     assert group(driver, "bottom").message == "waits for left and right"
     driver.advance(1.0)
@@ -79,7 +79,7 @@ def test_what_a_group_waits_for_is_said_once_and_as_it_changes() -> None:
 
 def test_a_failure_ends_what_waits_for_it_through_the_graph_while_siblings_go_on() -> None:
     graph = workflow(small("top"), small("middle", "top"), small("bottom", "middle"), small("aside"))
-    driver = Driver(graph, behaviour=failing("top"))  # type: ignore[arg-type]
+    driver = Driver(graph, behavior=failing("top"))  # type: ignore[arg-type]
     driver.settle()
     driver.advance(2.0)
     assert states(driver) == {"top": FAILED, "middle": FAILED, "bottom": FAILED, "aside": State.RUNNING}
@@ -96,17 +96,17 @@ def test_a_failure_ends_what_waits_for_it_through_the_graph_while_siblings_go_on
 
 
 def test_a_workflow_has_begun_when_a_group_of_it_runs_though_another_could_not_be_started_before() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(refuses="no such image") if key.group == "one" else Behaviour(seconds=60)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(refuses="no such image") if key.group == "one" else Behavior(seconds=60)
 
-    driver = Driver(workflow(small("one"), small("other")), behaviour=behave)
+    driver = Driver(workflow(small("one"), small("other")), behavior=behave)
     driver.settle()
     assert states(driver) == {"one": FAILED, "other": State.RUNNING}
     assert driver.record().started_at == group(driver, "other").running_at
 
 
 def test_a_timeout_of_the_first_shows_as_the_workflows_reason() -> None:
-    driver = Driver(workflow(small("top", exec_s=3.0), small("bottom", "top")), behaviour=lambda _: HANG)
+    driver = Driver(workflow(small("top", exec_s=3.0), small("bottom", "top")), behavior=lambda _: HANG)
     driver.run()
     assert group(driver, "bottom").reason is Reason.UPSTREAM
     assert driver.record().reason is Reason.EXEC_TIMEOUT
@@ -114,7 +114,7 @@ def test_a_timeout_of_the_first_shows_as_the_workflows_reason() -> None:
 
 @pytest.mark.parametrize("at", [0.0, 1.0])
 def test_a_cancel_ends_groups_that_run_and_groups_that_wait(at: float) -> None:
-    driver = Driver(diamond(), behaviour=lambda key: Behaviour(seconds=1) if key.group == "top" else HANG)
+    driver = Driver(diamond(), behavior=lambda key: Behavior(seconds=1) if key.group == "top" else HANG)
     driver.settle()
     driver.advance(at)
     driver.cancel(message="wrong data")
@@ -127,7 +127,7 @@ def test_a_cancel_ends_groups_that_run_and_groups_that_wait(at: float) -> None:
 
 
 def test_the_queue_timeout_of_a_group_begins_when_it_no_longer_waits() -> None:
-    driver = Driver(workflow(small("top"), small("bottom", "top", queue_s=5.0)), behaviour=lambda _: Behaviour(seconds=60))
+    driver = Driver(workflow(small("top"), small("bottom", "top", queue_s=5.0)), behavior=lambda _: Behavior(seconds=60))
     begun = driver.clock.now()
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
@@ -166,10 +166,10 @@ def handing(*, spoils: str = "", **seconds: float) -> Driver:
     bottom = replace(bottom, launches=tuple(replace(launch, task="b") for launch in bottom.launches))
     top = group_plan("top", 2, world=False, gpus=0)
 
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=seconds.get(key.group, 1.0), spoils=spoils if key.group == "top" else "")
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=seconds.get(key.group, 1.0), spoils=spoils if key.group == "top" else "")
 
-    return Driver(workflow(top, bottom), on=pool(node("n1"), node("n2"), node_lost_after_s=60.0), behaviour=behave)
+    return Driver(workflow(top, bottom), on=pool(node("n1"), node("n2"), node_lost_after_s=60.0), behavior=behave)
 
 
 def test_a_group_completes_when_what_others_take_of_it_is_here_and_they_get_it() -> None:
@@ -277,11 +277,11 @@ def test_a_cancel_does_not_wait_for_an_output() -> None:
 
 
 def test_a_failed_group_hands_nothing_on() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=1, exit_code=int(key.group == "top" and key.task == "t0"))
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=1, exit_code=int(key.group == "top" and key.task == "t0"))
 
     driver = handing()
-    driver.backend._behaviour = behave
+    driver.backend._behavior = behave
     driver.run()
     assert group(driver, "top").reason is Reason.EXIT_CODE
     assert driver.backend.collected == []
@@ -289,7 +289,7 @@ def test_a_failed_group_hands_nothing_on() -> None:
 
 def test_a_cancel_after_the_lead_completed_does_not_wait_either() -> None:
     driver = handing()
-    driver.backend._behaviour = lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG
+    driver.backend._behavior = lambda key: Behavior(seconds=1) if key.task == "t0" else HANG
     driver.settle()
     driver.backend.holds_outputs = True
     driver.advance(1.0)

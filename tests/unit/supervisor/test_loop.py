@@ -15,15 +15,15 @@ from distflow.structs import replace
 from distflow.supervisor.checkpoints import CANCELED_S
 from distflow.supervisor.commands import TransferEnded
 from distflow.supervisor.transfers import archives
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 from unit.supervisor.test_checkpoints import plan, stored
 
 DIGEST = "0" * 64
 
 
-def behave(key: AttemptKey) -> Behaviour:
-    return Behaviour(seconds=5.0 if key.group == "top" else float("inf"))
+def behave(key: AttemptKey) -> Behavior:
+    return Behavior(seconds=5.0 if key.group == "top" else float("inf"))
 
 
 def unreadable(url: str) -> Identity | None:
@@ -32,7 +32,7 @@ def unreadable(url: str) -> Identity | None:
 
 @pytest.fixture
 def driver() -> Driver:
-    return Driver(on=pool(node("n1")), behaviour=behave)
+    return Driver(on=pool(node("n1")), behavior=behave)
 
 
 def end_at_once(driver: Driver) -> None:

@@ -7,14 +7,14 @@ from distflow.lifecycle.states import State
 from distflow.state.record import Transfer
 from distflow.structs import replace
 from distflow.supervisor.observations import apply_node_observation, apply_observation, update_node_view
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, workflow
 
 PLAN = workflow().plan
 
 
 def _running() -> Driver:
-    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=float("inf")))
+    driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=float("inf")))
     driver.settle()
     return driver
 
@@ -35,7 +35,7 @@ def test_an_end_is_final() -> None:
 
 
 def test_how_far_the_files_are_is_kept_until_they_are_there() -> None:
-    driver = Driver(workflow(), behaviour=lambda _: Behaviour(seconds=float("inf")))
+    driver = Driver(workflow(), behavior=lambda _: Behavior(seconds=float("inf")))
     driver.backend.prepare = lambda *_: None  # type: ignore[method-assign]
     driver.settle()
     told = Staging(at=5.0, key=_key(), sent=10, total=40, bytes_per_s=5.0)

@@ -13,23 +13,23 @@ from distflow.pools.model import Node
 from distflow.spec.model import Retry
 from distflow.state.record import Stray
 from distflow.supervisor.decide import decide
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
-HANG = Behaviour(seconds=float("inf"))
+HANG = Behavior(seconds=float("inf"))
 ON_3 = ExitActions(reschedule=((3, 3),))
 
 
 def failing(attempts: int, exit_code: int = 3, culprit: str = "t1") -> Driver:
     """A gang of two of which one fails in its first attempts, and runs through in the next."""
 
-    def behave(key: AttemptKey) -> Behaviour:
+    def behave(key: AttemptKey) -> Behavior:
         if key.attempt >= attempts or key.workflow != "u1":
-            return Behaviour(seconds=5)
-        return Behaviour(seconds=2, exit_code=exit_code) if key.task == culprit else HANG
+            return Behavior(seconds=5)
+        return Behavior(seconds=2, exit_code=exit_code) if key.task == culprit else HANG
 
     return Driver(
-        workflow(group_plan(exit_actions=ON_3, retry=Retry(limit=2, backoff_s=10, max_backoff_s=15))), behaviour=behave
+        workflow(group_plan(exit_actions=ON_3, retry=Retry(limit=2, backoff_s=10, max_backoff_s=15))), behavior=behave
     )
 
 
@@ -58,10 +58,10 @@ def test_a_node_that_failed_is_taken_last() -> None:
     def placed(failures: int, *on: Node) -> dict[str, str | None]:
         """Where the attempt after these runs, of which each failed where its first task was."""
 
-        def behave(key: AttemptKey) -> Behaviour:
-            return Behaviour(seconds=1, exit_code=3) if key.attempt < failures and key.task == "t0" else HANG
+        def behave(key: AttemptKey) -> Behavior:
+            return Behavior(seconds=1, exit_code=3) if key.attempt < failures and key.task == "t0" else HANG
 
-        driver = Driver(workflow(plan), on=pool(*on), behaviour=behave)
+        driver = Driver(workflow(plan), on=pool(*on), behavior=behave)
         driver.settle()
         for _ in range(failures):
             driver.advance(1.0)
@@ -79,13 +79,13 @@ def test_a_node_that_failed_too_often_is_waited_around_while_others_could_do() -
     def attempt_3(avoid_after: int, *names: str) -> Driver:
         """Two attempts of u1 have failed on n1, while u2 has n2 for 20 s."""
 
-        def behave(key: AttemptKey) -> Behaviour:
-            return Behaviour(seconds=1, exit_code=3) if key.workflow == "u1" and key.node == "n1" else Behaviour(seconds=20)
+        def behave(key: AttemptKey) -> Behavior:
+            return Behavior(seconds=1, exit_code=3) if key.workflow == "u1" and key.node == "n1" else Behavior(seconds=20)
 
         retry = Retry(limit=5, backoff_s=1, max_backoff_s=1, avoid_after=avoid_after)
         other = [workflow(group_plan(tasks=1), uuid="u2")] if "n2" in names else []
         mine = workflow(group_plan(tasks=1, exit_actions=ON_3, retry=retry))
-        driver = Driver(*other, mine, on=pool(*map(node, names)), behaviour=behave)
+        driver = Driver(*other, mine, on=pool(*map(node, names)), behavior=behave)
         driver.settle()
         for _ in range(2):
             driver.advance(1.0)
@@ -161,10 +161,10 @@ def test_a_gang_that_rests_does_not_hold_up_the_queue() -> None:
 def test_its_rest_is_no_waiting_for_nodes() -> None:
     plan = group_plan(exit_actions=ON_3, retry=Retry(backoff_s=100), queue_s=20.0)
 
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=1, exit_code=3 if key.attempt == 0 else 0)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=1, exit_code=3 if key.attempt == 0 else 0)
 
-    driver = Driver(workflow(plan), behaviour=behave)
+    driver = Driver(workflow(plan), behavior=behave)
     driver.run()
     assert driver.record().state is WorkflowState.COMPLETED
 
@@ -199,7 +199,7 @@ def test_a_lost_node_is_code_3001_and_the_next_attempt_goes_elsewhere() -> None:
     driver = Driver(
         workflow(group_plan(exit_actions=ExitActions(reschedule=((3001, 3001),)), retry=Retry(backoff_s=1))),
         on=nodes,
-        behaviour=lambda key: Behaviour(seconds=5) if key.attempt else HANG,
+        behavior=lambda key: Behavior(seconds=5) if key.attempt else HANG,
     )
     driver.settle()
     driver.backend.cut("n2")
@@ -222,25 +222,25 @@ def test_a_lost_node_is_code_3001_and_the_next_attempt_goes_elsewhere() -> None:
 
 
 def test_nodes_that_refuse_to_prepare_are_code_3003() -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(refuses="no space left on device") if key.attempt == 0 and key.task == "t1" else Behaviour(seconds=1)
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(refuses="no space left on device") if key.attempt == 0 and key.task == "t1" else Behavior(seconds=1)
 
     plan = group_plan(exit_actions=ExitActions(reschedule=((3003, 3003),)))
-    driver = Driver(workflow(plan), behaviour=behave)
+    driver = Driver(workflow(plan), behavior=behave)
     driver.run()
     assert (driver.record().state, driver.group().attempt) == (WorkflowState.COMPLETED, 1)
 
 
 def test_timeouts_of_running_and_cancellations_have_no_code() -> None:
     plan = group_plan(exit_actions=ExitActions(reschedule=((0, 9999),)), exec_s=3.0)
-    driver = Driver(workflow(plan), behaviour=lambda _: HANG)
+    driver = Driver(workflow(plan), behavior=lambda _: HANG)
     driver.run()
     assert (driver.group().reason, driver.group().attempt) == (Reason.EXEC_TIMEOUT, 0)
 
 
 def test_a_failure_that_counts_as_success() -> None:
     plan = group_plan(exit_actions=ExitActions(complete=((3, 3),)))
-    driver = Driver(workflow(plan), behaviour=lambda _: Behaviour(seconds=1, exit_code=3))
+    driver = Driver(workflow(plan), behavior=lambda _: Behavior(seconds=1, exit_code=3))
     driver.run()
     task = driver.group().task("t0")
     assert driver.record().state is WorkflowState.COMPLETED
@@ -249,7 +249,7 @@ def test_a_failure_that_counts_as_success() -> None:
 
 def test_a_success_that_counts_as_failure() -> None:
     plan = group_plan(exit_actions=ExitActions(fail=((0, 0),)))
-    driver = Driver(workflow(plan), behaviour=lambda _: Behaviour(seconds=1))
+    driver = Driver(workflow(plan), behavior=lambda _: Behavior(seconds=1))
     driver.run()
     assert driver.group().reason is Reason.EXIT_CODE
     assert driver.cause().message == "exit code 0: counts as failure (exitActions)"
@@ -259,10 +259,10 @@ def test_a_task_that_was_stopped_for_the_lead_is_no_success_of_its_own() -> None
     plan = group_plan(world=False, exit_actions=ExitActions(fail=((0, 0),)))
     actions = (replace(plan.launches[0], exit_actions=ExitActions()), plan.launches[1])
 
-    def behave(key: AttemptKey) -> Behaviour:
-        return Behaviour(seconds=1) if key.task == "t0" else HANG
+    def behave(key: AttemptKey) -> Behavior:
+        return Behavior(seconds=1) if key.task == "t0" else HANG
 
-    driver = Driver(workflow(replace(plan, launches=actions)), behaviour=behave)
+    driver = Driver(workflow(replace(plan, launches=actions)), behavior=behave)
     driver.run()
     assert driver.group().task("t1").state is State.COMPLETED
 

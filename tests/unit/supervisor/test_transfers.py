@@ -15,17 +15,17 @@ from distflow.state.record import Carried
 from distflow.supervisor.checkpoints import errand_of
 from distflow.supervisor.commands import TransferData, TransferEnded, TransferMoved
 from distflow.supervisor.transfers import archives, is_wanted
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.supervisor.gangs import Driver, group_plan, node, pool, workflow
 
-HANG = Behaviour(seconds=float("inf"))
+HANG = Behavior(seconds=float("inf"))
 IN = (DataSpec(position=0, url="s3://b/in"), DataSpec(position=1, url="s3://b/{{workflow_id}}", regex="a"))
 OUT = (DataSpec(position=0, url="s3://b/out/{{workflow_id}}"),)
 
 
-def driver_of(tasks: int = 1, behaviour: Behaviour | None = None, **settings: object) -> Driver:
+def driver_of(tasks: int = 1, behavior: Behavior | None = None, **settings: object) -> Driver:
     plan = group_plan("train", tasks, world=tasks > 1, gpus=0, **settings)  # type: ignore[arg-type]
-    driver = Driver(workflow(plan), behaviour=lambda _: behaviour or Behaviour(seconds=1))
+    driver = Driver(workflow(plan), behavior=lambda _: behavior or Behavior(seconds=1))
     driver.settle()
     return driver
 
@@ -136,7 +136,7 @@ def test_what_one_node_cannot_fetch_comes_through_here() -> None:
 
 def test_a_relay_takes_as_long_as_it_takes_and_the_next_attempt_has_it() -> None:
     actions = ExitActions(reschedule=((3, 3),))
-    driver = driver_of(1, Behaviour(seconds=1, exit_code=3), url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
+    driver = driver_of(1, Behavior(seconds=1, exit_code=3), url_inputs=IN[:1], exit_actions=actions, retry=Retry(limit=1))
     driver.backend.bare_nodes = {"n1"}
     say(driver, driver.mover.begun[0], is_direct=True, files=1)
     assert driver.group().state is State.INITIALIZING
@@ -160,7 +160,7 @@ def test_what_a_smaller_world_needs_is_fetched_though_the_first_that_wanted_it_i
     plan = replace(
         whole, launches=whole.launches[::-1], smaller=(group_plan("train", 1, url_inputs=IN[:1]),), smaller_after_s=1.0
     )
-    driver = Driver(workflow(plan), on=pool(node("n1")), behaviour=lambda _: Behaviour(seconds=1))
+    driver = Driver(workflow(plan), on=pool(node("n1")), behavior=lambda _: Behavior(seconds=1))
     driver.settle()
     driver.backend.bare_nodes = {"n1"}
     say(driver, driver.mover.begun[0], is_direct=True)
@@ -199,7 +199,7 @@ def test_data_that_could_not_be_brought_to_a_node_is_tried_again_by_the_code_tha
 def test_inputs_are_fetched_when_the_groups_upstream_have_completed() -> None:
     top = group_plan("top", 1, world=False, gpus=0)
     bottom = group_plan("bottom", 1, world=False, gpus=0, after=("top",), url_inputs=IN[:1])
-    driver = Driver(workflow(top, bottom), behaviour=lambda _: Behaviour(seconds=5))
+    driver = Driver(workflow(top, bottom), behavior=lambda _: Behavior(seconds=5))
     driver.settle()
     assert driver.mover.begun == []
     driver.advance(5.0)
@@ -268,7 +268,7 @@ def test_what_means_something_else_on_a_node_is_written_from_here(url: str) -> N
 
 def test_only_what_is_relayed_is_collected() -> None:
     plan = group_plan("train", 2, world=False, gpus=0, url_outputs=(*OUT, DataSpec(position=1, url="/out")))
-    driver = Driver(workflow(plan), behaviour=lambda key: Behaviour(seconds=1, exit_code=0))
+    driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1, exit_code=0))
     driver.settle()
     driver.advance(1.0)
     assert sorted(driver.backend.collected) == ["u1/train/t0/0", "u1/train/t1/0"]
@@ -303,11 +303,11 @@ def test_an_output_that_cannot_be_written_fails_the_group_and_names_it() -> None
 
 @pytest.mark.parametrize("exit_code", [0, 3])
 def test_only_tasks_that_ended_well_by_themselves_write(exit_code: int) -> None:
-    def behave(key: AttemptKey) -> Behaviour:
-        return {"t0": Behaviour(seconds=3, exit_code=exit_code), "t1": Behaviour(seconds=1, exit_code=4)}.get(key.task, HANG)
+    def behave(key: AttemptKey) -> Behavior:
+        return {"t0": Behavior(seconds=3, exit_code=exit_code), "t1": Behavior(seconds=1, exit_code=4)}.get(key.task, HANG)
 
     plan = group_plan("train", 3, world=False, gpus=0, ignore=True, url_outputs=OUT)
-    driver = Driver(workflow(plan), behaviour=behave)
+    driver = Driver(workflow(plan), behavior=behave)
     driver.settle()
     for _ in range(12):
         driver.advance(1.0)
@@ -353,7 +353,7 @@ def test_a_cancel_ends_it_and_lets_go(while_it: str) -> None:
 
 def test_a_cancel_lets_go_of_what_is_written_also_when_the_lead_ended_its_group() -> None:
     plan = group_plan("train", 2, world=False, gpus=0, url_outputs=OUT)
-    driver = Driver(workflow(plan), behaviour=lambda key: Behaviour(seconds=1) if key.task == "t0" else HANG)
+    driver = Driver(workflow(plan), behavior=lambda key: Behavior(seconds=1) if key.task == "t0" else HANG)
     driver.settle()
     driver.advance(1.0)
     assert driver.group().state is State.STOPPING
@@ -367,7 +367,7 @@ def test_a_cancel_lets_go_of_what_is_written_also_when_the_lead_ended_its_group(
 def test_another_attempt_takes_the_inputs_that_are_here_and_writes_anew() -> None:
     actions = ExitActions(reschedule=((3, 3),))
     driver = driver_of(
-        behaviour=Behaviour(seconds=1, exit_code=3),
+        behavior=Behavior(seconds=1, exit_code=3),
         url_inputs=IN[:1],
         url_outputs=OUT,
         exit_actions=actions,

@@ -27,7 +27,7 @@ from distflow.structs import replace
 from distflow.supervisor.commands import Prepare
 from distflow.supervisor.snapshot import Workflow
 from distflow.supervisor.workflow_copies import Memo, Place, memo_for, read_memo, rebuild, writes_here
-from distflow.testing.backend import Behaviour
+from distflow.testing.backend import Behavior
 from unit.state.stored import plan_of, running_group, submit, task, workflow
 from unit.supervisor import gangs
 
@@ -185,11 +185,11 @@ def test_a_changed_record_is_refused_or_harmless(
 def test_a_task_whose_node_was_out_of_reach_when_it_was_adopted_has_started_when_that_says_so() -> None:
     noted: list[WorkflowRecord] = []
 
-    def behave(_: AttemptKey) -> Behaviour:
+    def behave(_: AttemptKey) -> Behavior:
         noted.append(driver.record())
-        return Behaviour(seconds=60)
+        return Behavior(seconds=60)
 
-    driver = gangs.Driver(gangs.workflow(), behaviour=behave)
+    driver = gangs.Driver(gangs.workflow(), behavior=behave)
     driver.settle()
     memo = Memo(record=noted[-1], plan=driver.workflows["u1"].plan, template="", spec="", host="theirs")
     driver.backend.cut("n2")

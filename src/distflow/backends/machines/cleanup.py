@@ -230,7 +230,7 @@ def recall_node(pool: Pool, node: Node, *, known: Collection[str]) -> Recalled:
     try:
         found = tuple(_workflow(one, link.clock) for one in answer["workflows"])
     except (KeyError, TypeError, ValueError) as error:
-        return Recalled(pool=pool, node=node.name, error=f"its answer cannot be understood: {error}")
+        return Recalled(pool=pool, node=node.name, error=f"its answer is malformed: {error}")
     return Recalled(pool=pool, node=node.name, workflows=found)
 
 

@@ -102,7 +102,7 @@ class Collector:
         except DistflowError as error:
             self._give_up(one, f"it cannot be fetched: {error}")
         except OSError as error:
-            self._give_up(one, f"it cannot be kept in {self._blobs}, on the machine of the supervisor: {error.strerror}")
+            self._give_up(one, f"it cannot be stored in {self._blobs} on the machine of the supervisor: {error.strerror}")
         except Exception as error:  # noqa: BLE001  without a report from this thread, the group would wait forever
             self._give_up(one, f"it cannot be fetched, unexpected error: {error!r}")
             sys.excepthook(*sys.exc_info())  # the traceback goes to the supervisor's log
@@ -122,7 +122,7 @@ class Collector:
             self._broken[one.slot] = ends = [] if is_accident else [*self._broken.get(one.slot, ()), at]
         # A restarting sshd accepts no connection while the agent's connection is still open.
         if len(ends) >= _TRIES and at - ends[0] >= self._patience_s:
-            self._give_up(one, f"it cannot be fetched, the connection ended {len(ends)} times: {error.detail}")
+            self._give_up(one, f"it cannot be fetched because the connection ended {len(ends)} times: {error.detail}")
             return
         self._closing.wait(min(_PAUSE_S * max(1, len(ends)), _LONGEST_PAUSE_S))
         with self._lock:

@@ -75,7 +75,7 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
     path = inside(directory, place)
     top, base = os.path.split(path)
     if not os.path.isdir(directory):
-        raise OpError("not_found", "{} is not there any more".format(directory))
+        raise OpError("not_found", "{} no longer exists".format(directory))
     unstable: Set[str] = set()
     for number in range(_PASSES):
         if number:
@@ -112,7 +112,7 @@ def pack_place(root: str, attempt: str, place: str, on_progress: OnProgress) -> 
 def _output_of(directory: str) -> str:
     output = os.path.join(directory, "output")
     if not os.path.isdir(output) or os.path.islink(output):
-        raise OpError("not_found", "{} is not there any more".format(output))
+        raise OpError("not_found", "{} no longer exists".format(output))
     return output
 
 

@@ -85,7 +85,7 @@ class PatchedTransport(paramiko.Transport):
        channel's lock and sends it later, and sshd closes the connection when data arrives for a closed channel (issue 1115).
     2. During a key exchange its own thread never waits to send, because only this thread can finish the exchange (issue 822).
     3. A command that a signal ended has an exit code; paramiko ignores ``exit-signal`` (issue 598).
-    4. ``disconnect_reason`` keeps what the server sent when it disconnected; paramiko only logs it.
+    4. ``disconnect_reason`` keeps the server's reason for a disconnect; paramiko only logs it.
     """
 
     # How often paramiko polls an idle socket. At its default of 0.1 s, a hundred idle nodes keep a core busy.

@@ -85,7 +85,7 @@ def words(**given: Any) -> tuple[str, str]:
 def test_an_old_python_is_named_with_its_version() -> None:
     assert words(version="3.6.9", errno=None) == (
         "Python 3.8 or newer is needed; /usr/bin/python3 is 3.6.9",
-        "`python:` of the node, or of its pool, names the interpreter there",
+        "set `python:` of the node or its pool to the interpreter",
     )
     assert after_exit(2, "python", "It printed:\nUnknown option: -I")[0] == (
         "Python 3.8 or newer is needed; `python` is older than 3.4"
@@ -96,7 +96,9 @@ def test_an_old_python_is_named_with_its_version() -> None:
 def test_no_room(number: int, why: str) -> None:
     what, remedy = words(errno=number)
     assert what == f"distflow's runtime has no room in /home/ada/.distflow: {why}"
-    assert remedy == "free some (`df -h /home/ada/.distflow`), or name another directory with `root:` of the node or its pool"
+    assert (
+        remedy == "free some space (`df -h /home/ada/.distflow`), or set `root:` of the node or its pool to another directory"
+    )
 
 
 def test_a_read_only_file_system() -> None:
@@ -109,7 +111,7 @@ def test_what_belongs_to_somebody_else_names_them_and_both_remedies() -> None:
         "distflow's directory /home/ada/.distflow cannot be used by ada: /home/ada/.distflow belongs to bob (mode 700)"
     )
     assert "`root:`" in remedy
-    assert "let bob or root give it away (`chown -R ada /home/ada/.distflow`)" in remedy
+    assert "let bob or root change its owner (`chown -R ada /home/ada/.distflow`)" in remedy
 
 
 def test_a_directory_above_ours_is_not_to_be_given_away() -> None:
@@ -120,7 +122,7 @@ def test_a_directory_above_ours_is_not_to_be_given_away() -> None:
 
 def test_a_directory_of_ours_that_may_not_be_written_to() -> None:
     what, remedy = words(errno=errno.EACCES, mode="500")
-    assert what.endswith("/home/ada/.distflow may not be written to (mode 500)")
+    assert what.endswith("/home/ada/.distflow is not writable (mode 500)")
     assert remedy.startswith("`chmod u+rwx /home/ada/.distflow` there, or")
 
 
@@ -132,13 +134,13 @@ def test_a_home_that_does_not_exist() -> None:
 
 
 def test_a_file_in_the_way() -> None:
-    assert words(errno=errno.ENOTDIR)[0].startswith("/home/ada/.distflow/runtime is in the way")
+    assert words(errno=errno.ENOTDIR)[0].startswith("/home/ada/.distflow/runtime is not a directory")
 
 
 def test_a_place_where_no_directory_can_be_made() -> None:
     what, remedy = words(errno=errno.ENOENT, root="/proc/x", text="FileNotFoundError: /proc/x")
-    assert what == "distflow's directory /proc/x cannot be made on this node: FileNotFoundError: /proc/x"
-    assert remedy.startswith("name another directory with `root:`")
+    assert what == "distflow's directory /proc/x cannot be created on this node: FileNotFoundError: /proc/x"
+    assert remedy.startswith("set `root:` of the node or its pool to another directory")
 
 
 def test_a_python_without_its_library() -> None:
@@ -149,9 +151,9 @@ def test_a_python_without_its_library() -> None:
 
 def test_anything_else_is_told_as_it_was_said() -> None:
     assert words(text="RuntimeError: the runtime arrived damaged") == (
-        "distflow's runtime does not come up: RuntimeError: the runtime arrived damaged", ""
+        "distflow's runtime does not start: RuntimeError: the runtime arrived damaged", ""
     )  # fmt: skip
-    assert after_report({})[0] == "distflow's runtime does not come up: "
+    assert after_report({})[0] == "distflow's runtime does not start: "
 
 
 def test_a_login_that_ended_without_a_word() -> None:

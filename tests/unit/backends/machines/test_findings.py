@@ -95,19 +95,22 @@ def test_why_an_agent_does_not_come_up(about: Literal["root", "python"]) -> None
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"root": {"error": "Read-only file system"}}, ("error", "root", "nothing can be written to its root /r: Read-only")),
-        ({"root": {"is_noexec": True}}, ("warning", "root", "its root /r lies on a file system without execution (noexec)")),
-        ({"root": {"file_system": "nfs4"}}, ("note", "root", "its root /r lies on a network file system (nfs4)")),
+        ({"root": {"error": "Read-only file system"}}, ("error", "root", "its root /r is not writable: Read-only")),
+        (
+            {"root": {"is_noexec": True}},
+            ("warning", "root", "its root /r is on a file system that does not allow execution (noexec)"),
+        ),
+        ({"root": {"file_system": "nfs4"}}, ("note", "root", "its root /r is on a network file system (nfs4)")),
         ({"root": {"free_bytes": GIB - 1, "total_bytes": 10 * GIB}}, ("warning", "disk", "only 1.0 GiB of 10.0 GiB are free")),
         ({"root": {"free_bytes": 40 * GIB, "total_bytes": 1000 * GIB}}, ("warning", "disk", "only 40.0 GiB of 1000.0 GiB")),
         ({"leases": {"error": "the lease directory /l cannot be used: X"}}, ("error", "leases", "the lease directory /l")),
         (
             {"leases": {"file_system": "lustre"}},
-            ("warning", "leases", "its lease directory /tmp/distflow-leases lies on a"),
+            ("warning", "leases", "its lease directory /tmp/distflow-leases is on a"),
         ),
         ({"leases": {"owner": "eve"}}, ("warning", "leases", "its lease directory /tmp/distflow-leases belongs to eve")),
-        ({"names": {"addresses": ["127.0.1.1"]}}, ("note", "name", "its own name gpu1 means 127.0.1.1 there")),
-        ({"logind": {"properties": ["b true", 'as 1 "root"', "as 0"]}}, ("warning", "login", "systemd ends every process")),
+        ({"names": {"addresses": ["127.0.1.1"]}}, ("note", "name", "its own name gpu1 resolves to 127.0.1.1")),
+        ({"logind": {"properties": ["b true", 'as 1 "root"', "as 0"]}}, ("warning", "login", "systemd kills all processes")),
     ],
 )
 def test_one_thing_that_is_not_well_is_one_finding(changes: dict[str, Any], expected: tuple[str, str, str]) -> None:
@@ -159,7 +162,7 @@ def test_gpus_are_compared_with_the_configuration(
 
 def test_a_driver_that_fails_is_said_in_its_own_words() -> None:
     finding = the_one(node(gpus=8, gpu_error="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"))
-    assert finding.message.startswith("nvidia-smi fails: NVIDIA-SMI has failed")
+    assert finding.message.startswith("`nvidia-smi` fails: NVIDIA-SMI has failed")
 
 
 def test_processes_of_others_on_gpus_are_named_and_our_own_are_not_blamed() -> None:
@@ -178,7 +181,10 @@ def test_processes_of_others_on_gpus_are_named_and_our_own_are_not_blamed() -> N
     ("torch", "expected"),
     [
         ({"version": None, "error": "OSError('x')"}, ("warning", "torch cannot be imported: OSError('x')")),
-        ({"python": "", "error": "sh: module: not found"}, ("warning", "its python /v/python does not start as tasks would")),
+        (
+            {"python": "", "error": "sh: module: not found"},
+            ("warning", "its python /v/python does not start in the environment of tasks"),
+        ),
         ({"cuda": None, "is_available": False}, ("warning", "torch 2.6.0 (built without CUDA) sees none of its GPUs")),
         ({"is_available": False}, ("warning", "torch 2.6.0 (built for CUDA 12.4) sees none of its GPUs")),
         ({"devices": 1}, ("warning", "torch sees 1 of its 2 GPUs")),
@@ -218,7 +224,7 @@ def test_a_wrong_clock_is_told_and_a_slow_link_is_not() -> None:
 def test_when_all_clocks_differ_alike_it_is_this_machines() -> None:
     nodes = [node(f"gpu{i}", clock=Clock(offset_s=60 + i / 10, uncertainty_s=0.1)) for i in (1, 2)]
     (finding,) = judge_nodes(nodes)
-    assert finding.message == "their clocks agree, and are 60.1 s before this machine's"
+    assert finding.message == "their clocks agree with each other, and are 60.1 s before this machine's"
     assert "this machine's clock" in finding.hint
 
 
@@ -227,8 +233,8 @@ def test_unlike_versions_are_told_once() -> None:
     without = Torch(python="3.12.4", executable="/v/python")
     nodes = [node("gpu1"), node("gpu2", torch=older), node("gpu3"), node("gpu4", torch=without)]
     python, torch, missing = judge_nodes(nodes)
-    assert python.message == "Python is not the same: 3.12 on gpu1, gpu3, gpu4; 3.10 on gpu2"
-    assert torch.message == "torch is not the same: 2.6.0 on gpu1, gpu3; 2.5.1 on gpu2"
+    assert python.message == "Python differs: 3.12 on gpu1, gpu3, gpu4; 3.10 on gpu2"
+    assert torch.message == "torch differs: 2.6.0 on gpu1, gpu3; 2.5.1 on gpu2"
     assert (missing.grade, missing.nodes) == (Grade.WARNING, ("gpu4",))
     assert missing.message == "torch is not installed for /v/python, and is on gpu1, gpu2, gpu3"
 
@@ -285,7 +291,7 @@ def test_entries_with_one_lease_directory_are_named(gpus: int, grade: Grade) -> 
     assert list(judge_nodes(nodes)) == []
     (found,) = judge_nodes([*nodes, node("gpu3", facts=facts)])
     assert (found.grade, found.nodes) == (grade, ("gpu1", "gpu3"))
-    assert "they are one machine, with one lease directory" in found.message
+    assert "they are the same machine, with the same lease directory" in found.message
     all_of_them = verdict([*nodes, node("gpu3", facts=facts)], [])
     assert all_of_them.can_run is (not gpus)
     if gpus:
@@ -356,7 +362,7 @@ def test_nodes_behind_one_forwarded_address_are_told_to_have_their_own() -> None
     pairs += [Pair(source="gpu2", target="gpu1", address="127.0.0.1", kind="stranger")]
     (finding,) = judge_pairs(nodes, pairs)
     assert (finding.nodes, finding.message) == (("gpu1", "gpu2"), "they have the same training address 127.0.0.1")
-    assert finding.hint.startswith("127.0.0.1 is every machine's own")
+    assert finding.hint.startswith("127.0.0.1 is the same on every machine")
 
 
 def test_the_sentence_says_what_prevents_a_gang() -> None:
@@ -505,7 +511,7 @@ def test_a_path_that_is_missing_or_unlike_is_named() -> None:
     assert list(judge_nodes([*alike, missing])) == []
     (unlike,) = judge_nodes([*alike, _holding("gpu3", files=1, bytes=GIB, digest="d2")])
     assert (unlike.grade, unlike.nodes) == (Grade.WARNING, ("gpu1", "gpu2", "gpu3"))
-    assert unlike.message == "/data does not hold the same: 2 files, 3.0 GiB on gpu1, gpu2; 1 file, 1.0 GiB on gpu3"
+    assert unlike.message == "/data has different contents: 2 files, 3.0 GiB on gpu1, gpu2; 1 file, 1.0 GiB on gpu3"
     # As many files of the same sizes, with other names.
     assert len(list(judge_nodes([*alike, _holding("gpu3", digest="d3")]))) == 1
     assert [one.grade for one in judge_node(_holding("gpu1", is_complete=False, digest=None))] == [Grade.NOTE]

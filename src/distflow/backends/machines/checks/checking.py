@@ -97,14 +97,14 @@ def check_pool(
         pairs: list[Pair] = []
         found: AllReduce | None = None
         if asked:
-            progress("finding out who reaches whom")
+            progress("checking the connections between nodes")
             _each(asked, _listen)
             listening = [session for session in asked if session.port is not None]
             results: dict[str, list[Pair]] = {}
             _each(asked, lambda one: results.update({one.node.name: _reach(one, listening)}))
             pairs = [pair for session in asked for pair in results.get(session.node.name, [])]
         if with_all_reduce:
-            progress("summing over all nodes")
+            progress("running an all-reduce over all nodes")
             found = _all_reduce(asked, pairs)
     finally:
         for session in sessions.values():

@@ -140,28 +140,28 @@ def _root(measured: Measured) -> Iterator[Finding]:
         return
     if root["error"]:
         hint = "make it writable, or set another `root`"
-        yield error("root", names, f"nothing can be written to its root {root['path']}: {root['error']}", hint)
+        yield error("root", names, f"its root {root['path']} is not writable: {root['error']}", hint)
     if root["is_noexec"]:
         yield warning(
             "root",
             names,
-            f"its root {root['path']} lies on a file system without execution (noexec)",
-            "scripts that a spec sends must be started with their interpreter (`[bash, /tmp/entry.sh]`); or set another `root`",
+            f"its root {root['path']} is on a file system that does not allow execution (noexec)",
+            "start scripts with their interpreter (`[bash, /tmp/entry.sh]`), or set another `root`",
         )
     if _is_network(root["file_system"]):
-        message = f"its root {root['path']} lies on a network file system ({root['file_system']})"
-        yield note("root", names, message, "starting and logging are quicker on a local disk: set `root`")
+        message = f"its root {root['path']} is on a network file system ({root['file_system']})"
+        yield note("root", names, message, "tasks start and log faster on a local disk: set `root`")
     free, total = root["free_bytes"], root["total_bytes"]
     if free < _LEAST_FREE or free < total * _LEAST_FREE_PART:
         message = f"only {amount(free)} of {amount(total)} are free at its root {root['path']}"
-        hint = "free space there (`distflow node clean --older-than 1d` removes what distflow left), or set another `root`"
+        hint = "free space there (`distflow node clean --older-than 1d` removes old workflows), or set another `root`"
         yield warning("disk", names, message, hint)
 
 
 def _paths(measured: Measured) -> Iterator[Finding]:
     for path, found in (measured.probe.get("paths") or {}).items():
         if found["error"]:
-            hint = "have the data there, or mount what it lies on; a gang's tasks run wherever there is room"
+            hint = "copy or mount the data there, because a gang's tasks run on any node with free resources"
             yield error("path", [measured.node.name], f"{path} cannot be read: {found['error']}", hint)
         elif not found["is_complete"]:
             message = f"{path} has too many files to check: {count(found['files'], 'file')} were seen"
@@ -173,30 +173,30 @@ def _leases(measured: Measured) -> Iterator[Finding]:
     if not leases:
         return
     if leases["error"]:
-        hint = "remove what is in its way, or set another `lease_dir`, the same one for all users of the machine"
+        hint = "remove the file in its place, or set another `lease_dir`, the same for all users of the machine"
         yield error("leases", names, leases["error"], hint)
     elif _is_network(leases["file_system"]):
         yield warning(
             "leases",
             names,
-            f"its lease directory {leases['path']} lies on a network file system ({leases['file_system']}), "
-            "where GPUs of different machines are taken for the same",
-            "set `lease_dir` to a directory of the machine itself",
+            f"its lease directory {leases['path']} is on a network file system ({leases['file_system']}), "
+            "which mixes up the GPUs of different machines",
+            "set `lease_dir` to a directory on a local disk of the machine",
         )
     elif leases.get("owner"):
         yield warning(
             "leases",
             names,
             f"its lease directory {leases['path']} belongs to {leases['owner']}, who can remove the leases of other users",
-            f"let root make it (`mkdir -m 1777`, or `chown root {leases['path']}`), or set another `lease_dir` for all users",
+            f"let root create it (`mkdir -m 1777`, or `chown root {leases['path']}`), or set another `lease_dir` for all users",
         )
 
 
 def _gpus(measured: Measured) -> Iterator[Finding]:
     names, wanted = [measured.node.name], measured.node.gpus if measured.node.check_capacity else None
     if measured.gpu_error:
-        hint = "until `nvidia-smi` works there, its GPUs cannot be used: a reboot or the driver's log (`dmesg`) may tell"
-        yield warning("gpus", names, f"nvidia-smi fails: {measured.gpu_error}", hint)
+        hint = "its GPUs cannot be used until `nvidia-smi` works: reboot it, or see the driver's log (`dmesg`)"
+        yield warning("gpus", names, f"`nvidia-smi` fails: {measured.gpu_error}", hint)
     elif measured.gpus is None:
         reported = int(measured.facts.get("gpus") or 0)
         if wanted and wanted > reported:
@@ -207,9 +207,7 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
             yield error("gpus", names, message, f"{hint}accelerators that distflow cannot count")
     elif wanted is not None and wanted > len(measured.gpus):
         message = f"the configuration says {count(wanted, 'GPU')}, and the node reports {len(measured.gpus)}"
-        yield error(
-            "gpus", names, message, "correct `gpus` (or the slots of the hostfile); a GPU that is lost shows in `dmesg`"
-        )
+        yield error("gpus", names, message, "correct `gpus` (or the slots of the hostfile); `dmesg` shows lost GPUs")
     elif wanted is not None and wanted < len(measured.gpus):
         yield note("gpus", names, f"{count(wanted, 'GPU')} of its {len(measured.gpus)} may be used", "")
     yield from _gpu_users(measured)
@@ -218,7 +216,7 @@ def _gpus(measured: Measured) -> Iterator[Finding]:
 def _capacity(measured: Measured) -> Iterator[Finding]:
     """Yield a finding if the node has fewer CPUs or less memory than configured."""
     node, cpus, memory = measured.node, measured.facts.get("cpus"), measured.facts.get("memory")
-    hint = "correct `{}`; `check_capacity: false` is for nodes on which tasks may share what there is"
+    hint = "correct `{}`; `check_capacity: false` is for nodes whose tasks may share resources"
     if node.cpus is not None and (node.usable_cpus(cpus) or 0) < node.cpus:
         message = f"the configuration says {count(node.cpus, 'CPU')}, and the node reports {cpus}"
         yield error("cpus", [node.name], message, hint.format("cpus"))
@@ -242,7 +240,7 @@ def _gpu_users(measured: Measured) -> Iterator[Finding]:
         others.append(f"GPU {index.get(app.gpu_uuid, '?')}: pid {app.pid}{who} ({app.name}{used})")
     if others:
         message = "processes that distflow did not start are on its GPUs"
-        hint = "\n".join([*others, "they are not leased meanwhile: end them, or set `share_gpus: true`"])
+        hint = "\n".join([*others, "these GPUs are not leased until the processes end: stop them, or set `share_gpus: true`"])
         yield warning("gpus", [measured.node.name], message, hint)
     if ours:
         yield note("gpus", [measured.node.name], f"{count(ours, 'process', 'processes')} of distflow workflows on its GPUs", "")
@@ -253,11 +251,11 @@ def _torch(measured: Measured) -> Iterator[Finding]:
     if torch is None:
         return
     if not torch.python:
-        message = f"its python {measured.node.python} does not start as tasks would start it: {torch.error}"
+        message = f"its python {measured.node.python} does not start in the environment of tasks: {torch.error}"
         yield warning("python", names, message, "check `python`, `setup` and `environment` of the node")
     elif torch.error:
         yield warning(
-            "torch", names, f"torch cannot be imported: {torch.error}", f"try it there: {torch.executable} -c 'import torch'"
+            "torch", names, f"torch cannot be imported: {torch.error}", f"run on the node: {torch.executable} -c 'import torch'"
         )
     elif torch.version is None:
         return  # judge_nodes decides: it matters if other nodes have torch
@@ -291,8 +289,9 @@ def _name(measured: Measured) -> Iterator[Finding]:
         yield note(
             "name",
             [measured.node.name],
-            f"its own name {said['hostname']} means {', '.join(addresses)} there",
-            "no harm to gangs: distflow names addresses and interfaces itself; other launchers need a line in its /etc/hosts",
+            f"its own name {said['hostname']} resolves to {', '.join(addresses)}",
+            "this does not affect gangs, because distflow passes addresses and interfaces itself; other launchers need "
+            "a line in its /etc/hosts",
         )
 
 
@@ -305,9 +304,9 @@ def _login(measured: Measured) -> Iterator[Finding]:
         yield warning(
             "login",
             [measured.node.name],
-            "systemd ends every process of a login with it (KillUserProcesses=yes): tasks die when the connection does",
+            "systemd kills all processes of a login when it ends (KillUserProcesses=yes): tasks die with their connection",
             f"in its /etc/systemd/logind.conf, set KillUserProcesses=no, or add {user} to KillExcludeUsers; then "
-            "`systemctl restart systemd-logind`\n(`loginctl enable-linger` does not spare what SSH started)",
+            "`systemctl restart systemd-logind`\n(`loginctl enable-linger` does not protect processes that SSH started)",
         )
 
 
@@ -318,7 +317,7 @@ def _memory(measured: Measured) -> Iterator[Finding]:
     available, total = memory["available_bytes"], memory["total_bytes"]
     if available < _LEAST_MEMORY or available < total * _LEAST_MEMORY_PART:
         message = f"only {amount(available)} of its {amount(total)} of memory are free"
-        yield warning("memory", [measured.node.name], message, "see what uses it: `ps aux --sort=-rss | head`")
+        yield warning("memory", [measured.node.name], message, "find the processes that use it: `ps aux --sort=-rss | head`")
 
 
 def _shm(measured: Measured) -> Iterator[Finding]:
@@ -351,12 +350,12 @@ def _gpu_health(measured: Measured) -> Iterator[Finding]:
     broken = [gpu for gpu in measured.gpus or () if gpu.ecc_errors]
     if broken:
         said = ", ".join(f"GPU {gpu.index}: {gpu.ecc_errors}" for gpu in broken)
-        message = f"memory errors that could not be corrected, since its driver was loaded: {said}"
-        yield warning("gpus", names, message, "reset the GPU or reboot; when they come again, have it replaced")
+        message = f"uncorrectable memory errors since its driver was loaded: {said}"
+        yield warning("gpus", names, message, "reset the GPU or reboot; if the errors return, replace the GPU")
     xids = measured.probe.get("xids") or []
     if xids:
         message = f"{count(len(xids), 'GPU error')} in its kernel's log, the last: {xids[-1]}"
-        yield warning("gpus", names, message, "the number behind `Xid` is explained in NVIDIA's list of Xid errors")
+        yield warning("gpus", names, message, "NVIDIA's list of Xid errors explains the number after `Xid`")
 
 
 _RULES: tuple[Callable[[Measured], Iterator[Finding]], ...] = (
@@ -372,7 +371,7 @@ def _clocks(nodes: Sequence[Measured]) -> Iterator[Finding]:
     wrong = {name: clock for name, clock in offsets.items() if abs(clock.offset_s) - clock.uncertainty_s > _CLOCK_S}
     values = [clock.offset_s for clock in wrong.values()]
     if len(wrong) > 1 and len(wrong) == len(offsets) and max(values) - min(values) <= _CLOCK_S:
-        message = f"their clocks agree, and are {_off(values[0])} this machine's"
+        message = f"their clocks agree with each other, and are {_off(values[0])} this machine's"
         yield warning("clock", list(wrong), message, "set this machine's clock by NTP: `timedatectl set-ntp true`")
         return
     for name, clock in wrong.items():
@@ -389,17 +388,19 @@ def _same_machine(nodes: Sequence[Measured]) -> Iterator[Finding]:
         directory = same[0].node.lease_dir
         has_gpus = any(one.node.usable_gpus(one.facts.get("gpus")) for one in same)
         if all(one.facts.get("boot_id") == same[0].facts.get("boot_id") for one in same):
-            message = f"they are one machine, with one lease directory ({directory}): its GPUs, CPUs and memory count once"
-            hint = "give each machine once; containers that have GPUs of their own need a `lease_dir` of their own"
+            message = (
+                f"they are the same machine, with the same lease directory ({directory}): its GPUs, CPUs and memory count once"
+            )
+            hint = "list each machine once; containers with their own GPUs need their own `lease_dir`"
         else:
-            message = f"they share the lease directory {directory}, so that GPU 0 of one is taken for GPU 0 of the other"
+            message = f"they share the lease directory {directory}, so GPU 0 of one is mistaken for GPU 0 of the other"
             hint = "set `lease_dir` to a directory on a local disk of each machine"
         yield (error if has_gpus else warning)("leases", names, message, hint)
     for same in boots:
         if same not in leases:
             names = [one.node.name for one in same]
-            hint = "give each machine once; containers of one are well as long as each has GPUs of its own"
-            yield note("name", names, "they are one and the same machine, or containers of it", hint)
+            hint = "list each machine once; several containers of a machine are fine if each has its own GPUs"
+            yield note("name", names, "they are the same machine, or containers of it", hint)
 
 
 def _by_fact(nodes: Sequence[Measured], fact: str) -> list[list[Measured]]:
@@ -430,8 +431,8 @@ def _unlike(about: str, what: str, values: Mapping[str, str | None], grade: Grad
         groups.setdefault(value or "", []).append(name)
     if len(groups) > 1:
         said = "; ".join(f"{value} on {few(names)}" for value, names in groups.items())
-        hint = "the processes of a world should run the same one" if grade is Grade.WARNING else ""
-        yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} is not the same: {said}", hint=hint)
+        hint = "all processes of a world should use the same" if grade is Grade.WARNING else ""
+        yield Finding(grade=grade, about=about, nodes=tuple(values), message=f"{what} differs: {said}", hint=hint)
 
 
 def _unlike_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
@@ -445,7 +446,7 @@ def _unlike_paths(nodes: Sequence[Measured]) -> Iterator[Finding]:
     for path, groups in by_path.items():
         if len(groups) > 1:
             said = (f"{count(files, 'file')}, {amount(size)} on {few(names)}" for (_, files, size), names in groups.items())
-            message = f"{path} does not hold the same: {'; '.join(said)}"
+            message = f"{path} has different contents: {'; '.join(said)}"
             everyone = [name for names in groups.values() for name in names]
             yield warning("path", everyone, message, "compare it with `rsync -anc`, and copy what differs")
 

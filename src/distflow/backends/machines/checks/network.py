@@ -27,7 +27,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "refused": "connection refused",
         "timeout": "no answer",
         "no_route": "no route to host",
-        "no_name": "the address is a name that means nothing there",
+        "no_name": "the address is a name that does not resolve there",
         "stranger": "another machine or program answers",
     }
 )
@@ -108,9 +108,9 @@ def _twins(pairs: Sequence[Pair]) -> Iterator[Finding]:
     for pair in pairs:
         groups.setdefault(pair.address, []).extend((pair.source, pair.target))
     for address, names in groups.items():
-        hint = "set `address` of each to its own one on the training network"
+        hint = "set `address` of each to its own address on the training network"
         if address.startswith("127.") or address == "::1":
-            hint = f"{address} is every machine's own: {hint}"
+            hint = f"{address} is the same on every machine: {hint}"
         nodes = tuple(dict.fromkeys(names))
         message = f"they have the same training address {address}"
         yield Finding(grade=Grade.ERROR, about="reach", nodes=nodes, message=message, hint=hint)
@@ -187,7 +187,7 @@ def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
     """
     names = tuple(measured.node.name for measured, _ in nodes)
     if len(nodes) < 2:
-        return AllReduce(nodes=names, skipped="it takes two nodes that answer")
+        return AllReduce(nodes=names, skipped="at least two nodes must answer")
     without = [measured.node.name for measured, _ in nodes if measured.torch is None or not measured.torch.version]
     if without:
         return AllReduce(nodes=names, skipped=f"{few(without)} {'has' if len(without) == 1 else 'have'} no torch")
@@ -196,7 +196,7 @@ def all_reduce(nodes: Sequence[tuple[Measured, AgentLink]]) -> AllReduce:
         said = _run(master, link, [_PORT, master.address], {})
         port = int(str(said["stdout"]).strip())
     except (NodeError, ValueError) as why:
-        return AllReduce(nodes=names, failed=(names[0], f"no port of {master.address} can be had: {why}"))
+        return AllReduce(nodes=names, failed=(names[0], f"no port of {master.address} can be opened: {why}"))
     return _world(nodes, names, port)
 
 
@@ -257,8 +257,10 @@ def judge_all_reduce(found: AllReduce) -> Iterator[Finding]:
     """Yield findings about the all-reduce."""
     if found.failed is not None:
         name, why = found.failed
-        hint = "training would fail so, too: see that all ports are open between the nodes, and that their torch is the same"
+        hint = "training would fail, too: check that all ports are open between the nodes, and that their torch is the same"
         yield error("all-reduce", [name], f"an all-reduce between the nodes failed: {why}", hint)
     elif found.times and found.best < _SLOW:
-        hint = "less than gigabit Ethernet gives: is `address` on the fast network, and its link up at full speed (`ethtool`)?"
+        hint = (
+            "slower than gigabit Ethernet: is `address` on the fast network, and does its link run at full speed (`ethtool`)?"
+        )
         yield warning("all-reduce", found.nodes, f"an all-reduce moves {found.best / 1e6:.1f} MB/s only", hint)

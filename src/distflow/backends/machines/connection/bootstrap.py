@@ -395,20 +395,20 @@ class _Greeting:
         return BootstrapFailed(self._node, what, hint="\n".join(filter(None, [remedy, printed])))
 
 
-_OTHER_PYTHON = "`python:` of the node, or of its pool, names the interpreter there"
-_OTHER_ROOT = "name another directory with `root:` of the node or its pool"
-_OWN_ROOT = "name a directory of your own with `root:` of the node or its pool"
+_OTHER_PYTHON = "set `python:` of the node or its pool to the interpreter"
+_OTHER_ROOT = "set `root:` of the node or its pool to another directory"
+_OWN_ROOT = "set `root:` of the node or its pool to a directory of your own"
 _REFUSED = {
     "owner": (
         "{at} belongs to {owner} (mode {mode}), who could replace what {user} runs there",
-        f"{_OWN_ROOT}, or let {{owner}} or root give it away (`chown -R {{user}} {{at}}`)",
+        f"{_OWN_ROOT}, or let {{owner}} or root change its owner (`chown -R {{user}} {{at}}`)",
     ),
     "writable": (
-        "{at} may be written to by other users (mode {mode}), who could replace what {user} runs there",
+        "{at} is writable by other users (mode {mode}), who could replace what {user} runs there",
         f"`chmod go-w {{at}}` there, or {_OWN_ROOT}",
     ),
     "unmarked": (
-        "{at} holds files that distflow did not put there, and distflow removes what lies in this directory",
+        "{at} contains files of other programs, and distflow removes files in this directory",
         f"move them away, or {_OTHER_ROOT}",
     ),
 }
@@ -439,25 +439,25 @@ def after_report(report: Mapping[str, Any]) -> tuple[str, str]:
     number = report.get("errno")
     if number in _FULL:
         quota = "the quota there is used up" if number == errno.EDQUOT else "its disk is full"
-        return f"distflow's runtime has no room in {root}: {quota}", f"free some (`df -h {at or root}`), or {_OTHER_ROOT}"
+        return f"distflow's runtime has no room in {root}: {quota}", f"free some space (`df -h {at or root}`), or {_OTHER_ROOT}"
     if number == errno.EROFS:
         return f"distflow's directory {root} is on a read-only file system", _OTHER_ROOT
     if number in _DENIED and said("home") and not report.get("has_home", True) and root.startswith(said("home")):
-        return f"{user} has no home directory there: {said('home')} does not exist", f"make it, or {_OTHER_ROOT}"
+        return f"{user} has no home directory there: {said('home')} does not exist", f"create it, or {_OTHER_ROOT}"
     if number in _DENIED:
-        what = f"distflow's directory {root} cannot be used by {user or 'us'}: {at or said('path')}"
+        what = f"distflow's directory {root} cannot be used by {user or 'this user'}: {at or said('path')}"
         if owner and owner != user:
-            remedy = f"let {owner} or root give it away (`chown -R {user} {at}`)" if at.startswith(root) else ""
+            remedy = f"let {owner} or root change its owner (`chown -R {user} {at}`)" if at.startswith(root) else ""
             return f"{what} belongs to {owner} (mode {said('mode')})", " or ".join(filter(None, [_OTHER_ROOT, remedy]))
-        return f"{what} may not be written to (mode {said('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
+        return f"{what} is not writable (mode {said('mode')})", f"`chmod u+rwx {at}` there, or {_OTHER_ROOT}"
     if number == errno.ENOENT:
-        return f"distflow's directory {root} cannot be made on this node: {said('text')}", _OTHER_ROOT
+        return f"distflow's directory {root} cannot be created on this node: {said('text')}", _OTHER_ROOT
     if number in _IN_THE_WAY:
-        return f"{said('path') or root} is in the way: distflow needs a directory there", f"remove it, or {_OTHER_ROOT}"
+        return f"{said('path') or root} is not a directory, but distflow needs one there", f"remove it, or {_OTHER_ROOT}"
     if said("text").startswith(("ImportError", "ModuleNotFoundError", "zipimport")):
         lacking = f"{said('python') or 'its python'} lacks a part of the standard library: {said('text')}"
-        return lacking, f"install all of it, or another one; {_OTHER_PYTHON}"
-    return f"distflow's runtime does not come up: {said('text')}", ""
+        return lacking, f"install the missing part, or another Python; {_OTHER_PYTHON}"
+    return f"distflow's runtime does not start: {said('text')}", ""
 
 
 def after_exit(exit_code: int | None, python: str, printed: str) -> tuple[str, str]:

@@ -167,7 +167,7 @@ class Connection:
             missing = self.request("stage", blobs=asked)["missing"]
             lacking = [blob for blob in blobs if blob.digest in missing]
             if gone := [blob.digest for blob in lacking if not blob.path.exists()]:
-                raise NodeError(self.node.name, f"it has no blob {gone[0]} any more, and it never was on the submitter")
+                raise NodeError(self.node.name, f"blob {gone[0]} is no longer there, and the submitter never had it")
             if lacking:
                 total = sum(blob.size for blob in lacking)
                 send_blobs(

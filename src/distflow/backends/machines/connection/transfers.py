@@ -82,7 +82,7 @@ def _send(stream: ServiceStream, blob: Blob, progress: Callable[[int], None]) ->
             _write(stream, frame, EMPTY_FRAME if at < blob.size else EMPTY_LINE)
             progress(at)
     if at < blob.size:
-        raise OSError(errno.EIO, "it became shorter while it was sent", str(blob.path))
+        raise OSError(errno.EIO, "the file was truncated while it was sent", str(blob.path))
     stream.line()
 
 
@@ -145,7 +145,7 @@ def fetch_output(
         if place is not None and not digest:
             return Fetched(digest="", size=0, files=0, left_out=())
         if not _SHA_256.fullmatch(digest):
-            raise AgentError(transport.name, "bad_request", f"it named its output {digest!r}")
+            raise AgentError(transport.name, "bad_request", f"it sent an invalid checksum of its output: {digest!r}")
         found = Fetched(digest=digest, size=size, files=int(reply["files"]), left_out=tuple(reply["left_out"]))
         if stays is not None and stays(digest, size):
             return replace(found, is_here=False)
@@ -173,7 +173,7 @@ def _check_room(blobs: Path, coming: int) -> None:
         return
     missing, reserve = reserve_bytes(str(blobs), coming)
     if missing:
-        text = f"no room for {bytes_text(coming)} next to the {bytes_text(reserve)} that stay free there"
+        text = f"no room for {bytes_text(coming)}; {bytes_text(reserve)} must stay free there"
         raise OSError(errno.ENOSPC, text, str(blobs))
 
 
