@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -25,6 +26,46 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "PYENV_VERSION", "PYENV_ROOT", "LD_
 def pytest_xdist_auto_num_workers() -> int:
     """Two for each core: most of the long tests wait for other processes."""
     return 2 * len(os.sched_getaffinity(0))
+
+
+_LONG = (
+    "tests/scenarios/test_ssh_networks.py::test_four_tasks_lose_nothing",
+    "tests/train/test_strategies.py::test_ranks_train_as_one_process_does[2-ddp]",
+    "tests/train/test_strategies.py::test_ranks_train_as_one_process_does[4-ddp]",
+    "tests/scenarios/test_resume.py",
+    "tests/scenarios/test_strategies.py",
+    "tests/test_docs.py::test_commands_print_what_the_page_shows[training.md]",
+    "tests/scenarios/test_containers.py::test_two_containers_train_as_one_world",
+    "tests/scenarios/test_specs.py",
+    "tests/scenarios/test_why.py::test_a_rank_that_is_killed_is_named_with_its_process",
+    "tests/scenarios/test_ssh_faults.py",
+    "tests/contract/test_silence.py::test_what_serves_a_silent_connection_ends",
+    "tests/test_docs.py::test_commands_do_on_ssh_hosts_what_the_page_shows",
+    "tests/scenarios/test_diagnose.py",
+    "tests/scenarios/test_frameworks.py",
+    "tests/integration/torch",
+    "tests/scenarios/test_launchers.py",
+    "tests/scenarios/test_datasets.py",
+    "tests/scenarios/test_containers.py",
+    "tests/chaos/test_scale.py::test_three_thousand_nodes",
+    "tests/scenarios/test_ssh_networks.py",
+    "tests/scenarios/test_pool_check.py",
+)
+"""What takes 20 s and more on two cores, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each worker of pytest-xdist begin with long tests. It gets a part of the list, and others take over from its end."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ranks = {
+        item: next((rank for rank, name in enumerate(_LONG) if item.nodeid.startswith(name)), len(_LONG)) for item in items
+    }
+    long = sorted((item for item in items if ranks[item] < len(_LONG)), key=ranks.__getitem__)
+    others = iter([item for item in items if ranks[item] == len(_LONG)])
+    size = len(items) // workers
+    parts = [long[worker::workers] for worker in range(workers)]
+    items[:] = [item for part in parts for item in (*part, *itertools.islice(others, max(0, size - len(part))))]
+    items += others
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from distflow.layout.strategy.model import parse_strategy
 from distflow.testing.waiting import wait_until
+from preloaded import forking_site, start_preloaded
 from scenarios.conftest import Cli
 from scenarios.lab import checkout, json_lines
 
@@ -17,9 +21,24 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 
 
-def submit(cli: Cli, folder: Path, strategy: str, size: int, pause: float) -> str:
-    values = [f"strategy={strategy}", f"size={size}", "epochs=3", f"pause={pause}", f"store=file://{cli.folder}/store"]
-    return cli.submit(str(folder / "resume.yaml"), "--set", *values)
+def undisturbed(folder: Path, strategy: dict[str, Any], ranks: int, temporary: pytest.TempPathFactory) -> str:
+    """The weights that the script ends with outside of distflow."""
+    folder.mkdir()
+    parsed, _ = parse_strategy(strategy, (ranks,))
+    assert parsed is not None
+    environment = os.environ | {
+        "DISTFLOW_STRATEGY": json.dumps(parsed.normalized()),
+        "DISTFLOW_CHECKPOINT": str(folder / "checkpoints"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["-m", "distflow.train.launch", "--size", str(ranks), str(REPOSITORY / "scripts" / "resume.py"), "--epochs", "3"]
+    output = folder / "output"
+    with output.open("wb") as file, open(os.devnull) as stdin:
+        process = start_preloaded(temporary, command, folder, environment, stdin.fileno(), file.fileno(), file.fileno())
+    assert process.wait(200) == 0, output.read_text()
+    lines = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
+    (digest,) = [line["weights"] for line in lines if "weights" in line]
+    return str(digest)
 
 
 def weights(cli: Cli, workflow: str) -> str:
@@ -31,21 +50,23 @@ def weights(cli: Cli, workflow: str) -> str:
 @pytest.mark.parametrize(
     ("strategy", "size"),
     [
-        pytest.param("{kind: ddp}", 1, id="ddp"),
-        pytest.param("{kind: fsdp}", 1, id="fsdp"),
-        pytest.param("{kind: hybrid, tp_size: 2}", 2, id="hybrid"),
+        pytest.param({"kind": "ddp"}, 1, id="ddp"),
+        pytest.param({"kind": "fsdp"}, 1, id="fsdp"),
+        pytest.param({"kind": "hybrid", "tp_size": 2}, 2, id="hybrid"),
     ],
 )
-def test_a_killed_rank_changes_nothing_in_the_end(cli: Cli, strategy: str, size: int) -> None:
-    folder = checkout(cli, REPOSITORY)
-    undisturbed = weights(cli, submit(cli, folder, strategy, size, 0))
-
-    workflow = submit(cli, folder, strategy, size, 0.4)
+def test_a_killed_rank_changes_nothing_in_the_end(
+    cli: Cli, strategy: dict[str, Any], size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    spec = checkout(cli, REPOSITORY) / "resume.yaml"
+    cli.configure(environment={"PYTHONPATH": forking_site(cli.folder)})
+    values = [f"strategy={json.dumps(strategy)}", f"size={size}", "epochs=3", "pause=0.4", f"store=file://{cli.folder}/store"]
+    workflow = cli.submit(str(spec), "--set", *values)
     # An epoch has six steps, of which every third is saved.
     wait_until(lambda: any(one.get("step", 0) >= 4 and "loss" in one for one in json_lines(cli.logs(workflow))), 120)
     (victim,) = {one["pid"] for one in json_lines(cli.logs(workflow)) if one.get("begins") and one["rank"] == 2 * size - 1}
     os.kill(victim, signal.SIGKILL)
-    assert weights(cli, workflow) == undisturbed
+    assert weights(cli, workflow) == undisturbed(cli.folder / "alone", strategy, 2 * size, tmp_path_factory)
 
     records = json_lines(cli.logs(workflow))
     begun = {(record["rank"], record["step"]) for record in records if record.get("begins")}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from preloaded import forking_site
 from scenarios.conftest import Cli
 from scenarios.lab import json_lines
 
@@ -25,6 +26,7 @@ def test_the_sample_of_the_page_trains_alike_under_every_strategy(cli: Cli) -> N
     found = re.search(r"<!-- file: sharded.yaml -->\n```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     spec = found[1]
+    cli.configure(environment={"PYTHONPATH": forking_site(cli.folder)})
     losses = {}
     for kind, ranks in KINDS.items():
         changed = spec.replace("kind: fsdp", f"kind: {kind}").replace("ranks: {size: 2}", f"ranks: {{size: {ranks}}}")

@@ -17,6 +17,7 @@ import pytest
 
 from distflow.testing.waiting import wait_until
 from distflow.train.strategies.description import forget
+from preloaded import Preloaded, start_preloaded
 
 DEADLINE_S = 120.0
 """For one run, on a machine that is busy with other things."""
@@ -30,18 +31,28 @@ def _no_strategy_is_left_to_the_next_test() -> Iterator[None]:
 
 
 class Run:
-    """A started command, in a session of its own; what it prints goes to files."""
+    """A started Python, in a session of its own; what it prints goes to files. With ``temporary`` it has torch already."""
 
-    def __init__(self, folder: Path, command: list[str], environment: dict[str, str]) -> None:
+    process: subprocess.Popen[bytes] | Preloaded
+
+    def __init__(
+        self, folder: Path, arguments: list[str], environment: dict[str, str], temporary: pytest.TempPathFactory | None
+    ) -> None:
         self.folder = folder
         self.error_file = folder / "error.json"
         folder.mkdir(exist_ok=True)
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
         known = {**inherited, "PYTHONPATH": str(SOURCES), "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment}
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+            if temporary is not None:
+                with open(os.devnull) as stdin:
+                    files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
+                    self.process = start_preloaded(temporary, arguments, folder, known, *files)
+                return
             self.process = subprocess.Popen(
-                command, cwd=folder, env=known, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
-            )
+                [sys.executable, *arguments], cwd=folder, env=known, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                start_new_session=True,
+            )  # fmt: skip
 
     @property
     def stdout(self) -> str:
@@ -81,6 +92,17 @@ class Start(Protocol):
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
+    """Start each process as a new interpreter."""
+    yield from _started(tmp_path, None)
+
+
+@pytest.fixture
+def start_with_torch(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start processes that have imported torch already (``preloaded``)."""
+    yield from _started(tmp_path, tmp_path_factory)
+
+
+def _started(tmp_path: Path, temporary: pytest.TempPathFactory | None) -> Iterator[Start]:
     runs: list[Run] = []
 
     def start_one(script: str, *flags: str, arguments: tuple[str, ...] = (), plain: bool = False, **env: str) -> Run:
@@ -88,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         folder.mkdir()
         (folder / "script.py").write_text(textwrap.dedent(script))
         launcher = [] if plain else ["-m", "distflow.train.launch", *flags]
-        runs.append(Run(folder, [sys.executable, *launcher, "script.py", *arguments], env))
+        runs.append(Run(folder, [*launcher, "script.py", *arguments], env, temporary))
         return runs[-1]
 
     yield start_one

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from distflow.train.samples.gpt import Gpt, loss_of
 from distflow.train.strategies.stages import Pipeline
 
-STEPS, BATCH, TIME = 3, 8, 12
+STEPS, BATCH, TIME = 2, 8, 12
 Found = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 
 def reference(model: nn.Module | None = None) -> dict[str, torch.Tensor]:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from train.conftest import Start
+
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 
-def bench(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "distflow", "train", "bench", *arguments, "--format-type", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+def bench(start: Start, *arguments: str) -> dict[str, Any]:
+    command = "from distflow.cli.entry import main\nmain()"
+    run = start(command, plain=True, arguments=("train", "bench", *arguments, "--format-type", "json"))
+    assert run.wait() == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
     return found
 
 
-def test_the_bandwidth_of_all_reduce_is_measured_by_size() -> None:
-    found = bench("allreduce", "--ranks", "2")
+def test_the_bandwidth_of_all_reduce_is_measured_by_size(start_with_torch: Start) -> None:
+    found = bench(start_with_torch, "allreduce", "--ranks", "2")
     rows = found["results"]
     assert (found["measured"], found["ranks"], found["backend"]) == ("allreduce", 2, "gloo")
     assert [row["bytes"] for row in rows] == sorted({row["bytes"] for row in rows})
@@ -32,8 +31,8 @@ def test_the_bandwidth_of_all_reduce_is_measured_by_size() -> None:
         assert row["bus_bandwidth"] == pytest.approx(row["algorithm_bandwidth"])
 
 
-def test_scaling_is_measured_against_one_rank() -> None:
-    first, second = bench("scaling", "--ranks", "2")["results"]
+def test_scaling_is_measured_against_one_rank(start_with_torch: Start) -> None:
+    first, second = bench(start_with_torch, "scaling", "--ranks", "2")["results"]
     assert (first["ranks"], first["efficiency"]) == (1, 1.0)
     assert second["efficiency"] == pytest.approx(first["seconds"] / 2 / second["seconds"])
 
@@ -42,22 +41,14 @@ STRATEGY = {"kind": "fsdp", "mesh": {"shape": [2], "names": ["fsdp"]}, "options"
 
 
 @pytest.mark.parametrize(
-    ("flags", "environment"),
-    [(("--accumulate", "2"), {"DISTFLOW_STRATEGY": json.dumps(STRATEGY)}), (("--strategy", "pipeline"), {})],
+    ("flags", "strategy"),
+    [(("--accumulate", "2"), json.dumps(STRATEGY)), (("--strategy", "pipeline"), "")],
     ids=["the spec's strategy", "a strategy of its own"],
 )
-def test_the_small_gpt_learns(flags: tuple[str, ...], environment: dict[str, str], repository: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["distflow.train.samples.gpt", "--steps", "12", *flags, str(repository / "docs")]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one["step"] for one in steps] == list(range(12))
-    assert steps[-1]["loss"] < steps[0]["loss"] - 1.5
+def test_the_small_gpt_learns(flags: tuple[str, ...], strategy: str, repository: Path, start_with_torch: Start) -> None:
+    script = "from distflow.train.samples.gpt import main\nmain()"
+    arguments = ("--steps", "12", *flags, str(repository / "docs"))
+    run = start_with_torch(script, "--size", "2", arguments=arguments, DISTFLOW_STRATEGY=strategy)
+    assert run.wait() == 0, run.stderr
+    assert [one["step"] for one in run.records] == list(range(12))
+    assert run.records[-1]["loss"] < run.records[0]["loss"] - 1.5

@@ -89,11 +89,11 @@ LOAD = (
 )
 
 
-def test_a_killed_rank_changes_nothing_in_the_end(start: Start, tmp_path: Path) -> None:
+def test_a_killed_rank_changes_nothing_in_the_end(start_with_torch: Start, tmp_path: Path) -> None:
     """Killed in the middle of an epoch, between two checkpoints; weights and optimizer equal bit for bit."""
-    killed = start(TRAIN, "--size", "2", "--max-restarts", "1", arguments=("8", str(tmp_path / "killed")))
+    killed = start_with_torch(TRAIN, "--size", "2", "--max-restarts", "1", arguments=("8", str(tmp_path / "killed")))
     assert killed.wait() == 0, killed.stderr
-    whole = start(TRAIN, "--size", "2", arguments=("0", str(tmp_path / "whole")))
+    whole = start_with_torch(TRAIN, "--size", "2", arguments=("0", str(tmp_path / "whole")))
     assert whole.wait() == 0, whole.stderr
 
     begins = {(record["attempt"], record["step"]) for record in killed.records if record["what"] == "begin"}
@@ -109,7 +109,7 @@ def test_a_killed_rank_changes_nothing_in_the_end(start: Start, tmp_path: Path) 
     # On another number of ranks, and under the other strategy.
     saved = {record[kind] for record in ends for kind in ("ddp", "fsdp")}
     for size in ("1", "4"):
-        run = start(LOAD, "--size", size, arguments=(str(tmp_path / "whole"),))
+        run = start_with_torch(LOAD, "--size", size, arguments=(str(tmp_path / "whole"),))
         assert run.wait() == 0, run.stderr
         loaded = {(record["source"], record["kind"]): record for record in run.records}
         assert len(loaded) == 4
@@ -193,8 +193,8 @@ ALONE = (
 )
 
 
-def test_what_is_broken_is_passed_over(start: Start, tmp_path: Path) -> None:
-    run = start(ALONE, plain=True, arguments=(str(tmp_path / "checkpoints"),))
+def test_what_is_broken_is_passed_over(start_with_torch: Start, tmp_path: Path) -> None:
+    run = start_with_torch(ALONE, plain=True, arguments=(str(tmp_path / "checkpoints"),))
     assert run.wait() == 0, run.stderr
     report = json.loads(run.stdout)
     assert report["kept"] == ["step-3", "step-4", "step-5", "step-6"]
@@ -317,8 +317,8 @@ TWO = (
 )
 
 
-def test_ranks_save_together_and_fail_together(start: Start, tmp_path: Path) -> None:
-    run = start(TWO, "--size", "2", arguments=(str(tmp_path),), DISTFLOW_CHECKPOINT=str(tmp_path / "shared"))
+def test_ranks_save_together_and_fail_together(start_with_torch: Start, tmp_path: Path) -> None:
+    run = start_with_torch(TWO, "--size", "2", arguments=(str(tmp_path),), DISTFLOW_CHECKPOINT=str(tmp_path / "shared"))
     assert run.wait() == 0, run.stderr
     records = {(record["what"], record["rank"]): record for record in run.records}
     for rank in (0, 1):

@@ -75,9 +75,9 @@ OPTIMIZERS = (
 )
 
 
-def test_saving_changes_nothing_and_loading_goes_on_from_there(start: Start, tmp_path: Path) -> None:
+def test_saving_changes_nothing_and_loading_goes_on_from_there(start_with_torch: Start, tmp_path: Path) -> None:
     """Before the first step, and where a parameter never got a gradient: the optimizer has no state of those."""
-    run = start(OPTIMIZERS, "--size", "2", arguments=(str(tmp_path),))
+    run = start_with_torch(OPTIMIZERS, "--size", "2", arguments=(str(tmp_path),))
     assert run.wait() == 0, run.stderr
     for name in ("adamw", "sgd"):
         ends = {record["what"]: record["weights"] for record in run.records if record["name"] == name}
@@ -119,9 +119,9 @@ LOCAL = (
 )
 
 
-def test_ranks_that_average_at_times_go_on_where_they_were(start: Start, tmp_path: Path) -> None:
+def test_ranks_that_average_at_times_go_on_where_they_were(start_with_torch: Start, tmp_path: Path) -> None:
     """After an average bit for bit, with the next one when it is due; between two from the mean: no rank's work is lost."""
-    run = start(LOCAL, "--size", "2", arguments=(str(tmp_path / "checkpoints"),))
+    run = start_with_torch(LOCAL, "--size", "2", arguments=(str(tmp_path / "checkpoints"),))
     assert run.wait() == 0, run.stderr
     for rank in (0, 1):
         said = {record["what"]: record for record in run.records if record["rank"] == rank}
@@ -171,15 +171,15 @@ WITHOUT = (
 )
 
 
-def test_what_is_taken_of_ranks_that_are_apart_is_their_mean(start: Start, tmp_path: Path) -> None:
+def test_what_is_taken_of_ranks_that_are_apart_is_their_mean(start_with_torch: Start, tmp_path: Path) -> None:
     """Also without the optimizer, and of parameters that have two names."""
-    run = start(WITHOUT, "--size", "2", arguments=(str(tmp_path),))
+    run = start_with_torch(WITHOUT, "--size", "2", arguments=(str(tmp_path),))
     assert run.wait() == 0, run.stderr
     assert [(record["wrong"], record["kept"]) for record in run.records] == [("[]", True)] * 2
 
 
-def test_an_optimizer_that_could_not_be_loaded_again_is_not_saved(start: Start) -> None:
-    run = start(
+def test_an_optimizer_that_could_not_be_loaded_again_is_not_saved(start_with_torch: Start) -> None:
+    run = start_with_torch(
         """
         import torch
         from torch import nn
@@ -256,9 +256,9 @@ APART = (
 )
 
 
-def test_what_differs_by_rank_is_saved_of_one(start: Start, tmp_path: Path) -> None:
+def test_what_differs_by_rank_is_saved_of_one(start_with_torch: Start, tmp_path: Path) -> None:
     """Statistics of BatchNorm, and the states of an optimizer whose ranks take steps of their own."""
-    run = start(APART, "--size", "2", arguments=(str(tmp_path),))
+    run = start_with_torch(APART, "--size", "2", arguments=(str(tmp_path),))
     assert run.wait() == 0, run.stderr
     said = {(record["what"], record["rank"]): record for record in run.records}
     for what in ("ddp", "fsdp", "words"):

@@ -82,7 +82,7 @@ SOURCES = {"tp", "pipeline", "pipeline sgd"}
 NAMES = {f"{layer}.{name}" for layer in (0, 2, 4, 5) for name in ("weight", "bias")}
 
 
-def test_a_model_in_parts_is_loaded_under_every_strategy(start: Start, tmp_path: Path) -> None:
+def test_a_model_in_parts_is_loaded_under_every_strategy(start_with_torch: Start, tmp_path: Path) -> None:
     """Saved by 2 ranks, loaded by 2, 1 and 4: parameters, optimizer states, and the settings of the optimizer's groups."""
     saved: dict[str, dict[str, str]] = {}
     for size, kinds in {
@@ -90,7 +90,7 @@ def test_a_model_in_parts_is_loaded_under_every_strategy(start: Start, tmp_path:
         1: {"none"},
         4: {"fsdp", "hybrid", "pipeline", "replicas"},
     }.items():
-        run = start(SCRIPT, "--size", str(size), arguments=(str(tmp_path),))
+        run = start_with_torch(SCRIPT, "--size", str(size), arguments=(str(tmp_path),))
         assert run.wait() == 0, run.stderr
         found: dict[tuple[str, str], dict[str, str]] = {}
         for record in run.records:

@@ -78,10 +78,10 @@ def told(folder: Path, pid: int) -> Any:
         os.close(at)
 
 
-def test_ranks_that_wait_in_torch_answer_all_the_same(start: Start, tmp_path: Path) -> None:
+def test_ranks_that_wait_in_torch_answer_all_the_same(start_with_torch: Start, tmp_path: Path) -> None:
     folder = tmp_path / ("attempt" * 20)  # more than an address of a socket can be
     folder.mkdir()
-    run = start(SCRIPT, "--size", "2", DISTFLOW_ATTEMPT_DIR=str(folder))
+    run = start_with_torch(SCRIPT, "--size", "2", DISTFLOW_ATTEMPT_DIR=str(folder))
     pids = {record["rank"]: record["pid"] for record in run.wait_for_records(2)}
     wait_until(lambda: told(folder, pids[0])["groups"][0]["operation"] == "barrier", DEADLINE_S)
     waiting, elsewhere = (told(folder, pids[rank]) for rank in (0, 1))
@@ -94,6 +94,6 @@ def test_ranks_that_wait_in_torch_answer_all_the_same(start: Start, tmp_path: Pa
     assert (mine["name"].split()[-1], mine["ranks"], mine["number"]) == ("mine", [1], 0)
 
 
-def test_a_record_that_does_not_name_its_groups_is_not_guessed_at(start: Start, tmp_path: Path) -> None:
-    run = start(SCRIPT, "--size", "2", DISTFLOW_ATTEMPT_DIR=str(tmp_path), DISTFLOW_DEBUG="1")
+def test_a_record_that_does_not_name_its_groups_is_not_guessed_at(start_with_torch: Start, tmp_path: Path) -> None:
+    run = start_with_torch(SCRIPT, "--size", "2", DISTFLOW_ATTEMPT_DIR=str(tmp_path), DISTFLOW_DEBUG="1")
     assert [told(tmp_path, record["pid"]) for record in run.wait_for_records(2)] == [{}, {}]

@@ -14,7 +14,7 @@ from train.worlds import run_world
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
 TOLERANCE = 1e-6
-"""Of parameters after three steps: other orders of float32 sums; parameters have moved by more than a hundredth."""
+"""Of parameters after two steps: other orders of float32 sums; parameters have moved by more than a hundredth."""
 EXACT = 1e-14
 """The same in float64, where no mistake can pass for rounding."""
 TRAINED = {
@@ -130,7 +130,7 @@ def test_what_cannot_be_filled_is_said(worlds: Worlds, name: str, message: str) 
 def test_what_parallelize_is_told_holds_for_data_and_passes_too(worlds: Worlds) -> None:
     found = worlds[4]["told"]
     assert found["difference"] < TOLERANCE
-    assert found["passes"] == 2 * 3
+    assert found["passes"] == 2 * 2
     first, second, third, fourth = found["taken"]
     assert first == second
     assert third == fourth
@@ -182,9 +182,9 @@ def test_accumulated_gradients_are_reduced_once(worlds: Worlds) -> None:
     for kind in ("ddp", "fsdp"):
         assert found[kind]["passes"] == [False, False, False, True]
         assert found[kind]["difference"] < TOLERANCE
-    assert found["ddp"]["counts"][1:] == [1, 1]
+    assert found["ddp"]["counts"][1:] == [1]
     # One for each of four blocks, and one for the rest.
-    assert found["fsdp"]["counts"] == [5, 5, 5]
+    assert found["fsdp"]["counts"] == [5, 5]
 
 
 def test_local_sgd_averages_at_every_second_step(worlds: Worlds) -> None:

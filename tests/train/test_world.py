@@ -120,8 +120,8 @@ TOGETHER = """
 """
 
 
-def test_ranks_decide_together(start: Start) -> None:
-    run = start(TOGETHER, "--size", "2")
+def test_ranks_decide_together(start_with_torch: Start) -> None:
+    run = start_with_torch(TOGETHER, "--size", "2")
     assert run.wait() == 0, run.stderr
     by_rank = [{record.get("what"): record for record in run.records if record["rank"] == rank} for rank in (0, 1)]
     for rank, records in enumerate(by_rank):
@@ -149,8 +149,8 @@ def test_ranks_decide_together(start: Start) -> None:
     assert "Warning" not in run.stderr
 
 
-def test_a_rank_without_memory_ends_the_world_where_the_others_cannot_vote(start: Start) -> None:
-    run = start(
+def test_a_rank_without_memory_ends_the_world_where_the_others_cannot_vote(start_with_torch: Start) -> None:
+    run = start_with_torch(
         """
         import torch
         from distflow import train
@@ -167,8 +167,8 @@ def test_a_rank_without_memory_ends_the_world_where_the_others_cannot_vote(start
     assert "OutOfMemory: this rank ran out of memory, and the other ranks did not vote within 2 s" in run.stderr
 
 
-def test_a_request_to_one_rank_stops_all_after_the_same_step(start: Start) -> None:
-    run = start(
+def test_a_request_to_one_rank_stops_all_after_the_same_step(start_with_torch: Start) -> None:
+    run = start_with_torch(
         """
         import os, sys
         from distflow import train
@@ -196,7 +196,7 @@ def test_a_request_to_one_rank_stops_all_after_the_same_step(start: Start) -> No
     assert not run.error_file.exists()
 
 
-def test_stacks_go_to_a_file_of_the_attempt(start: Start, tmp_path: Path) -> None:
+def test_stacks_go_to_a_file_of_the_attempt(start_with_torch: Start, tmp_path: Path) -> None:
     script = """
         import os, signal
         from distflow import train
@@ -206,15 +206,15 @@ def test_stacks_go_to_a_file_of_the_attempt(start: Start, tmp_path: Path) -> Non
         here()
         train.report(step=0, pid=os.getpid())
         """
-    run = start(script, "--size", "1", DISTFLOW_ATTEMPT_DIR=str(tmp_path))
+    run = start_with_torch(script, "--size", "1", DISTFLOW_ATTEMPT_DIR=str(tmp_path))
     assert run.wait() == 0, run.stderr
     written = (tmp_path / f"stacks-{run.records[0]['pid']}").read_text()
     assert "in here" in written
     assert "most recent call first" not in run.stderr
 
 
-def test_stacks_may_be_asked_for_as_soon_as_their_file_is_there(start: Start, tmp_path: Path) -> None:
-    run = start(
+def test_stacks_may_be_asked_for_as_soon_as_their_file_is_there(start_with_torch: Start, tmp_path: Path) -> None:
+    run = start_with_torch(
         """
         import os, signal
         from distflow import train
@@ -260,10 +260,12 @@ def test_debug_mode_names_both_sides_of_a_mismatch(start: Start) -> None:
         (5, "", "train.stop_requested()"),
     ],
 )  # fmt: skip
-def test_a_stuck_collective_ends_after_the_time_of_the_strategy(start: Start, strategy_s: int, given: str, call: str) -> None:
+def test_a_stuck_collective_ends_after_the_time_of_the_strategy(
+    start_with_torch: Start, strategy_s: int, given: str, call: str
+) -> None:
     strategy, _ = parse_strategy({"kind": "ddp", "timeout_s": strategy_s}, (2,))
     assert strategy is not None
-    run = start(
+    run = start_with_torch(
         f"""
         import threading, time, torch, torch.distributed as dist
         from distflow import train
@@ -285,8 +287,8 @@ def test_a_stuck_collective_ends_after_the_time_of_the_strategy(start: Start, st
     assert "imed out" in record["said"]
 
 
-def test_a_process_alone_is_a_world_of_one(start: Start) -> None:
-    run = start(
+def test_a_process_alone_is_a_world_of_one(start_with_torch: Start) -> None:
+    run = start_with_torch(
         """
         import torch, torch.distributed as dist
         from distflow import train
@@ -379,9 +381,9 @@ def test_a_rank_that_comes_at_the_last_moment_is_there(monkeypatch: pytest.Monke
     assert other.get("size") == b"2"
 
 
-def test_ranks_that_have_left_a_world_join_the_next(start: Start) -> None:
+def test_ranks_that_have_left_a_world_join_the_next(start_with_torch: Start) -> None:
     """Also where the store of the first one is still there: torchrun's agent keeps its own."""
-    run = start(
+    run = start_with_torch(
         """
         import torch, torch.distributed as dist
         from torch.distributed import distributed_c10d
@@ -401,9 +403,9 @@ def test_ranks_that_have_left_a_world_join_the_next(start: Start) -> None:
     assert sorted((record["step"], record["total"]) for record in run.records) == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
-def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start: Start) -> None:
+def test_what_ranks_that_are_done_could_not_answer_is_not_asked(start_with_torch: Start) -> None:
     """Three steps against five under ``join``: the rank with more of them waited for the other's answer until its timeout."""
-    run = start(
+    run = start_with_torch(
         """
         import torch
         from torch import nn

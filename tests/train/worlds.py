@@ -1,4 +1,4 @@
-"""Worlds of real processes that talk gloo. Each is run once per session, and its ranks are forked from one import of torch."""
+"""Worlds of real processes that talk gloo. Each is run once per session, in forks of a process that has torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from preloaded import start_preloaded
 
 TESTS = Path(__file__).resolve().parents[1]
 """Where scripts find each other, as tests do."""
@@ -34,12 +35,12 @@ def run_world(script: Path, ranks: int, temporary: pytest.TempPathFactory) -> di
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not results.exists():
-            _run(script, ranks, folder, results)
+            _run(script, ranks, folder, results, temporary)
     found: dict[str, Any] = json.loads(results.read_text())
     return found
 
 
-def _run(script: Path, ranks: int, folder: Path, results: Path) -> None:
+def _run(script: Path, ranks: int, folder: Path, results: Path, temporary: pytest.TempPathFactory) -> None:
     meeting = folder / "meeting"
     meeting.unlink(missing_ok=True)  # of another worker that failed
     environment = {
@@ -52,16 +53,15 @@ def _run(script: Path, ranks: int, folder: Path, results: Path) -> None:
         "RESULTS": str(results),
     }
     code: int | None = None
-    with (folder / "main.log").open("wb") as log:
-        main = subprocess.Popen(
-            [sys.executable, str(script)], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+    with (folder / "main.log").open("wb") as log, open(os.devnull) as stdin:
+        files = (stdin.fileno(), log.fileno(), log.fileno())
+        main = start_preloaded(temporary, [str(script)], folder, environment, *files)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):  # said below, with what the ranks printed
             code = main.wait(DEADLINE_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(main.pid, signal.SIGKILL)
-        main.wait()
+        main.wait(DEADLINE_S)
     logs = "\n".join(f"-- {log.stem} --\n{log.read_text()[-4000:]}" for log in sorted(folder.glob("*.log")))
     assert code == 0, f"exit code {code}; None: not within {DEADLINE_S:.0f} s\n{logs}"

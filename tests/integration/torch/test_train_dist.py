@@ -23,11 +23,12 @@ import numpy as np
 import pytest
 
 from distflow.testing.sshd import free_port
+from preloaded import Preloaded, start_preloaded
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "train_dist.py"
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 DEADLINE_S = 240.0
 """For one run, on a machine that is busy with other things."""
 FOREVER = "100000"
@@ -39,18 +40,30 @@ PARENT_HELPER_AND_TWO_RANKS = 4
 class Run:
     """One started command; what it prints goes to files, so that it never waits for a reader."""
 
-    def __init__(self, launcher: list[str], flags: tuple[str, ...], folder: Path, environment: dict[str, str]) -> None:
+    process: subprocess.Popen[bytes] | Preloaded
+
+    def __init__(
+        self, launcher: list[str], flags: tuple[str, ...], folder: Path, environment: dict[str, str],
+        temporary: pytest.TempPathFactory,
+    ) -> None:  # fmt: skip
         """Start the command in ``folder`` with no more of this process's environment than it needs."""
         self.folder = folder
         self.output = folder / "output"
         self.error_file = folder / "error.json"
         folder.mkdir()
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+        arguments = [str(SCRIPT), "--output", str(self.output), *flags]
+        known = {**inherited, "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment}
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+            if not launcher:
+                with open(os.devnull) as stdin:
+                    files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
+                    self.process = start_preloaded(temporary, arguments, folder, known, *files)
+                return
             self.process = subprocess.Popen(
-                [*launcher, str(SCRIPT), "--output", str(self.output), *flags],
+                [*launcher, *arguments],
                 cwd=folder,
-                env={**inherited, "TORCHELASTIC_ERROR_FILE": str(self.error_file), **environment},
+                env=known,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -96,21 +109,21 @@ class Run:
 
 
 class Start(Protocol):
-    """Starts the script with these flags; more environment variables by name."""
+    """Starts the script with these flags in a process that has torch, or by a launcher; more environment variables by name."""
 
     def __call__(self, *flags: str, launcher: tuple[str, ...] = (), **environment: str) -> Run:
         """Return the started run."""
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start commands on one free port, and leave none of their processes behind."""
     runs: list[Run] = []
     port = str(free_port(""))
 
     def start_one(*flags: str, launcher: tuple[str, ...] = (), **environment: str) -> Run:
-        command = [*launcher, "--master_port", port] if launcher else [sys.executable]
-        runs.append(Run(command, flags, tmp_path / f"run-{len(runs)}", {"MASTER_PORT": port, **environment}))
+        command = [*launcher, "--master_port", port] if TORCHRUN in launcher else [*launcher]
+        runs.append(Run(command, flags, tmp_path / f"run-{len(runs)}", {"MASTER_PORT": port, **environment}, tmp_path_factory))
         return runs[-1]
 
     yield start_one
@@ -190,7 +203,7 @@ def test_one_invocation_starts_size_processes(start: Start) -> None:
 
 def test_torchrun_starts_the_same_script(start: Start) -> None:
     """Under torchrun each process is one rank already, and starts no others."""
-    run = start("--epochs", "8", launcher=(str(TORCHRUN), "--nnodes", "1", "--nproc_per_node", "2"))
+    run = start("--epochs", "8", launcher=(TORCHRUN, "--nnodes", "1", "--nproc_per_node", "2"))
 
     assert run.wait() == 0, run.stderr
     assert sorted(run.pids) == [0, 1]
@@ -233,7 +246,7 @@ def test_an_exception_in_a_rank_is_reported_with_its_traceback(start: Start, tmp
 
 def test_ranks_end_with_the_process_that_started_them(start: Start) -> None:
     """SIGKILL of the parent leaves no rank behind, not even one that is still importing torch."""
-    run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER)
+    run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER, launcher=(sys.executable,))
     run.wait_until(lambda: len(session_members(run.process.pid)) >= PARENT_HELPER_AND_TWO_RANKS)
     run.process.kill()
 
@@ -286,7 +299,7 @@ def test_a_request_to_stop_may_come_before_the_first_rank_is_there(start: Start,
         "    start(process)\n"
         "SpawnProcess.start = just_before\n"
     )
-    run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER, PYTHONPATH=str(tmp_path))
+    run = start("--size", "2", "--world_size", "2", "--epochs", FOREVER, launcher=(sys.executable,), PYTHONPATH=str(tmp_path))
     assert holds_in_time(lambda: run.process.poll() is not None or run.epochs)
     assert not run.epochs, "it trains, as if nobody had asked"
     assert run.wait() == 128 + signal.SIGTERM, run.stderr

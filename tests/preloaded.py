@@ -1,0 +1,320 @@
+"""Python processes that have imported torch already: forks of one process, in place of new interpreters.
+
+To import torch takes a process 2 to 5 s of processor time, which is most of what a small training takes. These are ordinary
+processes in everything else: each has its own pid, session, arguments, environment, working directory, output and exit code.
+The interpreters that such a process starts in turn (the ranks of a launcher) are forked from it. Only torch is imported
+beforehand, so each process imports distflow for itself. A test of the start or of the end of an interpreter, of torchrun, or of
+what torch reads from its environment uses ``sys.executable`` instead.
+"""
+
+from __future__ import annotations
+
+import _posixsubprocess
+import atexit
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import process, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["Preloaded", "fork_interpreters", "forking_site", "start_preloaded"]
+
+_BASIC = ("torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+"""What the ranks of most trainings import."""
+_FLAGS = {"-u", "-B", "-E", "-I", "-s"}
+_ANSWER_S = 150.0
+"""For the first process, which waits until torch has been imported."""
+
+
+class Preloaded:
+    """A started process, with the part of ``subprocess.Popen`` that tests use."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.returncode: int | None = None
+        connection.settimeout(_ANSWER_S)
+        self.pid = int(connection.recv(32) or _ended())
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                self.returncode = int(self._connection.recv(32) or _ended())
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("preloaded Python", timeout) from None
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _ended() -> NoReturn:
+    raise RuntimeError("the process that others are forked from has ended: preloaded.log in the base directory says why")
+
+
+def start_preloaded(
+    temporary: pytest.TempPathFactory, arguments: Sequence[str], folder: Path, environment: Mapping[str, str],
+    stdin: int, stdout: int, stderr: int,
+) -> Preloaded:  # fmt: skip
+    """Start ``python ARGUMENTS`` in a session of its own, forked from the process that all workers of pytest-xdist share."""
+    top, owner = temporary.getbasetemp(), os.getpid()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        top, owner = top.parent, os.getppid()
+    address = f"\0distflow-preloaded-{owner}-{top}"[:100]
+    with (top / "preloaded.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connection = _connected(address) or _after_start(address, owner, top)
+    asked = json.dumps([list(arguments), str(folder), dict(environment)]).encode()
+    socket.send_fds(connection, [asked], [stdin, stdout, stderr])
+    return Preloaded(connection)
+
+
+def _connected(address: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def _after_start(address: str, owner: int, top: Path) -> socket.socket:
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server, (top / "preloaded.log").open("ab") as log:
+        server.bind(address)
+        server.listen(64)
+        server_process = subprocess.Popen(
+            [sys.executable, __file__, str(server.fileno()), str(owner)],
+            pass_fds=[server.fileno()],
+            cwd="/",
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        server_process.returncode = 0  # nobody waits for it: it ends after this process
+        connection = _connected(address)
+    assert connection is not None
+    return connection
+
+
+def forking_site(folder: Path) -> str:
+    """Return what ``PYTHONPATH`` needs so that launchers import torch once, and fork their ranks."""
+    place = folder / "forking-site"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(_SITE.format(folder=str(Path(__file__).parent), basic=_BASIC))
+    return str(place)
+
+
+_SITE = """
+import sys
+modules = None
+if sys.orig_argv[1:3] == ["-m", "distflow.train.launch"]:
+    modules = {basic}
+elif sys.orig_argv[1:] and sys.orig_argv[1].endswith("train_dist.py"):
+    modules = ["torch"]
+if modules:
+    sys.path.insert(0, {folder!r})
+    import preloaded
+    sys.path.remove({folder!r})
+    preloaded.fork_interpreters(modules)
+"""
+
+
+# -- in the process that others are forked from, and in these ---------------------------------------------------------
+
+
+def _serve(server: socket.socket, owner: int) -> None:
+    """Fork for each connection, and send the pid, then the exit code, until the process ``owner`` has ended."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    selector = selectors.DefaultSelector()
+    selector.register(server, selectors.EVENT_READ)
+    selector.register(reader, selectors.EVENT_READ)
+    running: dict[int, socket.socket] = {}
+    while os.path.exists(f"/proc/{owner}"):
+        for key, _ in selector.select(1.0):
+            if key.fileobj is server:
+                connection, _ = server.accept()
+                asked, handles, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+                pid = os.fork()
+                if pid == 0:
+                    os.setsid()
+                    arguments, folder, environment = json.loads(asked)
+                    _become(arguments, folder, environment, handles)
+                for handle in handles:
+                    os.close(handle)
+                running[pid] = connection
+                _send(connection, pid)
+            else:
+                reader.recv(4096)
+        for pid in tuple(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with running.pop(pid) as connection:
+                    _send(connection, os.waitstatus_to_exitcode(status))
+
+
+def _send(connection: socket.socket, number: int) -> None:
+    with suppress(OSError):
+        connection.send(str(number).encode())
+
+
+_fork_exec = _posixsubprocess.fork_exec
+
+
+def _fork(args: Any, executables: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> int:
+    """Take the place of ``_posixsubprocess.fork_exec``: fork without a new interpreter, if it is Python that is started."""
+    command = [os.fsdecode(one) for one in args]
+    if command[0] != sys.executable or any(callable(one) for one in more):
+        return int(_fork_exec(args, executables, close_fds, pass_fds, cwd, env, *more))
+    stdin, _, _, stdout, _, stderr, _, failed, _, start_new_session = more[:10]
+    pid = os.fork()
+    if pid == 0:
+        if start_new_session:
+            os.setsid()
+        known = dict(os.environ) if env is None else dict(os.fsdecode(one).split("=", 1) for one in env)
+        _become(command[1:], os.fsdecode(cwd or "."), known, [stdin, stdout, stderr], {*pass_fds} - {failed})
+    return pid
+
+
+def _become(
+    arguments: list[str],
+    folder: str,
+    environment: dict[str, str],
+    handles: Sequence[int],
+    kept: Collection[int] = (),
+) -> NoReturn:
+    """Become ``python ARGUMENTS``. What the process had to do before is still on its stack, and never goes on."""
+    _reset_signals()
+    _keep_open(handles, kept)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_PATH]
+    for name in sys.modules.keys() - _LOADED:
+        del sys.modules[name]
+    process._children.clear()  # type: ignore[attr-defined]
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # such as a temporary directory, which its parent removes
+    code = _exit_code(arguments)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _reset_signals() -> None:
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _keep_open(handles: Sequence[int], kept: Collection[int]) -> None:
+    """Make these the standard streams (-1: leave it as it is), and close all other files."""
+    for standard, handle in enumerate(handles):
+        if handle not in (-1, standard):
+            os.dup2(handle, standard)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):
+                os.close(int(name))
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        _run(arguments)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001  as the interpreter does
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    """Run a script, a module (``-m``) or a text (``-c``) as ``__main__``."""
+    while arguments[0] in _FLAGS:
+        if arguments.pop(0) == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if arguments[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["-m", *arguments[2:]]
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        return
+    if arguments[0] == "-c":
+        sys.path.insert(0, "")
+        name, source, sys.argv = "<string>", arguments[1].encode(), ["-c", *arguments[2:]]
+    else:
+        name, sys.argv = arguments[0], arguments
+        sys.path.insert(0, str(Path(name).resolve().parent))
+        source, main.__file__ = Path(name).read_bytes(), name
+    exec(compile(source, name, "exec"), vars(main))
+
+
+def fork_interpreters(modules: Collection[str]) -> None:
+    """Import these, and fork the interpreters that this process starts from now on."""
+    for module in modules:
+        importlib.import_module(module)
+    _LOADED.update(sys.modules)
+    gc.collect()
+    gc.freeze()
+    subprocess._fork_exec = _posixsubprocess.fork_exec = _fork  # type: ignore[attr-defined]
+
+
+_PATH = sys.path[1:]
+_LOADED: set[str] = set()
+
+if __name__ == "__main__":
+    fork_interpreters((*_BASIC, "numpy", "torch.distributed.pipelining"))
+    _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
