@@ -44,7 +44,7 @@ workflow:
 
 
 PURPOSE = """\
-`make soak` runs gangs of 1 to 4 tasks one after another, and injects random faults. It kills processes with SIGKILL, freezes
+`make soak` keeps three gangs of 1 to 4 tasks running, and injects random faults. It kills processes with SIGKILL, freezes
 hosts, cuts their links and restarts their sshd. In the last third of the time it also kills the supervisor; before that, the
 report shows the supervisor's memory. After each gang it compares the record with the nodes: no exit code may be missing, no
 task may have run twice at once, the first cause must be the injected fault, and no process may be left. This is the report of
@@ -147,7 +147,7 @@ class Soak:
             "|---|--:|",
             *(f"| {fault} | {count} |" for fault, count in sorted(faults.items())),
             "",
-            "The supervisor before it was first killed. Each row is the median of a quarter of that time:",
+            "The next table shows the supervisor before it was first killed. Each row is the median of a quarter of that time:",
             "",
             "| after | workflows so far | resident memory | open files |",
             "|--:|--:|--:|--:|",

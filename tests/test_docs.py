@@ -45,6 +45,11 @@ import yaml
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 LANGUAGES = {"console", "yaml", "python", "text", "json"}
@@ -460,6 +465,56 @@ def test_commands_named_in_the_text_exist(page: Path) -> None:
         subject, options = _help_of(tuple(words.split()))
         named = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", words))
         assert named <= options, f"{page.name}: `distflow {words}`: {subject} has no {sorted(named - options)}"
+
+
+NOT_MODULES = {"yaml", "sqlite3", "attempt"}
+"""Endings of file names and labels that look like modules of distflow."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_and_files_named_on_the_page_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = [name for name in re.findall(r"(?<![\w./-])distflow(?:\.[A-Za-z_]\w*)+", text) if not _is_module_or_member(name)]
+    is_about_code = page.name == "architecture.md"
+    for path in re.findall(r"`([\w.-]+(?:/[\w.-]*)*)`", _prose(page)):
+        if path.endswith(".py") and ("/" in path or is_about_code):
+            tops = (ROOT, ROOT / "src" / "distflow", ROOT / "tests")
+            found = any((top / path).exists() for top in tops) or ("/" not in path and any((ROOT / "src").rglob(path)))
+        elif path.endswith("/") and is_about_code:
+            found = any((top / path).is_dir() for top in (ROOT, ROOT / "src" / "distflow"))
+        else:
+            continue
+        if not found:
+            missing.append(path)
+    assert not missing
+
+
+def _is_module_or_member(name: str) -> bool:
+    """Return whether a dotted name is a module of distflow, or a name that such a module contains."""
+    parts = name.split(".")
+    if parts[1] in NOT_MODULES:
+        return True
+    for length in range(len(parts), 0, -1):
+        place = ROOT.joinpath("src", *parts[:length])
+        for module in (place.with_suffix(".py"), place / "__init__.py"):
+            if module.exists():
+                member = parts[length] if length < len(parts) else ""
+                return length > 1 and re.search(rf"\b{member}\b", module.read_text(encoding="utf-8")) is not None
+    return False
+
+
+def test_the_drawing_of_floors_shows_every_package() -> None:
+    drawing = next(block.text for block in all_blocks() if block.page.name == "architecture.md" and "│  cli" in block.text)
+    rows = re.findall(r"^ [│▼]  (\w+) *([┐│┘]?)(.*)$", drawing, re.MULTILINE)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = next(contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers")
+    assert [name for name, _, _ in rows] == [name for layer in layers[1:] for name in layer.split(" | ")]
+    assert {name for name, bracket, _ in rows if bracket} == {
+        name for layer in layers[1:] if "|" in layer for name in layer.split(" | ")
+    }
+    for name, _, text in rows:
+        packages = {path.parent.name for path in (ROOT / "src" / "distflow" / name).rglob("*/__init__.py")} - {name}
+        assert packages <= set(re.findall(r"\w+", text)), name
 
 
 @cache
