@@ -477,9 +477,9 @@ def test_modules_and_files_named_on_the_page_exist(page: Path) -> None:
     missing = [name for name in re.findall(r"(?<![\w./-])distflow(?:\.[A-Za-z_]\w*)+", text) if not _is_module_or_member(name)]
     is_about_code = page.name == "architecture.md"
     for path in re.findall(r"`([\w.-]+(?:/[\w.-]*)*)`", _prose(page)):
-        if path.endswith(".py") and ("/" in path or is_about_code):
+        if path.endswith(".py") and ("/" in path or path.startswith("test_") or is_about_code):
             tops = (ROOT, ROOT / "src" / "distflow", ROOT / "tests")
-            found = any((top / path).exists() for top in tops) or ("/" not in path and any((ROOT / "src").rglob(path)))
+            found = any((top / path).exists() for top in tops) or ("/" not in path and any((ROOT / "tests").rglob(path)))
         elif path.endswith("/") and is_about_code:
             found = any((top / path).is_dir() for top in (ROOT, ROOT / "src" / "distflow"))
         else:
