@@ -1,11 +1,11 @@
 """Check the English of docs, docstrings, comments and strings (`make lint`).
 
-It finds phrases that a regular expression can find and that make a text hard to read, and prints each with its place and a
-replacement. Spelling is checked by codespell, with American English.
+The script prints each phrase that makes a text hard to read, with its place and a replacement. codespell checks the spelling,
+which is American.
 
 `[tool.distflow-prose]` in pyproject.toml lists the parts of the repository that are not checked yet. To clean one up, remove it
-from that list, run this script, and mend what it prints. Put code, and words that only look wrong, between backticks: they are
-not checked.
+from that list, run this script, and fix its findings. The script does not check text between backticks: put code there, and
+words that only look wrong.
 """
 
 from __future__ import annotations
@@ -59,9 +59,11 @@ RULES = {
     r"last words": "last lines, last message",
     r"truth value": "Boolean",
     r"shall": "must, will",
-    r"hitherto|henceforth|whence|thence|thereof|therein|wherein|whereof|whereupon|ere|likewise|amid|amidst|whilst|amongst": (
-        "the everyday word"
-    ),
+    r"in vain": "without success",
+    r"without a word": "without a message",
+    r"gives? way": "yields",
+    r"hitherto|henceforth|hence|whence|thence|thereof|thereby|therein|wherein|whereof|whereupon": "the everyday word",
+    r"upon|unto|till|lest|ere|aught|likewise|amid|amidst|whilst|amongst|afresh": "the everyday word",
 }
 _PHRASE = re.compile(r"\b(?:" + "|".join(f"({rule})" for rule in RULES).replace(" ", r"\s+") + r")\b", re.IGNORECASE)
 _GENERATED = re.compile(r"<!-- generated: ([a-z-]+).*?<!-- end of \1 -->", re.DOTALL)
@@ -70,7 +72,7 @@ _QUOTED = re.compile(r"(`+)[^`\n]+\1")
 
 
 def blank(pattern: re.Pattern[str], text: str) -> str:
-    """Replace each match by spaces, so that the places of all other characters stay the same."""
+    """Replace the characters of each match by backticks, so that all other characters keep their places."""
     return pattern.sub(lambda match: re.sub(r"[^\n]", "`", match[0]), text)
 
 
@@ -79,7 +81,7 @@ def pieces_of(path: Path) -> Iterator[tuple[int, str]]:
     text = path.read_text(encoding="utf-8")
     kind = SUFFIXES[path.suffix]
     if kind == "python":
-        if _PHRASE.search(re.sub(r"\n *# ?", "\n", text)):  # most files have none, and tokenizing takes longer than searching
+        if _PHRASE.search(re.sub(r"\n *# ?", "\n", text)):  # tokenizing is slower, and most files have no such phrase
             yield from _python(text)
     elif kind == "markdown":
         yield 1, blank(_QUOTED, blank(_FENCED, blank(_GENERATED, text)))
@@ -88,7 +90,7 @@ def pieces_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _python(text: str) -> Iterator[tuple[int, str]]:
-    """Yield strings, and comments: those on consecutive lines as one piece."""
+    """Yield strings and comments. Comments on consecutive lines are one piece."""
     begin, comment = 0, ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -105,7 +107,7 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
 
 
 def findings(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield line, phrase and remedy of each phrase that the rules find."""
+    """Yield the line, the text and the remedy of each phrase that breaks a rule."""
     remedies = list(RULES.values())
     for begin, text in pieces_of(path):
         for match in _PHRASE.finditer(text):
@@ -127,7 +129,7 @@ def files(skipped: list[str]) -> list[Path]:
 
 
 def main() -> int:
-    """Print every finding. Returns 1 if there is one."""
+    """Print all findings. Return 1 if there are any, else 0."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["distflow-prose"]
     checked = files(settings["not-clean-yet"])
     found = 0
