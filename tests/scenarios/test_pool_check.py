@@ -170,7 +170,7 @@ def test_a_root_that_cannot_be_made_is_an_error(hosts: Hosts) -> None:
     (hosts.cli.folder / "gpu2").write_text("a file in its place")
     (error,) = errors(hosts.check(code=3))
     assert (error["about"], error["nodes"]) == ("root", ["gpu2"])
-    assert "is in the way" in error["message"]
+    assert "is not a directory" in error["message"]
     assert "`root:` of the node" in error["hint"]
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from distflow.layout.ranks import World
@@ -64,24 +65,27 @@ def distributed_files(group: GroupPlan, task: str) -> tuple[PlannedFile, ...]:
         return ()
     import yaml  # noqa: PLC0415  a plan is shown and compiled without it
 
-    members = sorted((one.member, one.task) for one in group.launches if one.member is not None)
-    described = [_member(number, name) for number, name in members]
-    found = {
-        "config": {
-            "group_name": f"task-@@WORKFLOW_ID@@-{group.name}",
-            "member_id": str(own),
-            "required_count": len(members),
-        },
-        "members": described,
-        "self": _member(own, task),
-    }
-    texts = {"json": json.dumps(found, indent=1) + "\n", "yaml": yaml.safe_dump(found, sort_keys=False)}
+    members = tuple(sorted((one.member, one.task) for one in group.launches if one.member is not None))
+    config = {"group_name": f"task-@@WORKFLOW_ID@@-{group.name}", "member_id": str(own), "required_count": len(members)}
+    described, listed = _members(members)
+    found = {"config": config, "members": described, "self": _member(own, task)}
+    head, tail = (yaml.safe_dump({key: found[key]}, sort_keys=False) for key in ("config", "self"))
+    texts = {"json": json.dumps(found, indent=1) + "\n", "yaml": head + listed + tail}
     return tuple(
         PlannedFile(
             path=f"{_FOLDER}/distributed.{kind}", shown=f"distributed.{kind}", text=text, size=len(text.encode()), mode=0o600
         )
         for kind, text in texts.items()
     )
+
+
+@lru_cache(maxsize=4)
+def _members(members: tuple[tuple[int, str], ...]) -> tuple[list[dict[str, Any]], str]:
+    """Return all members, and their part of the YAML file. It takes long to write, and is the same for all tasks."""
+    import yaml  # noqa: PLC0415  as above
+
+    described = [_member(number, name) for number, name in members]
+    return described, yaml.safe_dump({"members": described}, sort_keys=False)
 
 
 def _member(number: int, task: str) -> dict[str, Any]:
