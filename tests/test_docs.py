@@ -44,6 +44,7 @@ import yaml
 
 from distflow.testing.sshd import Sshd, make_key, missing_sshd
 from distflow.testing.waiting import wait_until
+from preloaded import forking_site
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -287,7 +288,10 @@ def _with_commands() -> list[Path]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", _with_commands(), ids=lambda page: page.name)
 def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
-    _run_page(Terminal(tmp_path), [block for block in all_blocks() if block.page == page and _is_run_here(block)])
+    terminal = Terminal(tmp_path)
+    if page.name in ("training.md", "strategies.md"):
+        terminal.environment["PYTHONPATH"] = forking_site(tmp_path)
+    _run_page(terminal, [block for block in all_blocks() if block.page == page and _is_run_here(block)])
 
 
 @pytest.mark.ssh

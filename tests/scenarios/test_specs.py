@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from distflow.testing.sshd import free_port
+from preloaded import forking_site
 from scenarios.conftest import Cli
 from scenarios.lab import TRAINING, checkout, pipeline, train
 
 
 @pytest.fixture
 def specs(cli: Cli, repository: Path) -> Path:
-    """The folder of the specs in a checkout."""
+    """The folder of the specs in a checkout; launchers fork their ranks."""
+    cli.configure(environment={"PYTHONPATH": forking_site(cli.folder)})
     return checkout(cli, repository)
 
 
